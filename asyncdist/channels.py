@@ -1,0 +1,464 @@
+"""Typed, bounded channels, multiplexed by tag and scope.
+
+A :class:`Lane` is one tag's inlet: a single persistent wildcard receive, whose frames it checks and hands to the
+:class:`Channel` of their scope. Frames for a scope that is not open here yet wait, within a bound; frames for a closed
+scope are dropped and counted. What does not decode is counted and logged once per peer, and never raises here.
+
+The runtime's own channels have a *handler* in place of a mailbox: a function, called as each message arrives.
+
+A channel's mailbox is bounded. When it is full, a user's channel *stalls*: its lane takes nothing more until somebody
+receives, so only that tag stops. A protocol's channel, which knows how much may be under way, fails with
+RemoteProtocolError instead (``"error"``), or keeps the newest message of each source (``"latest"``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+
+from asyncdist import wire
+from asyncdist.errors import AsyncdistError, BusyError, ClosedError, LocalProtocolError, RemoteProtocolError
+from asyncdist.progress import Engine, settle, yield_to_loop
+
+logger = logging.getLogger("asyncdist.channels")
+
+MessageT = TypeVar("MessageT")
+Overflow: TypeAlias = Literal["stall", "error", "latest"]
+
+#: Tests of the lane inside one ``receive`` before it lets the loop run. A reply that is on its way is caught here.
+HOT_TEST_COUNT: Final = 50
+#: After so many receives that found their message at once, one yields to the loop all the same.
+FAIRNESS_PERIOD: Final = 32
+#: Messages that one poll of a lane may deliver.
+DELIVERY_COUNT_MAX: Final = 64
+#: Frames kept for scopes that are not open yet, per lane.
+EARLY_FRAME_COUNT_MAX: Final = 1024
+
+
+class Envelope(NamedTuple, Generic[MessageT]):
+    """A received message and what its frame said.
+
+    Attributes:
+        message: the dataclass.
+        source: the sender's rank.
+        round: the protocol's round; zero outside rounds.
+    """
+
+    message: MessageT
+    source: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelStatistics:
+    """Counts since the channel was opened."""
+
+    sent_count: int
+    received_count: int
+    waiting_count: int
+    sending_count: int
+
+
+class Lane:
+    """One tag's inlet and outlet on this rank.
+
+    Args:
+        engine: polls it.
+        tag: its tag.
+        nonce: of the job; frames with another are strangers.
+    """
+
+    def __init__(self, engine: Engine, tag: int, nonce: int) -> None:
+        self.engine = engine
+        self.tag = tag
+        self.nonce = nonce
+        self.dropped: Counter[str] = Counter()
+        self._buffer = bytearray(wire.FRAME_NBYTES_MAX)
+        self._view = memoryview(self._buffer)
+        self._channels: dict[int, Channel[Any]] = {}
+        self._closed_scopes: set[int] = set()
+        self._early: deque[tuple[int, bytes]] = deque()
+        self._complained_about: set[int] = set()
+        self._stalled_on: Channel[Any] | None = None
+        self._closed_sent_count = self._closed_received_count = 0
+        self._request = engine.transport.persistent_receive(self._buffer, tag)
+        self._request.start()
+        self._test = self._request.test
+        engine.add_inlet(self)
+
+    def poll(self) -> int:
+        """Deliver what has arrived. Never raises for what a peer sent."""
+        if self._stalled_on is not None:
+            return 0
+        delivered = 0
+        try:
+            while self._test():
+                request = self._request
+                delivered += 1
+                channel = self._deliver(self._view[: request.nbytes], request.source)
+                if channel is not None and channel.overflow == "stall" and channel.is_full:
+                    self._stalled_on = channel
+                    return delivered
+                request.start()
+                if delivered == DELIVERY_COUNT_MAX:
+                    return delivered
+        except AsyncdistError as error:  # a frame larger than any of ours, or the receive itself failed
+            self.drop(getattr(self._request, "source", -1), str(error))
+            self._request.start()
+        return delivered
+
+    def _deliver(self, frame: memoryview, source: int) -> Channel[Any] | None:
+        """Hand the frame to the channel of its scope, which is returned."""
+        try:
+            header = wire.decode_header(frame)
+        except wire.FrameError as error:
+            self.drop(source, str(error))
+            return None
+        if header.nonce != self.nonce:
+            self.drop(source, "a frame of another job")
+            return None
+        channel = self._channels.get(header.scope)
+        if channel is not None:
+            channel.deliver(header, frame[wire.HEADER_NBYTES :], source)
+        elif header.scope in self._closed_scopes:
+            self.dropped["closed scope"] += 1
+        elif len(self._early) < EARLY_FRAME_COUNT_MAX:
+            self._early.append((source, bytes(frame)))
+        else:
+            self.drop(source, "too many frames for scopes that nobody has opened")
+        return channel
+
+    def drop(self, source: int, why: str) -> None:
+        """Count a frame that is not delivered; the first one of each peer is logged."""
+        self.dropped[why] += 1
+        if source not in self._complained_about:
+            self._complained_about.add(source)
+            logger.warning(
+                "tag %d: dropped a frame from rank %d: %s (further ones are only counted)", self.tag, source, why
+            )
+
+    def resume(self, channel: Channel[Any]) -> None:
+        """``channel`` has room again."""
+        if self._stalled_on is channel:
+            self._stalled_on = None
+            self._request.start()
+
+    def attach(self, channel: Channel[Any]) -> None:
+        """Frames of the channel's scope go to it from now on, those that came early first."""
+        if channel.scope in self._channels:
+            raise LocalProtocolError(f"tag {self.tag}: {channel.name} is open already", tag=self.tag)
+        self._channels[channel.scope] = channel
+        early, self._early = self._early, deque()
+        for source, frame in early:
+            self._deliver(memoryview(frame), source)
+
+    def detach(self, channel: Channel[Any]) -> None:
+        """The scope is closed: what still comes for it is dropped and counted."""
+        if self._channels.pop(channel.scope, None) is not None:
+            self._closed_sent_count += channel.statistics().sent_count
+            self._closed_received_count += channel.statistics().received_count
+        self._closed_scopes.add(channel.scope)
+        self.resume(channel)
+
+    def channels(self) -> tuple[Channel[Any], ...]:
+        """Those that are open."""
+        return tuple(self._channels.values())
+
+    def close(self) -> None:
+        """Take the receive back. A message that comes in this very moment is dropped and counted."""
+        self.engine.remove_inlet(self)
+        if self._stalled_on is None:
+            self._request.cancel()
+            self.engine.watch(self._request, f"closing tag {self.tag}", self._on_closed)
+
+    def _on_closed(self, error: AsyncdistError | None) -> None:
+        if error is None and not self._request.cancelled:
+            self.dropped["closed lane"] += 1
+
+    @property
+    def sent_count(self) -> int:
+        """Messages sent on this tag."""
+        return self._closed_sent_count + sum(channel.statistics().sent_count for channel in self._channels.values())
+
+    @property
+    def received_count(self) -> int:
+        """Messages received on this tag."""
+        return self._closed_received_count + sum(c.statistics().received_count for c in self._channels.values())
+
+    @property
+    def early_count(self) -> int:
+        """Frames that wait for a scope nobody has opened."""
+        return len(self._early)
+
+
+class Channel(Generic[MessageT]):
+    """Messages of one dataclass, or of a union of them, on one tag. Made by :meth:`asyncdist.World.channel`.
+
+    **Ordering**: messages from one rank arrive in the order in which it sent them.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        codec: wire.Codec,
+        scope: int,
+        *,
+        name: str,
+        capacity: int,
+        overflow: Overflow,
+        peer_scope: int | None = None,
+        handler: Callable[[Envelope[Any]], None] | None = None,
+    ) -> None:
+        self.lane = lane
+        self.scope = scope
+        self._peer_scope = scope if peer_scope is None else peer_scope
+        self.name = name
+        self.overflow: Overflow = overflow
+        self.epoch = 0
+        self._codec = codec
+        self._engine = lane.engine
+        self._isend = lane.engine.transport.isend
+        self._capacity = capacity
+        self._size = size = lane.engine.transport.size
+        self._handler = handler
+        self._mailbox: deque[Envelope[MessageT]] = deque()
+        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._last_sequence = [0] * size
+        self._sequence = 0
+        self._sent_count = self._received_count = self._sending_count = 0
+        self._since_yield = 0
+        self._failure: AsyncdistError | None = None
+        self._closed = False
+        lane.attach(self)
+
+    # -- sending ----------------------------------------------------------------------------------------------------
+
+    def send_nowait(self, message: MessageT, dest: int, *, round: int = 0) -> None:
+        """Send and go on; the runtime keeps the message until it has left.
+
+        Args:
+            message: one of the channel's dataclasses.
+            dest: a rank, possibly this one.
+            round: the protocol's round, carried in the header.
+
+        Raises:
+            LocalProtocolError: not a message of this channel, above the limit, or no such rank.
+            BusyError: as many sends as the channel's capacity are still under way.
+            ClosedError: the channel is closed.
+            RankLostError: the peer is gone.
+        """
+        if self._sending_count >= self._capacity:
+            self._engine.poll()
+            if self._sending_count >= self._capacity:
+                raise BusyError(
+                    f"{self.name}: {self._capacity} sends are under way; await send() to wait", tag=self.lane.tag
+                )
+        request = self._post(message, dest, round)
+        if not request.test():
+            self._sending_count += 1
+            self._engine.watch(request, f"{self.name}: send to {dest}", self._on_sent)
+
+    async def send(self, message: MessageT, dest: int, *, round: int = 0) -> None:
+        """Send and wait until the message has left, which for a large one may be when ``dest`` receives.
+
+        **Cancellation**: the message is sent all the same.
+
+        Raises:
+            LocalProtocolError, ClosedError, RankLostError: as ``send_nowait``.
+        """
+        request = self._post(message, dest, round)
+        if not request.test():
+            await self._engine.wait(request, f"{self.name}: send to {dest}")
+
+    def _post(self, message: MessageT, dest: int, round: int) -> Any:
+        if self._closed:
+            raise ClosedError(f"{self.name} is closed", tag=self.lane.tag)
+        if not 0 <= dest < self._size:
+            raise LocalProtocolError(f"{self.name}: dest is {dest!r}; ranks go from 0 to {self._size - 1}", dest=dest)
+        kind, payload = self._codec.encode(message)
+        self._sequence += 1
+        self._sent_count += 1
+        frame = wire.encode_frame(kind, self.lane.nonce, self.epoch, self._peer_scope, round, self._sequence, payload)
+        return self._isend(frame, dest, self.lane.tag)
+
+    def _on_sent(self, error: AsyncdistError | None) -> None:
+        self._sending_count -= 1
+        if error is not None:
+            logger.debug("%s: %s", self.name, error)
+
+    # -- receiving --------------------------------------------------------------------------------------------------
+
+    async def receive(self, *, timeout_s: float | None = None) -> Envelope[MessageT]:
+        """The next message.
+
+        Args:
+            timeout_s: give up after so long. Everything that has arrived is taken in before that is judged, so a loop
+                that was blocked by compute does not time out on a message that lay there.
+
+        **Cancellation**: loses nothing.
+
+        Raises:
+            TimeoutError: nothing came in time.
+            RemoteProtocolError: a peer overflowed this channel.
+            RankLostError: the job has failed, or the peer it waits for.
+            ClosedError: the channel is closed.
+        """
+        mailbox = self._mailbox
+        if not mailbox:
+            poll = self.lane.poll
+            for _ in range(HOT_TEST_COUNT):
+                if poll() and mailbox:
+                    break
+            else:
+                await self.wait_mail(timeout_s)
+        else:
+            self._since_yield += 1
+            if self._since_yield >= FAIRNESS_PERIOD:
+                self._since_yield = 0
+                await yield_to_loop()
+                return self._take() if mailbox else await self.receive(timeout_s=timeout_s)
+        return self._take()
+
+    def receive_nowait(self) -> Envelope[MessageT] | None:
+        """The next message if one is here, else None. Raises as ``receive``."""
+        return self._take() if self._mailbox or self._failure or self._closed else None
+
+    def __aiter__(self) -> AsyncIterator[Envelope[MessageT]]:
+        """Messages until the channel is closed."""
+        return self._iterate()
+
+    async def _iterate(self) -> AsyncIterator[Envelope[MessageT]]:
+        while True:
+            try:
+                envelope = await self.receive()
+            except ClosedError:
+                return
+            yield envelope
+
+    def _take(self) -> Envelope[MessageT]:
+        if self._failure is not None:
+            raise self._failure
+        if not self._mailbox:
+            raise ClosedError(f"{self.name} is closed", tag=self.lane.tag)
+        envelope = self._mailbox.popleft()
+        self._received_count += 1
+        if self.overflow == "stall" and len(self._mailbox) + 1 == self._capacity:
+            self.lane.resume(self)
+        return envelope
+
+    async def wait_mail(self, timeout_s: float | None = None) -> None:
+        """Wait until ``receive_nowait`` has something to say. Raises TimeoutError as ``receive``."""
+        while not self.is_ready:
+            waiter = self._engine.loop.create_future()
+            self._waiters.append(waiter)
+            try:
+                if timeout_s is None:
+                    await self._engine.park(waiter)
+                else:
+                    await self._wait_until(waiter, timeout_s)
+            finally:
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)
+                elif self._mailbox:  # this wake-up was spent on somebody who may have been cancelled: pass it on
+                    self._wake_one()
+
+    async def _wait_until(self, waiter: asyncio.Future[None], timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._engine.park(waiter)
+        except TimeoutError:
+            await self._engine.drain()
+            if not self._mailbox:
+                raise TimeoutError(f"{self.name}: no message for {timeout_s:g} s") from None
+
+    # -- called by the lane and the world ---------------------------------------------------------------------------
+
+    def deliver(self, header: wire.Header, payload: memoryview, source: int) -> None:
+        """Take one frame of this scope."""
+        if header.epoch != self.epoch:
+            self.lane.dropped["other epoch"] += 1
+            return
+        if not self._last_sequence[source] < header.sequence:
+            self.lane.drop(source, f"{self.name}: sequence {header.sequence} after {self._last_sequence[source]}")
+            return
+        self._last_sequence[source] = header.sequence
+        try:
+            message = self._codec.decode(header.kind, payload)
+        except wire.FrameError as error:
+            self.lane.drop(source, f"{self.name}: {error}")
+            return
+        self._accept(Envelope(message, source, header.round))
+
+    def _accept(self, envelope: Envelope[MessageT]) -> None:
+        if self._handler is not None:
+            self._received_count += 1
+            self._handler(envelope)
+            return
+        if self.overflow == "latest":
+            for older in self._mailbox:
+                if older.source == envelope.source:
+                    self._mailbox.remove(older)
+                    break
+        elif self.overflow == "error" and len(self._mailbox) >= self._capacity:
+            self.fail(
+                RemoteProtocolError(
+                    f"{self.name}: rank {envelope.source} overflowed a mailbox of {self._capacity}",
+                    rank=envelope.source,
+                    tag=self.lane.tag,
+                )
+            )
+            return
+        self._mailbox.append(envelope)
+        self._wake_one()
+
+    def _wake_one(self) -> None:
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+
+    def fail(self, error: AsyncdistError) -> None:
+        """Everyone who receives gets ``error`` from now on."""
+        self._failure = error
+        self._wake_all()
+
+    def close(self) -> None:
+        """Receive no more. Whoever waits gets ClosedError, once the mailbox is empty."""
+        if not self._closed:
+            self._closed = True
+            self.lane.detach(self)
+            self._wake_all()
+
+    def _wake_all(self) -> None:
+        for waiter in self._waiters:
+            settle(waiter, None)
+        self._engine.recheck()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the mailbox has reached its capacity."""
+        return len(self._mailbox) >= self._capacity
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether ``receive_nowait`` has something to say: a message, or an error."""
+        return bool(self._mailbox) or self._closed or self._failure is not None
+
+    @property
+    def waiting_count(self) -> int:
+        """Messages that nobody has received yet."""
+        return len(self._mailbox)
+
+    def statistics(self) -> ChannelStatistics:
+        """Counts since the channel was opened."""
+        return ChannelStatistics(
+            sent_count=self._sent_count,
+            received_count=self._received_count,
+            waiting_count=len(self._mailbox),
+            sending_count=self._sending_count,
+        )

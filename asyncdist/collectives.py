@@ -1,0 +1,219 @@
+"""Nonblocking collectives over a group: every member awaits the same ones in the same order, while its loop runs on.
+
+Where the backend has collectives of its own they are started nonblocking and polled like any request (MPI-4.1 section
+6.12); even a barrier, since a blocking one burns a core while it waits. Elsewhere they are made of messages through
+the group's first or root rank, and reductions happen there in rank order, so their result does not depend on who came
+first. (A native reduction keeps the backend's own order.)
+
+Tensors may have any dtype and device: they travel as bytes through CPU memory; reductions on float16 and bfloat16 are
+done in float32, on bool in uint8. Members must pass equal shapes and dtypes.
+
+**Cancellation** of any of them: the collective goes on in the background until it completes, since the other members
+have entered it; its result is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Final, TypeVar
+
+import torch
+
+from asyncdist.errors import LocalProtocolError
+from asyncdist.groups import Group
+from asyncdist.progress import Engine
+from asyncdist.streams import byte_view
+from asyncdist.transports.base import ReduceOp
+
+T = TypeVar("T")
+
+_REDUCE: Final[dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "prod": torch.mul,
+}
+_REDUCED_AS: Final = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.uint8}
+
+
+class Collectives:
+    """The collectives of one rank. Ranks in arguments are ranks of the world."""
+
+    def __init__(
+        self, engine: Engine, rank: int, spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
+    ) -> None:
+        self._engine = engine
+        self._rank = rank
+        self._spawn = spawn
+
+    async def barrier(self, group: Group) -> None:
+        """Return once every member has entered."""
+        if group.native is not None:
+            await self._engine.wait(group.native.barrier(), "barrier")
+        elif group.size > 1:
+            await self._finish(self._all_gather_bytes(group, torch.zeros(1, dtype=torch.uint8)))
+
+    async def broadcast(self, tensor: torch.Tensor, group: Group, root: int) -> torch.Tensor:
+        """``root``'s values in every member's ``tensor``, in place; returns it."""
+        position = _position(group, root)
+        with _HostCopy(tensor) as host:
+            view = byte_view(host)
+            if len(view) == 0 or group.size == 1:
+                pass
+            elif group.native is not None:
+                await self._engine.wait(group.native.broadcast(view, position), f"broadcast from rank {root}")
+            else:
+                await self._finish(self._broadcast_bytes(group, view, root))
+        return tensor
+
+    async def gather(self, tensor: torch.Tensor, group: Group, root: int) -> list[torch.Tensor] | None:
+        """On ``root`` every member's tensor, in the group's order; None elsewhere."""
+        position = _position(group, root)
+        send = _to_host(tensor)
+        receive = _room(send, group.size) if self._rank == root else None
+        if send.numel() == 0 or group.native is None:
+            await self._finish(self._gather_bytes(group, byte_view(send), receive, root))
+        else:
+            request = group.native.gather(byte_view(send), None if receive is None else byte_view(receive), position)
+            await self._engine.wait(request, f"gather to rank {root}")
+        return None if receive is None else [part.to(tensor.device) for part in receive]
+
+    async def all_gather(self, tensor: torch.Tensor, group: Group) -> list[torch.Tensor]:
+        """Every member's tensor, in the group's order."""
+        send = _to_host(tensor)
+        if send.numel() == 0:
+            await self.barrier(group)
+            receive = _room(send, group.size)
+        elif group.native is not None:
+            receive = _room(send, group.size)
+            await self._engine.wait(group.native.all_gather(byte_view(send), byte_view(receive)), "all_gather")
+        else:
+            receive = await self._finish(self._all_gather_bytes(group, send))
+        return [part.to(tensor.device) for part in receive]
+
+    async def all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
+        """The elementwise reduction of every member's tensor, in place on each; returns it."""
+        if op not in _REDUCE:
+            raise LocalProtocolError(f"op is {op!r}; allowed are {', '.join(_REDUCE)}", op=op)
+        work = _to_host(tensor).to(_REDUCED_AS.get(tensor.dtype, tensor.dtype))
+        if work.numel() and group.native is not None:
+            await self._engine.wait(group.native.all_reduce(work.numpy(), op), f"all_reduce {op}")
+        elif work.numel() and group.size > 1:
+            work = await self._finish(self._all_reduce_in_order(group, work, op))
+        if work.data_ptr() != tensor.data_ptr():
+            with torch.no_grad():
+                tensor.copy_(work.to(tensor.dtype).reshape(tensor.shape))
+        return tensor
+
+    async def all_to_all(self, tensors: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
+        """Tensor i goes to member i; returns what each member sent here. All have one shape and dtype."""
+        if len(tensors) != group.size:
+            raise LocalProtocolError(f"all_to_all takes one tensor per member: {group.size}, not {len(tensors)}")
+        first = tensors[0]
+        if any(t.shape != first.shape or t.dtype != first.dtype for t in tensors):
+            raise LocalProtocolError("all_to_all takes tensors of one shape and dtype")
+        send = torch.stack([_to_host(tensor) for tensor in tensors])
+        receive = torch.empty_like(send)
+        count = first.numel() * first.element_size()
+        if count == 0:
+            await self.barrier(group)
+        elif group.native is not None:
+            counts = [count] * group.size
+            request = group.native.all_to_all(byte_view(send), counts, byte_view(receive), counts)
+            await self._engine.wait(request, "all_to_all")
+        else:
+            await self._finish(self._all_to_all_bytes(group, send, receive))
+        return [part.to(first.device) for part in receive]
+
+    # -- made of messages -------------------------------------------------------------------------------------------
+
+    async def _finish(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run to the end even if the caller is cancelled: the other members count on our part."""
+        task: asyncio.Task[T] = self._spawn(work)
+        return await asyncio.shield(task)
+
+    async def _broadcast_bytes(self, group: Group, view: memoryview, root: int) -> None:
+        if self._rank == root:
+            await _all([self._engine.send(view, rank, group.tag) for rank in group.ranks if rank != root])
+        else:
+            await self._receive_exactly(view, root, group.tag)
+
+    async def _gather_bytes(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
+        if receive is None:
+            await self._engine.send(send, root, group.tag)
+            return
+        for position, rank in enumerate(group.ranks):
+            if rank == root:
+                byte_view(receive[position])[:] = send
+            else:
+                await self._receive_exactly(byte_view(receive[position]), rank, group.tag)
+
+    async def _all_gather_bytes(self, group: Group, send: torch.Tensor) -> torch.Tensor:
+        root = group.ranks[0]
+        receive = _room(send, group.size)
+        await self._gather_bytes(group, byte_view(send), receive if self._rank == root else None, root)
+        await self._broadcast_bytes(group, byte_view(receive), root)
+        return receive
+
+    async def _all_reduce_in_order(self, group: Group, work: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        root = group.ranks[0]
+        receive = _room(work, group.size) if self._rank == root else None
+        await self._gather_bytes(group, byte_view(work), receive, root)
+        if receive is not None:
+            total = receive[0].clone()
+            for part in receive[1:]:
+                total = _REDUCE[op](total, part)
+            work = total
+        await self._broadcast_bytes(group, byte_view(work), root)
+        return work
+
+    async def _all_to_all_bytes(self, group: Group, send: torch.Tensor, receive: torch.Tensor) -> None:
+        work: list[Awaitable[Any]] = []
+        for position, rank in enumerate(group.ranks):
+            work.append(self._engine.send(byte_view(send[position]), rank, group.tag))
+            work.append(self._receive_exactly(byte_view(receive[position]), rank, group.tag))
+        await _all(work)
+
+    async def _receive_exactly(self, view: memoryview, source: int, tag: int) -> None:
+        _, nbytes = await self._engine.receive(view, source, tag)
+        if nbytes != len(view):
+            raise LocalProtocolError(
+                f"rank {source} takes part with {nbytes} bytes, this rank with {len(view)}", rank=source
+            )
+
+
+async def _all(work: Sequence[Awaitable[Any]]) -> None:
+    for outcome in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome
+
+
+def _position(group: Group, root: int) -> int:
+    if root not in group.ranks:
+        raise LocalProtocolError(f"root is {root!r}; the group has ranks {list(group.ranks)}", root=root)
+    return group.ranks.index(root)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu").contiguous()
+
+
+def _room(like: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.empty((count, *like.shape), dtype=like.dtype)
+
+
+class _HostCopy:
+    """A contiguous CPU view of a tensor, written back at the end where it had to be a copy."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._host = _to_host(tensor)
+
+    def __enter__(self) -> torch.Tensor:
+        return self._host
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self._host.data_ptr() != self._tensor.data_ptr():
+            with torch.no_grad():
+                self._tensor.copy_(self._host)

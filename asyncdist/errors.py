@@ -1,0 +1,74 @@
+"""Every error that asyncdist raises on purpose: one tree, named by cause.
+
+Each error carries its facts as attributes (peer, tag, round, state), so that a handler never parses a message, and each
+pickles, so that a launcher can carry it between processes. Errors of a library underneath are translated once, in the
+transport that met them, with ``raise ... from``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class AsyncdistError(Exception):
+    """Base of the tree. Keyword facts become attributes and are appended to the message."""
+
+    def __init__(self, message: str, **facts: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.facts: Mapping[str, Any] = dict(facts)
+
+    def __getattr__(self, name: str) -> Any:
+        facts = self.__dict__.get("facts", {})
+        if name in facts:
+            return facts[name]
+        raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+
+    def __str__(self) -> str:
+        if not self.facts:
+            return self.message
+        return f"{self.message} [{', '.join(f'{key}={value}' for key, value in self.facts.items())}]"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, dict(self.facts))
+
+
+def _rebuild(kind: type[AsyncdistError], message: str, facts: dict[str, Any]) -> AsyncdistError:
+    return kind(message, **facts)
+
+
+class RankLostError(AsyncdistError):
+    """A peer is gone: its process died, its connection closed, or it failed and said so. Carries ``rank``."""
+
+
+class TruncationError(AsyncdistError):
+    """A message was larger than its buffer. Carries ``message_nbytes`` (when known) and ``buffer_nbytes``."""
+
+
+class ClosedError(AsyncdistError):
+    """The channel, policy, group or world was closed, here or by the peer that it needs."""
+
+
+class BusyError(AsyncdistError):
+    """Something that takes one user at a time has one already, or a bounded queue is full."""
+
+
+class LocalProtocolError(AsyncdistError):
+    """This rank broke a rule of the runtime: a bad tag, a message above the limit, a call out of order."""
+
+
+class RemoteProtocolError(AsyncdistError):
+    """A peer broke a rule: its frames do not decode, overflow a protocol's bound, or come out of order."""
+
+
+class DisagreementError(AsyncdistError):
+    """Ranks that must agree do not: in class, options, model or presence. Says which and where."""
+
+
+class StartTimeoutError(DisagreementError, TimeoutError):
+    """Ranks that must start together did not all come in time. Carries ``missing``."""
+
+
+class TransportError(AsyncdistError):
+    """The backend failed in a way that names no peer, or it cannot be used as it was started."""

@@ -1,0 +1,282 @@
+"""Groups of ranks, and agreement within one.
+
+A :class:`Group` is a list of ranks in the order in which they count, with the backend's communicator where it has one,
+and else a tag of its own for collectives. Making one is collective among its members, and only they take part.
+
+*Agreement* is how anything collective starts: every member says what it wants to start, as named values; the leader
+compares, names the first difference or whoever is missing, and answers everyone. So a collective is entered only when
+all members are known to enter it, and a program that would hang elsewhere gets an error that names the rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from asyncdist import tags
+from asyncdist.errors import ClosedError, DisagreementError, LocalProtocolError, StartTimeoutError
+from asyncdist.transports.base import GroupHandle
+
+if TYPE_CHECKING:
+    from asyncdist.channels import Channel
+    from asyncdist.progress import Engine
+
+#: How much longer than the leader a member waits, so that it is the leader who names the missing.
+MEMBER_PATIENCE_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Member to leader: I am about to start ``subject`` and these are my values."""
+
+    subject: str
+    values: tuple[tuple[str, str], ...]
+    proposal: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Leader to member: go (with the agreed number), or why not."""
+
+    subject: str
+    difference: str
+    refusal: str
+    missing: tuple[int, ...]
+    gone: tuple[int, ...]
+    agreed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Member to member: I shall never start ``subject`` again."""
+
+    subject: str
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What came of an agreement.
+
+    Attributes:
+        number: the largest proposal.
+        values: what all of them said; on a leader who said nothing, what the first member said.
+    """
+
+    number: int
+    values: Mapping[str, str]
+
+
+class Agreements:
+    """All agreements of one rank, over the world's system channel.
+
+    Args:
+        engine: this rank's.
+        channel: sends :class:`Join` and :class:`Verdict`; the world receives from it and calls the ``on_`` methods.
+        rank: this rank.
+    """
+
+    def __init__(self, engine: Engine, channel: Channel[Any], rank: int) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._rank = rank
+        self._joins: dict[str, dict[int, Join]] = {}
+        self._verdicts: dict[str, Verdict] = {}
+        self._counts: Counter[str] = Counter()
+        self._gone: set[int] = set()
+        self._withdrawn: dict[str, set[int]] = {}
+
+    async def agree(
+        self,
+        ranks: Sequence[int],
+        subject: str,
+        values: Mapping[str, str],
+        *,
+        timeout_s: float | None,
+        leader: int | None = None,
+        proposal: int = 0,
+    ) -> Agreed:
+        """Wait until all ``ranks`` are about to start the same thing.
+
+        Args:
+            ranks: everybody, this rank included.
+            subject: what starts; equal on all ranks. Repetitions are told apart by counting.
+            values: what must be equal on all ranks, by name. A leader who is no member may pass none.
+            timeout_s: how long the leader waits for the last one; None for as long as it takes.
+            leader: who compares; the first of ``ranks`` by default.
+            proposal: a number; the largest is what everyone gets.
+
+        Raises:
+            StartTimeoutError: naming the ranks that did not come.
+            DisagreementError: naming the first difference.
+            ClosedError: a member has left for good.
+        """
+        leader = ranks[0] if leader is None else leader
+        subject = _full(subject, ranks)
+        self._counts[subject] += 1
+        join = Join(f"{subject}, time {self._counts[subject]}", tuple(sorted(values.items())), proposal)
+        gone = _Gone(ranks, self._gone, self._withdrawn.setdefault(subject, set()))
+        deadline = None if timeout_s is None else self._engine.loop.time() + timeout_s
+        if self._rank == leader:
+            verdict, first = await self._lead(ranks, join, gone, deadline)
+        else:
+            verdict, first = await self._follow(leader, join, gone, deadline), join
+        _check(verdict, subject, timeout_s)
+        return Agreed(verdict.agreed, dict(first.values))
+
+    def withdraw(self, ranks: Sequence[int], subject: str) -> None:
+        """Never agree to ``subject`` again: the other ``ranks`` get ClosedError when they try."""
+        full = _full(subject, ranks)
+        for rank in ranks:
+            if rank != self._rank and rank not in self._gone:
+                self._channel.send_nowait(Withdraw(full), rank)
+
+    async def _lead(
+        self, ranks: Sequence[int], join: Join, gone: _Gone, deadline: float | None
+    ) -> tuple[Verdict, Join]:
+        joins = self._joins.setdefault(join.subject, {})
+        joins[self._rank] = join
+        await self._engine.until(lambda: len(joins) == len(ranks) or bool(gone.ranks()), deadline=deadline)
+        del self._joins[join.subject]
+        missing = tuple(rank for rank in ranks if rank not in joins)
+        said = [rank for rank in ranks if rank in joins and joins[rank].values] or [self._rank]
+        name, refusal = _first_difference(joins, said)
+        verdict = Verdict(
+            subject=join.subject,
+            difference=name,
+            refusal="" if missing else refusal,
+            missing=missing,
+            gone=gone.ranks(),
+            agreed=max(entry.proposal for entry in joins.values()),
+        )
+        for rank in joins:
+            if rank != self._rank and rank not in self._gone:
+                self._channel.send_nowait(verdict, rank)
+        return verdict, joins[said[0]]
+
+    async def _follow(self, leader: int, join: Join, gone: _Gone, deadline: float | None) -> Verdict:
+        if leader not in gone.ranks():
+            self._channel.send_nowait(join, leader)
+        if deadline is not None:
+            deadline += MEMBER_PATIENCE_S
+        await self._engine.until(lambda: join.subject in self._verdicts or leader in gone.ranks(), deadline=deadline)
+        verdict = self._verdicts.pop(join.subject, None)
+        if verdict is not None:
+            return verdict
+        alone = Verdict(join.subject, difference="", refusal="", missing=(), gone=(), agreed=0)
+        if leader in gone.ranks():
+            return replace(alone, gone=(leader,))
+        return replace(alone, missing=(leader,))
+
+    def on_join(self, join: Join, source: int) -> None:
+        """A member has come to a meeting that this rank leads, or will lead."""
+        self._joins.setdefault(join.subject, {})[source] = join
+
+    def on_verdict(self, verdict: Verdict) -> None:
+        """A leader has decided."""
+        self._verdicts[verdict.subject] = verdict
+
+    def on_withdraw(self, subject: str, source: int) -> None:
+        """A member will not start this again."""
+        self._withdrawn.setdefault(subject, set()).add(source)
+
+    def on_gone(self, rank: int) -> None:
+        """``rank`` has left or is lost: it will come to no meeting any more."""
+        self._gone.add(rank)
+        self._engine.recheck()
+
+
+class _Gone:
+    """Those of ``ranks`` that will not come: they have left the world, or withdrawn from the subject."""
+
+    def __init__(self, ranks: Sequence[int], left: set[int], withdrawn: set[int]) -> None:
+        self._ranks = ranks
+        self._left = left
+        self._withdrawn = withdrawn
+
+    def ranks(self) -> tuple[int, ...]:
+        if not self._left and not self._withdrawn:
+            return ()
+        return tuple(rank for rank in self._ranks if rank in self._left or rank in self._withdrawn)
+
+
+def _full(subject: str, ranks: Sequence[int]) -> str:
+    return f"{subject} on ranks {','.join(map(str, ranks))}"
+
+
+def _first_difference(joins: Mapping[int, Join], ranks: Sequence[int]) -> tuple[str, str]:
+    """What some rank says otherwise than the first one: its name, and a sentence. Both empty when they agree."""
+    first = ranks[0]
+    expected = dict(joins[first].values)
+    for rank in ranks[1:]:
+        given = dict(joins[rank].values)
+        for name in sorted(expected.keys() | given.keys()):
+            mine, theirs = expected.get(name, "nothing"), given.get(name, "nothing")
+            if mine != theirs:
+                return name, f"{name} is {mine} on rank {first} and {theirs} on rank {rank}"
+    return "", ""
+
+
+def _check(verdict: Verdict, subject: str, timeout_s: float | None) -> None:
+    if verdict.gone:
+        raise ClosedError(f"{subject}: {_name(verdict.gone)} left", ranks=verdict.gone)
+    if verdict.missing:
+        raise StartTimeoutError(
+            f"{subject}: {_name(verdict.missing)} did not come within {timeout_s or 0:g} s", missing=verdict.missing
+        )
+    if verdict.refusal:
+        raise DisagreementError(f"{subject}: {verdict.refusal}", difference=verdict.difference)
+
+
+def _name(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Some ranks of the world, in their order.
+
+    Attributes:
+        ranks: the members' ranks in the world.
+        index: this rank's position among them.
+        tag: of its collectives where there is no native communicator.
+        native: the backend's communicator, None where it has none.
+    """
+
+    ranks: tuple[int, ...]
+    index: int
+    tag: int
+    native: GroupHandle | None
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+
+def check_ranks(ranks: Sequence[int], *, rank: int, size: int) -> tuple[int, ...]:
+    """The members of a new group, checked.
+
+    Raises:
+        LocalProtocolError: it is empty, names a rank twice or one that does not exist, or leaves this rank out.
+    """
+    members = tuple(ranks)
+    wrong = [member for member in members if type(member) is not int or not 0 <= member < size]
+    if wrong:
+        raise LocalProtocolError(f"a group holds ranks from 0 to {size - 1}, not {wrong[0]!r}")
+    if not members or len(set(members)) != len(members):
+        raise LocalProtocolError(f"a group names each member once; got {list(members)}")
+    if rank not in members:
+        raise LocalProtocolError(
+            f"rank {rank} is not in the group {list(members)}; only members make a group", rank=rank
+        )
+    return members
+
+
+def next_tag(tag: int) -> int:
+    """The proposal after ``tag`` has been agreed."""
+    if tag >= tags.COLLECTIVE_LAST:
+        count = tags.COLLECTIVE_LAST - tags.COLLECTIVE_FIRST + 1
+        raise LocalProtocolError(f"more than {count} groups on one rank", tag=tag)
+    return tag + 1

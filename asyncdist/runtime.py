@@ -1,0 +1,419 @@
+"""Starting a rank, hosting its main coroutine, and ending it: ``run``, ``run_local`` and ``open_world``.
+
+The story of a rank: make the loop; open the transport; agree with all ranks on versions and on the job's nonce; run
+``main(world)`` and every task it spawned under one task group; then leave: tell the peers, wait for the services of
+protocols (a coordinator serves until its last member has left), a polled barrier, take the receives back, close the
+transport. A failure anywhere replaces the second half by the one in :mod:`asyncdist.supervision`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import inspect
+import logging
+import secrets
+import struct
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
+
+import torch
+
+from asyncdist import launch, tags, wire
+from asyncdist._version import __version__
+from asyncdist.collectives import Collectives
+from asyncdist.errors import DisagreementError, LocalProtocolError, RankLostError, TransportError
+from asyncdist.groups import Group
+from asyncdist.progress import Engine
+from asyncdist.supervision import (
+    FailureReport,
+    Interrupts,
+    exit_immediately,
+    interrupt_error,
+    peer_failed,
+    summarise,
+)
+from asyncdist.transports.base import Transport
+from asyncdist.transports.local import LocalHub
+from asyncdist.world import Failed, Farewell, Leave, World, _current_world
+
+logger = logging.getLogger("asyncdist.runtime")
+
+T = TypeVar("T")
+TransportName: TypeAlias = Literal["auto", "local", "mpi"]
+LoopName: TypeAlias = Literal["uvloop", "asyncio"]
+
+#: How long a failure waits for the peers to stop by themselves.
+GRACE_S: Final = 3.0
+#: How long a rank that was told of a failure may go on before its main is cancelled.
+_CANCEL_AFTER_S: Final = 1.0
+_FLUSH_S: Final = 5.0
+_HELLO: Final = struct.Struct("<I60s")
+
+_report = FailureReport()
+
+
+def run(
+    main: Callable[..., Coroutine[Any, Any, T]],
+    *args: Any,
+    transport: TransportName = "auto",
+    ranks: int | None = None,
+    loop: LoopName | None = None,
+    grace_s: float = GRACE_S,
+    strict: bool = False,
+) -> T:
+    """Run ``main(world, *args)`` as this process's rank and return what it returns.
+
+    Args:
+        main: a coroutine function; its first argument is the :class:`World`.
+        transport: ``"mpi"``, ``"local"``, or ``"auto"``: MPI under an MPI launcher, else local.
+        ranks: with ``"local"``, how many ranks to host on one loop of this process; rank 0's value is returned.
+        loop: ``"uvloop"`` (the default where it is installed) or ``"asyncio"``.
+        grace_s: seconds that the peers of a failed rank get to stop by themselves before they are aborted.
+        strict: raise LocalProtocolError when something is left over at the end: a message nobody received, a request, a
+            stream slot, a snapshot, a task. Without it they are logged.
+
+    Raises:
+        RankLostError: another rank failed; it has printed its traceback.
+        TransportError: the transport cannot be used, or launcher and MPI library do not match.
+        KeyboardInterrupt: after SIGINT, when everything has ended.
+        BaseException: what ``main`` raised, or an ExceptionGroup with what its spawned tasks raised.
+    """
+    _check_options(main, transport, ranks, loop, grace_s)
+    started = launch.detect()
+    chosen = started.transport if transport == "auto" else transport
+    if chosen == "local" or ranks is not None:
+        return run_local(main, *args, ranks=ranks or 1, loop=loop, strict=strict)[0]
+    _limit_threads()
+    opened = _open_transport(chosen, started)
+    with _loop_of(loop) as event_loop, Interrupts() as interrupts:
+        task = event_loop.create_task(_outcome(main, args, opened, interrupts, grace_s, strict))
+        interrupts.cancel_on_first(event_loop, [task])
+        outcome = _complete(event_loop, [task])[0]
+    if outcome.error is not None:
+        raise outcome.error
+    return cast(T, outcome.value)
+
+
+def run_local(
+    main: Callable[..., Coroutine[Any, Any, T]],
+    *args: Any,
+    ranks: int,
+    loop: LoopName | None = None,
+    strict: bool = False,
+) -> list[T]:
+    """Host ``ranks`` ranks on one loop of this process; returns the value of each.
+
+    A rank that computes stops the others, since they share a thread, and torch's random state is theirs in common.
+
+    Raises:
+        BaseException: what the first rank to fail raised.
+    """
+    _check_options(main, "local", ranks, loop, GRACE_S)
+
+    hub = LocalHub(ranks)
+    with _loop_of(loop) as event_loop, Interrupts() as interrupts:
+        tasks = [
+            event_loop.create_task(_outcome(main, args, hub.transport(rank), interrupts, GRACE_S, strict))
+            for rank in range(ranks)
+        ]
+        interrupts.cancel_on_first(event_loop, tasks)
+        outcomes = _complete(event_loop, tasks)
+    failures = [outcome.error for outcome in outcomes if outcome.error is not None]
+    if failures:
+        raise next((error for error in failures if not isinstance(error, RankLostError)), failures[0])
+    return [outcome.value for outcome in outcomes]
+
+
+@asynccontextmanager
+async def open_world(
+    *, transport: TransportName = "auto", grace_s: float = GRACE_S, strict: bool = False
+) -> AsyncIterator[World]:
+    """A world inside a running loop, for notebooks and tests: ``async with ad.open_world() as world``.
+
+    Args and Raises: as :func:`run`.
+    """
+    started = launch.detect()
+    chosen = started.transport if transport == "auto" else transport
+    opened = LocalHub(1).transport(0) if chosen == "local" else _open_transport(chosen, started)
+    async with _hosted(opened, Interrupts(), grace_s=grace_s, strict=strict) as world:
+        yield world
+
+
+# -- one rank ---------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def _hosted(
+    transport: Transport, interrupts: Interrupts, *, grace_s: float, strict: bool
+) -> AsyncIterator[World]:
+    loop = asyncio.get_running_loop()
+    engine = Engine(transport, loop)
+    engine.start()
+    token = None
+    try:
+        world = await _handshake(transport, engine, loop)
+        token = _current_world.set(world)
+        guard = _PeerGuard(world)
+        try:
+            async with _task_group(world, guard):
+                yield world
+            await _leave(world, strict=strict)
+        except SystemExit as caught:
+            if caught.code or world.engine.failure is not None:
+                await _fail(world, transport, caught, grace_s)
+            else:
+                await _leave(world, strict=strict)
+            raise
+        except BaseException as caught:
+            error = _own_error(caught, guard, interrupts)
+            await _fail(world, transport, error, grace_s)
+            if error is caught:
+                raise
+            raise error from error.__cause__
+        transport.close()
+    finally:
+        engine.stop()
+        if token is not None:
+            with contextlib.suppress(ValueError):  # an async generator may be finalised in another context
+                _current_world.reset(token)
+
+
+@asynccontextmanager
+async def _task_group(world: World, guard: _PeerGuard) -> AsyncIterator[None]:
+    """The task group of main and of what it spawns.
+
+    An error of main alone comes out as it is, those of tasks as a group.
+    """
+    error_of_main: BaseException | None = None
+    try:
+        with guard:
+            async with asyncio.TaskGroup() as task_group:
+                world.attach_tasks(task_group)
+                try:
+                    yield
+                except BaseException as error:
+                    error_of_main = error
+                    raise
+        world.check()
+    except BaseExceptionGroup as group:
+        if error_of_main is not None and group.exceptions == (error_of_main,):
+            raise error_of_main from error_of_main.__cause__
+        raise
+    finally:
+        world.attach_tasks(None)
+
+
+async def _handshake(transport: Transport, engine: Engine, loop: asyncio.AbstractEventLoop) -> World:
+    """Agree on the version and on the job's nonce."""
+    ranks = tuple(range(transport.size))
+    group = Group(ranks, transport.rank, tags.COLLECTIVE_FIRST, transport.world_group)
+    collectives = Collectives(engine, transport.rank, loop.create_task)
+    version = f"asyncdist {__version__}, frames {wire.VERSION}"
+    mine = _HELLO.pack(secrets.randbits(32), version.encode()[:60])
+    hellos = await collectives.all_gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8), group)
+    nonce = 0
+    for rank, hello in enumerate(hellos):
+        number, text = _HELLO.unpack(bytes(hello.numpy()))
+        nonce = number if rank == 0 else nonce
+        theirs = text.rstrip(b"\0").decode(errors="replace")
+        if theirs != version:
+            raise DisagreementError(f"rank {transport.rank} runs {version}, rank {rank} runs {theirs}", rank=rank)
+    return World(transport, loop, nonce=nonce, group=group, engine=engine)
+
+
+async def _leave(world: World, *, strict: bool) -> None:
+    """The clean end: farewells, services, barrier, receives."""
+    loop = asyncio.get_running_loop()
+    world.announce(Leave())
+    await world.engine.until(lambda: world.service_count == 0)
+    await world.collectives.barrier(world.group)
+    await world.engine.until(lambda: not world.engine.outstanding(), deadline=loop.time() + _FLUSH_S)
+    leftovers = world.leftovers()
+    world.close_lanes()
+    await world.engine.until(lambda: not world.engine.outstanding(), deadline=loop.time() + _FLUSH_S)
+    if leftovers:
+        text = f"rank {world.rank} ended with {'; '.join(leftovers)}"
+        if strict:
+            raise LocalProtocolError(text)
+        logger.warning("%s", text)
+
+
+async def _fail(world: World, transport: Transport, error: BaseException, grace_s: float) -> None:
+    """The other end: say so, wait for the peers to stop, abort those that do not."""
+    loop = asyncio.get_running_loop()
+    from_peer = isinstance(error, RankLostError) and error is world.engine.failure
+    in_process = transport.capabilities.wakes  # ranks of one process: run_local raises for all of them
+    if not in_process:
+        _print_failure(world.rank, error, from_peer)
+    if world.engine.failure is None:
+        world.engine.fail(peer_failed(world.rank, summarise(error)))
+    world.cancel_services()
+    world.announce(Farewell() if from_peer else Failed(summarise(error)))
+    deadline = loop.time() + grace_s
+    everyone = set(range(world.size)) - {world.rank}
+
+    def settled() -> bool:
+        silent = everyone - world.answered - transport.lost_ranks()
+        return from_peer or not silent
+
+    while not settled() or (world.engine.outstanding() and loop.time() < deadline - grace_s + _CANCEL_AFTER_S):
+        if loop.time() >= deadline:
+            break
+        world.engine.poll()
+        await asyncio.sleep(0.001)
+    if not settled() and not in_process:
+        silent = sorted(everyone - world.answered)
+        sys.stderr.write(
+            f"asyncdist: rank {world.rank}: ranks {silent} did not stop within {grace_s:g} s; aborting the job\n"
+        )
+        sys.stderr.flush()
+        transport.abort(1)
+        exit_immediately(1)
+    world.close_lanes()
+
+
+def _print_failure(rank: int, error: BaseException, from_peer: bool) -> None:
+    if from_peer:
+        _report.print_line(f"rank {rank} stopped: {error.args[0]}", error)
+    elif isinstance(error, KeyboardInterrupt):
+        _report.print_line(f"rank {rank} was interrupted", error)
+    elif not isinstance(error, SystemExit):
+        _report.print_traceback(error, rank)
+
+
+class _PeerGuard:
+    """Watches for a peer's failure while main runs, and stops main: first at its safe points, then by cancelling it."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._task = asyncio.current_task()
+        self._timer: asyncio.TimerHandle | None = None
+        self._active = False
+        self.error: RankLostError | None = None
+        world.on_failure(self._on_failure)
+
+    def __enter__(self) -> None:
+        self._active = True
+
+    def __exit__(self, *_: object) -> None:
+        self._active = False
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _on_failure(self, rank: int, summary: str) -> None:
+        if self.error is not None or self._world.engine.failure is not None:
+            return
+        self.error = peer_failed(rank, summary)
+        self._world.engine.fail(self.error)
+        if self._active:
+            self._timer = asyncio.get_running_loop().call_later(_CANCEL_AFTER_S, self._cancel)
+
+    def _cancel(self) -> None:
+        if self._task is not None and self._active:
+            self._task.cancel()
+
+
+def _own_error(caught: BaseException, guard: _PeerGuard, interrupts: Interrupts) -> BaseException:
+    """What the caller should see: the cause in place of the cancellation that it brought about."""
+    cause: BaseException | None = guard.error
+    if interrupts.received is not None:
+        cause = interrupt_error(interrupts.received)
+    task = asyncio.current_task()
+    if cause is not None and task is not None:
+        while task.uncancel():
+            pass
+    return cause or caught
+
+
+# -- a process --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """How a rank ended: with a value, or with an error."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+
+async def _outcome(
+    main: Callable[..., Coroutine[Any, Any, Any]],
+    args: tuple[Any, ...],
+    transport: Transport,
+    interrupts: Interrupts,
+    grace_s: float,
+    strict: bool,
+) -> _Outcome:
+    """Host one rank. Never raises: an exit or interrupt that leaves a task would stop the loop under the others."""
+    try:
+        async with _hosted(transport, interrupts, grace_s=grace_s, strict=strict) as world:
+            return _Outcome(value=await main(world, *args))
+    except BaseException as error:
+        return _Outcome(error=error)
+
+
+def _complete(loop: asyncio.AbstractEventLoop, tasks: Sequence[asyncio.Task[_Outcome]]) -> list[_Outcome]:
+    """Run until every task has ended, also past an exit or interrupt that a spawned task raised through the loop."""
+    while pending := [task for task in tasks if not task.done()]:
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            loop.run_until_complete(asyncio.wait(pending))
+    return [task.result() for task in tasks]
+
+
+@contextmanager
+def _loop_of(name: LoopName | None) -> Iterator[asyncio.AbstractEventLoop]:
+    """A loop of that kind, closed with everything that is still on it."""
+    factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+    if name == "uvloop" or (name is None and importlib.util.find_spec("uvloop") is not None):
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        yield runner.get_loop()
+
+
+def _open_transport(name: str, started: launch.Launch) -> Transport:
+    """The transport, with launcher and library known to belong together."""
+    if name == "torch":
+        raise TransportError(
+            f"{started.source} says that torchrun started this process; the torch transport is not here yet: start "
+            "the script with mpirun -n N python script.py, or asyncdist run -n N script.py"
+        )
+    from asyncdist.transports.mpi import MpiTransport
+
+    transport = MpiTransport()
+    if started.transport == "mpi":
+        launch.check_world_size(started.expected_size, transport.size, transport.describe())
+    return transport
+
+
+def _limit_threads() -> None:
+    """Ranks that share a host share its cores: torch would give every one of them all."""
+    threads = launch.threads_per_rank()
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def _check_options(main: Any, transport: str, ranks: int | None, loop: str | None, grace_s: float) -> None:
+    if not inspect.iscoroutinefunction(main):
+        raise TypeError(f"main must be a coroutine function (async def), not {main!r}")
+    if transport not in ("auto", "local", "mpi"):
+        raise ValueError(f"transport is {transport!r}; allowed are 'auto', 'local', 'mpi'")
+    if ranks is not None and (type(ranks) is not int or ranks < 1):
+        raise ValueError(f"ranks is {ranks!r}; at least 1 is needed")
+    if ranks is not None and transport != "local":
+        raise ValueError(f"ranks={ranks} needs transport='local'; elsewhere the launcher decides how many there are")
+    if loop not in (None, "uvloop", "asyncio"):
+        raise ValueError(f"loop is {loop!r}; allowed are 'uvloop', 'asyncio'")
+    if not grace_s > 0:
+        raise ValueError(f"grace_s is {grace_s!r}; it must be above 0 seconds")
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise RuntimeError("a loop is running already (a notebook?): use async with asyncdist.open_world() as world")

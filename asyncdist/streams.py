@@ -1,0 +1,324 @@
+"""Bulk streams: tensors as raw bytes on a granted slot, straight into the receiver's buffers.
+
+Bulk has no header. The receiver takes a *slot* of the sender, posts its receives on the slot's tag, and only then
+sends a grant (over a channel of whoever uses the stream). Every grant is answered by the whole stream or by one
+*abort*, a message of zero bytes on that tag; until then the slot stays taken, so a late chunk can never land in
+another stream's buffer. A receiver that gives up sends a cancel and discards until that answer.
+
+Slots are counted per sender and shared by everything on this rank. A slot granted to a peer that is lost is retired.
+
+This module moves bytes. What they mean, and who asks whom, is the caller's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from asyncdist import tags
+from asyncdist.errors import AsyncdistError, BusyError, RemoteProtocolError
+from asyncdist.progress import Engine
+from asyncdist.transports.base import Request
+
+CHUNK_NBYTES: Final = 4 << 20
+#: Chunks under way at once, at either end.
+WINDOW_COUNT: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Receiver to sender: the receives for ``nbytes`` in chunks of ``chunk_nbytes`` are posted on ``slot``."""
+
+    slot: int
+    nbytes: int
+    chunk_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Receiver to sender: stop the stream on ``slot`` with an abort."""
+
+    slot: int
+
+
+class StreamAborted(RemoteProtocolError):
+    """The sender gave the stream up. Carries ``rank`` and ``received_nbytes``."""
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, of any dtype, without a copy.
+
+    Raises:
+        ValueError: the tensor is not contiguous or not in CPU memory.
+    """
+    if tensor.device.type != "cpu":
+        raise ValueError(f"a stream takes tensors in CPU memory; this one is on {tensor.device}")
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"a stream takes contiguous tensors; this one has shape {tuple(tensor.shape)} and stride {tensor.stride()}"
+        )
+    flat = tensor.detach().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def split(view: memoryview, chunk_nbytes: int) -> list[memoryview]:
+    """``view`` in chunks; both ends must use the same sizes."""
+    return [view[start : start + chunk_nbytes] for start in range(0, len(view), chunk_nbytes)]
+
+
+class _Stream:
+    """What both ends share.
+
+    The requests are the engine's; completions only change counts, which a coroutine waits for.
+    """
+
+    def __init__(self, engine: Engine, peer: int, slot: int, direction: str) -> None:
+        self._engine = engine
+        self._peer = peer
+        self._tag = tags.BULK_FIRST + slot
+        self._what = f"stream {direction} rank {peer}, tag {self._tag}"
+        self._error: AsyncdistError | None = None
+
+    async def _until(self, condition: Callable[[], bool], deadline: float | None = None) -> None:
+        def holds() -> bool:
+            if self._error is not None:
+                raise self._error
+            return condition()
+
+        if not await self._engine.until(holds, deadline=deadline):
+            raise TimeoutError(f"{self._what}: nothing more came in time")
+
+
+class OutboundStream(_Stream):
+    """The sending end of one granted stream.
+
+    Args:
+        engine: this rank's.
+        chunks: what to send, in order. They must not change until :attr:`under_way_count` is zero, as it is when
+            :meth:`run` has returned.
+        dest: the rank that granted.
+        slot: its slot.
+    """
+
+    def __init__(self, engine: Engine, chunks: Sequence[memoryview], dest: int, slot: int) -> None:
+        super().__init__(engine, dest, slot, "to")
+        self._chunks = chunks
+        self._stopping = False
+        self.under_way_count = 0
+        self.sent_nbytes = 0
+
+    def stop(self) -> None:
+        """Send no further chunk, but the abort."""
+        self._stopping = True
+        self._engine.recheck()
+
+    async def run(self) -> bool:
+        """Send everything; whether it was the whole stream.
+
+        **Cancellation**: answers the grant with the abort; what is under way stays with the engine.
+
+        Raises:
+            RankLostError: the receiver is gone.
+        """
+        complete = False
+        try:
+            complete = await self._send_chunks()
+        finally:
+            if not complete and self._error is None:
+                self._post(memoryview(b""))
+        await self._until(lambda: self.under_way_count == 0)
+        return complete
+
+    async def abort(self) -> None:
+        """Answer the grant with the abort alone, in place of :meth:`run`.
+
+        Raises:
+            RankLostError: the receiver is gone.
+        """
+        self._post(memoryview(b""))
+        await self._until(lambda: self.under_way_count == 0)
+
+    async def _send_chunks(self) -> bool:
+        for chunk in self._chunks:
+            await self._until(lambda: self.under_way_count < WINDOW_COUNT or self._stopping)
+            if self._stopping:
+                return False
+            self._post(chunk)
+        return True
+
+    def _post(self, chunk: memoryview) -> None:
+        self.under_way_count += 1
+        self.sent_nbytes += len(chunk)
+        self._engine.watch(self._engine.transport.isend(chunk, self._peer, self._tag), self._what, self._on_sent)
+
+    def _on_sent(self, error: AsyncdistError | None) -> None:
+        self.under_way_count -= 1
+        self._error = self._error or error
+
+
+class InboundStream(_Stream):
+    """The receiving end: a window of posted receives on one slot.
+
+    Args:
+        slots: where the slot comes from.
+        source: the sender.
+        targets: chunk i is received into ``targets[i]``. Targets may repeat at a distance of ``window`` chunks: a
+            target is posted again only when the caller has asked for the chunk after the one that it held.
+        window: receives posted at once.
+    """
+
+    def __init__(self, slots: Slots, source: int, targets: Sequence[memoryview], window: int) -> None:
+        self.slot = slots.take(source)
+        super().__init__(slots.engine, source, self.slot, "from")
+        self._slots = slots
+        self._targets = targets
+        self._window = window
+        self._posted: dict[int, Request] = {}
+        self._post_count = 0
+        self._arrived: dict[int, int] = {}
+        self._arrived_count = 0
+        self._answered = not targets
+        self._discarding = False
+        self.received_nbytes = 0
+        self._post_up_to(window)
+
+    async def chunks(self, *, deadline: float | None = None) -> AsyncIterator[int]:
+        """The index of each chunk when it has arrived, in order. Send the grant before the first.
+
+        Args:
+            deadline: on the loop's clock, for the whole stream.
+
+        Raises:
+            TimeoutError: the deadline passed first.
+            StreamAborted: the sender gave up.
+            RemoteProtocolError: a chunk of the wrong size.
+            RankLostError: the sender is gone.
+        """
+        for index in range(len(self._targets)):
+            await self._until(functools.partial(self._arrived.__contains__, index), deadline)
+            nbytes = self._arrived.pop(index)
+            if nbytes == 0:
+                raise StreamAborted(
+                    f"rank {self._peer} gave up its stream after {self.received_nbytes} bytes",
+                    rank=self._peer,
+                    received_nbytes=self.received_nbytes,
+                )
+            if nbytes != len(self._targets[index]):
+                expected = len(self._targets[index])
+                raise RemoteProtocolError(
+                    f"rank {self._peer} sent a chunk of {nbytes} bytes for {expected}", rank=self._peer
+                )
+            self.received_nbytes += nbytes
+            yield index
+            self._post_up_to(index + 1 + self._window)
+
+    def _post_up_to(self, count: int) -> None:
+        while self._post_count < min(count, len(self._targets)):
+            index = self._post_count
+            self._post_count += 1
+            request = self._engine.transport.irecv(self._targets[index], self._peer, self._tag)
+            self._posted[index] = request
+            self._engine.watch(request, self._what, functools.partial(self._on_arrival, index))
+
+    def _on_arrival(self, index: int, error: AsyncdistError | None) -> None:
+        request = self._posted.pop(index)
+        if error is None and request.cancelled:
+            return
+        self._arrived_count += 1
+        if error is not None:
+            self._error = self._error or error
+        else:
+            self._arrived[index] = request.nbytes
+            self._answered = self._answered or request.nbytes == 0 or self._arrived_count == len(self._targets)
+        if self._discarding:
+            self._discard_more()
+
+    def finish(self, cancel: Callable[[], None]) -> None:
+        """End it. If the sender has not answered yet, ``cancel`` tells it, and the rest is discarded."""
+        if self._error is not None or self._peer in self._engine.transport.lost_ranks():
+            self._withdraw()  # the slot stays taken for ever: nobody will answer for it
+        elif self._answered:
+            self._withdraw()
+            self._slots.give_back(self._peer, self.slot)
+        else:
+            self._discarding = True
+            self._slots.discarding_count += 1
+            cancel()
+            self._discard_more()
+
+    def _discard_more(self) -> None:
+        """Take the answer, the rest or the abort, in the background. The targets stay in use until then."""
+        if self._answered or self._error is not None:
+            self._discarding = False
+            self._slots.discarding_count -= 1
+            self._withdraw()
+            if self._error is None:
+                self._slots.give_back(self._peer, self.slot)
+        else:
+            self._post_up_to(self._arrived_count + self._window)
+
+    def _withdraw(self) -> None:
+        """Take back receives that no message will come for."""
+        for request in list(self._posted.values()):
+            request.cancel()
+        if self._posted:
+            self._engine.wake()
+
+
+class Slots:
+    """The slots of every sender, as this rank grants them.
+
+    Attributes:
+        engine: this rank's.
+        discarding_count: streams that were given up and have not been answered yet.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.discarding_count = 0
+        self._taken: dict[int, set[int]] = {}
+
+    def take(self, source: int) -> int:
+        """The lowest free slot of ``source``.
+
+        Raises:
+            BusyError: all of them are taken.
+        """
+        taken = self._taken.setdefault(source, set())
+        for slot in range(tags.BULK_SLOT_COUNT):
+            if slot not in taken:
+                taken.add(slot)
+                return slot
+        raise BusyError(f"all {tags.BULK_SLOT_COUNT} stream slots of rank {source} are taken", rank=source)
+
+    def give_back(self, source: int, slot: int) -> None:
+        """The slot has been answered."""
+        self._taken[source].discard(slot)
+
+    @property
+    def taken_count(self) -> int:
+        """Slots in use, retired ones included."""
+        return sum(map(len, self._taken.values()))
+
+    @asynccontextmanager
+    async def inbound(
+        self, source: int, targets: Sequence[memoryview], cancel: Callable[[int], None], *, window: int = WINDOW_COUNT
+    ) -> AsyncIterator[InboundStream]:
+        """A stream from ``source`` whose slot is looked after however the body ends.
+
+        Args:
+            source: the sender.
+            targets: see :class:`InboundStream`.
+            cancel: tells the sender that slot n is given up; called only while it has not answered.
+            window: receives posted at once.
+        """
+        stream = InboundStream(self, source, targets, window)
+        try:
+            yield stream
+        finally:
+            stream.finish(lambda: cancel(stream.slot))

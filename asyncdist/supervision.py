@@ -1,0 +1,123 @@
+"""How a job ends: by itself, by a failure somewhere, or by a signal.
+
+A rank that fails prints its traceback, at once and once, tells every peer on the control tag, and waits for their
+farewells. Peers stop at their next safe point (or wherever they wait) with RankLostError, and end with one line
+instead of a traceback. Whoever is not done within the grace period is aborted.
+
+SIGINT and SIGTERM are plain signal handlers, since a loop's own do not run while torch blocks it. The first one asks
+the rank to stop at its next await, the second one ends the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Any, Final
+
+from asyncdist.errors import RankLostError
+
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """Turns the first SIGINT or SIGTERM into the cancellation of some tasks; the second one ends the process at once.
+
+    A context manager. Does nothing outside the main thread, where Python allows no signal handlers.
+
+    Attributes:
+        received: the number of the signal that came, or None.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._previous: dict[int, Any] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: Sequence[asyncio.Task[Any]] = ()
+
+    def cancel_on_first(self, loop: asyncio.AbstractEventLoop, tasks: Sequence[asyncio.Task[Any]]) -> None:
+        """These tasks are to stop."""
+        self._loop, self._tasks = loop, tasks
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self.received is not None:
+            exit_immediately(128 + number)
+        self.received = number
+        if self._loop is not None:
+            for task in self._tasks:
+                self._loop.call_soon_threadsafe(task.cancel)
+
+
+def interrupt_error(number: int) -> BaseException:
+    """What ``run`` raises after that signal: what Python itself would have."""
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+
+
+def exit_immediately(code: int) -> None:
+    """Leave without MPI_Finalize, which can hang once something has gone wrong."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class FailureReport:
+    """Prints an exception early, and keeps the interpreter from printing it again when it reaches the top.
+
+    ``run`` must both show the traceback before the peers (and then the launcher) end this process, and raise the
+    exception for whoever called it. The exception itself is remembered, not its text: another one is printed as usual.
+    """
+
+    def __init__(self) -> None:
+        self._printed: list[BaseException] = []
+
+    def print_traceback(self, error: BaseException, rank: int) -> None:
+        """The whole traceback, each line complete, on stderr."""
+        text = "".join(traceback.format_exception(error))
+        self._print(f"asyncdist: rank {rank} failed:\n{text}", error)
+
+    def print_line(self, line: str, error: BaseException) -> None:
+        """One line in place of a traceback."""
+        self._print(f"asyncdist: {line}\n", error)
+
+    def _print(self, text: str, error: BaseException) -> None:
+        if not self._printed:
+            previous = sys.excepthook
+            sys.excepthook = lambda kind, value, trace: self._hook(previous, kind, value, trace)
+        self._printed.append(error)
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+    def _hook(
+        self, previous: Any, kind: type[BaseException], value: BaseException, trace: TracebackType | None
+    ) -> None:
+        if not any(value is printed for printed in self._printed):
+            previous(kind, value, trace)
+
+
+def summarise(error: BaseException) -> str:
+    """One line that says what happened, for the peers."""
+    if isinstance(error, BaseExceptionGroup):
+        return "; ".join(summarise(inner) for inner in error.exceptions)
+    text = str(error)
+    first = text.splitlines()[0] if text else ""
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def peer_failed(rank: int, summary: str) -> RankLostError:
+    """What the other ranks get."""
+    return RankLostError(f"rank {rank} failed: {summary}", rank=rank)

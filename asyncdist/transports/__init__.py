@@ -1,0 +1,1 @@
+"""Transports: one contract (:mod:`asyncdist.transports.base`) and one module per backend."""

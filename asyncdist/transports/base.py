@@ -1,0 +1,154 @@
+"""The contract between the runtime and a backend: rank-addressed, tagged, nonblocking messages.
+
+What every transport promises, and the conformance suite proves:
+
+- **Ordering.** Messages of one (source, tag) arrive in the order in which they were sent (MPI-4.1 section 3.5).
+  Completion order across sources and tags is free.
+- **Delivery.** Nothing is lost, duplicated or truncated in silence; a message larger than its buffer completes its
+  receive with :class:`~asyncdist.errors.TruncationError`, naming both sizes.
+- **Ownership.** A buffer belongs to the transport from the call until its request has completed. A request is never
+  dropped before that: the engine keeps both.
+- **Loss.** A lost peer fails the requests that involve it with :class:`~asyncdist.errors.RankLostError`, and no others.
+- **One thread.** All calls come from the thread that runs the event loop.
+
+A transport knows no asyncio, no frame format and no protocol.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, Protocol, TypeAlias
+
+ANY_SOURCE: Final = -1
+
+#: Anything with a writable (receives) or readable (sends) C-contiguous buffer of bytes.
+Buffer: TypeAlias = Any
+
+ReduceOp: TypeAlias = Literal["sum", "min", "max", "prod"]
+
+
+class Request(Protocol):
+    """One operation under way. Anything that can be tested may be one: a message, a collective, a device event."""
+
+    def test(self) -> bool:
+        """Try to complete the operation; True once, when it has.
+
+        Raises:
+            RankLostError: the peer is gone; the operation will never complete and its buffer is free.
+            TruncationError: the message was larger than the buffer.
+        """
+
+    def cancel(self) -> None:
+        """Ask that a receive not happen. It may happen all the same: ``test`` decides, and ``cancelled`` tells."""
+
+    @property
+    def cancelled(self) -> bool:
+        """After ``test`` returned True: whether the operation ended without a message."""
+
+    @property
+    def source(self) -> int:
+        """After ``test`` returned True on a receive: the sender's rank."""
+
+    @property
+    def nbytes(self) -> int:
+        """After ``test`` returned True on a receive: the message's size in bytes."""
+
+
+class PersistentReceive(Request, Protocol):
+    """A receive from any source that is posted again and again into one buffer: the inlet of a lane."""
+
+    def start(self) -> None:
+        """Post it. Only when it is not posted already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a transport can do beyond the contract.
+
+    Attributes:
+        native_collectives: whether ``new_group`` gives handles with collectives of their own.
+        survives_rank_loss: whether the job goes on after a rank has died.
+        wakes: whether the transport rings the doorbell when a message arrives, so that nothing need poll by the clock.
+        tag_max: the largest tag it takes.
+    """
+
+    native_collectives: bool
+    survives_rank_loss: bool
+    wakes: bool
+    tag_max: int
+
+
+class GroupHandle(Protocol):
+    """A backend's own communicator over some ranks. Ranks in these calls are positions in the group.
+
+    Every method starts one nonblocking collective, which all members call in the same order.
+    """
+
+    def barrier(self) -> Request: ...
+    def broadcast(self, buffer: Buffer, root: int) -> Request: ...
+    def gather(self, send: Buffer, receive: Buffer | None, root: int) -> Request: ...
+    def all_gather(self, send: Buffer, receive: Buffer) -> Request: ...
+    def all_reduce(self, buffer: Buffer, op: ReduceOp) -> Request: ...
+    def all_to_all(
+        self, send: Buffer, send_counts: Sequence[int], receive: Buffer, receive_counts: Sequence[int]
+    ) -> Request: ...
+    def free(self) -> None: ...
+
+
+class Transport(abc.ABC):
+    """A backend. See the module's text for what it promises.
+
+    Attributes:
+        name: how it is called in options and reports, e.g. ``"mpi"``.
+        rank: this process's rank.
+        size: the number of ranks.
+        capabilities: what it can do beyond the contract.
+    """
+
+    name: str
+    rank: int
+    size: int
+    capabilities: Capabilities
+
+    @abc.abstractmethod
+    def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
+        """Start sending ``buffer`` to ``dest`` (itself included)."""
+
+    @abc.abstractmethod
+    def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
+        """Start receiving into ``buffer`` from ``source``, or from ``ANY_SOURCE``."""
+
+    @abc.abstractmethod
+    def persistent_receive(self, buffer: Buffer, tag: int) -> PersistentReceive:
+        """A receive from any source that can be posted repeatedly. Not posted yet."""
+
+    @property
+    def world_group(self) -> GroupHandle | None:
+        """The backend's communicator over all ranks; None where it has none."""
+        return None
+
+    @abc.abstractmethod
+    def new_group(self, ranks: Sequence[int], tag: int) -> GroupHandle | None:
+        """The backend's communicator over ``ranks``, who all call this; None where it has none."""
+
+    @abc.abstractmethod
+    def lost_ranks(self) -> frozenset[int]:
+        """Ranks known to be gone."""
+
+    @abc.abstractmethod
+    def abort(self, exit_code: int) -> None:
+        """End every process of the job at once. May not return."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Release the backend. Every request has completed."""
+
+    def set_doorbell(self, ring: Callable[[], None]) -> None:
+        """``ring`` is called whenever a message has arrived (transports whose ``capabilities.wakes``)."""
+        del ring
+
+    def describe(self) -> str:
+        """One line for reports: backend, library, version."""
+        return self.name

@@ -1,0 +1,221 @@
+"""Ranks in one process, on one event loop: for notebooks, tests, and ``python train.py`` alone.
+
+A :class:`LocalHub` holds one mailbox per rank and hands out a :class:`LocalTransport` to each. Matching follows MPI:
+per destination, posted receives and unexpected messages queue in order, and the first that fits wins.
+
+Small messages are eager: copied at once, the send is complete. Larger ones are rendezvous: the send completes when a
+receive has matched, and the bytes are copied straight from the sender's buffer, which is why it must not change until
+then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from asyncdist.errors import AsyncdistError, RankLostError, TruncationError
+from asyncdist.transports.base import (
+    ANY_SOURCE,
+    Buffer,
+    Capabilities,
+    GroupHandle,
+    PersistentReceive,
+    Request,
+    Transport,
+)
+
+EAGER_NBYTES: Final = 65536
+
+
+def _as_bytes(buffer: Buffer) -> memoryview:
+    view = memoryview(buffer)
+    return view.cast("B") if view.nbytes else memoryview(b"")  # an empty view cannot be cast
+
+
+class _Send:
+    __slots__ = ("cancelled", "data", "dest", "done", "error", "nbytes", "source", "tag")
+
+    def __init__(self, data: memoryview, source: int, dest: int, tag: int) -> None:
+        self.data = data
+        self.nbytes = data.nbytes
+        self.source = source
+        self.dest = dest
+        self.tag = tag
+        self.done = False
+        self.cancelled = False
+        self.error: AsyncdistError | None = None
+
+    def test(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self.done
+
+    def cancel(self) -> None:
+        """A message once sent is on its way."""
+
+
+class _Receive:
+    __slots__ = ("_hub", "buffer", "cancelled", "dest", "done", "error", "nbytes", "source", "tag", "wanted")
+
+    def __init__(self, hub: LocalHub, buffer: Buffer, dest: int, wanted: int, tag: int) -> None:
+        self._hub = hub
+        self.buffer = _as_bytes(buffer)
+        self.dest = dest
+        self.wanted = wanted
+        self.tag = tag
+        self.source = ANY_SOURCE
+        self.nbytes = 0
+        self.done = False
+        self.cancelled = False
+        self.error: AsyncdistError | None = None
+
+    def test(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self.done
+
+    def start(self) -> None:
+        self.done = False
+        self.error = None
+        self._hub.post(self)
+
+    def cancel(self) -> None:
+        if not self.done and self.error is None:
+            self._hub.withdraw(self)
+            self.done = self.cancelled = True
+
+    def accept(self, send: _Send) -> None:
+        """Take the message. The sender is done in any case; a buffer too small is the receiver's error."""
+        send.done = True
+        self.source = send.source
+        self.nbytes = send.nbytes
+        if send.nbytes > self.buffer.nbytes:
+            self.error = TruncationError(
+                f"a message of {send.nbytes} bytes arrived for a buffer of {self.buffer.nbytes} bytes",
+                message_nbytes=send.nbytes,
+                buffer_nbytes=self.buffer.nbytes,
+                source=send.source,
+            )
+            return
+        self.buffer[: send.nbytes] = send.data
+        self.done = True
+
+
+class LocalHub:
+    """The shared medium of ``size`` ranks in one process."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._posted: list[deque[_Receive]] = [deque() for _ in range(size)]
+        self._unexpected: list[deque[_Send]] = [deque() for _ in range(size)]
+        self._doorbells: dict[int, Callable[[], None]] = {}
+        self._lost: set[int] = set()
+
+    def transport(self, rank: int) -> LocalTransport:
+        return LocalTransport(self, rank)
+
+    def lose(self, rank: int) -> None:
+        """Fail ``rank`` as if its process had died: requests that involve it end with RankLostError, and no others."""
+        self._lost.add(rank)
+        for dest in range(self.size):
+            for receive in [r for r in self._posted[dest] if r.wanted == rank or dest == rank]:
+                self._posted[dest].remove(receive)
+                receive.error = RankLostError(f"rank {rank} is gone", rank=rank)
+            for send in [s for s in self._unexpected[dest] if dest == rank or (s.source == rank and not s.done)]:
+                self._unexpected[dest].remove(send)
+                send.error = RankLostError(f"rank {rank} is gone", rank=rank)
+            self._ring(dest)
+
+    @property
+    def lost(self) -> frozenset[int]:
+        return frozenset(self._lost)
+
+    def send(self, buffer: Buffer, source: int, dest: int, tag: int) -> _Send:
+        view = _as_bytes(buffer)
+        send = _Send(view, source, dest, tag)
+        if dest in self._lost or source in self._lost:
+            send.error = RankLostError(f"rank {dest} is gone", rank=dest)
+            return send
+        for receive in self._posted[dest]:
+            if receive.tag == tag and receive.wanted in (ANY_SOURCE, source):
+                self._posted[dest].remove(receive)
+                receive.accept(send)
+                self._ring(dest)
+                return send
+        if view.nbytes <= EAGER_NBYTES:
+            send.data = memoryview(bytes(view))
+            send.done = True
+        self._unexpected[dest].append(send)
+        return send
+
+    def post(self, receive: _Receive) -> None:
+        waiting = self._unexpected[receive.dest]
+        for send in waiting:
+            if receive.tag == send.tag and receive.wanted in (ANY_SOURCE, send.source):
+                waiting.remove(send)
+                receive.accept(send)
+                self._ring(send.source)
+                return
+        if receive.wanted in self._lost:
+            receive.error = RankLostError(f"rank {receive.wanted} is gone", rank=receive.wanted)
+            return
+        self._posted[receive.dest].append(receive)
+
+    def withdraw(self, receive: _Receive) -> None:
+        if receive in self._posted[receive.dest]:
+            self._posted[receive.dest].remove(receive)
+
+    def set_doorbell(self, rank: int, ring: Callable[[], None]) -> None:
+        self._doorbells[rank] = ring
+
+    def forget(self, rank: int) -> None:
+        """``rank`` closed its transport."""
+        self._doorbells.pop(rank, None)
+        self._posted[rank].clear()
+
+    def _ring(self, rank: int) -> None:
+        if rank in self._doorbells:
+            self._doorbells[rank]()
+
+
+class LocalTransport(Transport):
+    """One rank of a :class:`LocalHub`."""
+
+    name = "local"
+
+    def __init__(self, hub: LocalHub, rank: int) -> None:
+        self._hub = hub
+        self.rank = rank
+        self.size = hub.size
+        self.capabilities = Capabilities(native_collectives=False, survives_rank_loss=True, wakes=True, tag_max=32767)
+
+    def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
+        return self._hub.send(buffer, self.rank, dest, tag)
+
+    def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
+        receive = _Receive(self._hub, buffer, self.rank, source, tag)
+        self._hub.post(receive)
+        return receive
+
+    def persistent_receive(self, buffer: Buffer, tag: int) -> PersistentReceive:
+        return _Receive(self._hub, buffer, self.rank, ANY_SOURCE, tag)
+
+    def new_group(self, ranks: Sequence[int], tag: int) -> GroupHandle | None:
+        del ranks, tag
+        return None
+
+    def lost_ranks(self) -> frozenset[int]:
+        return self._hub.lost
+
+    def abort(self, exit_code: int) -> None:
+        """Nothing to end: the ranks are tasks of this process, which the runtime cancels."""
+
+    def close(self) -> None:
+        self._hub.forget(self.rank)
+
+    def set_doorbell(self, ring: Callable[[], None]) -> None:
+        self._hub.set_doorbell(self.rank, ring)
+
+    def describe(self) -> str:
+        return f"local: {self.size} rank{'s' if self.size > 1 else ''} in this process"

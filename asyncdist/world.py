@@ -1,0 +1,590 @@
+"""A rank's view of the job: who it is, its channels, its tasks, and the passing of time.
+
+A world owns the rank's engine, lanes, tags, groups and slots. It is made by :func:`asyncdist.run` or
+:func:`asyncdist.open_world`, which also end it; :mod:`asyncdist.runtime` has that story. Protocols are built on the
+second half of the class (``open_channel``, ``agreements``, ``slots``, ``spawn_service``); they never see the transport.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final, ParamSpec, TypeVar
+
+import torch
+
+from asyncdist import streams, tags, wire
+from asyncdist.channels import Channel, Envelope, Lane, Overflow
+from asyncdist.collectives import Collectives
+from asyncdist.errors import BusyError, ClosedError, LocalProtocolError, RankLostError
+from asyncdist.groups import Agreements, Group, Join, Verdict, Withdraw, check_ranks, next_tag
+from asyncdist.progress import PROGRESS_BUDGET_S, Engine, EngineStatistics, yield_to_loop
+from asyncdist.transports.base import Transport
+
+logger = logging.getLogger("asyncdist.world")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: Messages that may wait in a protocol's channel, and sends that may be under way.
+PROTOCOL_CAPACITY: Final = 4096
+_GROUP_TIMEOUT_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Sent to every peer: this rank's main has returned; it starts nothing collective any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Sent to every peer: this rank has failed, and with it the job."""
+
+    summary: str
+
+
+@dataclass(frozen=True, slots=True)
+class Farewell:
+    """The answer to :class:`Failed`: this rank has stopped too."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorldStatistics:
+    """Counts since the world was opened.
+
+    Attributes:
+        engine: passes, completions, outstanding requests.
+        sent_count: messages sent on channels.
+        received_count: messages received from channels.
+        dropped: frames not delivered, by reason.
+        stream_sent_nbytes: bytes of bulk streams sent.
+        stream_received_nbytes: bytes of bulk streams received.
+    """
+
+    engine: EngineStatistics
+    sent_count: int
+    received_count: int
+    dropped: dict[str, int]
+    stream_sent_nbytes: int
+    stream_received_nbytes: int
+
+
+_current_world: ContextVar[World] = ContextVar("asyncdist_current_world")
+
+
+def current_world() -> World:
+    """The world of the rank that runs this task.
+
+    Raises:
+        RuntimeError: called outside ``asyncdist.run`` and ``asyncdist.open_world``.
+    """
+    try:
+        return _current_world.get()
+    except LookupError:
+        raise RuntimeError(
+            "no world here: call this inside asyncdist.run(main) or async with asyncdist.open_world()"
+        ) from None
+
+
+class World:
+    """One rank of a running job. See the module's text.
+
+    Attributes:
+        rank: this rank, from 0.
+        size: the number of ranks.
+        group: all of them.
+        engine: polls this rank's requests.
+        slots: of the bulk streams that this rank receives.
+        gone: ranks that have left or are lost.
+        left: ranks whose main has returned.
+        answered: ranks that have answered a failure, or failed themselves.
+        leftover_probes: functions that name what a protocol has not cleared away, asked at the end.
+    """
+
+    def __init__(
+        self, transport: Transport, loop: asyncio.AbstractEventLoop, *, nonce: int, group: Group, engine: Engine
+    ) -> None:
+        self.rank = transport.rank
+        self.size = transport.size
+        self.group = group
+        self.engine = engine
+        self.slots = streams.Slots(engine)
+        self.stream_sent_nbytes = 0
+        self.stream_received_nbytes = 0
+        self.gone: set[int] = set()
+        self.left: set[int] = set()
+        self.answered: set[int] = set()
+        self.leftover_probes: list[Callable[[], Sequence[str]]] = []
+        self._transport = transport
+        self._loop = loop
+        self._nonce = nonce
+        self._lanes: dict[int, Lane] = {}
+        self._tags = tags.TagRegistry()
+        self._scope_counts: Counter[tuple[tuple[int, ...], str]] = Counter()
+        self._closed_counts: Counter[str] = Counter()
+        self._gone_listeners: list[Callable[[int], None]] = []
+        self._failure_listeners: list[Callable[[int, str], None]] = []
+        self._next_group_tag = tags.COLLECTIVE_FIRST + 1
+        self._task_group: asyncio.TaskGroup | None = None
+        self._services: set[asyncio.Task[Any]] = set()
+        self._executor: ThreadPoolExecutor | None = None
+        self._compute_count = 0
+        self._system: Channel[Any] = self.open_channel(
+            Join | Verdict | Withdraw | Leave | Failed | Farewell,
+            tag=tags.CONTROL,
+            scope=wire.scope_of(group.ranks, "system", 0),
+            name="system",
+            handler=self._on_system,
+        )
+        self.agreements = Agreements(engine, self._system, self.rank)
+        self.collectives = Collectives(engine, self.rank, self.spawn_service)
+
+    def __repr__(self) -> str:
+        return f"<World rank {self.rank} of {self.size}, {self._transport.name}>"
+
+    @property
+    def transport_name(self) -> str:
+        """``"local"``, ``"mpi"``, ..."""
+        return self._transport.name
+
+    def describe(self) -> str:
+        """One line for reports: transport, library, ranks."""
+        return self._transport.describe()
+
+    # -- time and progress ------------------------------------------------------------------------------------------
+
+    def time(self) -> float:
+        """Seconds on the loop's clock, from an arbitrary start."""
+        return self._loop.time()
+
+    async def sleep(self, seconds: float) -> None:
+        """Let others run for so long."""
+        self.check()
+        await asyncio.sleep(seconds)
+        self.check()
+
+    async def safe_point(self) -> None:
+        """One pass over what is outstanding and one yield to the rank's other tasks.
+
+        Raises:
+            RankLostError: a peer has failed, and with it the job.
+        """
+        self.engine.poll()
+        await yield_to_loop()
+        self.check()
+
+    async def progress(self, budget_s: float = PROGRESS_BUDGET_S) -> None:
+        """Pass and yield in turn until a pass completes nothing or the budget is spent; at least one yield always.
+
+        Args:
+            budget_s: seconds; a pass under way is finished first.
+
+        Raises:
+            RankLostError: a peer has failed, and with it the job.
+        """
+        await self.engine.progress(budget_s)
+        self.check()
+
+    def check(self) -> None:
+        """Raise what ended the job, if anything did."""
+        if self.engine.failure is not None:
+            raise self.engine.failure
+
+    async def compute(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run ``fn`` in a worker thread while the loop goes on; torch gives up the GIL inside its operators.
+
+        The caller's grad, inference and CPU autocast modes hold in the thread. Meanwhile ``policy.step`` raises
+        BusyError, since ``fn`` may be changing weights.
+
+        **Cancellation**: waits for ``fn`` all the same; a thread cannot be stopped, and it may be writing weights.
+
+        Raises:
+            BusyError: another ``compute`` of this rank is under way.
+        """
+        if self._compute_count:
+            raise BusyError("one compute at a time: another one is under way on this rank", rank=self.rank)
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"asyncdist-{self.rank}")
+        modes = _torch_modes()
+        self._compute_count += 1
+        future = self._loop.run_in_executor(
+            self._executor, functools.partial(_call_in_modes, modes, fn, *args, **kwargs)
+        )
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait([future])
+            raise
+        finally:
+            self._compute_count -= 1
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a ``compute`` is under way."""
+        return self._compute_count > 0
+
+    # -- tasks ------------------------------------------------------------------------------------------------------
+
+    def spawn(self, coroutine: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
+        """Start a task that belongs to this rank's job: it is awaited at the end, and its failure is the job's."""
+        if self._task_group is None:
+            coroutine.close()
+            raise ClosedError("this world is closed")
+        return self._task_group.create_task(coroutine, name=name)
+
+    def spawn_service(self, coroutine: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
+        """Start a task of a protocol's own.
+
+        The world waits for it after main has returned, and cancels it on failure.
+        """
+        task = self._loop.create_task(coroutine, name=name)
+        self._services.add(task)
+        task.add_done_callback(self._on_service_done)
+        return task
+
+    def _on_service_done(self, task: asyncio.Task[Any]) -> None:
+        self._services.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.debug("service %s ended with %r", task.get_name(), task.exception())
+        self.engine.recheck()
+
+    # -- messages ---------------------------------------------------------------------------------------------------
+
+    def channel(
+        self,
+        message_type: type[T],
+        *,
+        tag: int,
+        name: str | None = None,
+        capacity: int = 1024,
+        group: Group | None = None,
+    ) -> Channel[T]:
+        """Open a channel. Ranks that open it under the same tag, name and group, equally often, hear each other.
+
+        Args:
+            message_type: a frozen dataclass, or a union of them; see :mod:`asyncdist.wire` for the field types.
+            tag: 0 to 7000 or 12097 to 32767.
+            name: the message type's by default.
+            capacity: messages that may wait here before this tag stops taking more.
+            group: who uses it; everybody by default.
+
+        Raises:
+            LocalProtocolError: the tag is not free.
+            TypeError: the message type cannot travel.
+            ValueError: capacity below 1.
+        """
+        if type(capacity) is not int or capacity < 1:
+            raise ValueError(f"capacity is {capacity!r}; at least 1 message must fit")
+        name = name or str(getattr(message_type, "__name__", message_type))
+        ranks = (group or self.group).ranks
+        self._tags.claim(tag, f"channel {name!r}")
+        scope = self.next_scope(ranks, f"channel {tag} {name}")
+        return self.open_channel(message_type, tag=tag, scope=scope, name=name, capacity=capacity, overflow="stall")
+
+    def open_channel(
+        self,
+        message_types: Any,
+        *,
+        tag: int,
+        scope: int,
+        name: str,
+        capacity: int = PROTOCOL_CAPACITY,
+        overflow: Overflow = "error",
+        peer_scope: int | None = None,
+        handler: Callable[[Envelope[Any]], None] | None = None,
+    ) -> Channel[Any]:
+        """A protocol's channel on any tag.
+
+        Args:
+            message_types: a frozen dataclass, or a union of them.
+            tag: reserved ones included.
+            scope: one that only this protocol's ranks use.
+            name: for reports.
+            capacity: messages that may wait here, and sends that may be under way.
+            overflow: what happens beyond that; see :mod:`asyncdist.channels`.
+            peer_scope: what the messages sent here are addressed to, where two roles talk to each other; ``scope`` by
+                default.
+            handler: called with each message as it arrives, inside a pass, in place of a mailbox.
+        """
+        codec = wire.Codec(message_types)
+        lane = self._lanes.get(tag)
+        if lane is None:
+            lane = self._lanes[tag] = Lane(self.engine, tag, self._nonce)
+        return Channel(
+            lane, codec, scope, name=name, capacity=capacity, overflow=overflow, peer_scope=peer_scope, handler=handler
+        )
+
+    def next_scope(self, ranks: Sequence[int], name: str) -> int:
+        """A scope for the next user of ``name`` on ``ranks``; equal on all ranks that count alike."""
+        key = (tuple(ranks), name)
+        self._scope_counts[key] += 1
+        return wire.scope_of(key[0], name, self._scope_counts[key])
+
+    async def send_stream(self, tensor: torch.Tensor, dest: int) -> None:
+        """Send a tensor of any size straight into the buffer of ``dest``'s ``receive_stream``.
+
+        Args:
+            tensor: contiguous, in CPU memory. It must not change until this returns.
+            dest: the receiving rank.
+
+        **Ordering**: the n-th stream between two ranks meets the n-th receive.
+        **Cancellation**: the receiver gets an abort; the tensor is in use until what is under way has left.
+
+        Raises:
+            LocalProtocolError: the receiver expects another size.
+            RankLostError: the receiver is gone.
+        """
+        await self._streams.send(tensor, dest)
+
+    async def receive_stream(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """Receive into ``tensor``, in place; returns it.
+
+        **Cancellation**: the sender is told to stop; the tensor is in use until it has answered.
+
+        Raises:
+            RemoteProtocolError: the sender gave up, or sends another size.
+            RankLostError: the sender is gone.
+        """
+        return await self._streams.receive(tensor, source)
+
+    @functools.cached_property
+    def _streams(self) -> _UserStreams:
+        return _UserStreams(self)
+
+    # -- groups -----------------------------------------------------------------------------------------------------
+
+    async def new_group(self, ranks: Sequence[int], *, timeout_s: float = _GROUP_TIMEOUT_S) -> Group:
+        """Make a group. Collective among ``ranks``, which all pass the same list; the others take no part.
+
+        Raises:
+            LocalProtocolError: the list is no group, or this rank is not in it.
+            StartTimeoutError: some members did not come in time.
+        """
+        members = check_ranks(ranks, rank=self.rank, size=self.size)
+        agreed = await self.agreements.agree(
+            members, "new group", {}, timeout_s=timeout_s, proposal=self._next_group_tag
+        )
+        tag = agreed.number
+        self._next_group_tag = next_tag(tag)
+        native = self._transport.new_group(members, tag)
+        return Group(members, members.index(self.rank), tag, native)
+
+    # -- leaving and failing ----------------------------------------------------------------------------------------
+
+    def on_gone(self, listener: Callable[[int], None]) -> None:
+        """``listener(rank)`` when a peer has left or is lost."""
+        self._gone_listeners.append(listener)
+
+    def on_failure(self, listener: Callable[[int, str], None]) -> None:
+        """``listener(rank, summary)`` when a peer has failed."""
+        self._failure_listeners.append(listener)
+
+    def mark_gone(self, rank: int) -> None:
+        """``rank`` takes part in nothing any more."""
+        if rank not in self.gone:
+            self.gone.add(rank)
+            self.agreements.on_gone(rank)
+            for listener in list(self._gone_listeners):
+                listener(rank)
+
+    def _on_system(self, envelope: Envelope[Any]) -> None:
+        """What the runtimes say to each other."""
+        source = envelope.source
+        match envelope.message:
+            case Join() as join:
+                self.agreements.on_join(join, source)
+            case Verdict() as verdict:
+                self.agreements.on_verdict(verdict)
+            case Withdraw(subject):
+                self.agreements.on_withdraw(subject, source)
+            case Leave():
+                self.left.add(source)
+                self.mark_gone(source)
+            case Failed(summary):
+                self.answered.add(source)
+                for listener in self._failure_listeners:
+                    listener(source, summary)
+            case Farewell():
+                self.answered.add(source)
+        self.engine.recheck()
+
+    def announce(self, message: Leave | Failed | Farewell) -> None:
+        """Tell every peer that can still hear it."""
+        for rank in range(self.size):
+            if rank != self.rank and rank not in self._transport.lost_ranks():
+                with contextlib.suppress(RankLostError, BusyError):
+                    self._system.send_nowait(message, rank)
+
+    @property
+    def service_count(self) -> int:
+        """Tasks of protocols that are still running."""
+        return len(self._services)
+
+    def cancel_services(self) -> None:
+        """End them."""
+        for task in list(self._services):
+            task.cancel()
+
+    def check_peer(self, rank: int) -> None:
+        """Refuse what is no rank.
+
+        Raises:
+            LocalProtocolError: there is no such rank.
+            RankLostError: the job has failed.
+        """
+        if type(rank) is not int or not 0 <= rank < self.size:
+            raise LocalProtocolError(f"rank {rank!r} does not exist; ranks go from 0 to {self.size - 1}", rank=rank)
+        self.check()
+
+    def attach_tasks(self, task_group: asyncio.TaskGroup | None) -> None:
+        """Where ``spawn`` puts its tasks; None when it may not any more."""
+        self._task_group = task_group
+
+    def leftovers(self) -> list[str]:
+        """What a clean end does not leave behind, in words."""
+        found = [f"request: {what}" for what in self.engine.outstanding()]
+        for lane in self._lanes.values():
+            found += [
+                f"{c.waiting_count} unread messages in {c.name}, tag {lane.tag}"
+                for c in lane.channels()
+                if c.waiting_count
+            ]
+            if lane.early_count:
+                found.append(f"{lane.early_count} messages on tag {lane.tag} for channels that were never opened")
+        if self.slots.taken_count:
+            found.append(f"{self.slots.taken_count} stream slots, {self.slots.discarding_count} of them discarding")
+        found += [f"task {task.get_name()}" for task in self._services]
+        for probe in self.leftover_probes:
+            found += probe()
+        return found
+
+    def close_lanes(self) -> None:
+        """Take the receives back."""
+        for lane in self._lanes.values():
+            lane.close()
+        if self._executor is not None:
+            self._executor.shutdown(wait=False)
+
+    def statistics(self) -> WorldStatistics:
+        """Counts since the world was opened."""
+        dropped: Counter[str] = Counter()
+        sent = received = 0
+        for lane in self._lanes.values():
+            dropped.update(lane.dropped)
+            sent += lane.sent_count
+            received += lane.received_count
+        return WorldStatistics(
+            engine=self.engine.statistics(),
+            sent_count=sent,
+            received_count=received,
+            dropped=dict(dropped),
+            stream_sent_nbytes=self.stream_sent_nbytes,
+            stream_received_nbytes=self.stream_received_nbytes,
+        )
+
+
+class _UserStreams:
+    """``send_stream`` and ``receive_stream``: grants between two ranks, first come, first served."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._grants: dict[int, deque[streams.Grant]] = {}
+        self._under_way: dict[tuple[int, int], streams.OutboundStream] = {}
+        self._channel: Channel[Any] = world.open_channel(
+            streams.Grant | streams.Cancel,
+            tag=tags.PARAM,
+            scope=wire.scope_of(world.group.ranks, "streams", 0),
+            name="streams",
+            handler=self._on_message,
+        )
+
+    def _on_message(self, envelope: Envelope[Any]) -> None:
+        source, message = envelope.source, envelope.message
+        if isinstance(message, streams.Grant):
+            self._grants.setdefault(source, deque()).append(message)
+        elif (source, message.slot) in self._under_way:
+            self._under_way[source, message.slot].stop()
+        else:
+            self._cancel_before_start(source, message.slot)
+
+    def _cancel_before_start(self, source: int, slot: int) -> None:
+        """The receiver gave up before anybody sent: the answer that it still waits for is the abort alone."""
+        grants = self._grants.get(source, deque())
+        for grant in grants:
+            if grant.slot == slot:
+                grants.remove(grant)
+                stream = streams.OutboundStream(self._world.engine, [], source, slot)
+                self._world.spawn_service(stream.abort(), name=f"abort to rank {source}")
+                return
+
+    async def send(self, tensor: torch.Tensor, dest: int) -> None:
+        view = streams.byte_view(tensor)
+        world = self._world
+        world.check_peer(dest)
+        grants = self._grants.setdefault(dest, deque())
+        await world.engine.until(lambda: bool(grants) or dest in world.gone)
+        if not grants:
+            raise RankLostError(f"rank {dest} left before it received", rank=dest)
+        grant = grants.popleft()
+        fits = grant.nbytes == len(view)
+        stream = streams.OutboundStream(world.engine, streams.split(view, grant.chunk_nbytes), dest, grant.slot)
+        if not fits:
+            await stream.abort()
+            raise LocalProtocolError(
+                f"rank {dest} receives {grant.nbytes} bytes, this rank sends {len(view)}", dest=dest, nbytes=len(view)
+            )
+        self._under_way[dest, grant.slot] = stream
+        try:
+            complete = await stream.run()
+        finally:
+            del self._under_way[dest, grant.slot]
+            world.stream_sent_nbytes += stream.sent_nbytes
+        if not complete:
+            raise ClosedError(f"rank {dest} gave up receiving", dest=dest)
+
+    async def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        view = streams.byte_view(tensor)
+        world = self._world
+        world.check_peer(source)
+        chunk_nbytes = streams.CHUNK_NBYTES
+        targets = streams.split(view, chunk_nbytes)
+
+        def cancel(slot: int) -> None:
+            if source not in world.gone:
+                self._channel.send_nowait(streams.Cancel(slot), source)
+
+        async with world.slots.inbound(source, targets, cancel) as stream:
+            self._channel.send_nowait(streams.Grant(stream.slot, len(view), chunk_nbytes), source)
+            async for _ in stream.chunks():
+                pass
+        world.stream_received_nbytes += stream.received_nbytes
+        return tensor
+
+
+def _torch_modes() -> tuple[bool, bool, bool, torch.dtype]:
+    """The caller's modes that torch keeps per thread."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+    )
+
+
+def _call_in_modes(
+    modes: tuple[bool, bool, bool, torch.dtype], fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    grad, inference, autocast, dtype = modes
+    with (
+        torch.inference_mode(inference),
+        torch.set_grad_enabled(grad and not inference),
+        torch.autocast("cpu", dtype=dtype, enabled=autocast),
+    ):
+        return fn(*args, **kwargs)

@@ -1,0 +1,21 @@
+"""Policies for a population of training ranks, one file per algorithm, on top of :mod:`asyncdist`."""
+
+from protocols.average_all import AverageAllPolicy
+from protocols.selective_averaging import AsyncSelectiveAveragingPolicy, SelectiveStatistics
+from protocols.selective_coordinator import coordinate
+from protocols.selective_core import CoordinatorStatistics, SelectiveRules
+from protocols.spawn_policy import AverageApplied, PolicyEvent, SnapshotTaken, SpawnPolicy, StepInfo
+
+__all__ = [
+    "AsyncSelectiveAveragingPolicy",
+    "AverageAllPolicy",
+    "AverageApplied",
+    "CoordinatorStatistics",
+    "PolicyEvent",
+    "SelectiveRules",
+    "SelectiveStatistics",
+    "SnapshotTaken",
+    "SpawnPolicy",
+    "StepInfo",
+    "coordinate",
+]

@@ -1,0 +1,120 @@
+"""Synchronous averaging of all members: the baseline that waits.
+
+Every ``average_every`` steps all members meet, and each goes on with the mean of all of them (local SGD, or federated
+averaging with equal weights: McMahan et al., 2017). The slowest member sets the pace.
+
+The members agree over the control channel before they enter a collective, so one that has left raises ClosedError in
+the others instead of hanging them. Each policy has a communicator of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from asyncdist import Group, World
+from asyncdist.flat import SnapshotPool, reset_optimizer_state
+from protocols.spawn_policy import NOTHING, AverageApplied, MetricSource, PolicyEvent, SpawnPolicy, StepInfo
+
+
+class AverageAllPolicy(SpawnPolicy):
+    """Replace every member's weights by the mean over the group, every ``average_every`` steps.
+
+    Floating and complex entries are averaged, divided by the group's size; integer and bool ones are the first
+    member's. A metric may be passed to ``step``; it is not used.
+
+    Args:
+        model, optimizer, average_every, name, group, world, start_timeout_s: see :class:`SpawnPolicy`.
+        optimizer_state: ``"keep"`` or ``"reset"``: cleared in place at each average.
+        on_event: told of each application, inside ``step``.
+
+    Raises:
+        TypeError, ValueError: as :class:`SpawnPolicy`. In ``step``, ClosedError: a member has left.
+    """
+
+    takes_metric: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        average_every: int,
+        optimizer_state: str = "keep",
+        on_event: Callable[[PolicyEvent], None] | None = None,
+        name: str = "",
+        group: Group | None = None,
+        world: World | None = None,
+        start_timeout_s: float = 60.0,
+    ) -> None:
+        super().__init__(
+            model,
+            optimizer,
+            average_every=average_every,
+            name=name,
+            group=group,
+            world=world,
+            start_timeout_s=start_timeout_s,
+        )
+        if optimizer_state not in ("keep", "reset"):
+            raise ValueError(f"optimizer_state is {optimizer_state!r}; allowed: 'keep', 'reset'")
+        self._resets_optimizer = optimizer_state == "reset"
+        self._on_event = on_event
+        self._pool = SnapshotPool(self._flat)
+        self._round = 0
+
+    def _options(self) -> Mapping[str, Any]:
+        return {"average_every": self.average_every, "resets_optimizer": self._resets_optimizer}
+
+    async def _start(self) -> None:
+        members = self._group.ranks
+        await self._agree(leader=members[0], ranks=members)
+        self._own_group = await self._world.new_group(members, timeout_s=self._start_timeout_s)
+        self._subject = f"averaging of policy {self._own_group.tag}"
+
+    async def _stop(self, error: BaseException | None) -> None:
+        del error
+        self._world.agreements.withdraw(self._group.ranks, self._subject)
+
+    async def _step(self, local_metric: MetricSource) -> StepInfo:
+        del local_metric
+        if self.is_alone or not self._is_due():
+            await self._world.safe_point()
+            return NOTHING
+        began_at = self._world.time()
+        await self._world.agreements.agree(self._group.ranks, self._subject, {}, timeout_s=None)
+        self._round += 1
+        nbytes = await self._average()
+        size = self._group.size
+        return StepInfo(
+            averaged_this_iteration=True,
+            round=self._round,
+            donors=self._group.ranks,
+            weights=(1.0 / size,) * size,
+            seconds=self._world.time() - began_at,
+            nbytes=nbytes,
+        )
+
+    async def _average(self) -> int:
+        group, collectives = self._own_group, self._world.collectives
+        buffers = self._pool.acquire()
+        try:
+            self._flat.snapshot(buffers)
+            for tensor in buffers.averaged().values():
+                await collectives.all_reduce(tensor, group, "sum")
+                tensor.div_(group.size)
+            for tensor in buffers.exact().values():
+                await collectives.broadcast(tensor, group, group.ranks[0])
+            self._flat.load(buffers)
+            if self._resets_optimizer:
+                reset_optimizer_state(self.optimizer)
+            if self._on_event is not None:
+                donors, first = group.ranks, group.ranks[0]
+                weights = (1.0,) * group.size
+                self._on_event(AverageApplied(self._round, donors, weights, first, self.iteration, buffers.by_name()))
+        finally:
+            self._pool.release(buffers)
+        return buffers.nbytes

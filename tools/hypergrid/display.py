@@ -1,0 +1,132 @@
+"""What the demo shows while it runs, on a terminal or in a log, and the table at the end."""
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from history import RankHistory, first_time
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+LOG_PERIOD_S = 5.0
+SPARKS = "▁▂▃▄▅▆▇█"
+SPARK_COUNT = 24
+
+
+class Display:
+    """A live table where there is a terminal; elsewhere a line every few seconds and one for each replacement.
+
+    A context manager.
+    """
+
+    def __init__(self, console: Console, histories: Sequence[RankHistory], iterations: int) -> None:
+        self._console = console
+        self._histories = histories
+        self._iterations = iterations
+        self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+        self._logged_at = 0.0
+        self._logged_counts = [0] * len(histories)
+
+    def __enter__(self) -> "Display":
+        if self._live is not None:
+            self._live.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.__exit__(None, None, None)
+
+    def update(self, verified_count: int | None) -> None:
+        """Show what the histories say now."""
+        zero = first_time(self._histories)
+        if self._live is not None:
+            self._live.update(live_table(self._histories, self._iterations, zero, verified_count))
+        elif zero is not None:
+            self._log(zero)
+
+    def _log(self, zero: float) -> None:
+        for index, history in enumerate(self._histories):
+            for line in history.replaced[self._logged_counts[index] :]:
+                where = f"rank {history.rank} at iteration {line['iteration']}"
+                self._print(f"{line['time'] - zero:5.1f} s  {where}: {line['text']}")
+            self._logged_counts[index] = len(history.replaced)
+        now = time.time()
+        if now - self._logged_at >= LOG_PERIOD_S:
+            self._logged_at = now
+            latest = [(history, history.latest) for history in self._histories if history.progress]
+            ranks = " | ".join(
+                f"rank {history.rank}: {line['iteration']} at {history.rate:.1f} it/s, metric {line['metric']:.3f}"
+                for history, line in latest
+            )
+            self._print(f"{now - zero:5.1f} s  {ranks or 'training has begun'}")
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def live_table(
+    histories: Sequence[RankHistory], iterations: int, zero: float | None, verified_count: int | None
+) -> Table:
+    """One row per rank, as things stand."""
+    if zero is None:
+        title = "starting the ranks (torch and torchgfn take some seconds to import)"
+    else:
+        furthest = max(int(history.latest["iteration"]) for history in histories)
+        title = f"{time.time() - zero:.0f} s, {100 * furthest // iterations} %"
+        title += "" if verified_count is None else f", {verified_count} averages verified"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for name in ("rank", "iteration", "it/s", "metric", "replaced"):
+        table.add_column(name, justify="right")
+    table.add_column("metric over time", width=SPARK_COUNT, no_wrap=True)
+    table.add_column("last replacement", ratio=1, no_wrap=True)
+    for history in histories:
+        last = history.replaced[-1] if history.replaced else None
+        fresh = last is not None and time.time() - last["time"] < 2
+        table.add_row(
+            str(history.rank),
+            str(history.latest["iteration"]),
+            f"{history.rate:.1f}",
+            f"{history.latest['metric']:.3f}",
+            str(len(history.replaced)),
+            spark_line([line["metric"] for line in history.progress]),
+            Text(last["text"] if last else "", style="bold reverse" if fresh else ""),
+        )
+    return table
+
+
+def spark_line(values: Sequence[float], width: int = SPARK_COUNT) -> str:
+    """The values as little bars, from their lowest to their highest; NaN is a gap."""
+    if not values:
+        return ""
+    count = min(width, len(values))
+    shown = [values[(index + 1) * len(values) // count - 1] for index in range(count)]
+    finite = [value for value in shown if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(SPARKS[int((value - low) * scale)] if math.isfinite(value) else " " for value in shown)
+
+
+def result_table(result: dict[str, Any]) -> Table:
+    """One row per rank, at the end."""
+    title = f"{result['ranks']} ranks over {result['transport']}, policy {result['policy']}"
+    table = Table(title=title, title_justify="left")
+    names = "rank|iterations|it/s|metric|replaced|modes|L1 distance|idle step [us]|stall [s]"
+    for name in names.split("|"):
+        table.add_column(name, justify="right")
+    for rank in range(result["ranks"]):
+        metric, idle_us = result["metric"][rank], result["step_overhead_us_by_rank"][rank]
+        table.add_row(
+            f"{rank} (best)" if rank == result["best_rank"] else str(rank),
+            str(result["iterations"][rank]),
+            f"{result['iterations_per_s'][rank]:.1f}",
+            "-" if metric is None else f"{metric:.3f}",
+            str(result["replacements"][rank]),
+            f"{result['modes_found_by_rank'][rank]} of {result['modes_total']}",
+            f"{result['l1_distance_by_rank'][rank]:.3f}",
+            "-" if idle_us is None else f"{idle_us:.1f}",
+            f"{result['stall_s_by_rank'][rank]:.3f}",
+        )
+    return table

@@ -1,0 +1,44 @@
+"""How good a sampler on the grid is, exactly: no sampling noise, no worker processes.
+
+The grid is small enough to walk: a state's chance of being reached is known once those of its parents are.
+torchgfn's own `env.validate` counts samples, so its figure has a floor, and it enumerates the states with a process
+pool, which a rank of an MPI job must not start.
+"""
+
+import torch
+from gfn.gflownet import TBGFlowNet
+from gfn.gym import HyperGrid
+
+
+def all_states(env: HyperGrid) -> torch.Tensor:
+    """Every state of the grid, one per row, in the order of `env.get_states_indices`."""
+    return torch.cartesian_prod(*[torch.arange(env.height)] * env.ndim)
+
+
+def mode_count(env: HyperGrid) -> int:
+    """How many states are modes: those with the highest reward there is."""
+    return int(env.mode_mask(env.states_from_tensor(all_states(env))).sum())
+
+
+@torch.no_grad()
+def terminal_probabilities(env: HyperGrid, model: TBGFlowNet) -> torch.Tensor:
+    """The chance of each state to be the one where a trajectory of the model ends; float64."""
+    states = all_states(env)
+    batch = env.states_from_tensor(states)
+    actions = model.pf.to_probability_distribution(batch, model.pf(batch)).probs.double()
+    steps_from_origin = states.sum(-1)
+    reached = torch.zeros(len(states), dtype=torch.float64)
+    reached[0] = 1.0
+    for distance in range(env.ndim * (env.height - 1)):
+        here = torch.nonzero(steps_from_origin == distance).squeeze(-1)
+        for axis in range(env.ndim):
+            inside = here[states[here, axis] < env.height - 1]
+            neighbours = inside + env.height ** (env.ndim - 1 - axis)
+            reached.index_add_(0, neighbours, reached[inside] * actions[inside, axis])
+    return reached * actions[:, -1]
+
+
+def l1_distance(env: HyperGrid, model: TBGFlowNet) -> float:
+    """Sum over all states of |chance of ending there - chance that the rewards ask for|: 0 is perfect, 2 the worst."""
+    rewards = env.reward_fn(all_states(env)).double()
+    return float((terminal_probabilities(env, model) - rewards / rewards.sum()).abs().sum())

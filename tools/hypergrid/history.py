@@ -1,0 +1,134 @@
+"""The driver's view of a run: reads the ranks' diaries while they are written, and sums them up in the end."""
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+
+
+class RankHistory:
+    """One rank's diary, as far as it has been read.
+
+    Attributes:
+        rank: The rank.
+        start: Its first line, None until there is one.
+        progress: The lines that say how it does, in order.
+        replaced: The lines that say that new weights were applied, in order.
+        end: Its last line, None until there is one.
+    """
+
+    def __init__(self, rank: int, directory: Path) -> None:
+        self.rank = rank
+        self.start: Line | None = None
+        self.progress: list[Line] = []
+        self.replaced: list[Line] = []
+        self.end: Line | None = None
+        self._path = directory / f"rank{rank}.jsonl"
+        self._offset = 0
+
+    def poll(self) -> None:
+        """Read what is new; a line that is not finished waits for the next time."""
+        if not self._path.exists():
+            return
+        with open(self._path, "rb") as file:
+            file.seek(self._offset)
+            new = file.read()
+        complete = new[: new.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        for text in complete.splitlines():
+            line: Line = json.loads(text)
+            if line["kind"] == "start":
+                self.start = line
+            elif line["kind"] == "progress":
+                self.progress.append(line)
+            elif line["kind"] == "replaced":
+                self.replaced.append(line)
+            elif line["kind"] == "end":
+                self.end = line
+
+    @property
+    def latest(self) -> Line:
+        """The newest line that has `iteration` and `metric`, or zeros."""
+        lines = [line for line in (*self.progress[-1:], *self.replaced[-1:], self.end) if line is not None]
+        return max(lines, key=lambda line: float(line["time"]), default={"iteration": 0, "metric": math.nan})
+
+    @property
+    def rate(self) -> float:
+        """Iterations per second: over the whole training once it has ended, else lately."""
+        if self.end is not None:
+            return float(self.end["rate"])
+        recent = [float(line["rate"]) for line in self.progress[-8:]]
+        return statistics.fmean(recent) if recent else math.nan
+
+
+def first_time(histories: Sequence[RankHistory]) -> float | None:
+    """When the first rank began to train; None while none has."""
+    return min((float(history.start["time"]) for history in histories if history.start), default=None)
+
+
+def summarise(
+    histories: Sequence[RankHistory], *, policy: str, seed: int, verified_count: int | None
+) -> dict[str, Any]:
+    """Sum a finished run up, as JSON values.
+
+    `modes_found` counts the modes that trajectories of any rank ended in. `l1_distance` is that of the rank with the
+    best final metric, the one whose model a user would keep: the sum over all states of |chance that the model ends
+    there - chance that the rewards ask for|, exact, from 0 to 2. `rounds` is how often an average was decided on.
+
+    Args:
+        histories: Of every rank, each with its `end`.
+        policy: As given to `--policy`.
+        seed: As given to `--seed`.
+        verified_count: Averages checked, None when it was not asked for.
+    """
+    starts = [history.start for history in histories if history.start is not None]
+    ends = [history.end for history in histories if history.end is not None]
+    best = max(range(len(ends)), key=lambda index: _or_worst(ends[index]["metric"]))
+    idle_us = [us for end in ends for us in end["idle_step_us"]]
+    return {
+        "transport": starts[0]["transport"],
+        "policy": policy,
+        "seed": seed,
+        "ranks": len(ends),
+        "parameters": starts[0]["parameter_count"],
+        "iterations": [end["iteration"] for end in ends],
+        "iterations_per_s": [round(end["rate"], 2) for end in ends],
+        "metric": [_finite(end["metric"]) for end in ends],
+        "rounds": max(_round_count(end["statistics"]) for end in ends),
+        "replacements": [len(history.replaced) for history in histories],
+        "modes_found": len({mode for end in ends for mode in end["modes"]}),
+        "modes_total": starts[0]["mode_count"],
+        "modes_found_by_rank": [len(end["modes"]) for end in ends],
+        "best_rank": best,
+        "l1_distance": ends[best]["l1_distance"],
+        "l1_distance_by_rank": [end["l1_distance"] for end in ends],
+        "step_overhead_us": statistics.median(idle_us) if idle_us else None,
+        "step_overhead_us_by_rank": [
+            statistics.median(end["idle_step_us"]) if end["idle_step_us"] else None for end in ends
+        ],
+        "stall_s": sum(end["stall_s"] for end in ends),
+        "stall_s_by_rank": [end["stall_s"] for end in ends],
+        "wall_s": max(end["train_s"] for end in ends),
+        "verified_averages": verified_count or 0,
+    }
+
+
+def _round_count(counts: dict[str, Any]) -> int:
+    """Rounds by a policy's statistics: the coordinator's rank knows; where all average, each application is one."""
+    if not counts:
+        return 0
+    if "coordinator" in counts:
+        return int((counts["coordinator"] or {"rounds_decided": 0})["rounds_decided"])
+    return int(counts["replacement_count"])
+
+
+def _or_worst(metric: float) -> float:
+    return metric if math.isfinite(metric) else -math.inf
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None

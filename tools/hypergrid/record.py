@@ -1,0 +1,102 @@
+"""A rank's diary: one JSON object per line in `rankN.jsonl`, or lines on the terminal when it has no directory.
+
+Kinds of lines: `start`, `progress` (every quarter of a second), `replaced` (new weights were applied), `end`. Each has
+`time`, seconds since the epoch, so that the diaries of one machine can be laid over each other.
+"""
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TextIO
+
+PROGRESS_PERIOD_S = 0.25
+PRINT_PERIOD_S = 2.0
+
+
+class Recorder:
+    """Writes the diary of one rank and times its steps.
+
+    Args:
+        directory: Where `rankN.jsonl` goes; None prints instead.
+        rank: This rank.
+    """
+
+    def __init__(self, directory: Path | None, rank: int) -> None:
+        self._rank = rank
+        self._file: TextIO | None = None
+        if directory is not None:
+            self._file = open(directory / f"rank{rank}.jsonl", "w", buffering=1, encoding="utf-8")  # noqa: SIM115
+        self._period_s = PRINT_PERIOD_S if self._file is None else PROGRESS_PERIOD_S
+        self._started = self._last = time.perf_counter()
+        self._last_iteration = 0
+        self._idle_step_us: list[float] = []
+        self._stall_s = 0.0
+
+    def seconds(self) -> float:
+        """Since the training began."""
+        return time.perf_counter() - self._started
+
+    def start(self, *, transport: str, ranks: int, mode_count: int, parameter_count: int) -> None:
+        """The clock starts here."""
+        self._write(
+            "start",
+            pid=os.getpid(),
+            transport=transport,
+            ranks=ranks,
+            mode_count=mode_count,
+            parameter_count=parameter_count,
+        )
+        self._started = self._last = time.perf_counter()
+
+    def step(self, iteration: int, metric: float, step_s: float, info: Any) -> None:
+        """After each `policy.step`: how long it took and what it returned."""
+        self._stall_s += step_s
+        if info:
+            self._write(
+                "replaced",
+                iteration=iteration,
+                metric=metric,
+                round=info.round,
+                donors=list(info.donors),
+                staleness_steps=info.staleness_steps,
+                step_s=step_s,
+                text=str(info),
+            )
+        else:
+            self._idle_step_us.append(round(1e6 * step_s, 2))
+        now = time.perf_counter()
+        if now - self._last >= self._period_s:
+            rate = (iteration - self._last_iteration) / (now - self._last)
+            self._write("progress", iteration=iteration, metric=metric, rate=rate)
+            self._last, self._last_iteration = now, iteration
+
+    def end(self, *, iteration: int, metric: float, modes: Iterable[int], l1_distance: float, statistics: Any) -> None:
+        """Last line: what came out. `statistics` are the policy's, None without one."""
+        seconds = self.seconds()
+        self._write(
+            "end",
+            iteration=iteration,
+            metric=metric,
+            train_s=seconds,
+            rate=iteration / seconds,
+            statistics=dataclasses.asdict(statistics) if statistics is not None else {},
+            modes=sorted(modes),
+            l1_distance=l1_distance,
+            stall_s=self._stall_s,
+            idle_step_us=self._idle_step_us,
+        )
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, kind: str, **fields: Any) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps({"kind": kind, "time": time.time(), **fields}, default=str) + "\n")
+            return
+        shown = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in fields.items()}
+        for name in ("idle_step_us", "statistics", "pid"):
+            shown.pop(name, None)
+        text = ", ".join(f"{name} {value}" for name, value in shown.items())
+        print(f"rank {self._rank}: {kind}: {text}", flush=True)

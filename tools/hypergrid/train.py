@@ -1,0 +1,153 @@
+"""Train torchgfn's TBGFlowNet on its HyperGrid, on every rank; now and then the worst rank takes the others' average.
+
+    python tools/hypergrid/train.py --iterations 200       one rank, nothing to average
+    asyncdist run -n 4 tools/hypergrid/train.py            four ranks, selective averaging
+
+All ranks start from the same weights and draw their own trajectories. Each rank judges itself by minus the running mean
+of its loss: cheap, steady, and soon forgotten. `demo.py` shows all this while it runs.
+"""
+
+import argparse
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from evaluate import l1_distance, mode_count
+from gfn.estimators import DiscretePolicyEstimator
+from gfn.gflownet import TBGFlowNet
+from gfn.gym import HyperGrid
+from gfn.preprocessors import KHotPreprocessor
+from gfn.utils.modules import MLP
+from record import Recorder
+from verify import EventWriter
+
+import asyncdist as ad
+from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy
+
+BATCH_SIZE = 16
+AVERAGE_EVERY = 50
+LOSSES_IN_METRIC = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The sender trains no more. The first rank to say so stops all, so that nobody waits for a slow one."""
+
+
+def build_env() -> HyperGrid:
+    """Make a grid of 8 x 8 x 8 x 8 states with 16 modes; R0 is the reward of the desert between them."""
+    return HyperGrid(ndim=4, height=8, reward_fn_kwargs={"R0": 0.01, "R1": 0.5, "R2": 2.0})
+
+
+def build_model(env: HyperGrid) -> tuple[TBGFlowNet, torch.optim.Optimizer]:
+    """Make a small network that chooses the next step, and Adam, quicker for log Z than for the rest."""
+    preprocessor = KHotPreprocessor(env.height, env.ndim)
+    network = MLP(input_dim=preprocessor.output_dim, output_dim=env.n_actions, hidden_dim=128)
+    model = TBGFlowNet(
+        pf=DiscretePolicyEstimator(network, env.n_actions, preprocessor=preprocessor),
+        pb=DiscretePolicyEstimator.uniform(env.n_actions, preprocessor=preprocessor),
+    )
+    fast, slow = {"params": model.logz_parameters(), "lr": 0.1}, {"params": model.pf_pb_parameters(), "lr": 2e-3}
+    return model, torch.optim.Adam([fast, slow])
+
+
+def build_policy(args: argparse.Namespace, rank: int, model: TBGFlowNet, optimizer: torch.optim.Optimizer) -> Any:
+    """Make the policy that `--policy` names, or a context without one."""
+    if args.policy == "none":
+        return nullcontext()
+    if args.policy == "average-all":
+        return AverageAllPolicy(model, optimizer, average_every=AVERAGE_EVERY)
+    on_event = EventWriter(args.log_dir, rank, model) if args.verify else None
+    return AsyncSelectiveAveragingPolicy(
+        model, optimizer, average_every=AVERAGE_EVERY, replacement_ratio=0.25, on_event=on_event
+    )
+
+
+def train_step(env: HyperGrid, model: TBGFlowNet, optimizer: torch.optim.Optimizer) -> tuple[float, set[int]]:
+    """Plain, blocking torch; returns the loss and the modes that the trajectories ended in."""
+    trajectories = model.sample_trajectories(env, n=BATCH_SIZE, save_estimator_outputs=True)
+    loss = model.loss(env, trajectories, recalculate_all_logprobs=False)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item(), env.modes_found(trajectories.terminating_states)
+
+
+def slowed(factor: float, started: float) -> None:
+    """Make what began at `started` take `factor` times as long, as slow hardware would."""
+    if factor > 1:
+        time.sleep((factor - 1) * (time.perf_counter() - started))
+
+
+async def train(world: ad.World, args: argparse.Namespace) -> float:
+    """Train on this rank until some rank has made its iterations; returns the distance from the true distribution."""
+    torch.set_num_threads(1)
+    env = build_env()
+    torch.manual_seed(args.seed)
+    model, optimizer = build_model(env)
+    torch.manual_seed(1000 * (args.seed + 1) + world.rank)
+    factor = args.slow_factor if world.rank == args.slow_rank else 1.0
+
+    finished = world.channel(Finished, tag=100)
+    others = [rank for rank in range(world.size) if rank != world.rank]
+    record = Recorder(args.log_dir, world.rank)
+    iteration = loss_count = finished_count = 0
+    mean_loss = 0.0
+    modes: set[int] = set()
+
+    async with build_policy(args, world.rank, model, optimizer) as policy:
+        record.start(
+            transport=world.transport_name,
+            ranks=world.size,
+            mode_count=mode_count(env),
+            parameter_count=sum(parameter.numel() for parameter in model.parameters()),
+        )
+        while iteration < args.iterations and record.seconds() < args.seconds and not finished_count:
+            started = time.perf_counter()
+            loss, found = train_step(env, model, optimizer)
+            slowed(factor, started)
+            iteration += 1
+            modes |= found
+            loss_count = min(loss_count + 1, LOSSES_IN_METRIC)
+            mean_loss += (loss - mean_loss) / loss_count
+
+            started = time.perf_counter()
+            info = await (policy.step(-mean_loss) if policy else world.safe_point())
+            record.step(iteration, -mean_loss, time.perf_counter() - started, info)
+            if info:
+                loss_count = 0  # new weights are judged by their own losses
+            finished_count += finished.receive_nowait() is not None
+
+        for rank in others:
+            await finished.send(Finished(), dest=rank)
+    for _ in range(len(others) - finished_count):
+        await finished.receive()
+
+    distance = l1_distance(env, model)
+    statistics = policy.statistics() if policy else None
+    record.end(iteration=iteration, metric=-mean_loss, modes=modes, l1_distance=distance, statistics=statistics)
+    return distance
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line; `demo.py` has checked it already."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", choices=("none", "average-all", "selective"), default="selective")
+    parser.add_argument("--iterations", type=int, default=2000, help="the first rank to make so many ends the training")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="or that long")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--slow-rank", type=int, default=-1, help="this rank is slow on purpose")
+    parser.add_argument("--slow-factor", type=float, default=1.0, help="its training step takes so many times as long")
+    parser.add_argument("--log-dir", type=Path, help="write rankN.jsonl there instead of printing")
+    parser.add_argument("--verify", action="store_true", help="also write there what each average was made from")
+    args = parser.parse_args()
+    if args.verify and args.log_dir is None:
+        parser.error("--verify needs --log-dir")
+    return args
+
+
+if __name__ == "__main__":
+    ad.run(train, parse_arguments())
