@@ -382,6 +382,11 @@ class World:
         """``listener(rank)`` when a peer has left or is lost."""
         self._gone_listeners.append(listener)
 
+    def off_gone(self, listener: Callable[[int], None]) -> None:
+        """Tell ``listener`` no more."""
+        if listener in self._gone_listeners:
+            self._gone_listeners.remove(listener)
+
     def on_failure(self, listener: Callable[[int, str], None]) -> None:
         """``listener(rank, summary)`` when a peer has failed."""
         self._failure_listeners.append(listener)

@@ -3,7 +3,8 @@
 from protocols.average_all import AverageAllPolicy
 from protocols.selective_averaging import AsyncSelectiveAveragingPolicy, SelectiveStatistics
 from protocols.selective_coordinator import coordinate
-from protocols.selective_core import CoordinatorStatistics, SelectiveRules
+from protocols.selective_core import SelectiveRules
+from protocols.selective_rounds import CoordinatorStatistics
 from protocols.spawn_policy import AverageApplied, PolicyEvent, SnapshotTaken, SpawnPolicy, StepInfo
 
 __all__ = [

@@ -12,16 +12,113 @@ many donors there are, and a donor one snapshot, however many replacers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
-from asyncdist import World
+from asyncdist import Envelope, RankLostError, World, tags
 from asyncdist.channels import Channel
 from asyncdist.flat import FlatBuffers, accumulate
-from asyncdist.streams import CHUNK_NBYTES, WINDOW_COUNT, Cancel, Grant, byte_view, split
+from asyncdist.streams import CHUNK_NBYTES, WINDOW_COUNT, Cancel, Grant, OutboundStream, byte_view, split
+
+logger = logging.getLogger("protocols.parameter_stream")
 
 StreamMessage = Grant | Cancel
+
+
+@dataclass(slots=True, eq=False)
+class Offer:
+    """A donor's snapshot for one round. Its buffers are in use until the offer is withdrawn and nothing streams."""
+
+    round: int
+    snapshot: FlatBuffers
+    on_free: Callable[[FlatBuffers], None]
+    streams: dict[tuple[int, int], OutboundStream] = field(default_factory=dict)
+    withdrawn: bool = False
+
+
+class DonorDesk:
+    """A donor's end of the protocol: answers every grant, by the snapshot on offer for its round or by the abort.
+
+    It outlives its policy, since a replacer may ask late and must not wait for an answer that nobody gives; but once
+    its offer is withdrawn it holds no tensors.
+
+    Args:
+        world: this rank's.
+        scope: of the policy's members.
+
+    Attributes:
+        channel: carries grants and cancels, both ways.
+        sent_nbytes: streamed so far.
+    """
+
+    def __init__(self, world: World, scope: int) -> None:
+        self._world = world
+        self._offers: list[Offer] = []
+        self.sent_nbytes = 0
+        self.channel: Channel[StreamMessage] = world.open_channel(
+            StreamMessage, tag=tags.PARAM, scope=scope, name="parameter streams", handler=self._on_message
+        )
+
+    def offer(self, round: int, snapshot: FlatBuffers, on_free: Callable[[FlatBuffers], None]) -> Offer:
+        """Give ``snapshot`` to whoever asks in that round; ``on_free`` gets it back when it is not in use any more."""
+        offer = Offer(round, snapshot, on_free)
+        self._offers.append(offer)
+        return offer
+
+    def withdraw(self, offer: Offer) -> None:
+        """Stop the streams of ``offer`` and start no more."""
+        offer.withdrawn = True
+        for stream in offer.streams.values():
+            stream.stop()
+        self._free(offer)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every snapshot has been given back."""
+        return not self._offers
+
+    def _free(self, offer: Offer) -> None:
+        if offer.withdrawn and not offer.streams and offer in self._offers:
+            self._offers.remove(offer)
+            offer.on_free(offer.snapshot)
+            self._world.engine.recheck()
+
+    def _on_message(self, envelope: Envelope[StreamMessage]) -> None:
+        message, key = envelope.message, (envelope.source, envelope.message.slot)
+        if isinstance(message, Cancel):
+            for offer in self._offers:
+                if key in offer.streams:
+                    offer.streams[key].stop()
+            return
+        for offer in self._offers:
+            if offer.round == envelope.round and not offer.withdrawn:
+                chunks = snapshot_chunks(offer.snapshot, message)
+                if chunks is not None:
+                    stream = OutboundStream(self._world.engine, chunks, *key)
+                    offer.streams[key] = stream
+                    self._world.spawn_service(self._send(offer, stream, key), name=f"stream to rank {key[0]}")
+                    return
+        self._world.spawn_service(self._refuse(OutboundStream(self._world.engine, [], *key)), name="abort")
+
+    async def _send(self, offer: Offer, stream: OutboundStream, key: tuple[int, int]) -> None:
+        try:
+            await stream.run()
+        except RankLostError as error:
+            logger.info("round %d: %s", offer.round, error)
+        finally:
+            self.sent_nbytes += stream.sent_nbytes
+            self._world.stream_sent_nbytes += stream.sent_nbytes
+            del offer.streams[key]
+            self._free(offer)
+
+    async def _refuse(self, stream: OutboundStream) -> None:
+        try:
+            await stream.abort()
+        except RankLostError as error:
+            logger.debug("nobody to answer: %s", error)
 
 
 def stream_nbytes(buffers: FlatBuffers, *, exact: bool) -> int:

@@ -22,16 +22,15 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
-from asyncdist import AsyncdistError, BusyError, Envelope, Group, RankLostError, World, tags
+from asyncdist import AsyncdistError, BusyError, Group, RankLostError, World, tags
 from asyncdist.channels import Channel
 from asyncdist.flat import FlatBuffers, FlatState, SnapshotPool, divide, reset_optimizer_state
-from asyncdist.streams import Cancel, OutboundStream
 from protocols.messages import (
     DONOR,
     Abandoned,
@@ -45,9 +44,10 @@ from protocols.messages import (
     Ready,
     Report,
 )
-from protocols.parameter_stream import ChunkRing, StreamMessage, receive_donor, safe_point_count, snapshot_chunks
+from protocols.parameter_stream import ChunkRing, DonorDesk, Offer, receive_donor, safe_point_count
 from protocols.selective_coordinator import Coordinator, PolicyScopes
-from protocols.selective_core import CoordinatorStatistics, SelectiveRules
+from protocols.selective_core import SelectiveRules
+from protocols.selective_rounds import CoordinatorStatistics
 from protocols.spawn_policy import (
     NOTHING,
     AverageApplied,
@@ -103,12 +103,10 @@ class SelectiveStatistics:
 
 @dataclass(slots=True, eq=False)
 class _DonorRole:
-    """From ``Assign`` to ``End``. The snapshot is held while it may be granted, or streams from it are under way."""
+    """From ``Assign`` to ``End``. There is an offer once a step has taken the snapshot."""
 
     round: int
-    snapshot: FlatBuffers | None = None
-    streams: dict[tuple[int, int], OutboundStream] = field(default_factory=dict)
-    ended: bool = False
+    offer: Offer | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -242,7 +240,6 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._ring = ChunkRing()
         self._donor: _DonorRole | None = None
         self._replacer: _ReplacerRole | None = None
-        self._retired: list[_DonorRole] = []
         self._needs_step = False
         self._coordinator_gone = False
         self._leaving = False
@@ -269,7 +266,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             declined=dict(self._declined),
             unapplied_count=self._counts["unapplied"],
             last_round=self._last_round,
-            sent_nbytes=self._counts["sent"],
+            sent_nbytes=self._desk.sent_nbytes if self._stage != "new" and not self.is_alone else 0,
             received_nbytes=self._counts["received"],
             coordinator=self._coordinator.statistics() if self._coordinator is not None else None,
         )
@@ -308,13 +305,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._control: Channel[ControlMessage] = world.open_channel(
             ControlMessage, tag=tags.CONTROL, scope=scopes.to_members, peer_scope=scopes.to_coordinator, name="control"
         )
-        self._streams: Channel[StreamMessage] = world.open_channel(
-            StreamMessage,
-            tag=tags.PARAM,
-            scope=scopes.to_members,
-            name="parameter streams",
-            handler=self._on_stream_message,
-        )
+        self._desk = DonorDesk(world, scopes.to_members)
         world.on_gone(self._on_gone)
         world.leftover_probes.append(self._leftovers)
         self._reported_at = world.time()
@@ -329,25 +320,23 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
                     "round %d: the average had arrived and was not applied; the policy ended", self._replacer.round
                 )
             self._give_up("the policy ended")
-        if self._donor is not None and self._donor.snapshot is None:
+        if self._donor is not None and self._donor.offer is None:
             self._decline(self._donor.round, "leaving")
             self._donor = None
-        if error is not None:
-            for role in (self._donor, *self._retired):
-                self._stop_streams(role)
-        elif self._world.engine.failure is None:
+        if error is None and self._world.engine.failure is None:
             deadline = self._world.time() + self._drain_timeout_s
             await self._world.engine.until(self._is_quiet, deadline=deadline)
         self._end_donor_role()
         self._tell(Leave())
         self._control.close()
         self._reports.close()
+        self._world.off_gone(self._on_gone)
 
     def _is_quiet(self) -> bool:
         """Whether nothing of a round is left: no role, no stream of ours, nothing being discarded."""
-        return self._coordinator_gone or (
-            self._donor is None and not self._retired and not self._world.slots.discarding_count
-        )
+        if self._coordinator_gone:
+            return True
+        return self._donor is None and self._desk.is_idle and not self._world.slots.discarding_count
 
     def _leftovers(self) -> list[str]:
         found = []
@@ -375,7 +364,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         """What the roles wait for ``step`` to do."""
         self._needs_step = False
         donor, replacer = self._donor, self._replacer
-        if donor is not None and donor.snapshot is None:
+        if donor is not None and donor.offer is None:
             self._take_snapshot(donor)
         if replacer is None:
             return NOTHING
@@ -411,7 +400,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             self._donor = None
             self._decline(role.round, "weights are not finite")
             return
-        role.snapshot = snapshot
+        role.offer = self._desk.offer(role.round, snapshot, self._snapshots.release)
         self._counts["snapshots"] += 1
         self._timing.add("snapshot", self._world.time() - began_at)
         if self._on_event is not None:
@@ -525,7 +514,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             for donor, weight in zip(frozen.donors, frozen.weights, strict=True):
                 role.nbytes += await receive_donor(
                     self._world,
-                    self._streams,
+                    self._desk.channel,
                     average,
                     self._ring,
                     donor=donor,
@@ -577,63 +566,10 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             self._counts["unapplied"] += 1
             self._release_accumulator(role.average)
 
-    # -- the donor's streams ----------------------------------------------------------------------------------------
-
-    def _on_stream_message(self, envelope: Envelope[StreamMessage]) -> None:
-        message, source = envelope.message, envelope.source
-        role = self._donor
-        if isinstance(message, Cancel):
-            for holder in (role, *self._retired):
-                if holder is not None and (source, message.slot) in holder.streams:
-                    holder.streams[source, message.slot].stop()
-            return
-        chunks = None
-        if role is not None and role.round == envelope.round and role.snapshot is not None:
-            chunks = snapshot_chunks(role.snapshot, message)
-        stream = OutboundStream(self._world.engine, chunks or [], source, message.slot)
-        if chunks is None or role is None:
-            self._world.spawn_service(self._abort(stream), name=f"abort to rank {source}")
-            return
-        role.streams[source, message.slot] = stream
-        self._world.spawn_service(self._donate(role, stream, (source, message.slot)), name=f"stream to rank {source}")
-
-    async def _donate(self, role: _DonorRole, stream: OutboundStream, key: tuple[int, int]) -> None:
-        try:
-            await stream.run()
-        except RankLostError as error:
-            logger.info("round %d: %s", role.round, error)
-        finally:
-            self._counts["sent"] += stream.sent_nbytes
-            self._world.stream_sent_nbytes += stream.sent_nbytes
-            del role.streams[key]
-            self._release_snapshot(role)
-
-    async def _abort(self, stream: OutboundStream) -> None:
-        try:
-            await stream.abort()
-        except RankLostError as error:
-            logger.debug("nobody to answer: %s", error)
-
-    def _stop_streams(self, role: _DonorRole | None) -> None:
-        if role is not None:
-            for stream in role.streams.values():
-                stream.stop()
-
     def _end_donor_role(self) -> None:
         role, self._donor = self._donor, None
-        if role is not None:
-            role.ended = True
-            self._stop_streams(role)
-            self._retired.append(role)
-            self._release_snapshot(role)
-
-    def _release_snapshot(self, role: _DonorRole) -> None:
-        """The snapshot is free when the role has ended and nothing streams from it any more."""
-        if role.ended and not role.streams and role in self._retired:
-            self._retired.remove(role)
-            if role.snapshot is not None:
-                self._snapshots.release(role.snapshot)
-            self._world.engine.recheck()
+        if role is not None and role.offer is not None:
+            self._desk.withdraw(role.offer)
 
     # -- telling ----------------------------------------------------------------------------------------------------
 

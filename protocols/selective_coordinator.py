@@ -28,7 +28,8 @@ from protocols.messages import (
     Ready,
     Report,
 )
-from protocols.selective_core import CoordinatorStatistics, RoundCoordinator, SelectiveRules, Send
+from protocols.selective_core import SelectiveRules
+from protocols.selective_rounds import CoordinatorStatistics, RoundCoordinator, Send
 
 
 async def coordinate(
@@ -123,6 +124,7 @@ class Coordinator:
                 elif not core.finished:
                     await world.engine.until(self._has_work, deadline=deadline)
         finally:
+            world.off_gone(self._gone.append)
             self._reports.close()
             self._control.close()
 

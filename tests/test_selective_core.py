@@ -15,14 +15,13 @@ from protocols import messages, selective_core
 from protocols.messages import Applied, Assign, End, Frozen
 from protocols.selective_core import (
     Decision,
-    RoundCoordinator,
     SelectiveRules,
-    Send,
     averaging_weights,
     decide,
     order_worst_first,
     replacer_count,
 )
+from protocols.selective_rounds import RoundCoordinator, Send
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=200)
 NAN, INF = math.nan, math.inf

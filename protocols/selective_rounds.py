@@ -1,0 +1,537 @@
+"""When selective averaging judges, and what becomes of a round: the coordinator's state machine.
+
+`RoundCoordinator` turns events (a report, an answer, a departure, the time) into messages to send. Like the rules in
+`protocols.selective_core` it is a plain synchronous object: the same calls give the same answers.
+
+Invariants, asserted: rounds are numbered from 1 and never overlap; a rank has one role in a round; every rank named
+in a round that is still live gets exactly one `End` for it; nothing is sent to a rank that left or was lost; a round
+always has a deadline. Nothing that a peer sends can raise here: what does not fit is ignored and counted.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from decimal import ROUND_CEILING, Decimal
+from typing import Final
+
+from protocols.messages import DONOR, REPLACER, Assign, ControlMessage, End, Frozen
+from protocols.selective_core import Decision, SelectiveRules, decide, order_worst_first
+
+_STEP_TIME_LIMIT_S: Final = 3600.0  # a longer reported step is not believed: every deadline stays finite
+_STORY_LENGTH: Final = 32
+_HISTORY_LENGTH: Final = 64
+_REASON_LIMIT: Final = 32  # reasons come from peers: beyond this many different ones they are counted together
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """One message that the coordinator's coroutine has to send; `round` goes into the frame header."""
+
+    dest: int
+    round: int
+    message: ControlMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A live member that a decision did not wait for.
+
+    Attributes:
+        decision: Which decision, counted from 1; not every decision starts a round.
+        rank: The member.
+        offset_s: Its next report's arrival after the first report of that decision; None while it has not come.
+    """
+
+    decision: int
+    rank: int
+    offset_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A donor that a round went on without, and why."""
+
+    round: int
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorStatistics:
+    """What a coordinator has done so far. The mappings are copies.
+
+    For ended rounds, replacers named = applied in time + abandoned + declined (as replacers) + overdue. An `Applied`
+    that comes after its round's time was up is counted in `applied` too, and in `ignored` as late.
+
+    Attributes:
+        reports: Reports received, by rank.
+        nonfinite_report_count: Reports whose metric was NaN or infinite.
+        decision_count: Times the reports were judged, with or without a round.
+        rounds_decided: Rounds started.
+        rounds_ended: Rounds ended; at most one less than decided.
+        applied: Averages applied, by rank.
+        abandoned: Replacers that gave up, left or were lost, by reason.
+        declines: Refusals, by rank, of either role.
+        overdue_count: Replacers that had not answered when their round's time was up.
+        left_out: Donors that rounds went on without, the latest ones.
+        stragglers: Members that decisions did not wait for, the latest ones.
+        ignored: Messages that fitted nothing, by what was wrong.
+    """
+
+    reports: Mapping[int, int]
+    nonfinite_report_count: int
+    decision_count: int
+    rounds_decided: int
+    rounds_ended: int
+    applied: Mapping[int, int]
+    abandoned: Mapping[str, int]
+    declines: Mapping[int, int]
+    overdue_count: int
+    left_out: tuple[LeftOut, ...]
+    stragglers: tuple[Straggler, ...]
+    ignored: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """A member's newest report, and when it came."""
+
+    iteration: int
+    value: float
+    step_time_s: float
+    received_at: float
+
+
+@dataclass(slots=True)
+class _Member:
+    """What the coordinator knows about one rank. `fresh`: it has reported since the last decision."""
+
+    live: bool = True
+    report: _Report | None = None
+    fresh: bool = False
+    applied_iteration: int | None = None
+    report_count: int = 0
+    applied_count: int = 0
+    decline_count: int = 0
+
+
+@dataclass(slots=True)
+class _Round:
+    """The round under way. The four sets say who still owes what; `released` have had their `End`."""
+
+    number: int
+    decision: Decision
+    judged: dict[int, _Report]
+    deadline: float
+    waiting_donors: set[int]
+    waiting_replacers: set[int]
+    ready: dict[int, int] = field(default_factory=dict)
+    released: set[int] = field(default_factory=set)
+    frozen: bool = False
+
+    @property
+    def named(self) -> list[int]:
+        return sorted(self.decision.donors + self.decision.replacers)
+
+
+class RoundCoordinator:
+    """The state machine of the coordinator's task: events in, messages to send out.
+
+    Messages decide at once; only `on_time` judges deadlines. So a coordinator that was deaf during a training step
+    hands in everything that has arrived and calls `on_time` last, and nobody is called late for the coordinator's
+    own absence. All methods take `now`, in seconds of any clock that does not run backwards.
+    """
+
+    def __init__(self, members: Iterable[int], rules: SelectiveRules, *, stream_safe_points: int = 1) -> None:
+        """Start with all members live and no report.
+
+        Args:
+            members: The ranks of the policy's group.
+            rules: The options.
+            stream_safe_points: Safe points that each end of one donor's stream needs when a message progresses only
+                inside its owner's calls; in practice chunks per stream over chunks in flight, rounded up.
+
+        Raises:
+            ValueError: No members, a member twice, or fewer than one safe point.
+        """
+        ranks = sorted(members)
+        if not ranks or len(set(ranks)) != len(ranks):
+            raise ValueError(f"members are {ranks}; allowed: at least one rank, each of them once")
+        if stream_safe_points < 1:
+            raise ValueError(f"stream_safe_points is {stream_safe_points}; allowed: 1 or more")
+        self._rules = rules
+        self._stream_safe_points = stream_safe_points
+        self._members = {rank: _Member() for rank in ranks}
+        self._round: _Round | None = None
+        self._overdue: dict[int, int] = {}  # replacer to the round whose time was up before it answered
+        self._quorum_since: float | None = None
+        self._window_start: float | None = None  # first report since the last decision
+        self._largest_iteration = -1
+        self._acted_at_iteration: int | None = None
+        self._decision_count = self._rounds_decided = self._rounds_ended = 0
+        self._nonfinite_count = self._overdue_count = 0
+        self._abandoned: dict[str, int] = {}
+        self._ignored: dict[str, int] = {}
+        self._left_out: deque[LeftOut] = deque(maxlen=_HISTORY_LENGTH)
+        self._stragglers: deque[tuple[Straggler, float]] = deque(maxlen=_HISTORY_LENGTH)
+        self._story: deque[str] = deque(maxlen=_STORY_LENGTH)
+
+    # ---------------------------------------------------------------- what happened
+
+    def on_report(self, rank: int, iteration: int, value: float, step_time_s: float, now: float) -> tuple[Send, ...]:
+        """Take a member's report; the newest one counts, unless it was measured before its last average."""
+        member = self._live(rank, "Report")
+        if member is None:
+            return ()
+        self._tell(f"{now:.6f} rank {rank} reports {value} at iteration {iteration}")
+        member.report_count += 1
+        self._nonfinite_count += not math.isfinite(value)
+        self._largest_iteration = max(self._largest_iteration, iteration)
+        self._note_arrival(rank, now)
+        if member.applied_iteration is not None and iteration <= member.applied_iteration:
+            self._ignore("Report from before the average was applied")
+            return ()
+        member.report = _Report(iteration, value, step_time_s, now)
+        member.fresh = True
+        self._window_start = now if self._window_start is None else self._window_start
+        return self._advance(now)
+
+    def on_ready(self, rank: int, round: int, iteration: int, now: float) -> tuple[Send, ...]:
+        """Take a donor's word that its snapshot waits; the last one freezes the round."""
+        state = self._round_of(rank, round, "Ready")
+        if state is None:
+            return ()
+        if rank not in state.waiting_donors:
+            self._ignore("Ready from a rank that owes none")
+            return ()
+        self._tell(f"{now:.6f} round {round}: donor {rank} is ready with iteration {iteration}")
+        state.waiting_donors.remove(rank)
+        state.ready[rank] = iteration
+        return self._advance(now)
+
+    def on_decline(self, rank: int, round: int, reason: str, now: float) -> tuple[Send, ...]:
+        """Take a refusal: a replacer drops out at any time, a donor until the freeze."""
+        state = self._round_of(rank, round, "Decline")
+        if state is None:
+            return ()
+        if rank in state.waiting_replacers:
+            state.waiting_replacers.remove(rank)
+        elif not self._leave_out(state, rank, reason):
+            self._ignore("Decline from a rank that is bound or already out")
+            return ()
+        self._members[rank].decline_count += 1
+        self._tell(f"{now:.6f} round {round}: rank {rank} declines: {reason}")
+        return self._advance(now)
+
+    def on_applied(self, rank: int, round: int, iteration: int, now: float) -> tuple[Send, ...]:
+        """Take a replacer's success, which voids what it reported up to then.
+
+        It is a fact about the rank's weights, so it counts even when the round's time was up before it came.
+        """
+        member = self._live(rank, "Applied")
+        if member is None:
+            return ()
+        state = self._round
+        if state is not None and state.number == round and state.frozen and rank in state.waiting_replacers:
+            state.waiting_replacers.remove(rank)
+        elif self._overdue.get(rank) == round:
+            del self._overdue[rank]
+            self._ignore("Applied after the round's time was up")
+        else:
+            self._ignore("Applied from a rank that owes none")
+            return ()
+        self._tell(f"{now:.6f} round {round}: replacer {rank} applied at iteration {iteration}")
+        member.applied_count += 1
+        member.applied_iteration = max(iteration, -1 if member.applied_iteration is None else member.applied_iteration)
+        if member.report is not None and member.report.iteration <= member.applied_iteration:
+            member.report, member.fresh = None, False
+        return self._advance(now)
+
+    def on_abandoned(self, rank: int, round: int, reason: str, now: float) -> tuple[Send, ...]:
+        """Take a replacer's failure: the round goes on for the others."""
+        state = self._round_of(rank, round, "Abandoned")
+        if state is None:
+            return ()
+        if rank not in state.waiting_replacers:
+            self._ignore("Abandoned from a rank that owes nothing")
+            return ()
+        self._tell(f"{now:.6f} round {round}: replacer {rank} abandons: {reason}")
+        self._abandon(state, rank, reason)
+        return self._advance(now)
+
+    def on_leave(self, rank: int, now: float) -> tuple[Send, ...]:
+        """Take a member's farewell; streams it has granted after the freeze it finishes by itself."""
+        return self._depart(rank, "left", now)
+
+    def on_lost(self, rank: int, now: float) -> tuple[Send, ...]:
+        """Take the runtime's word that a member is gone without one."""
+        return self._depart(rank, "was lost", now)
+
+    def on_time(self, now: float) -> tuple[Send, ...]:
+        """Judge the deadlines. Call it when `next_deadline` has come, after everything that has arrived."""
+        return self._advance(now, timers=True)
+
+    # ---------------------------------------------------------------- what is known
+
+    def next_deadline(self) -> float | None:
+        """Return when `on_time` is due; None when only a message can bring anything about."""
+        if self._round is not None:
+            return self._round.deadline
+        return None if self._quorum_since is None else self._quorum_since + self._rules.grace_s
+
+    @property
+    def finished(self) -> bool:
+        """Whether every member has left or is lost."""
+        return not self._live_ranks()
+
+    def story(self) -> tuple[str, ...]:
+        """Return the latest events, oldest first, for error messages."""
+        return tuple(self._story)
+
+    def statistics(self) -> CoordinatorStatistics:
+        """Return the counts so far."""
+        return CoordinatorStatistics(
+            reports={rank: member.report_count for rank, member in self._members.items()},
+            nonfinite_report_count=self._nonfinite_count,
+            decision_count=self._decision_count,
+            rounds_decided=self._rounds_decided,
+            rounds_ended=self._rounds_ended,
+            applied={rank: member.applied_count for rank, member in self._members.items()},
+            abandoned=dict(self._abandoned),
+            declines={rank: member.decline_count for rank, member in self._members.items()},
+            overdue_count=self._overdue_count,
+            left_out=tuple(self._left_out),
+            stragglers=tuple(straggler for straggler, _ in self._stragglers),
+            ignored=dict(self._ignored),
+        )
+
+    # ---------------------------------------------------------------- transitions
+
+    def _advance(self, now: float, *, timers: bool = False) -> tuple[Send, ...]:
+        """Make every transition that is due, one after the other."""
+        sends: list[Send] = []
+        self._watch_quorum(now)
+        while self._transition(sends, now, timers):
+            self._watch_quorum(now)
+        for send in sends:
+            assert self._members[send.dest].live, self._broken(f"{send} goes to a rank that is gone")
+        return tuple(sends)
+
+    def _transition(self, sends: list[Send], now: float, timers: bool) -> bool:
+        """Make the next transition, if one is due, and tell whether there was one."""
+        state = self._round
+        if state is None:
+            if not self._decision_is_due(now, timers):
+                return False
+            self._judge(sends, now)
+            return True
+        time_is_up = timers and now >= state.deadline
+        if not state.waiting_replacers:
+            self._end(sends, state, "every replacer has answered", now)
+        elif not state.frozen and (time_is_up or not state.waiting_donors):
+            if state.decision.donors and not state.ready:
+                self._end(sends, state, "no donor was ready", now)
+            else:
+                self._freeze(sends, state, now)
+        elif time_is_up:
+            self._end(sends, state, "time is up", now)
+        else:
+            return False
+        return True
+
+    def _watch_quorum(self, now: float) -> None:
+        """Start the grace period when the quorum is met, stop it when reports went with a rank or became void."""
+        live = self._live_ranks()
+        fresh_count = sum(self._members[rank].fresh for rank in live)
+        exact = Decimal(repr(self._rules.quorum)) * len(live)
+        if not live or fresh_count < max(1, int(exact.to_integral_value(ROUND_CEILING))):
+            self._quorum_since = None
+        elif self._quorum_since is None:
+            self._quorum_since = now
+
+    def _decision_is_due(self, now: float, timers: bool) -> bool:
+        """Tell whether all live members have reported, or enough of them long enough ago."""
+        if self._quorum_since is None:
+            return False
+        if all(self._members[rank].fresh for rank in self._live_ranks()):
+            return True
+        return timers and now >= self._quorum_since + self._rules.grace_s
+
+    def _judge(self, sends: list[Send], now: float) -> None:
+        """Judge the newest reports and start a round if they call for one; either way the reports are spent."""
+        self._decision_count += 1
+        start = now if self._window_start is None else self._window_start
+        usable: dict[int, _Report] = {}
+        for rank in self._live_ranks():
+            member = self._members[rank]
+            if not member.fresh:
+                self._stragglers.append((Straggler(self._decision_count, rank, None), start))
+            if member.report is not None and now - member.report.received_at <= self._rules.max_report_age_s:
+                usable[rank] = member.report
+            member.fresh = False
+        self._window_start = None
+        decision = decide({rank: report.value for rank, report in usable.items()}, self._rules)
+        if decision is None or self._is_cooling_down():
+            self._tell(f"{now:.6f} decision {self._decision_count} over {sorted(usable)}: no action")
+            return
+        self._acted_at_iteration = self._largest_iteration
+        self._start(sends, decision, usable, now)
+
+    def _is_cooling_down(self) -> bool:
+        """Tell whether the last acting round is too recent, counted in iterations of the fastest member."""
+        if self._rules.threshold is None or self._acted_at_iteration is None:
+            return False
+        return self._largest_iteration - self._acted_at_iteration < self._rules.cooldown
+
+    def _start(self, sends: list[Send], decision: Decision, judged: dict[int, _Report], now: float) -> None:
+        """Open the round. Donors get their longest step plus a quarter of the timeout to take their snapshots."""
+        assert self._round is None, self._broken("a round starts before the last one ended")
+        assert decision.replacers, self._broken(f"{decision} replaces nobody")
+        assert not set(decision.donors) & set(decision.replacers), self._broken(f"{decision} gives a rank two roles")
+        assert sum(decision.weights) > 0 or not decision.donors, self._broken(f"{decision} has no weight")
+        self._rounds_decided += 1
+        patience_s = max((_step_s(judged[rank]) for rank in decision.donors), default=0.0)
+        self._round = state = _Round(
+            number=self._rounds_decided,
+            decision=decision,
+            judged=judged,
+            deadline=now + patience_s + self._rules.round_timeout_s / 4,
+            waiting_donors=set(decision.donors),
+            waiting_replacers=set(decision.replacers),
+        )
+        self._tell(f"{now:.6f} round {state.number}: {decision}")
+        for rank in state.named:
+            role = DONOR if rank in decision.donors else REPLACER
+            assign = Assign(role, decision.donors, decision.replacers, judged[rank].iteration)
+            sends.append(Send(rank, state.number, assign))
+
+    def _freeze(self, sends: list[Send], state: _Round, now: float) -> None:
+        """Fix the donors. Those not ready are let go; the others' weights stay what their metrics gave them."""
+        for rank in sorted(state.waiting_donors):
+            self._leave_out(state, rank, "not ready in time")
+        for rank in state.decision.donors:
+            if rank not in state.ready:
+                self._release(sends, state, rank, "left out")
+        state.frozen = True
+        weight_of = dict(zip(state.decision.donors, state.decision.weights, strict=True))
+        donors = tuple(sorted(state.ready))
+        weights = tuple(weight_of[rank] for rank in donors)
+        iterations = tuple(state.ready[rank] for rank in donors)
+        values = {rank: state.judged[rank].value for rank in donors}
+        best = order_worst_first(values, self._rules.metric_mode)[-1] if donors else -1
+        timeouts = {rank: self._timeout_s(state, donors, rank) for rank in sorted(state.waiting_replacers)}
+        longest_s = max(timeouts.values())
+        for rank in sorted((*donors, *timeouts)):
+            frozen = Frozen(donors, weights, iterations, best, timeouts.get(rank, longest_s))
+            sends.append(Send(rank, state.number, frozen))
+        margin_s = max(2 * _step_s(state.judged[rank]) for rank in timeouts) + self._rules.round_timeout_s / 4
+        state.deadline = now + longest_s + margin_s
+        self._tell(f"{now:.6f} round {state.number}: frozen with donors {donors}, best {best}")
+
+    def _timeout_s(self, state: _Round, donors: Sequence[int], replacer: int) -> float:
+        """Return how long one replacer may take from the moment it reads `Frozen`.
+
+        To `round_timeout_s` come the safe points during which messages may stand still. The replacer takes the donors
+        one after the other. Of each donor: one of its steps until it reads the grant, then `stream_safe_points` steps
+        of either end. At last one step of the replacer until it swaps.
+        """
+        own_s = _step_s(state.judged[replacer])
+        count = self._stream_safe_points
+        streams_s = sum((1 + count) * _step_s(state.judged[donor]) + count * own_s for donor in donors)
+        return self._rules.round_timeout_s + streams_s + own_s
+
+    def _end(self, sends: list[Send], state: _Round, reason: str, now: float) -> None:
+        """Close the round: everyone named who is still there hears of it, once."""
+        for rank in sorted(state.waiting_replacers):
+            if state.frozen:  # it may have applied already, with its answer under way
+                self._overdue[rank] = state.number
+                self._overdue_count += 1
+            else:
+                self._abandon(state, rank, reason)
+        for rank in state.named:
+            self._release(sends, state, rank, reason)
+        self._round = None
+        self._rounds_ended += 1
+        assert self._rounds_ended == self._rounds_decided, self._broken("rounds overlap")
+        self._tell(f"{now:.6f} round {state.number}: ended, {reason}")
+
+    def _release(self, sends: list[Send], state: _Round, rank: int, reason: str) -> None:
+        """Send `End` to one rank, unless it has had it or is gone."""
+        if rank not in state.released and self._members[rank].live:
+            state.released.add(rank)
+            sends.append(Send(rank, state.number, End(reason)))
+
+    def _leave_out(self, state: _Round, rank: int, reason: str) -> bool:
+        """Take a donor out of a round that is not frozen; False if it is no donor of it, or no longer."""
+        if state.frozen or (rank not in state.waiting_donors and rank not in state.ready):
+            return False
+        state.waiting_donors.discard(rank)
+        state.ready.pop(rank, None)
+        self._left_out.append(LeftOut(state.number, rank, reason))
+        return True
+
+    def _abandon(self, state: _Round, rank: int, reason: str) -> None:
+        """Count a replacer out."""
+        state.waiting_replacers.discard(rank)
+        known = reason in self._abandoned or len(self._abandoned) < _REASON_LIMIT
+        key = reason if known else "other"
+        self._abandoned[key] = self._abandoned.get(key, 0) + 1
+
+    def _depart(self, rank: int, how: str, now: float) -> tuple[Send, ...]:
+        """Take a member out of everything that waits for it; saying so twice is no error."""
+        member = self._members.get(rank)
+        if member is None or not member.live:
+            return ()
+        self._tell(f"{now:.6f} rank {rank} {how}")
+        member.live, member.report, member.fresh = False, None, False
+        self._overdue.pop(rank, None)
+        state = self._round
+        if state is not None and rank in state.waiting_replacers:
+            self._abandon(state, rank, f"the replacer {how}")
+        elif state is not None:
+            self._leave_out(state, rank, how)
+        return self._advance(now)
+
+    # ---------------------------------------------------------------- helpers
+
+    def _live_ranks(self) -> list[int]:
+        return [rank for rank, member in self._members.items() if member.live]
+
+    def _live(self, rank: int, kind: str) -> _Member | None:
+        """Return the member that a message came from; None, counted, if it is none or gone."""
+        member = self._members.get(rank)
+        if member is None or not member.live:
+            self._ignore(f"{kind} from a rank that is {'gone' if member else 'no member'}")
+            return None
+        return member
+
+    def _round_of(self, rank: int, number: int, kind: str) -> _Round | None:
+        """Return the round that a message is about; None, counted, if it is not the one under way."""
+        if self._live(rank, kind) is None:
+            return None
+        if self._round is None or self._round.number != number:
+            self._ignore(f"{kind} of another round")
+            return None
+        return self._round
+
+    def _note_arrival(self, rank: int, now: float) -> None:
+        """Fill in how late a straggler was, for the decisions that did not wait for it."""
+        for index, (straggler, start) in enumerate(self._stragglers):
+            if straggler.rank == rank and straggler.offset_s is None:
+                self._stragglers[index] = (replace(straggler, offset_s=now - start), start)
+
+    def _ignore(self, what: str) -> None:
+        self._ignored[what] = self._ignored.get(what, 0) + 1
+
+    def _tell(self, event: str) -> None:
+        self._story.append(event)
+
+    def _broken(self, fact: str) -> str:
+        return "\n  ".join((fact, "the story so far:", *self._story))
+
+
+def _step_s(report: _Report) -> float:
+    """Return a step time that deadlines can be made of: a report may claim anything."""
+    step_s = report.step_time_s
+    return min(step_s, _STEP_TIME_LIMIT_S) if math.isfinite(step_s) and step_s > 0 else 0.0

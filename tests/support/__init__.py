@@ -1,0 +1,1 @@
+"""What several test modules share. ``tests/conftest.py`` puts this package on the path."""

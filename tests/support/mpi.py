@@ -1,0 +1,198 @@
+"""Run Python on several ranks under the real mpirun of this interpreter's environment.
+
+    result = run_ranks(3, "tests/support/some_program.py", "--option", timeout_s=60)
+    result = run_source(2, '''
+        import asyncdist as ad
+        from support.mpi import report
+
+        async def main(world):
+            report(world.rank, world.size)
+
+        ad.run(main)
+    ''')
+    assert result.check().reports == {0: 2, 1: 2}
+
+- The command is ``python -m asyncdist run`` of the interpreter that runs the tests, so library and mpirun match, be it
+  Open MPI or MPICH. ``asyncdist``, ``protocols`` and this package are importable in the ranks.
+- ``report(rank, value)`` in a rank brings one JSON value per rank back as ``result.reports[rank]``.
+- ``result.check()`` fails the test with all output unless the exit code is 0 (or ``check(returncode=...)``).
+- At the timeout everything that was started is killed, and the call raises AssertionError with the output so far.
+- Without any MPI the calling test is skipped; a broken or mixed installation is no reason to skip.
+- It costs 1 to 3 seconds per call, mostly for importing torch n times: put what you can into one call.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncdist import launch
+
+ROOT = Path(__file__).resolve().parents[2]
+_REPORTS = "ASYNCDIST_TEST_REPORTS"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How the job ended.
+
+    Attributes:
+        returncode: mpirun's.
+        stdout: of all ranks, mixed.
+        stderr: of all ranks and of mpirun.
+        seconds: wall-clock time.
+        reports: what the ranks gave to ``report``, by rank.
+    """
+
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+    reports: Mapping[int, Any] = field(default_factory=dict)
+
+    def check(self, *, returncode: int | None = 0) -> Result:
+        """Fail unless it ended with this code (None: with any other than 0). Returns itself."""
+        if self.returncode != returncode and not (returncode is None and self.returncode != 0):
+            wanted = "a failure" if returncode is None else returncode
+            raise AssertionError(f"mpirun ended with {self.returncode}, expected {wanted}\n{self.output()}")
+        return self
+
+    def output(self) -> str:
+        """Everything that was printed, for a message."""
+        return f"--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+
+
+def run_ranks(
+    ranks: int,
+    script: str | os.PathLike[str],
+    *args: object,
+    timeout_s: float = 100.0,
+    env: Mapping[str, str] | None = None,
+    interrupt_when: str | None = None,
+) -> Result:
+    """Run a Python script on ``ranks`` ranks; see the module's text.
+
+    Args:
+        ranks: how many processes.
+        script: a path.
+        args: the script's arguments.
+        timeout_s: of wall-clock time, for everything.
+        env: added to this process's environment.
+        interrupt_when: send SIGINT to mpirun as soon as this text is in the job's stdout.
+    """
+    require_mpi()
+    with tempfile.TemporaryDirectory(prefix="asyncdist-test-") as folder:
+        paths = Path(folder, "stdout"), Path(folder, "stderr")
+        reports = Path(folder, "reports")
+        reports.mkdir()
+        environ = {**_base_environment(), _REPORTS: str(reports), **(env or {})}
+        command = [sys.executable, "-m", "asyncdist", "run", "-n", str(ranks), str(script), *map(str, args)]
+        began_at = time.monotonic()
+        with paths[0].open("wb") as out, paths[1].open("wb") as err:
+            process = subprocess.Popen(  # files, no pipes: a stray rank that holds a pipe must not hang the test
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environ, cwd=ROOT, start_new_session=True
+            )
+        finished = _await_end(process, began_at + timeout_s, interrupt_when, paths[0])
+        stdout, stderr = (path.read_text(errors="replace") for path in paths)
+        values = {int(path.stem): json.loads(path.read_text()) for path in sorted(reports.glob("*.json"))}
+        result = Result(process.returncode, stdout, stderr, time.monotonic() - began_at, values)
+        if not finished:
+            raise AssertionError(f"{script} on {ranks} ranks did not end in {timeout_s:g} s\n{result.output()}")
+        return result
+
+
+def run_source(ranks: int, source: str, *args: object, **options: Any) -> Result:
+    """``run_ranks`` of a program given as text."""
+    with tempfile.TemporaryDirectory(prefix="asyncdist-test-") as folder:
+        script = Path(folder, "program.py")
+        script.write_text(textwrap.dedent(source))
+        return run_ranks(ranks, script, *args, **options)
+
+
+def report(rank: int, value: Any) -> None:
+    """In a rank: hand ``value`` (JSON) to the test; the last one counts."""
+    folder = Path(os.environ[_REPORTS])
+    partial = folder / f"{rank}.partial"
+    partial.write_text(json.dumps(value))
+    partial.rename(folder / f"{rank}.json")
+
+
+def require_mpi() -> None:
+    """Skip the calling test where no MPI is installed."""
+    reason = _why_no_mpi()
+    if reason:
+        pytest.skip(reason)
+
+
+@functools.cache
+def flavour() -> str:
+    """``"openmpi"`` or ``"mpich"``: what the jobs run on; empty where there is none."""
+    return launch.find_installation(os.environ).library or ""
+
+
+@functools.cache
+def _why_no_mpi() -> str:
+    installation = launch.find_installation(os.environ)
+    if installation.library is None and not installation.launchers:
+        return f"no MPI is installed: {installation.version}"
+    return ""
+
+
+def _base_environment() -> dict[str, str]:
+    # A test may itself run under a launcher; its variables are not for the job.
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_COMM_WORLD", "PMIX_", "PMI_"))}
+    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [inherited.get("PYTHONPATH")])]
+    return {**inherited, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+
+def _await_end(process: subprocess.Popen[bytes], deadline: float, interrupt_when: str | None, stdout: Path) -> bool:
+    """Whether it ended by itself; nothing of it lives on either way."""
+    finished = True
+    try:
+        while process.poll() is None:
+            if time.monotonic() > deadline:
+                finished = False
+                _stop(process)
+                break
+            if interrupt_when is not None and interrupt_when in stdout.read_text(errors="replace"):
+                process.send_signal(signal.SIGINT)
+                interrupt_when = None
+            time.sleep(0.02)
+    finally:
+        _kill_session(process.pid)  # ranks are in process groups of their own, but in mpirun's session
+        process.wait()
+    return finished
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Let mpirun clear away its shared memory; the session is killed afterwards in any case."""
+    process.terminate()
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def _kill_session(session: int) -> None:
+    """Kill whatever is left of the session that mpirun was started in."""
+    listing = subprocess.run(["ps", "-A", "-o", "pid=,sess="], capture_output=True, text=True, check=False)
+    for line in listing.stdout.splitlines():
+        pid, _, sid = line.strip().partition(" ")
+        if sid.strip() == str(session) and pid.isdecimal():
+            try:
+                os.kill(int(pid), signal.SIGKILL)
+            except ProcessLookupError:
+                continue
