@@ -390,6 +390,9 @@ def _open_transport(name: str, started: launch.Launch) -> Transport:
     transport = MpiTransport(functools.partial(launch.check_library, started))
     if started.transport == "mpi":
         launch.check_world_size(started.expected_size, transport.size, transport.describe())
+        hint = launch.oversubscription_hint()
+        if hint is not None and transport.rank == 0:
+            logger.warning("%s", hint)
     return transport
 
 

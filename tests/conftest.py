@@ -1,13 +1,15 @@
-"""Shared by all tests: the path of ``support``, and quiet threads."""
+"""Shared by all tests: the path of their helpers, and quiet threads."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [path for path in (str(HERE), str(HERE.parent)) if path not in sys.path]
+pytest.register_assert_rewrite("support", "conformance")
 # Several ranks and test processes share few cores.
 torch.set_num_threads(1)

@@ -349,3 +349,12 @@ def test_a_signal_to_the_launcher_leaves_no_process(tmp_path: Path, number: sign
     code, _, _ = finish(process)
     assert code != 0
     assert wait_until(lambda: not any(is_alive(pid) for pid in pids), 5)
+
+
+@pytest.mark.parametrize(
+    ("universe", "size", "hinted"), [("2", "4", True), ("4", "4", False), ("8", "4", False), ("", "4", False)]
+)
+def test_a_job_that_mpirun_holds_for_oversubscribed_gets_a_hint(universe: str, size: str, hinted: bool) -> None:
+    hint = launch.oversubscription_hint({"OMPI_UNIVERSE_SIZE": universe, "OMPI_COMM_WORLD_SIZE": size})
+    assert (hint is not None) == hinted
+    assert not hinted or "--host localhost:4" in str(hint)

@@ -23,6 +23,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -188,11 +189,21 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 def _kill_session(session: int) -> None:
     """Kill whatever is left of the session that mpirun was started in."""
-    listing = subprocess.run(["ps", "-A", "-o", "pid=,sess="], capture_output=True, text=True, check=False)
-    for line in listing.stdout.splitlines():
-        pid, _, sid = line.strip().partition(" ")
-        if sid.strip() == str(session) and pid.isdecimal():
-            try:
-                os.kill(int(pid), signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+    for pid in _processes_of(session):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _processes_of(session: int) -> list[int]:
+    if not os.path.isdir("/proc/self"):
+        listing = subprocess.run(["ps", "-A", "-o", "pid=,sess="], capture_output=True, text=True, check=False).stdout
+        pairs = [line.split() for line in listing.splitlines()]
+        return [int(pid) for pid, sid in pairs if sid == str(session)]
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            pid = int(entry.name)
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()  # the name may hold anything
+            if fields[3] == str(session):
+                found.append(pid)
+    return found

@@ -1,0 +1,104 @@
+"""What a conformance case is given: one rank, raw messages on tags of its own, and its world for everything above."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Final
+
+import asyncdist as ad
+from asyncdist.progress import Engine, yield_to_loop
+from asyncdist.transports.base import ANY_SOURCE, Transport
+
+MODULES: Final = ("cases_transport", "cases_channels", "cases_streams", "cases_collectives")
+TAGS_PER_CASE: Final = 20
+_BARRIER_TAG: Final = 6999
+#: A slow machine takes its time; a hang ends here.
+CASE_TIMEOUT_S: Final = 100.0
+
+Case = Callable[["Endpoint"], Coroutine[Any, Any, None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One rank in a case. ``tag`` is the first of ``TAGS_PER_CASE`` that only this case uses."""
+
+    world: ad.World
+    tag: int
+
+    @property
+    def engine(self) -> Engine:
+        return self.world.engine
+
+    @property
+    def transport(self) -> Transport:
+        return self.world.engine.transport
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        return self.world.size
+
+    @property
+    def right(self) -> int:
+        return (self.rank + 1) % self.size
+
+    @property
+    def left(self) -> int:
+        return (self.rank - 1) % self.size
+
+    async def send(self, data: Any, dest: int, tag: int = 0) -> None:
+        await self.engine.send(data, dest, self.tag + tag)
+
+    async def receive(self, nbytes: int, source: int = ANY_SOURCE, tag: int = 0) -> tuple[bytes, int]:
+        """One message of at most ``nbytes``: its bytes and its source."""
+        buffer = bytearray(nbytes)
+        source, got = await self.engine.receive(buffer, source, self.tag + tag)
+        return bytes(buffer[:got]), source
+
+    async def yields(self, count: int) -> None:
+        """Let ``count`` iterations of the loop pass."""
+        for _ in range(count):
+            await yield_to_loop()
+
+    async def barrier(self) -> None:
+        """Made of messages, so that it owes nothing to what is tested."""
+        if self.rank == 0:
+            for rank in range(1, self.size):
+                await self.engine.receive(bytearray(1), rank, _BARRIER_TAG)
+            for rank in range(1, self.size):
+                await self.engine.send(b"!", rank, _BARRIER_TAG)
+        else:
+            await self.engine.send(b"!", 0, _BARRIER_TAG)
+            await self.engine.receive(bytearray(1), 0, _BARRIER_TAG)
+
+
+def all_cases() -> dict[str, Case]:
+    """Every case by ``module.name``, in order."""
+    found = {}
+    for name in MODULES:
+        module = importlib.import_module(f"conformance.{name}")
+        for key, value in vars(module).items():
+            if key.startswith("case_") and value.__module__ == module.__name__:
+                found[f"{name.removeprefix('cases_')}.{key.removeprefix('case_')}"] = value
+    return found
+
+
+async def run_case(world: ad.World, name: str) -> None:
+    """Run one case on this rank; afterwards nothing may be left over on it."""
+    cases = all_cases()
+    end = Endpoint(world, 200 + TAGS_PER_CASE * list(cases).index(name))
+    async with asyncio.timeout(CASE_TIMEOUT_S):
+        await end.barrier()
+        await cases[name](end)
+        await end.barrier()
+        await world.engine.until(
+            lambda: not world.engine.outstanding(), deadline=asyncio.get_running_loop().time() + 30
+        )
+        assert world.leftovers() == []
+        await end.barrier()

@@ -1,0 +1,27 @@
+"""The program that mpirun starts: every case in turn, and each rank's outcome of each as JSON."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+import asyncdist as ad
+from conformance.endpoint import all_cases, run_case
+from support.mpi import report
+
+
+async def main(world: ad.World, names: list[str]) -> None:
+    outcomes: dict[str, str] = {}
+    for name in names:
+        try:
+            await run_case(world, name)
+            outcomes[name] = "passed"
+        except BaseException as error:
+            outcomes[name] = "".join(traceback.format_exception(error))
+            report(world.rank, outcomes)
+            raise  # what it left under way would disturb the next case
+        report(world.rank, outcomes)
+
+
+if __name__ == "__main__":
+    ad.run(main, sys.argv[1:] or list(all_cases()), strict=True)

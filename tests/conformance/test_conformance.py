@@ -1,0 +1,51 @@
+"""Every case on the local transport and, for real, under mpirun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conformance.endpoint import all_cases, run_case
+from support.mpi import Result, require_mpi, run_ranks
+
+import asyncdist as ad
+
+NAMES = list(all_cases())
+PROGRAM = Path(__file__).with_name("program.py")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_local(name: str, ranks: int) -> None:
+    ad.run_local(run_case, name, ranks=ranks, loop="asyncio", strict=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_local_on_uvloop(name: str) -> None:
+    pytest.importorskip("uvloop")
+    ad.run_local(run_case, name, ranks=3, loop="uvloop", strict=True)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("collectives.")])
+def test_one_rank_alone(name: str) -> None:
+    ad.run_local(run_case, name, ranks=1, strict=True)
+
+
+@pytest.fixture(scope="session", params=[2, 3, 4], ids=lambda ranks: f"{ranks}ranks")
+def job(request: pytest.FixtureRequest) -> tuple[int, Result]:
+    """One mpirun per number of ranks; its cases are reported one by one below."""
+    require_mpi()
+    return request.param, run_ranks(request.param, PROGRAM, timeout_s=110)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mpi(job: tuple[int, Result], name: str) -> None:
+    ranks, result = job
+    outcomes = [result.reports.get(rank, {}).get(name, "not reached") for rank in range(ranks)]
+    bad = [f"rank {rank}: {outcome}" for rank, outcome in enumerate(outcomes) if outcome != "passed"]
+    assert not bad, "\n".join([*bad, result.output()])
+
+
+def test_mpi_ends_cleanly(job: tuple[int, Result]) -> None:
+    _, result = job
+    assert result.check().stderr == ""
