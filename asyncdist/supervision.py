@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from asyncdist.errors import RankLostError
 
+_HOST: Final = "asyncdist.runtime"
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -86,8 +87,11 @@ class FailureReport:
         self._printed: list[BaseException] = []
 
     def print_traceback(self, error: BaseException, rank: int) -> None:
-        """The whole traceback, each line complete, on stderr."""
-        text = "".join(traceback.format_exception(error))
+        """The whole traceback on stderr, from the user's first frame on."""
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None and trace.tb_frame.f_globals.get("__name__") == _HOST:
+            trace = trace.tb_next
+        text = "".join(traceback.format_exception(type(error), error, trace))
         self._print(f"asyncdist: rank {rank} failed:\n{text}", error)
 
     def print_line(self, line: str, error: BaseException) -> None:

@@ -119,7 +119,6 @@ class _ReplacerRole:
     exchange: asyncio.Task[None] | None = None
     average: FlatBuffers | None = None
     complete: bool = False
-    abandoned: str = ""
     nbytes: int = 0
 
 
@@ -241,6 +240,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._donor: _DonorRole | None = None
         self._replacer: _ReplacerRole | None = None
         self._needs_step = False
+        self._given_up = NOTHING
         self._coordinator_gone = False
         self._leaving = False
         self._applied_iteration = -1
@@ -366,12 +366,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         donor, replacer = self._donor, self._replacer
         if donor is not None and donor.offer is None:
             self._take_snapshot(donor)
-        if replacer is None:
-            return NOTHING
-        if replacer.abandoned:
-            self._replacer = None
-            return StepInfo(round=replacer.round, abandoned=replacer.abandoned, nbytes=replacer.nbytes)
-        return self._apply(replacer) if replacer.complete else NOTHING
+        given_up, self._given_up = self._given_up, NOTHING
+        return self._apply(replacer) if replacer is not None and replacer.complete else given_up
 
     def _report(self, local_metric: MetricSource) -> None:
         value = self._read_metric(local_metric)
@@ -548,23 +544,28 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     def _abandon(self, role: _ReplacerRole, reason: str) -> None:
         """Give up the round that is being exchanged; the next step says so."""
         if self._replacer is role:
-            role.abandoned = reason
-            self._needs_step = True
-            self._abandoned[reason] += 1
+            self._replacer = None
+            self._note_given_up(role, reason)
             logger.info("round %d: abandoned, %s", role.round, reason)
             self._tell(Abandoned(reason), round=role.round)
 
     def _give_up(self, reason: str) -> None:
         """The coordinator, or the end of the policy, takes the role away."""
         role, self._replacer = self._replacer, None
-        if role is None or role.abandoned:
+        if role is None:
             return
-        self._abandoned[reason] += 1
+        self._note_given_up(role, reason)
         if role.exchange is not None and not role.complete:
             role.exchange.cancel()
         if role.average is not None:
             self._counts["unapplied"] += 1
             self._release_accumulator(role.average)
+
+    def _note_given_up(self, role: _ReplacerRole, reason: str) -> None:
+        """The next step says so, although the coordinator's ``End`` may come before it."""
+        self._abandoned[reason] += 1
+        self._given_up = StepInfo(round=role.round, abandoned=reason, nbytes=role.nbytes)
+        self._needs_step = True
 
     def _end_donor_role(self) -> None:
         role, self._donor = self._donor, None

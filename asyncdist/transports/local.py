@@ -30,7 +30,7 @@ EAGER_NBYTES: Final = 65536
 
 def _as_bytes(buffer: Buffer) -> memoryview:
     view = memoryview(buffer)
-    return view.cast("B") if view.nbytes else memoryview(b"")  # an empty view cannot be cast
+    return view.cast("B") if view.nbytes else memoryview(bytearray())  # an empty view cannot be cast
 
 
 class _Send:

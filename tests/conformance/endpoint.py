@@ -16,7 +16,7 @@ MODULES: Final = ("cases_transport", "cases_channels", "cases_streams", "cases_c
 TAGS_PER_CASE: Final = 20
 _BARRIER_TAG: Final = 6999
 #: A slow machine takes its time; a hang ends here.
-CASE_TIMEOUT_S: Final = 100.0
+CASE_TIMEOUT_S: Final = 60.0
 
 Case = Callable[["Endpoint"], Coroutine[Any, Any, None]]
 

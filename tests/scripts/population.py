@@ -5,6 +5,7 @@ Used by tests in this process and by programs under mpirun. It checks with numpy
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,10 +36,11 @@ class Mixed(nn.Module):
 
 
 def fill(model: nn.Module, value: float) -> nn.Module:
-    """Make every entry of the state equal to ``value``."""
+    """Make every entry of the state equal to ``value``; one that is not finite goes into the floating ones only."""
     with torch.no_grad():
         for tensor in model.state_dict().values():
-            tensor.fill_(value)
+            if math.isfinite(value) or tensor.is_floating_point():
+                tensor.fill_(value)
     return model
 
 

@@ -9,6 +9,7 @@ matplotlib.use("Agg")
 from history import RankHistory, first_time
 from matplotlib import pyplot as plt
 from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 """Okabe and Ito's palette, which people with any colour vision can tell apart."""
@@ -47,6 +48,8 @@ def draw(path: Path, histories: Sequence[RankHistory], *, title: str) -> None:
     axes.set_axisbelow(True)
     axes.margins(x=0.01)
     axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    axes.yaxis.set_minor_formatter("{x:g}")
     handles, labels = axes.get_legend_handles_labels()
     if any(history.replaced for history in histories):
         marker = Line2D([], [], linestyle="none", marker="v", markersize=7, color="white", markeredgecolor="black")

@@ -31,7 +31,8 @@ POLL_PERIOD_S = 0.25
 STOP_SIGNALS = ((signal.SIGINT, 20.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0))
 """What a job that must end is sent, and the seconds it then gets."""
 RANKS_MAX = 64
-ITERATIONS, QUICK_ITERATIONS, QUICK_SECONDS = 2000, 300, 18.0
+ITERATIONS, AVERAGE_EVERY = 2000, 50
+QUICK_ITERATIONS, QUICK_AVERAGE_EVERY, QUICK_SECONDS = 300, 20, 18.0
 
 
 class DemoError(Exception):
@@ -126,6 +127,7 @@ def training_command(options: argparse.Namespace, directory: Path) -> list[str]:
     """The command that starts all ranks."""
     command = [sys.executable, "-m", "asyncdist", "run", "-n", str(options.ranks), str(HERE / "train.py")]
     command += ["--policy", options.policy, "--iterations", str(options.iterations), "--seed", str(options.seed)]
+    command += ["--average-every", str(QUICK_AVERAGE_EVERY if options.quick else AVERAGE_EVERY)]
     command += ["--log-dir", str(directory)]
     if options.quick:
         command += ["--seconds", str(QUICK_SECONDS)]

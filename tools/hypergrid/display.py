@@ -111,9 +111,10 @@ def spark_line(values: Sequence[float], width: int = SPARK_COUNT) -> str:
 
 def result_table(result: dict[str, Any]) -> Table:
     """One row per rank, at the end."""
-    title = f"{result['ranks']} ranks over {result['transport']}, policy {result['policy']}"
+    ranks = f"{result['ranks']} rank{'' if result['ranks'] == 1 else 's'}"
+    title = f"{ranks} over {result['transport']}, policy {result['policy']}"
     table = Table(title=title, title_justify="left")
-    names = "rank|iterations|it/s|metric|replaced|modes|L1 distance|idle step [us]|stall [s]"
+    names = "rank|iterations|it/s|metric|replaced|modes|L1 distance|idle step, us|stall, s"
     for name in names.split("|"):
         table.add_column(name, justify="right")
     for rank in range(result["ranks"]):

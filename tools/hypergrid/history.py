@@ -98,7 +98,7 @@ def summarise(
         "iterations": [end["iteration"] for end in ends],
         "iterations_per_s": [round(end["rate"], 2) for end in ends],
         "metric": [_finite(end["metric"]) for end in ends],
-        "rounds": max(_round_count(end["statistics"]) for end in ends),
+        "rounds": max(_round_count(history) for history in histories),
         "replacements": [len(history.replaced) for history in histories],
         "modes_found": len({mode for end in ends for mode in end["modes"]}),
         "modes_total": starts[0]["mode_count"],
@@ -117,13 +117,10 @@ def summarise(
     }
 
 
-def _round_count(counts: dict[str, Any]) -> int:
-    """Rounds by a policy's statistics: the coordinator's rank knows; where all average, each application is one."""
-    if not counts:
-        return 0
-    if "coordinator" in counts:
-        return int((counts["coordinator"] or {"rounds_decided": 0})["rounds_decided"])
-    return int(counts["replacement_count"])
+def _round_count(history: RankHistory) -> int:
+    """Rounds that a rank knows of: the coordinator's knows all; where everybody averages, each application is one."""
+    coordinator = history.end["statistics"].get("coordinator") if history.end else None
+    return int(coordinator["rounds_decided"]) if coordinator else len(history.replaced)
 
 
 def _or_worst(metric: float) -> float:

@@ -74,7 +74,7 @@ class Recorder:
             self._last, self._last_iteration = now, iteration
 
     def end(self, *, iteration: int, metric: float, modes: Iterable[int], l1_distance: float, statistics: Any) -> None:
-        """Last line: what came out. `statistics` are the policy's, None without one."""
+        """Last line: what came out. `statistics` are a selective policy's, else None."""
         seconds = self.seconds()
         self._write(
             "end",

@@ -28,7 +28,6 @@ import asyncdist as ad
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy
 
 BATCH_SIZE = 16
-AVERAGE_EVERY = 50
 LOSSES_IN_METRIC = 20
 
 
@@ -59,10 +58,10 @@ def build_policy(args: argparse.Namespace, rank: int, model: TBGFlowNet, optimiz
     if args.policy == "none":
         return nullcontext()
     if args.policy == "average-all":
-        return AverageAllPolicy(model, optimizer, average_every=AVERAGE_EVERY)
+        return AverageAllPolicy(model, optimizer, average_every=args.average_every)
     on_event = EventWriter(args.log_dir, rank, model) if args.verify else None
     return AsyncSelectiveAveragingPolicy(
-        model, optimizer, average_every=AVERAGE_EVERY, replacement_ratio=0.25, on_event=on_event
+        model, optimizer, average_every=args.average_every, replacement_ratio=0.25, on_event=on_event
     )
 
 
@@ -115,7 +114,10 @@ async def train(world: ad.World, args: argparse.Namespace) -> float:
             mean_loss += (loss - mean_loss) / loss_count
 
             started = time.perf_counter()
-            info = await (policy.step(-mean_loss) if policy else world.safe_point())
+            try:
+                info = await (policy.step(-mean_loss) if policy else world.safe_point())
+            except ad.ClosedError:  # average-all: a rank has left the policy, so there is no average of all any more
+                break
             record.step(iteration, -mean_loss, time.perf_counter() - started, info)
             if info:
                 loss_count = 0  # new weights are judged by their own losses
@@ -127,7 +129,7 @@ async def train(world: ad.World, args: argparse.Namespace) -> float:
         await finished.receive()
 
     distance = l1_distance(env, model)
-    statistics = policy.statistics() if policy else None
+    statistics = policy.statistics() if args.policy == "selective" else None
     record.end(iteration=iteration, metric=-mean_loss, modes=modes, l1_distance=distance, statistics=statistics)
     return distance
 
@@ -136,6 +138,7 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line; `demo.py` has checked it already."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", choices=("none", "average-all", "selective"), default="selective")
+    parser.add_argument("--average-every", type=int, default=50, help="steps between two reports of the metric")
     parser.add_argument("--iterations", type=int, default=2000, help="the first rank to make so many ends the training")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="or that long")
     parser.add_argument("--seed", type=int, default=0)

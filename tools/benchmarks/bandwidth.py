@@ -1,0 +1,114 @@
+"""Streams of large tensors, against one raw Isend and Irecv of the same buffers.
+
+Timed, on the same two processes in alternation, with the same two tensors: rank 0 sends one, rank 1 sends the other
+back; the rate is twice the bytes over the time that rank 0 sees.
+
+- Ours: ``await world.send_stream``, ``await world.receive_stream``; grants and chunks included.
+- Raw: one message each way; ``Irecv`` is posted before the peer can send, all is ``Test``-ed until done.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from harness import MIB, Results, Row, main, ratio_of_medians, spin
+
+import asyncdist as ad
+
+RANKS: Final = (2,)
+TARGET_RATIO: Final = 0.95
+_TARGET_FROM_MIB: Final = 4
+_RAW_TAG: Final = 99
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Sizes, and about how many bytes each of them moves one way in all; one more round trip before warms up."""
+
+    sizes_mib: tuple[int, ...]
+    moved_mib: int
+    trip_count_max: int
+
+
+FULL: Final = Settings(sizes_mib=(1, 4, 16, 64, 256), moved_mib=4096, trip_count_max=101)
+QUICK: Final = Settings(sizes_mib=(1, 4), moved_mib=8, trip_count_max=3)
+
+
+async def measure(world: ad.World, settings: Settings) -> Results | None:
+    """Each size in turn; in each, round trips of both in alternation."""
+    from mpi4py import MPI
+
+    results = {}
+    for size_mib in settings.sizes_mib:
+        outgoing = torch.full((size_mib * MIB,), world.rank, dtype=torch.uint8)
+        incoming = torch.zeros_like(outgoing)
+        ours_s: list[float] = []
+        raw_s: list[float] = []
+        trip_count = max(3, min(settings.trip_count_max, settings.moved_mib // size_mib))
+        for _ in range(1 + trip_count):
+            await ad.barrier()
+            ours_s.append(await _our_trip(world, outgoing, incoming))
+            await ad.barrier()
+            raw_s.append(_raw_trip(MPI.COMM_WORLD, outgoing, incoming))
+        assert bool((incoming == 1 - world.rank).all()), f"{size_mib} MiB did not arrive as they were sent"
+        results[f"{size_mib} MiB"] = {
+            "ours_gb_s": _rate_gb_s(size_mib, ours_s[1:]),
+            "raw_gb_s": _rate_gb_s(size_mib, raw_s[1:]),
+            "ratio": 1 / ratio_of_medians(ours_s[1:], raw_s[1:]),
+        }
+    return results if world.rank == 0 else None
+
+
+def _rate_gb_s(size_mib: int, trips_s: list[float]) -> float:
+    return 2 * size_mib * MIB / statistics.median(trips_s) / 1e9
+
+
+async def _our_trip(world: ad.World, outgoing: torch.Tensor, incoming: torch.Tensor) -> float:
+    peer = 1 - world.rank
+    began_at = time.perf_counter()
+    if world.rank == 0:
+        await world.send_stream(outgoing, peer)
+        await world.receive_stream(incoming, peer)
+    else:
+        await world.receive_stream(incoming, peer)
+        await world.send_stream(outgoing, peer)
+    return time.perf_counter() - began_at
+
+
+def _raw_trip(comm: Any, outgoing: torch.Tensor, incoming: torch.Tensor) -> float:
+    peer = 1 - comm.rank
+    send, receive = outgoing.numpy(), incoming.numpy()
+    began_at = time.perf_counter()
+    arriving = comm.Irecv(receive, peer, _RAW_TAG)
+    if comm.rank == 0:
+        spin(comm.Isend(send, peer, _RAW_TAG))
+        spin(arriving)
+    else:
+        spin(arriving)
+        spin(comm.Isend(send, peer, _RAW_TAG))
+    return time.perf_counter() - began_at
+
+
+def rows(results: Results) -> list[Row]:
+    """The table."""
+    table = []
+    for size, figures in results.items():
+        judged = int(size.split()[0]) >= _TARGET_FROM_MIB
+        table.append(
+            Row(
+                f"stream of {size}",
+                f"{figures['ours_gb_s']:.2f} GB/s, x{figures['ratio']:.2f}",
+                f"{figures['raw_gb_s']:.2f} GB/s",
+                f">= x{TARGET_RATIO:g}" if judged else "",
+                figures["ratio"] >= TARGET_RATIO if judged else None,
+            )
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main(measure, full=FULL, quick=QUICK)

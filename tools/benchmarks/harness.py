@@ -1,0 +1,114 @@
+"""What the benchmarks share: models, statistics, and the way from a script on several ranks to rows of a table.
+
+A benchmark is one script, run by ``asyncdist run``. It has ``RANKS`` (one launch for each number), ``FULL`` and
+``QUICK`` settings, the coroutine ``measure(world, settings)``, whose value on rank 0 is its results, and
+``rows(results)``, which sets them beside what they must reach. Rivals run in the same processes, in alternation.
+
+Nothing here imports mpi4py at the top: ``run.py`` imports the benchmarks to make tables, and is no rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import nn
+
+import asyncdist as ad
+
+#: What a benchmark leaves behind: JSON values by name.
+Results: TypeAlias = dict[str, Any]
+
+MIB: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        figure: what was measured.
+        ours: the value, with its unit.
+        rival: what it is measured against, with its unit.
+        target: what it must reach.
+        met: whether it does; None where no figure is promised.
+    """
+
+    figure: str
+    ours: str
+    rival: str = ""
+    target: str = ""
+    met: bool | None = None
+
+
+def main(
+    measure: Callable[[ad.World, Any], Coroutine[Any, Any, Results | None]], *, full: object, quick: object
+) -> None:
+    """Be one rank of a benchmark: measure, and on rank 0 write the results to the file named on the command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    results = ad.run(measure, quick if options.quick else full, strict=True)
+    if results is not None:
+        options.out.write_text(json.dumps(results))
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value that so many percent are not above (nearest rank)."""
+    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
+
+
+def ratio_of_medians(ours: Sequence[float], rival: Sequence[float]) -> float:
+    """How many times the rival's median ours is."""
+    return statistics.median(ours) / statistics.median(rival)
+
+
+def model_of(parameter_count: int, layer_count: int = 8) -> nn.Module:
+    """An MLP of square layers with about so many float32 parameters."""
+    width = round(math.sqrt(parameter_count / layer_count))
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layer_count)))
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Any optimizer of that model: nothing is trained here."""
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+async def collect(value: object) -> list[Any] | None:
+    """Every rank's JSON value, in rank order, on rank 0; None elsewhere."""
+    text = json.dumps(value).encode()
+    longest = await ad.all_reduce(torch.tensor(len(text)), op="max")
+    padded = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8)
+    gathered = await ad.gather(padded)
+    return None if gathered is None else [json.loads(bytes(tensor.numpy())) for tensor in gathered]
+
+
+def elapsed_us(began_at_ns: int) -> float:
+    """Microseconds since a reading of ``time.perf_counter_ns``."""
+    return (time.perf_counter_ns() - began_at_ns) / 1e3
+
+
+def compute(seconds: float) -> None:
+    """What training is to the loop: time in which nothing else of this rank runs."""
+    time.sleep(seconds)
+
+
+def spin(request: Any) -> None:
+    """The rivals' way to wait: test until done."""
+    test = request.Test
+    while not test():
+        pass
+
+
+def state_nbytes(model: nn.Module) -> int:
+    """Bytes of the model's state."""
+    return sum(tensor.nbytes for tensor in model.state_dict().values())

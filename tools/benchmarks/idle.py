@@ -1,0 +1,141 @@
+"""What waiting costs: the CPU share of a rank that awaits a message for seconds, and how fast it wakes.
+
+Timed on rank 1, in alternation with the rival. Rank 0 sleeps in ``time.sleep`` meanwhile, so the core is free.
+
+- CPU: ``time.process_time`` (all threads of the process) over the wall clock, from the call to the message.
+- Wake: from the sender's clock, read right before the send, to the receiver's, read right after; both are
+  CLOCK_MONOTONIC of one host, so they may be compared. The pauses before are of random length, so that they do not beat
+  with anybody's polling period.
+
+Ours is ``await channel.receive()``. The rival is a raw ``Irecv``, tested every millisecond with ``time.sleep`` in
+between: what a script would do that neither blocks nor spins. (A blocking ``Recv`` spins: its wake is a microsecond and
+its CPU share that of a busy core.)
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from harness import Results, Row, collect, compute, main, spin
+
+import asyncdist as ad
+
+RANKS: Final = (2,)
+TARGET_CPU_PERCENT: Final = 6.0
+TARGET_WAKE_US: Final = 1200.0
+_RAW_TAG: Final = 99
+_RAW_PERIOD_S: Final = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """``wait_count`` waits of ``wait_s`` for the CPU share, then ``wake_count`` wakes after short pauses."""
+
+    wait_s: float
+    wait_count: int
+    wake_count: int
+
+
+FULL: Final = Settings(wait_s=5.0, wait_count=3, wake_count=100)
+QUICK: Final = Settings(wait_s=0.3, wait_count=1, wake_count=5)
+
+
+@dataclass(frozen=True, slots=True)
+class Knock:
+    """The message that is waited for."""
+
+    sent_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """How one wait went."""
+
+    cpu_percent: float
+    wake_us: float
+
+
+async def measure(world: ad.World, settings: Settings) -> Results | None:
+    """Alternate long waits of both, then short ones."""
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    channel = world.channel(Knock, tag=100)
+    random_pauses = random.Random(7)
+    pauses_s = [settings.wait_s] * settings.wait_count
+    pauses_s += [random_pauses.uniform(0.02, 0.03) for _ in range(settings.wake_count)]
+    ours: list[Wait] = []
+    raw: list[Wait] = []
+    for pause_s in pauses_s:
+        await ad.barrier()
+        if world.rank == 1:
+            ours.append(await _our_wait(channel))
+        else:
+            compute(pause_s)
+            await channel.send(Knock(time.monotonic()), 1)
+        await ad.barrier()
+        if world.rank == 1:
+            raw.append(_raw_wait(comm))
+        else:
+            compute(pause_s)
+            spin(comm.Isend(torch.tensor([time.monotonic()], dtype=torch.float64).numpy(), 1, _RAW_TAG))
+    found = await collect({**_figures("", ours, settings), **_figures("raw_", raw, settings)} if ours else None)
+    return None if found is None else found[1]
+
+
+async def _our_wait(channel: ad.Channel[Knock]) -> Wait:
+    began_at, cpu_began_at = time.monotonic(), time.process_time()
+    envelope = await channel.receive()
+    return _wait(began_at, cpu_began_at, envelope.message.sent_at)
+
+
+def _raw_wait(comm: Any) -> Wait:
+    sent_at = torch.zeros(1, dtype=torch.float64)
+    began_at, cpu_began_at = time.monotonic(), time.process_time()
+    request = comm.Irecv(sent_at.numpy(), 0, _RAW_TAG)
+    while not request.Test():
+        time.sleep(_RAW_PERIOD_S)
+    return _wait(began_at, cpu_began_at, float(sent_at))
+
+
+def _wait(began_at: float, cpu_began_at: float, sent_at: float) -> Wait:
+    now, cpu_s = time.monotonic(), time.process_time() - cpu_began_at
+    return Wait(cpu_percent=100 * cpu_s / (now - began_at), wake_us=1e6 * (now - sent_at))
+
+
+def _figures(prefix: str, waits: Sequence[Wait], settings: Settings) -> dict[str, float]:
+    long, short = waits[: settings.wait_count], waits[settings.wait_count :]
+    return {
+        f"{prefix}cpu_percent": statistics.median(wait.cpu_percent for wait in long),
+        f"{prefix}wake_us_median": statistics.median(wait.wake_us for wait in short),
+    }
+
+
+def rows(results: Results) -> list[Row]:
+    """The table."""
+    return [
+        Row(
+            "CPU share of a rank that awaits a message",
+            f"{results['cpu_percent']:.1f} %",
+            f"{results['raw_cpu_percent']:.1f} % (a test every ms)",
+            f"<= {TARGET_CPU_PERCENT:g} %",
+            results["cpu_percent"] <= TARGET_CPU_PERCENT,
+        ),
+        Row(
+            "time to wake when it comes",
+            f"{results['wake_us_median']:.0f} us",
+            f"{results['raw_wake_us_median']:.0f} us (a test every ms)",
+            f"<= {TARGET_WAKE_US:g} us",
+            results["wake_us_median"] <= TARGET_WAKE_US,
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    main(measure, full=FULL, quick=QUICK)

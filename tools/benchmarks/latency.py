@@ -1,0 +1,113 @@
+"""The one-way time of a small typed message through a channel, against raw mpi4py with as many bytes.
+
+Timed, on the same two processes in alternating blocks: ping-pong, half a round trip, as rank 0 sees it.
+
+- Ours: make a frozen dataclass, ``await channel.send``, ``await channel.receive`` (a decoded dataclass comes back).
+- Raw: ``Irecv`` is posted, ``Isend`` of a ready-made buffer with the frame's length, both ``Test``-ed until done.
+  Nothing is packed, checked or decoded. It runs to the end of its block without a yield to the loop, so nothing of
+  asyncdist polls meanwhile.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+from harness import Results, Row, elapsed_us, main, spin
+
+import asyncdist as ad
+from asyncdist import wire
+
+RANKS: Final = (2,)
+TARGET_RATIO: Final = 3.0
+_RAW_TAG: Final = 99
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """The message: what a protocol's small messages look like."""
+
+    number: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """``block_count`` blocks of ``trip_count`` round trips each, ours and raw; one more block before warms up."""
+
+    block_count: int
+    trip_count: int
+
+
+FULL: Final = Settings(block_count=25, trip_count=2000)
+QUICK: Final = Settings(block_count=2, trip_count=50)
+
+
+async def measure(world: ad.World, settings: Settings) -> Results | None:
+    """Alternate blocks of both."""
+    from mpi4py import MPI
+
+    channel = world.channel(Ping, tag=100)
+    frame_nbytes = wire.HEADER_NBYTES + len(wire.MessageType(Ping).encode(Ping(1000, 0.5)))
+    ours_us: list[float] = []
+    raw_us: list[float] = []
+    for _ in range(1 + settings.block_count):
+        await ad.barrier()
+        ours_us.append(await _our_trips(world, channel, settings.trip_count))
+        await ad.barrier()
+        raw_us.append(_raw_trips(MPI.COMM_WORLD, settings.trip_count, frame_nbytes))
+    if world.rank != 0:
+        return None
+    ours, raw = statistics.median(ours_us[1:]), statistics.median(raw_us[1:])
+    return {"ours_us": ours, "raw_us": raw, "ratio": ours / raw, "frame_nbytes": frame_nbytes}
+
+
+async def _our_trips(world: ad.World, channel: ad.Channel[Ping], count: int) -> float:
+    """Microseconds one way."""
+    peer = 1 - world.rank
+    began_at = time.perf_counter_ns()
+    if world.rank == 0:
+        for number in range(count):
+            await channel.send(Ping(number, 0.5), peer)
+            await channel.receive()
+    else:
+        for number in range(count):
+            await channel.receive()
+            await channel.send(Ping(number, 0.5), peer)
+    return elapsed_us(began_at) / (2 * count)
+
+
+def _raw_trips(comm: Any, count: int, nbytes: int) -> float:
+    """Microseconds one way."""
+    peer = 1 - comm.rank
+    outgoing, incoming = bytearray(nbytes), bytearray(nbytes)
+    began_at = time.perf_counter_ns()
+    if comm.rank == 0:
+        for _ in range(count):
+            receive = comm.Irecv(incoming, peer, _RAW_TAG)
+            spin(comm.Isend(outgoing, peer, _RAW_TAG))
+            spin(receive)
+    else:
+        for _ in range(count):
+            spin(comm.Irecv(incoming, peer, _RAW_TAG))
+            spin(comm.Isend(outgoing, peer, _RAW_TAG))
+    return elapsed_us(began_at) / (2 * count)
+
+
+def rows(results: Results) -> list[Row]:
+    """The table."""
+    return [
+        Row(
+            f"small message, one way ({results['frame_nbytes']} bytes)",
+            f"{results['ours_us']:.2f} us, x{results['ratio']:.2f}",
+            f"{results['raw_us']:.2f} us",
+            f"<= x{TARGET_RATIO:g}",
+            results["ratio"] <= TARGET_RATIO,
+        )
+    ]
+
+
+if __name__ == "__main__":
+    main(measure, full=FULL, quick=QUICK)

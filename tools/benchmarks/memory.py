@@ -1,0 +1,161 @@
+"""Tensors that the runtime holds above the model, on a donor and on a replacer, counted, with 2 and with 6 peers.
+
+Counted, not estimated: a torch dispatch mode sees every operator of the rank's thread while the policy is made, starts
+and steps through several rounds, and follows each new storage until it is freed. So short-lived temporaries count too,
+in ``peak_nbytes``; ``held_nbytes`` is what is left after the last step, the pools. Roles are fixed by the metric: with p peers one donor serves p replacers, then p donors serve one replacer. (A rank that
+is a donor in one round and a replacer in another one holds both, one after the other.)
+
+Promised: a donor holds one flat state; a replacer one accumulator and a window of chunks; neither grows with the
+number of peers. There is no rival: the least for this protocol is what is promised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from harness import MIB, Results, Row, collect, main, model_of, optimizer_of, state_nbytes
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import asyncdist as ad
+from asyncdist.streams import CHUNK_NBYTES, WINDOW_COUNT
+from protocols import AsyncSelectiveAveragingPolicy
+
+RANKS: Final = (3, 7)
+_AVERAGE_EVERY: Final = 20
+#: What collectives and checks take for their scalars and texts: not counted as held, and allowed beside the promise.
+_SMALL_NBYTES: Final = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A float32 model of so many MiB, and rounds until the counting ends."""
+
+    model_mib: int
+    round_count: int
+
+
+FULL: Final = Settings(model_mib=32, round_count=3)
+QUICK: Final = Settings(model_mib=1, round_count=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """From a replacer: it has applied its rounds."""
+
+
+class TensorCounter(TorchDispatchMode):
+    """Follows the storages of the tensors that this thread's operators return.
+
+    Attributes:
+        peak_nbytes: the most that lived at once.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.peak_nbytes = 0
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict(keep_vars=True).values()}
+        self._living: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor.untyped_storage())
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        if storage.nbytes() and storage.data_ptr() not in self._known and storage._cdata not in self._living:
+            self._living[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+            self.peak_nbytes = max(self.peak_nbytes, sum(self.held()))
+
+    def held(self) -> list[int]:
+        """The size of each storage that lives now."""
+        self._living = {key: entry for key, entry in self._living.items() if not entry[0].expired()}
+        return [nbytes for _, nbytes in self._living.values()]
+
+
+async def measure(world: ad.World, settings: Settings) -> Results | None:
+    """One donor for all others, then all others for one replacer."""
+    model = model_of(settings.model_mib * MIB // 4)
+    stops = world.channel(Stop, tag=100)
+    peer_count = world.size - 1
+    results = {}
+    for role, replacer_count in (("donor", peer_count), ("replacer", 1)):
+        counted = await _count(world, stops, model, replacer_count, settings.round_count)
+        found = await collect(counted)
+        if found is not None:
+            # Ranks 0.. are replaced, the last ones donate: the lone rank of the role in question.
+            results[role] = found[-1 if role == "donor" else 0]
+    if world.rank != 0:
+        return None
+    promised = {"donor": state_nbytes(model), "replacer": state_nbytes(model) + WINDOW_COUNT * CHUNK_NBYTES}
+    return {
+        f"{peer_count} peers": {
+            role: {**figures, "promised_nbytes": promised[role]} for role, figures in results.items()
+        }
+    }
+
+
+async def _count(
+    world: ad.World, stops: ad.Channel[Stop], model: nn.Module, replacer_count: int, round_count: int
+) -> dict[str, Any]:
+    """Step until each replacer has applied its rounds; what this rank held on the way, beyond a few scalars."""
+
+    async def all_stopped() -> None:
+        for _ in range(replacer_count):
+            await stops.receive()
+
+    is_replacer = world.rank < replacer_count
+    counter = TensorCounter(model)
+    await ad.barrier()
+    with counter:
+        policy = AsyncSelectiveAveragingPolicy(
+            model,
+            optimizer_of(model),
+            average_every=_AVERAGE_EVERY,
+            replacement_ratio=replacer_count / world.size,
+            grace_s=60.0,  # nobody is left behind: the roles are those that the metric gives
+        )
+        async with policy:
+            stopped = world.spawn(all_stopped())
+            applied_count = 0
+            while not stopped.done():
+                if await policy.step(0.0 if is_replacer else 1.0):
+                    applied_count += 1
+                    if applied_count == round_count:
+                        for rank in range(world.size):
+                            await stops.send(Stop(), rank)
+            held = [nbytes for nbytes in counter.held() if nbytes > _SMALL_NBYTES]
+    return {"held_count": len(held), "held_nbytes": sum(held), "peak_nbytes": counter.peak_nbytes}
+
+
+def rows(results: Results) -> list[Row]:
+    """The table."""
+    table = []
+    for peers, roles in results.items():
+        for role, figures in roles.items():
+            promised, peak = figures["promised_nbytes"], figures["peak_nbytes"]
+            table.append(
+                Row(
+                    f"tensors above the model, {role} with {peers}",
+                    f"{_mib(figures['held_nbytes'])} in {figures['held_count']}, at most {_mib(peak)}",
+                    target=f"<= {_mib(promised)}",
+                    met=peak <= promised + _SMALL_NBYTES,
+                )
+            )
+    return table
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / MIB:.4g} MiB"
+
+
+if __name__ == "__main__":
+    main(measure, full=FULL, quick=QUICK)

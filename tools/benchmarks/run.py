@@ -1,0 +1,105 @@
+"""Runs benchmarks on real ranks and prints what they found beside what they must reach.
+
+    ./tools/bench NAME [--json PATH] [--quick] [--check]
+
+NAME is one of the scripts beside this one, or ``all``. Each says in its first lines what exactly it times. The JSON is
+``{"bench": NAME, "results": {...}}``; for ``all`` the results are those of each benchmark by name. ``--quick`` takes
+tiny settings, to see that everything works, and its figures mean nothing. The exit code is 0 whatever the figures are,
+1 if a benchmark failed, and with ``--check`` also if a figure was missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from harness import Results, Row
+from rich.console import Console
+from rich.table import Table
+
+NAMES: Final = ("latency", "bandwidth", "step", "round", "straggler", "idle", "memory")
+_HERE: Final = Path(__file__).resolve().parent
+#: Generous: a benchmark takes a minute or less.
+_TIMEOUT_S: Final = 900.0
+
+
+def main() -> int:
+    """Run what the command line names; the exit code."""
+    options = _options()
+    found: dict[str, Results] = {}
+    missed: list[str] = []
+    for name in NAMES if options.name == "all" else (options.name,):
+        benchmark = importlib.import_module(name)
+        began_at = time.perf_counter()
+        results = _measure(name, benchmark.RANKS, quick=options.quick)
+        if results is None:
+            return 1
+        found[name] = results
+        rows = benchmark.rows(results)
+        _print(name, rows, time.perf_counter() - began_at)
+        missed += [row.figure for row in rows if row.met is False]
+    if options.json is not None:
+        results = found if options.name == "all" else found[options.name]
+        options.json.write_text(json.dumps({"bench": options.name, "results": results}, indent=2) + "\n")
+    if missed:
+        print(f"missed: {'; '.join(missed)}")
+    return 1 if missed and options.check else 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="tools/bench", description="Benchmarks, each beside its rival.")
+    parser.add_argument("name", choices=(*NAMES, "all"), metavar="NAME", help=", ".join((*NAMES, "all")))
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results here")
+    parser.add_argument("--quick", action="store_true", help="tiny settings: whether it works, not how fast")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a figure is missed")
+    return parser.parse_args()
+
+
+def _measure(name: str, rank_counts: Sequence[int], *, quick: bool) -> Results | None:
+    """The results of all launches of a benchmark together; None when one of them failed."""
+    results: Results = {}
+    with tempfile.TemporaryDirectory() as directory:
+        for rank_count in rank_counts:
+            out = Path(directory, f"{rank_count}.json")
+            command = [sys.executable, "-m", "asyncdist", "run", "-n", str(rank_count), str(_HERE / f"{name}.py")]
+            command += [str(out), *(["--quick"] if quick else [])]
+            completed = subprocess.run(command, check=False, timeout=_TIMEOUT_S)
+            if completed.returncode != 0 or not out.exists():
+                print(f"{name} with {rank_count} ranks failed (exit code {completed.returncode})", file=sys.stderr)
+                return None
+            results |= json.loads(out.read_text())
+    return results
+
+
+def _print(name: str, rows: Sequence[Row], took_s: float) -> None:
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    table = Table(
+        title=f"{name}: medians, {os.cpu_count()} cores, {took_s:.0f} s", caption=f"load average {load}", expand=False
+    )
+    for heading in ("figure", "ours", "against", "must reach", ""):
+        table.add_column(heading)
+    for row in rows:
+        table.add_row(row.figure, row.ours, row.rival, row.target, _mark(row.met))
+    _console().print(table)
+
+
+def _mark(met: bool | None) -> str:
+    return "" if met is None else "[green]met[/]" if met else "[red]MISSED[/]"
+
+
+def _console() -> Console:
+    """Tables keep their width where output is no terminal."""
+    return Console() if sys.stdout.isatty() else Console(width=150)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
