@@ -31,7 +31,7 @@ POLL_PERIOD_S = 0.25
 STOP_SIGNALS = ((signal.SIGINT, 20.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0))
 """What a job that must end is sent, and the seconds it then gets."""
 RANKS_MAX = 64
-ITERATIONS, AVERAGE_EVERY = 2000, 50
+ITERATIONS, AVERAGE_EVERY, SECONDS = 2000, 50, 120.0
 QUICK_ITERATIONS, QUICK_AVERAGE_EVERY, QUICK_SECONDS = 300, 20, 18.0
 
 
@@ -92,7 +92,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--ranks", type=whole_number(1, RANKS_MAX), default=4, metavar="N", help="processes (4)")
     parser.add_argument(
         "--iterations", type=whole_number(1, 10**9), metavar="N",
-        help=f"training steps; the first rank to make them ends the training ({ITERATIONS})",
+        help="training steps; the first rank to make them ends the training "
+        f"({ITERATIONS}, but {SECONDS:g} s at most if not given)",
     )  # fmt: skip
     parser.add_argument(
         "--policy", choices=("none", "average-all", "selective"), default="selective", help="how models are averaged"
@@ -115,6 +116,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         parser.error(f"argument --slow-rank: there is no rank {rank}; --ranks {options.ranks} allows 0 to {last}")
     if options.verify and options.policy != "selective":
         parser.error(f"argument --verify: nothing to verify with --policy {options.policy}; allowed with selective")
+    options.seconds = QUICK_SECONDS if options.quick else SECONDS if options.iterations is None else None
     if options.iterations is None:
         options.iterations = QUICK_ITERATIONS if options.quick else ITERATIONS
     return options
@@ -129,8 +131,8 @@ def training_command(options: argparse.Namespace, directory: Path) -> list[str]:
     command += ["--policy", options.policy, "--iterations", str(options.iterations), "--seed", str(options.seed)]
     command += ["--average-every", str(QUICK_AVERAGE_EVERY if options.quick else AVERAGE_EVERY)]
     command += ["--log-dir", str(directory)]
-    if options.quick:
-        command += ["--seconds", str(QUICK_SECONDS)]
+    if options.seconds is not None:
+        command += ["--seconds", str(options.seconds)]
     if options.slow_rank is not None:
         command += ["--slow-rank", str(options.slow_rank[0]), "--slow-factor", str(options.slow_rank[1])]
     if options.verify:

@@ -35,7 +35,8 @@ def terminal_probabilities(env: HyperGrid, model: TBGFlowNet) -> torch.Tensor:
             inside = here[states[here, axis] < env.height - 1]
             neighbours = inside + env.height ** (env.ndim - 1 - axis)
             reached.index_add_(0, neighbours, reached[inside] * actions[inside, axis])
-    return reached * actions[:, -1]
+    exits: torch.Tensor = actions[:, -1]
+    return reached * exits
 
 
 def l1_distance(env: HyperGrid, model: TBGFlowNet) -> float:

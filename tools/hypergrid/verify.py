@@ -143,7 +143,7 @@ def _first_difference(got: Array, expected: Array) -> str:
     where = np.flatnonzero((bits[0] != bits[1]).any(axis=1))
     return (
         f"{len(where)} of {got.size} entries are not the average of the donors' snapshots; the first is {where[0]}: "
-        f"applied {got[where[0]]!r}, recomputed {expected[where[0]]!r}"
+        f"applied {got[where[0]].item()!r}, recomputed {expected[where[0]].item()!r}"
     )
 
 

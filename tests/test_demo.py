@@ -1,0 +1,408 @@
+"""The demo's own logic: arguments, diaries, results, and the independent check of averages. No training."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncdist.flat import accumulate, divide
+from protocols import AverageApplied, SnapshotTaken, StepInfo
+
+HYPERGRID = Path(__file__).resolve().parent.parent / "tools" / "hypergrid"
+sys.path.insert(0, str(HYPERGRID))
+import demo  # noqa: E402
+import display  # noqa: E402
+import verify  # noqa: E402
+from chart import draw  # noqa: E402
+from history import RankHistory, first_time, summarise  # noqa: E402
+from record import Recorder  # noqa: E402
+
+sys.path.remove(str(HYPERGRID))
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["--ranks", "0"], "--ranks: '0' is not a whole number from 1 to 64"),
+        (["--ranks", "four"], "--ranks: 'four' is not a whole number from 1 to 64"),
+        (["--iterations", "0"], "--iterations: '0' is not a whole number from 1"),
+        (["--iterations", "-3"], "--iterations: '-3' is not a whole number from 1"),
+        (["--seed", "1.5"], "--seed: '1.5' is not a whole number from 0"),
+        (["--policy", "best"], "--policy: invalid choice: 'best'"),
+        (["--slow-rank", "1"], "--slow-rank: '1' is not R:FACTOR, a rank and a number from 1 to 1000"),
+        (["--slow-rank", "1:0.5"], "--slow-rank: '1:0.5' is not R:FACTOR"),
+        (["--slow-rank", "4:5"], "--slow-rank: there is no rank 4; --ranks 4 allows 0 to 3"),
+        (["--verify", "--policy", "none"], "--verify: nothing to verify with --policy none; allowed with selective"),
+        (["--json", "/nowhere/at/all.json"], "--json: '/nowhere/at/all.json' lies in a directory that does not exist"),
+        (["--chart", "chart.jpg"], "--chart: 'chart.jpg' does not end in .png"),
+        (["--fast"], "unrecognized arguments: --fast"),
+    ],
+)
+def test_wrong_arguments_are_one_line_and_exit_code_2(
+    arguments: list[str], wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        demo.parse_arguments(arguments)
+    error = capsys.readouterr().err
+    assert raised.value.code == 2
+    assert wanted in error
+    assert error.startswith("demo: ")
+    assert error.count("\n") == 1
+
+
+def test_arguments_reach_the_training_script() -> None:
+    options = demo.parse_arguments(["--ranks", "3", "--slow-rank", "1:2.5", "--seed", "7", "--quick", "--verify"])
+    command = demo.training_command(options, Path("/diaries"))
+    text = " ".join(command)
+    assert command[1:7] == ["-m", "asyncdist", "run", "-n", "3", str(HYPERGRID / "train.py")]
+    assert "--slow-rank 1 --slow-factor 2.5" in text
+    assert "--seed 7" in text
+    assert "--iterations 300" in text
+    assert "--seconds 18.0" in text
+    assert "--log-dir /diaries" in text
+    assert command[-1] == "--verify"
+
+
+def test_iterations_given_by_the_user_are_not_cut_short_by_time() -> None:
+    command = demo.training_command(demo.parse_arguments(["--iterations", "5000"]), Path("/diaries"))
+    assert "--seconds" not in command
+    assert command[command.index("--iterations") + 1] == "5000"
+
+
+# -- diaries and results ----------------------------------------------------------------------------------------------
+
+
+def write_diary(directory: Path, rank: int, *, replaced: int, metric: float) -> None:
+    """A diary as a rank writes it: 41 steps, some of which replaced its weights."""
+    record = Recorder(directory, rank)
+    record.start(transport="mpi", ranks=2, mode_count=16, parameter_count=21382)
+    for iteration in range(1, 41):
+        applied = StepInfo(True, round=iteration, donors=(1 - rank,), weights=(1.0,))
+        info = applied if iteration > 40 - replaced else None
+        record.step(iteration, metric, 1e-5 * (rank + 1), info)
+    record._last = -1.0  # a quarter of a second has passed
+    record.step(41, metric, 1e-5 * (rank + 1), None)
+    record.end(iteration=41, metric=metric, modes={3, 10 + rank}, l1_distance=0.5 + rank, statistics=None)
+
+
+@pytest.fixture
+def histories(tmp_path: Path) -> list[RankHistory]:
+    """Two finished ranks; rank 1 is the better one."""
+    write_diary(tmp_path, 0, replaced=3, metric=-0.5)
+    write_diary(tmp_path, 1, replaced=0, metric=-0.25)
+    found = [RankHistory(rank, tmp_path) for rank in range(2)]
+    for history in found:
+        history.poll()
+    return found
+
+
+def test_results_have_what_the_json_promises(histories: list[RankHistory]) -> None:
+    result = summarise(histories, policy="selective", seed=0, verified_count=3)
+    assert result["transport"] == "mpi"
+    assert result["ranks"] == 2
+    assert result["iterations"] == [41, 41]
+    assert result["replacements"] == [3, 0]
+    assert result["rounds"] == 3
+    assert result["modes_found"] == 3  # states 3, 10 and 11
+    assert result["modes_found_by_rank"] == [2, 2]
+    assert result["best_rank"] == 1
+    assert result["l1_distance"] == 1.5
+    assert result["step_overhead_us"] == pytest.approx(20.0)
+    assert result["stall_s"] == pytest.approx(41 * 3e-5)
+    assert result["verified_averages"] == 3
+    assert result["wall_s"] >= 0
+    assert json.loads(json.dumps(result, allow_nan=False)) == result
+
+
+def test_results_survive_a_metric_that_is_no_number(tmp_path: Path) -> None:
+    write_diary(tmp_path, 0, replaced=0, metric=float("nan"))
+    write_diary(tmp_path, 1, replaced=0, metric=-9.0)
+    found = [RankHistory(rank, tmp_path) for rank in range(2)]
+    for history in found:
+        history.poll()
+    result = summarise(found, policy="none", seed=0, verified_count=None)
+    assert result["best_rank"] == 1
+    assert result["metric"] == [None, -9.0]
+    json.dumps(result, allow_nan=False)
+    display.live_table(found, 41, first_time(found), None)
+    display.result_table(result)
+
+
+def test_rounds_are_counted_by_the_coordinator_where_there_is_one(histories: list[RankHistory]) -> None:
+    assert histories[0].end is not None
+    histories[0].end["statistics"] = {"coordinator": {"rounds_decided": 5}}
+    assert summarise(histories, policy="selective", seed=0, verified_count=None)["rounds"] == 5
+
+
+def test_a_diary_is_read_while_it_is_written(tmp_path: Path) -> None:
+    history = RankHistory(0, tmp_path)
+    history.poll()
+    assert history.start is None
+    assert history.latest["iteration"] == 0
+    line = json.dumps({"kind": "progress", "time": 1.0, "iteration": 7, "metric": -1.0, "rate": 30.0}) + "\n"
+    path = tmp_path / "rank0.jsonl"
+    path.write_text(line + line[:20])
+    history.poll()
+    assert len(history.progress) == 1
+    with open(path, "a") as file:
+        file.write(line[20:])
+    history.poll()
+    assert len(history.progress) == 2
+    assert history.rate == 30.0
+
+
+def test_a_rank_that_runs_alone_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    record = Recorder(None, 0)
+    record.start(transport="local", ranks=1, mode_count=16, parameter_count=10)
+    record.step(1, -2.0, 1e-5, None)
+    record.end(iteration=1, metric=-2.0, modes={1}, l1_distance=1.0, statistics=None)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[1] for line in lines] == ["start", "end"]
+
+
+def test_the_chart_is_a_picture(histories: list[RankHistory], tmp_path: Path) -> None:
+    result = summarise(histories, policy="selective", seed=0, verified_count=None)
+    draw(tmp_path / "chart.png", histories, title=demo.chart_title(result))
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [([], ""), ([1.0], "▁"), ([1.0, 1.0], "▁▁"), ([0.0, 7.0], "▁█"), ([0.0, float("nan"), 7.0], "▁ █")],
+)
+def test_spark_lines(values: list[float], wanted: str) -> None:
+    assert display.spark_line(values) == wanted
+
+
+def test_spark_lines_keep_their_width_and_the_newest_value() -> None:
+    line = display.spark_line([float(value) for value in range(1000)], width=10)
+    assert len(line) == 10
+    assert line[-1] == "█"
+
+
+def test_the_traceback_of_the_first_rank_that_failed_is_found() -> None:
+    output = (
+        "some warning\n"
+        "asyncdist: rank 2 failed:\nTraceback (most recent call last):\n  File 'train.py'\nValueError: no\n"
+        "asyncdist: rank 0 stopped: rank 2 failed: ValueError: no\n"
+        "--------------------------------------------------------------------------\nmpirun noticed\n"
+    )
+    assert demo.first_traceback(output).splitlines()[0] == "asyncdist: rank 2 failed:"
+    assert demo.first_traceback(output).splitlines()[-1] == "ValueError: no"
+    assert demo.first_traceback("mpirun: no slots") == ""
+    assert demo.last_lines("a\nb\nc\n", 2) == "b\nc"
+
+
+# -- verification -----------------------------------------------------------------------------------------------------
+
+
+def floats(*values: float, dtype: str = "float32") -> verify.Array:
+    """A 1-D array."""
+    return np.array(values, dtype=dtype)
+
+
+def test_the_average_is_that_of_hand_arithmetic() -> None:
+    assert verify.average([floats(1, 2), floats(3, 4), floats(5, 9)], [1.0, 1.0, 1.0]).tolist() == [3.0, 5.0]
+    assert verify.average([floats(1, 2), floats(3, 4)], [0.25, 0.75]).tolist() == [2.5, 3.5]
+    assert verify.average([floats(-0.0)], [1.0]).tobytes() == floats(-0.0).tobytes()
+
+
+def test_half_precision_is_summed_in_single() -> None:
+    # In float16 the sum would be infinite: its largest number is 65504.
+    assert verify.average([floats(60000, dtype="float16")] * 3, [1.0] * 3).tolist() == [60000.0]
+
+
+@given(
+    st.integers(1, 5).flatmap(
+        lambda count: st.tuples(
+            st.lists(st.floats(0.01, 100, allow_nan=False), min_size=count, max_size=count), st.integers(0, 2**32 - 1)
+        )
+    ),
+    st.sampled_from(["float16", "float32", "float64"]),
+)
+def test_two_ways_to_the_same_bits(case: tuple[list[float], int], dtype: str) -> None:
+    """The runtime's torch arithmetic and the check's numpy arithmetic agree to the bit, whatever the weights."""
+    weights, seed = case
+    arrays = [np.random.default_rng([seed, rank]).normal(size=33).astype(dtype) for rank in range(len(weights))]
+    wide = torch.float64 if dtype == "float64" else torch.float32
+    total = torch.zeros(33, dtype=wide)
+    for index, (array, weight) in enumerate(zip(arrays, weights, strict=True)):
+        accumulate(total, torch.from_numpy(array), weight, first=index == 0)
+    divide(total, sum(weights))
+    theirs = total.to(torch.from_numpy(arrays[0]).dtype).numpy()
+    assert verify.average(arrays, weights).tobytes() == theirs.tobytes()
+
+
+class Model(torch.nn.Module):
+    """Something with tied weights, two dtypes and an integer buffer."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(2, 2, bias=False)
+        self.second = torch.nn.Linear(2, 2, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("wide", torch.tensor([value], dtype=torch.float64))
+        self.register_buffer("count", torch.tensor(int(value)))
+        torch.nn.init.constant_(self.first.weight, value)
+
+
+def told(model: Model) -> dict[str, torch.Tensor]:
+    """The flat state that a policy would report."""
+    return {name: torch.from_numpy(array) for name, array in verify.read_model(model).items()}
+
+
+def play_round(
+    directory: Path, number: int, *, wrong32: float = 0.0, wrong64: float = 0.0, lie: bool = False, lose: int = -1
+) -> None:
+    """Ranks 1, 2 and 3 give (3 is the best); rank 0 takes, exactly or not. `lose` is a donor that leaves no trace."""
+    donors = {rank: Model(float(rank)) for rank in (1, 2, 3)}
+    for rank, model in donors.items():
+        if rank != lose:
+            event = SnapshotTaken(round=number, iteration=9, state=told(model))
+            verify.EventWriter(directory, rank, model)(event)
+    replacer = Model(2.0)
+    replacer.count.fill_(3)
+    reported = told(replacer)
+    with torch.no_grad():
+        replacer.wide += wrong64
+        replacer.first.weight[1, 1] += wrong32
+    verify.EventWriter(directory, 0, replacer)(
+        AverageApplied(
+            round=number,
+            donors=(1, 2, 3),
+            weights=(1.0, 1.0, 1.0),
+            best=3,
+            iteration=9,
+            state=reported if lie else told(replacer),
+        )
+    )
+
+
+def test_a_right_average_passes(tmp_path: Path) -> None:
+    play_round(tmp_path, 1)
+    verifier = verify.Verifier(tmp_path)
+    verifier.poll()
+    verifier.poll()
+    assert verifier.verified_count == 1
+
+
+def test_a_state_counts_tied_weights_once() -> None:
+    state = verify.read_model(Model(1.0))
+    assert {name: array.size for name, array in state.items()} == {"float32": 4, "float64": 1, "int64": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"wrong32": 1e-6}, r"float32: 1 of 4 entries .* the first is 3: applied .*2\.00000\d+.*, recomputed .*2\.0"),
+        ({"wrong64": 1e-15}, r"float64: 1 of 1 entries .* the first is 0: applied"),
+        ({"wrong32": 1.0, "lie": True}, r"the state that the policy reported as applied is not what the model holds"),
+        ({"lose": 2}, r"its donor 2 never took a snapshot"),
+    ],
+)
+def test_a_wrong_average_is_caught(tmp_path: Path, options: dict[str, Any], wanted: str) -> None:
+    play_round(tmp_path, 7, **options)
+    with pytest.raises(verify.VerificationError, match=f"round 7, rank 0: {wanted}"):
+        verify.Verifier(tmp_path).poll()
+
+
+def test_integers_are_the_best_donors() -> None:
+    state = {"int64": np.array([5])}
+    donors = {1: {"int64": np.array([4])}, 2: {"int64": np.array([5])}}
+    verify.check_average(state, donors, {1: 1.0, 2: 1.0}, best=2)
+    with pytest.raises(verify.VerificationError, match="int64"):
+        verify.check_average(state, donors, {1: 1.0, 2: 1.0}, best=1)
+
+
+def test_a_donor_that_gives_what_its_model_never_held_is_caught(tmp_path: Path) -> None:
+    play_round(tmp_path, 1)
+    model = Model(1.0)
+    verify.EventWriter(tmp_path, 1, model)(SnapshotTaken(round=1, iteration=9, state=told(Model(4.0))))
+    with pytest.raises(verify.VerificationError, match="snapshot of its donor 1 is not what that rank's model held"):
+        verify.Verifier(tmp_path).poll()
+
+
+def test_the_check_leaves_little_on_the_disk(tmp_path: Path) -> None:
+    verifier = verify.Verifier(tmp_path)
+    for number in range(1, 21):
+        play_round(tmp_path, number)
+        verifier.poll()
+        assert len(list(tmp_path.iterdir())) <= 3 * verify.ROUNDS_KEPT
+    assert verifier.verified_count == 20
+
+
+def test_an_average_without_a_trace_fails_the_demo(histories: list[RankHistory], tmp_path: Path) -> None:
+    job = SimpleNamespace(exit_code=0)
+    shown = SimpleNamespace(update=lambda count: None)
+    with pytest.raises(verify.VerificationError, match="3 averages were applied, but 0 left a trace"):
+        demo.watch(job, histories, shown, verify.Verifier(tmp_path))
+
+
+def test_a_job_that_fails_fails_the_demo(histories: list[RankHistory]) -> None:
+    job = SimpleNamespace(exit_code=3, explain_failure=lambda: "the training failed with exit code 3.")
+    shown = SimpleNamespace(update=lambda count: None)
+    with pytest.raises(demo.DemoError, match="exit code 3"):
+        demo.watch(job, histories, shown, None)
+
+
+def test_a_job_is_stopped_with_its_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]
+    output = tmp_path / "output.txt"
+    with demo.Job(command, [], output) as job:
+        assert job.exit_code is None
+        while not output.read_text():
+            pass
+    assert job.exit_code not in (None, 0)
+
+
+def test_options_are_a_namespace() -> None:
+    options = demo.parse_arguments([])
+    assert isinstance(options, argparse.Namespace)
+    assert (options.ranks, options.iterations, options.policy, options.verify) == (4, 2000, "selective", False)
+
+
+# -- torchgfn, in processes of its own: importing it changes multiprocessing's start method ---------------------------
+
+EXACT = """
+import torch
+from evaluate import all_states, l1_distance, mode_count, terminal_probabilities
+from train import build_env, build_model
+env = build_env()
+model, _ = build_model(env)
+assert torch.equal(env.get_states_indices(all_states(env)), torch.arange(8**4))
+assert mode_count(env) == 16
+for parameter in model.parameters():
+    torch.nn.init.zeros_(parameter)
+chances = terminal_probabilities(env, model)
+assert abs(float(chances.sum()) - 1) < 1e-5
+assert abs(float(chances[0]) - 1 / 5) < 1e-6   # four directions and the exit, all alike
+assert abs(float(chances[1]) - 1 / 25) < 1e-6  # one step, then the exit
+assert 1 < l1_distance(env, model) < 2
+"""
+
+
+def test_chances_on_the_grid_are_exact() -> None:
+    done = subprocess.run([sys.executable, "-c", EXACT], cwd=HYPERGRID, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_training_script_runs_alone() -> None:
+    command = [sys.executable, str(HYPERGRID / "train.py"), "--iterations", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    start, end = done.stdout.splitlines()
+    assert start.startswith("rank 0: start: transport local, ranks 1, mode_count 16")
+    assert end.startswith("rank 0: end: iteration 3,")
+    assert done.stderr == ""
