@@ -5,6 +5,7 @@ coroutine, ``async def train(world)``, started by :func:`run`; policies from the
 inside it.
 """
 
+from asyncdist import launch
 from asyncdist._version import __version__
 from asyncdist.api import all_gather, all_reduce, all_to_all, barrier, broadcast, gather, new_group
 from asyncdist.channels import Channel, ChannelStatistics, Envelope
@@ -23,6 +24,8 @@ from asyncdist.errors import (
 from asyncdist.groups import Group
 from asyncdist.runtime import open_world, run, run_local
 from asyncdist.world import World, WorldStatistics, current_world
+
+launch.explain_shadowing()
 
 __all__ = [
     "AsyncdistError",

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
@@ -164,6 +164,10 @@ class Lane:
         self._closed_scopes.add(channel.scope)
         self.resume(channel)
 
+    def count_received_late(self) -> None:
+        """A message was taken from a channel that is closed already."""
+        self._closed_received_count += 1
+
     def channels(self) -> tuple[Channel[Any], ...]:
         """Those that are open."""
         return tuple(self._channels.values())
@@ -193,6 +197,19 @@ class Lane:
     def early_count(self) -> int:
         """Frames that wait for a scope nobody has opened."""
         return len(self._early)
+
+
+class _LatestMailbox(OrderedDict[int, "Envelope[MessageT]"]):
+    """The newest envelope of each source, in the order in which the sources were first heard since their last one."""
+
+    def append(self, envelope: Envelope[MessageT]) -> None:
+        self[envelope.source] = envelope
+
+    def popleft(self) -> Envelope[MessageT]:
+        return self.popitem(last=False)[1]
+
+
+_Mailbox: TypeAlias = deque[Envelope[MessageT]] | _LatestMailbox[MessageT]
 
 
 class Channel(Generic[MessageT]):
@@ -225,7 +242,7 @@ class Channel(Generic[MessageT]):
         self._capacity = capacity
         self._size = size = lane.engine.transport.size
         self._handler = handler
-        self._mailbox: deque[Envelope[MessageT]] = deque()
+        self._mailbox: _Mailbox[MessageT] = _LatestMailbox() if overflow == "latest" else deque()
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._last_sequence = [0] * size
         self._sequence = 0
@@ -308,19 +325,18 @@ class Channel(Generic[MessageT]):
             ClosedError: the channel is closed.
         """
         mailbox = self._mailbox
+        self._since_yield += 1
+        if self._since_yield >= FAIRNESS_PERIOD:
+            self._since_yield = 0
+            await yield_to_loop()
         if not mailbox:
             poll = self.lane.poll
             for _ in range(HOT_TEST_COUNT):
                 if poll() and mailbox:
                     break
             else:
-                await self.wait_mail(timeout_s)
-        else:
-            self._since_yield += 1
-            if self._since_yield >= FAIRNESS_PERIOD:
                 self._since_yield = 0
-                await yield_to_loop()
-                return self._take() if mailbox else await self.receive(timeout_s=timeout_s)
+                await self.wait_mail(timeout_s)
         return self._take()
 
     def receive_nowait(self) -> Envelope[MessageT] | None:
@@ -346,33 +362,36 @@ class Channel(Generic[MessageT]):
             raise ClosedError(f"{self.name} is closed", tag=self.lane.tag)
         envelope = self._mailbox.popleft()
         self._received_count += 1
+        if self._closed:  # the lane took its counts when it was closed
+            self.lane.count_received_late()
         if self.overflow == "stall" and len(self._mailbox) + 1 == self._capacity:
             self.lane.resume(self)
         return envelope
 
     async def wait_mail(self, timeout_s: float | None = None) -> None:
         """Wait until ``receive_nowait`` has something to say. Raises TimeoutError as ``receive``."""
+        deadline = None if timeout_s is None else self._engine.loop.time() + timeout_s
         while not self.is_ready:
             waiter = self._engine.loop.create_future()
             self._waiters.append(waiter)
             try:
-                if timeout_s is None:
+                if deadline is None:
                     await self._engine.park(waiter)
                 else:
-                    await self._wait_until(waiter, timeout_s)
+                    await self._wait_until(waiter, deadline, timeout_s or 0.0)
             finally:
                 if waiter in self._waiters:
                     self._waiters.remove(waiter)
                 elif self._mailbox:  # this wake-up was spent on somebody who may have been cancelled: pass it on
                     self._wake_one()
 
-    async def _wait_until(self, waiter: asyncio.Future[None], timeout_s: float) -> None:
+    async def _wait_until(self, waiter: asyncio.Future[None], deadline: float, timeout_s: float) -> None:
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout_at(deadline):
                 await self._engine.park(waiter)
         except TimeoutError:
             await self._engine.drain()
-            if not self._mailbox:
+            if not self.is_ready:
                 raise TimeoutError(f"{self.name}: no message for {timeout_s:g} s") from None
 
     # -- called by the lane and the world ---------------------------------------------------------------------------
@@ -398,12 +417,7 @@ class Channel(Generic[MessageT]):
             self._received_count += 1
             self._handler(envelope)
             return
-        if self.overflow == "latest":
-            for older in self._mailbox:
-                if older.source == envelope.source:
-                    self._mailbox.remove(older)
-                    break
-        elif self.overflow == "error" and len(self._mailbox) >= self._capacity:
+        if self.overflow == "error" and len(self._mailbox) >= self._capacity:
             self.fail(
                 RemoteProtocolError(
                     f"{self.name}: rank {envelope.source} overflowed a mailbox of {self._capacity}",

@@ -15,6 +15,7 @@ have entered it; its result is lost.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
@@ -46,13 +47,14 @@ class Collectives:
         self._engine = engine
         self._rank = rank
         self._spawn = spawn
+        self._newest: dict[int, asyncio.Task[Any]] = {}
 
     async def barrier(self, group: Group) -> None:
         """Return once every member has entered."""
         if group.native is not None:
             await self._engine.wait(group.native.barrier(), "barrier")
         elif group.size > 1:
-            await self._finish(self._all_gather_bytes(group, torch.zeros(1, dtype=torch.uint8)))
+            await self._finish(group, self._all_gather_bytes, torch.zeros(1, dtype=torch.uint8))
 
     async def broadcast(self, tensor: torch.Tensor, group: Group, root: int) -> torch.Tensor:
         """``root``'s values in every member's ``tensor``, in place; returns it."""
@@ -64,7 +66,7 @@ class Collectives:
             elif group.native is not None:
                 await self._engine.wait(group.native.broadcast(view, position), f"broadcast from rank {root}")
             else:
-                await self._finish(self._broadcast_bytes(group, view, root))
+                await self._finish(group, self._broadcast_bytes, view, root)
         return tensor
 
     async def gather(self, tensor: torch.Tensor, group: Group, root: int) -> list[torch.Tensor] | None:
@@ -73,7 +75,7 @@ class Collectives:
         send = _to_host(tensor)
         receive = _room(send, group.size) if self._rank == root else None
         if send.numel() == 0 or group.native is None:
-            await self._finish(self._gather_bytes(group, byte_view(send), receive, root))
+            await self._finish(group, self._gather_bytes, byte_view(send), receive, root)
         else:
             request = group.native.gather(byte_view(send), None if receive is None else byte_view(receive), position)
             await self._engine.wait(request, f"gather to rank {root}")
@@ -89,7 +91,7 @@ class Collectives:
             receive = _room(send, group.size)
             await self._engine.wait(group.native.all_gather(byte_view(send), byte_view(receive)), "all_gather")
         else:
-            receive = await self._finish(self._all_gather_bytes(group, send))
+            receive = await self._finish(group, self._all_gather_bytes, send)
         return [part.to(tensor.device) for part in receive]
 
     async def all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
@@ -100,7 +102,7 @@ class Collectives:
         if work.numel() and group.native is not None:
             await self._engine.wait(group.native.all_reduce(work.numpy(), op), f"all_reduce {op}")
         elif work.numel() and group.size > 1:
-            work = await self._finish(self._all_reduce_in_order(group, work, op))
+            work = await self._finish(group, self._all_reduce_in_order, work, op)
         if work.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(work.to(tensor.dtype).reshape(tensor.shape))
@@ -123,15 +125,32 @@ class Collectives:
             request = group.native.all_to_all(byte_view(send), counts, byte_view(receive), counts)
             await self._engine.wait(request, "all_to_all")
         else:
-            await self._finish(self._all_to_all_bytes(group, send, receive))
+            await self._finish(group, self._all_to_all_bytes, send, receive)
         return [part.to(first.device) for part in receive]
 
     # -- made of messages -------------------------------------------------------------------------------------------
 
-    async def _finish(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run to the end even if the caller is cancelled: the other members count on our part."""
-        task: asyncio.Task[T] = self._spawn(work)
+    async def _finish(self, group: Group, work: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
+        """Run to the end even if the caller is cancelled: the other members count on our part.
+
+        One after the other in each group: a cancelled one still has messages under way on the group's tag, and a
+        smaller one after it would overtake it there.
+        """
+        task = self._spawn(self._in_turn(self._newest.get(group.tag), work, group, *args))
+        self._newest[group.tag] = task
+        task.add_done_callback(functools.partial(self._forget, group.tag))
         return await asyncio.shield(task)
+
+    def _forget(self, tag: int, task: asyncio.Task[Any]) -> None:
+        if self._newest.get(tag) is task:  # its result is the caller's alone
+            del self._newest[tag]
+
+    async def _in_turn(
+        self, previous: asyncio.Task[Any] | None, work: Callable[..., Coroutine[Any, Any, T]], *args: Any
+    ) -> T:
+        if previous is not None and not previous.done():
+            await asyncio.wait([previous])
+        return await work(*args)
 
     async def _broadcast_bytes(self, group: Group, view: memoryview, root: int) -> None:
         if self._rank == root:

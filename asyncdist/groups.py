@@ -83,6 +83,7 @@ class Agreements:
         self._rank = rank
         self._joins: dict[str, dict[int, Join]] = {}
         self._verdicts: dict[str, Verdict] = {}
+        self._failed: dict[str, Verdict] = {}
         self._counts: Counter[str] = Counter()
         self._gone: set[int] = set()
         self._withdrawn: dict[str, set[int]] = {}
@@ -153,6 +154,8 @@ class Agreements:
         for rank in joins:
             if rank != self._rank and rank not in self._gone:
                 self._channel.send_nowait(verdict, rank)
+        if missing:
+            self._failed[join.subject] = verdict
         return verdict, joins[said[0]]
 
     async def _follow(self, leader: int, join: Join, gone: _Gone, deadline: float | None) -> Verdict:
@@ -171,7 +174,11 @@ class Agreements:
 
     def on_join(self, join: Join, source: int) -> None:
         """A member has come to a meeting that this rank leads, or will lead."""
-        self._joins.setdefault(join.subject, {})[source] = join
+        failed = self._failed.get(join.subject)
+        if failed is None:
+            self._joins.setdefault(join.subject, {})[source] = join
+        else:  # it was decided without this member, who would wait for ever
+            self._channel.send_nowait(failed, source)
 
     def on_verdict(self, verdict: Verdict) -> None:
         """A leader has decided."""

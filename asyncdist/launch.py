@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import importlib.util
 import os
 import re
 import shutil
@@ -420,6 +421,7 @@ def _run_script(script: str, arguments: Sequence[str]) -> None:
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=script, __builtins__=__builtins__, __cached__=None)
     sys.modules["__main__"] = main
+    explain_shadowing()
     try:
         exec(compile(Path(script).read_bytes(), script, "exec", dont_inherit=True), main.__dict__)
     except SystemExit as error:
@@ -436,6 +438,31 @@ def _run_script(script: str, arguments: Sequence[str]) -> None:
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
         _end_job(code)
         sys.exit(code)
+
+
+def explain_shadowing() -> None:
+    """Where a user's own ``protocols`` hides the package of that name, let the ImportError to come say so.
+
+    It may be meant, by somebody who uses no policy of ours; so nothing happens before an import fails, and nothing at
+    all where the package is found.
+    """
+    ours = Path(__file__).resolve().parents[1] / "protocols" / "__init__.py"
+    try:
+        spec = importlib.util.find_spec("protocols")
+    except ValueError:  # a module that somebody made by hand
+        return
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() == ours:
+        return
+    note = f"asyncdist's package 'protocols' is hidden by {spec.origin}: rename that, and the import finds {ours}"
+    previous = sys.excepthook
+
+    def explain(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        is_ours = isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "protocols"
+        if is_ours and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        previous(kind, error, trace)
+
+    sys.excepthook = explain
 
 
 def _end_job(code: int) -> None:

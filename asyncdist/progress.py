@@ -256,7 +256,8 @@ class Engine:
 
         def resolve(error: AsyncdistError | None) -> None:
             entry.resolved = True
-            if (error is not None or operation.request.cancelled) and entry in stash:
+            entry.error = error if isinstance(error, TruncationError) else None  # a message came, and is lost
+            if entry.error is None and (error is not None or operation.request.cancelled) and entry in stash:
                 stash.remove(entry)
             for waiter in entry.waiters:
                 settle(waiter, None)
@@ -266,14 +267,15 @@ class Engine:
             operation.on_done = resolve
             operation.request.cancel()
             self.wake()
-        elif operation.error is None:  # the message came in the moment of cancellation
-            entry.resolved = True
+        elif operation.error is None or isinstance(operation.error, TruncationError):
+            entry.resolved = True  # the message came in the moment of cancellation
+            entry.error = operation.error
             stash.append(entry)
 
     async def _until(self, entry: _Abandoned) -> None:
         waiter = self._new_waiter()
         entry.waiters.append(waiter)
-        await self._park(waiter)
+        await self.park(waiter)
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
@@ -414,6 +416,11 @@ class Engine:
         """Poll it no more."""
         self._inlets = tuple(other for other in self._inlets if other is not inlet)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is under way; a message that nobody has taken may still lie here."""
+        return not self._operations
+
     def outstanding(self) -> tuple[str, ...]:
         """What is under way, abandoned receives included, for reports and for the check at the end."""
         stashed = (
@@ -436,17 +443,20 @@ class Engine:
 class _Abandoned:
     """A receive whose caller has gone: first until its end is known, then until somebody takes its message."""
 
-    __slots__ = ("_buffer", "_request", "resolved", "waiters")
+    __slots__ = ("_buffer", "_request", "error", "resolved", "waiters")
 
     def __init__(self, request: Request, buffer: Buffer) -> None:
         self._request = request
         self._buffer = buffer
         self.resolved = False
+        self.error: AsyncdistError | None = None
         self.waiters: list[asyncio.Future[None]] = []
 
     def hand_over(self, buffer: Buffer) -> tuple[int, int]:
+        if self.error is not None:
+            raise self.error
         nbytes = self._request.nbytes
-        target = memoryview(buffer).cast("B")
+        target = memoryview(buffer)
         if nbytes > target.nbytes:
             raise TruncationError(
                 f"a message of {nbytes} bytes arrived for a buffer of {target.nbytes} bytes",
@@ -454,7 +464,8 @@ class _Abandoned:
                 buffer_nbytes=target.nbytes,
                 source=self._request.source,
             )
-        target[:nbytes] = memoryview(self._buffer).cast("B")[:nbytes]
+        if nbytes:  # an empty view cannot be cast
+            target.cast("B")[:nbytes] = memoryview(self._buffer).cast("B")[:nbytes]
         return self._request.source, nbytes
 
 

@@ -91,7 +91,7 @@ def run(
         return run_local(main, *args, ranks=ranks or 1, loop=loop, strict=strict)[0]
     _limit_threads()
     opened = _open_transport(chosen, started)
-    with _loop_of(loop) as event_loop, Interrupts() as interrupts:
+    with Interrupts() as interrupts, _loop_of(loop) as event_loop:
         task = event_loop.create_task(_outcome(main, args, opened, interrupts, grace_s, strict))
         interrupts.cancel_on_first(event_loop, [task])
         outcome = _complete(event_loop, [task])[0]
@@ -157,18 +157,23 @@ async def _hosted(
     engine.start()
     token = None
     try:
-        world = await _handshake(transport, engine, loop)
+        try:
+            world = await _handshake(transport, engine, loop)
+        except BaseException as caught:
+            error = _own_error(caught, None, interrupts)
+            _fail_alone(transport, error)
+            raise error from error.__cause__
         token = _current_world.set(world)
         guard = _PeerGuard(world)
         try:
             async with _task_group(world, guard):
                 yield world
-            await _leave(world, strict=strict)
+            leftovers = await _leave(world)
         except SystemExit as caught:
             if caught.code or world.engine.failure is not None:
                 await _fail(world, transport, caught, grace_s)
             else:
-                await _leave(world, strict=strict)
+                _report_leftovers(world, await _leave(world), strict=False)
             raise
         except BaseException as caught:
             error = _own_error(caught, guard, interrupts)
@@ -177,6 +182,7 @@ async def _hosted(
                 raise
             raise error from error.__cause__
         transport.close()
+        _report_leftovers(world, leftovers, strict=strict)  # not before: it is no reason to end the other ranks
     finally:
         engine.stop()
         if token is not None:
@@ -227,16 +233,21 @@ async def _handshake(transport: Transport, engine: Engine, loop: asyncio.Abstrac
     return World(transport, loop, nonce=nonce, group=group, engine=engine)
 
 
-async def _leave(world: World, *, strict: bool) -> None:
-    """The clean end: farewells, services, barrier, receives."""
+async def _leave(world: World) -> list[str]:
+    """The clean end: farewells, services, barrier, receives. Returns what was left over."""
     loop = asyncio.get_running_loop()
     world.announce(Leave())
+    world.refuse_streams()
     await world.engine.until(lambda: world.service_count == 0)
     await world.collectives.barrier(world.group)
-    await world.engine.until(lambda: not world.engine.outstanding(), deadline=loop.time() + _FLUSH_S)
+    await world.engine.until(lambda: world.engine.is_idle, deadline=loop.time() + _FLUSH_S)
     leftovers = world.leftovers()
     world.close_lanes()
-    await world.engine.until(lambda: not world.engine.outstanding(), deadline=loop.time() + _FLUSH_S)
+    await world.engine.until(lambda: world.engine.is_idle, deadline=loop.time() + _FLUSH_S)
+    return leftovers
+
+
+def _report_leftovers(world: World, leftovers: Sequence[str], *, strict: bool) -> None:
     if leftovers:
         text = f"rank {world.rank} ended with {'; '.join(leftovers)}"
         if strict:
@@ -262,7 +273,7 @@ async def _fail(world: World, transport: Transport, error: BaseException, grace_
         silent = everyone - world.answered - transport.lost_ranks()
         return from_peer or not silent
 
-    while not settled() or (world.engine.outstanding() and loop.time() < deadline - grace_s + _CANCEL_AFTER_S):
+    while not settled() or (not world.engine.is_idle and loop.time() < deadline - grace_s + _CANCEL_AFTER_S):
         if loop.time() >= deadline:
             break
         world.engine.poll()
@@ -278,6 +289,17 @@ async def _fail(world: World, transport: Transport, error: BaseException, grace_
     world.close_lanes()
 
 
+def _fail_alone(transport: Transport, error: BaseException) -> None:
+    """A failure during the handshake: nobody listens yet, and the peers would wait for this rank for ever.
+
+    All of them see a disagreement, so that ends by itself.
+    """
+    if transport.size > 1 and not transport.capabilities.wakes and not isinstance(error, DisagreementError):
+        _print_failure(transport.rank, error, from_peer=False)
+        transport.abort(1)
+        exit_immediately(1)
+
+
 def _print_failure(rank: int, error: BaseException, from_peer: bool) -> None:
     if from_peer:
         _report.print_line(f"rank {rank} stopped: {error.args[0]}", error)
@@ -288,15 +310,19 @@ def _print_failure(rank: int, error: BaseException, from_peer: bool) -> None:
 
 
 class _PeerGuard:
-    """Watches for a peer's failure while main runs, and stops main: first at its safe points, then by cancelling it."""
+    """Watches for failures elsewhere while main runs, and stops main: first at its safe points, then by cancelling it.
+
+    Elsewhere is a peer, or a service of this rank, which nobody awaits.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._task = asyncio.current_task()
         self._timer: asyncio.TimerHandle | None = None
         self._active = False
-        self.error: RankLostError | None = None
-        world.on_failure(self._on_failure)
+        self.error: BaseException | None = None
+        world.on_failure(lambda rank, summary: self._on_failure(peer_failed(rank, summary)))
+        world.on_defect(self._on_failure)
 
     def __enter__(self) -> None:
         self._active = True
@@ -306,11 +332,11 @@ class _PeerGuard:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _on_failure(self, rank: int, summary: str) -> None:
+    def _on_failure(self, error: BaseException) -> None:
         if self.error is not None or self._world.engine.failure is not None:
             return
-        self.error = peer_failed(rank, summary)
-        self._world.engine.fail(self.error)
+        self.error = error
+        self._world.engine.fail(error)
         if self._active:
             self._timer = asyncio.get_running_loop().call_later(_CANCEL_AFTER_S, self._cancel)
 
@@ -319,9 +345,9 @@ class _PeerGuard:
             self._task.cancel()
 
 
-def _own_error(caught: BaseException, guard: _PeerGuard, interrupts: Interrupts) -> BaseException:
+def _own_error(caught: BaseException, guard: _PeerGuard | None, interrupts: Interrupts) -> BaseException:
     """What the caller should see: the cause in place of the cancellation that it brought about."""
-    cause: BaseException | None = guard.error
+    cause = guard.error if guard is not None else None
     if interrupts.received is not None:
         cause = interrupt_error(interrupts.received)
     task = asyncio.current_task()

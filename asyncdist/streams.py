@@ -46,6 +46,16 @@ class Cancel:
     slot: int
 
 
+def check_grant(grant: Grant, source: int) -> None:
+    """Refuse a grant that no receiver of ours makes.
+
+    Raises:
+        RemoteProtocolError: a number in it is out of range.
+    """
+    if not (0 <= grant.slot < tags.BULK_SLOT_COUNT and grant.nbytes >= 0 and grant.chunk_nbytes >= 1):
+        raise RemoteProtocolError(f"rank {source} granted {grant}", rank=source)
+
+
 class StreamAborted(RemoteProtocolError):
     """The sender gave the stream up. Carries ``rank`` and ``received_nbytes``."""
 
@@ -63,7 +73,7 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
             f"a stream takes contiguous tensors; this one has shape {tuple(tensor.shape)} and stride {tensor.stride()}"
         )
     flat = tensor.detach().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(bytearray())
 
 
 def split(view: memoryview, chunk_nbytes: int) -> list[memoryview]:

@@ -42,8 +42,10 @@ class Interrupts:
         self._tasks: Sequence[asyncio.Task[Any]] = ()
 
     def cancel_on_first(self, loop: asyncio.AbstractEventLoop, tasks: Sequence[asyncio.Task[Any]]) -> None:
-        """These tasks are to stop."""
+        """These tasks are to stop, at once if a signal has come already."""
         self._loop, self._tasks = loop, tasks
+        if self.received is not None:
+            self._cancel(loop)
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
@@ -60,8 +62,11 @@ class Interrupts:
             exit_immediately(128 + number)
         self.received = number
         if self._loop is not None:
-            for task in self._tasks:
-                self._loop.call_soon_threadsafe(task.cancel)
+            self._cancel(self._loop)
+
+    def _cancel(self, loop: asyncio.AbstractEventLoop) -> None:
+        for task in self._tasks:
+            loop.call_soon_threadsafe(task.cancel)
 
 
 def interrupt_error(number: int) -> BaseException:

@@ -104,12 +104,12 @@ class MessageType:
         annotations = [hints[field.name] for field in fields]
         self.cls = cls
         self._names = tuple(field.name for field in fields)
-        self._to_wire = tuple(
-            _converter(a, f"{cls.__name__}.{n}", outward=True) for a, n in zip(annotations, self._names, strict=True)
-        )
-        self._from_wire = tuple(
-            _converter(a, f"{cls.__name__}.{n}", outward=False) for a, n in zip(annotations, self._names, strict=True)
-        )
+        typed = [(a, f"{cls.__name__}.{name}") for a, name in zip(annotations, self._names, strict=True)]
+        try:
+            self._to_wire = tuple(_converter(annotation, where, outward=True) for annotation, where in typed)
+            self._from_wire = tuple(_converter(annotation, where, outward=False) for annotation, where in typed)
+        except RecursionError:
+            raise TypeError(f"{cls.__name__} contains itself; only types of bounded depth can travel") from None
         # Most messages hold plain scalars: comparing the types of all fields at once is the whole check then.
         self._plain = tuple(annotations) if all(a in (bool, int, float, str, bytes) for a in annotations) else None
         self._values = _field_getter(self._names)
@@ -155,12 +155,14 @@ class MessageType:
             raise FrameError(f"msgpack: {type(error).__name__} {error}".rstrip()) from None
         if type(values) is not tuple or len(values) != len(self._names):
             raise FrameError(f"not the {len(self._names)} fields of {self.cls.__name__}")
-        if tuple(map(type, values)) != self._plain:
-            values = tuple(convert(value) for convert, value in zip(self._from_wire, values, strict=True))
         try:
+            if tuple(map(type, values)) != self._plain:
+                values = tuple(convert(value) for convert, value in zip(self._from_wire, values, strict=True))
             return self.cls(*values)
-        except (TypeError, ValueError) as error:  # the dataclass's own __post_init__ refused
-            raise FrameError(f"{self.cls.__name__}: {error}") from None
+        except FrameError:
+            raise
+        except Exception as error:  # a __post_init__, its own or a nested one's, met values that it refuses
+            raise FrameError(f"{self.cls.__name__}: {type(error).__name__} {error}") from None
 
 
 def _field_getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
@@ -179,9 +181,7 @@ def _converter(annotation: Any, where: str, *, outward: bool) -> _Convert:
         return _scalar_converter(annotation if annotation is not None else type(None), where)
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
-        return _union_converter(
-            [_converter(a, where, outward=outward) for a in typing.get_args(annotation)], annotation, where
-        )
+        return _union_converter(annotation, where, outward=outward)
     if origin is tuple:
         return _tuple_converter(typing.get_args(annotation), where, outward=outward)
     if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
@@ -210,7 +210,13 @@ def _scalar_converter(expected: type[Any], where: str) -> _Convert:
     return convert
 
 
-def _union_converter(choices: Sequence[_Convert], annotation: Any, where: str) -> _Convert:
+def _union_converter(annotation: Any, where: str, *, outward: bool) -> _Convert:
+    members = sorted(typing.get_args(annotation), key=lambda member: member is float)  # which would take ints as well
+    arrays = [m for m in members if typing.get_origin(m) is tuple or dataclasses.is_dataclass(m)]
+    if len(arrays) > 1:
+        raise TypeError(f"{where}: only one of {annotation} may be a tuple or dataclass; on the wire they look alike")
+    choices = [_converter(member, where, outward=outward) for member in members]
+
     def convert(value: Any) -> Any:
         for choice in choices:
             try:

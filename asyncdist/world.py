@@ -23,7 +23,14 @@ import torch
 from asyncdist import streams, tags, wire
 from asyncdist.channels import Channel, Envelope, Lane, Overflow
 from asyncdist.collectives import Collectives
-from asyncdist.errors import BusyError, ClosedError, LocalProtocolError, RankLostError
+from asyncdist.errors import (
+    AsyncdistError,
+    BusyError,
+    ClosedError,
+    LocalProtocolError,
+    RankLostError,
+    RemoteProtocolError,
+)
 from asyncdist.groups import Agreements, Group, Join, Verdict, Withdraw, check_ranks, next_tag
 from asyncdist.progress import PROGRESS_BUDGET_S, Engine, EngineStatistics, yield_to_loop
 from asyncdist.transports.base import Transport
@@ -131,6 +138,7 @@ class World:
         self._closed_counts: Counter[str] = Counter()
         self._gone_listeners: list[Callable[[int], None]] = []
         self._failure_listeners: list[Callable[[int, str], None]] = []
+        self._defect_listeners: list[Callable[[BaseException], None]] = []
         self._next_group_tag = tags.COLLECTIVE_FIRST + 1
         self._task_group: asyncio.TaskGroup | None = None
         self._services: set[asyncio.Task[Any]] = set()
@@ -145,6 +153,7 @@ class World:
         )
         self.agreements = Agreements(engine, self._system, self.rank)
         self.collectives = Collectives(engine, self.rank, self.spawn_service)
+        transport.set_loss_listener(self.mark_gone)
 
     def __repr__(self) -> str:
         return f"<World rank {self.rank} of {self.size}, {self._transport.name}>"
@@ -220,7 +229,9 @@ class World:
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            await asyncio.wait([future])
+            while not future.done():
+                with contextlib.suppress(asyncio.CancelledError):  # cancelled again; it is raised below in any case
+                    await asyncio.wait([future])
             raise
         finally:
             self._compute_count -= 1
@@ -251,8 +262,12 @@ class World:
 
     def _on_service_done(self, task: asyncio.Task[Any]) -> None:
         self._services.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.debug("service %s ended with %r", task.get_name(), task.exception())
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logger.debug("service %s ended with %r", task.get_name(), error)
+            expected = isinstance(error, AsyncdistError) and not isinstance(error, RemoteProtocolError)
+            for listener in () if expected else self._defect_listeners:
+                listener(error)
         self.engine.recheck()
 
     # -- messages ---------------------------------------------------------------------------------------------------
@@ -354,6 +369,10 @@ class World:
         """
         return await self._streams.receive(tensor, source)
 
+    def refuse_streams(self) -> None:
+        """This rank sends no stream any more: whoever waits for one gets an abort."""
+        self._streams.refuse_all()
+
     @functools.cached_property
     def _streams(self) -> _UserStreams:
         return _UserStreams(self)
@@ -390,6 +409,10 @@ class World:
     def on_failure(self, listener: Callable[[int, str], None]) -> None:
         """``listener(rank, summary)`` when a peer has failed."""
         self._failure_listeners.append(listener)
+
+    def on_defect(self, listener: Callable[[BaseException], None]) -> None:
+        """``listener(error)`` when a service has failed: nobody awaits it, and it must not end in silence."""
+        self._defect_listeners.append(listener)
 
     def mark_gone(self, rank: int) -> None:
         """``rank`` takes part in nothing any more."""
@@ -500,6 +523,7 @@ class _UserStreams:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._refusing = False
         self._grants: dict[int, deque[streams.Grant]] = {}
         self._under_way: dict[tuple[int, int], streams.OutboundStream] = {}
         self._channel: Channel[Any] = world.open_channel(
@@ -512,22 +536,35 @@ class _UserStreams:
 
     def _on_message(self, envelope: Envelope[Any]) -> None:
         source, message = envelope.source, envelope.message
+        grants = self._grants.setdefault(source, deque())
         if isinstance(message, streams.Grant):
-            self._grants.setdefault(source, deque()).append(message)
+            streams.check_grant(message, source)
+            grants.append(message)
+            if self._refusing:
+                self._refuse(source)
+        elif pending := [grant for grant in grants if grant.slot == message.slot]:
+            # Given up before anybody sent. (An older stream on this slot may still be under way here: it has arrived.)
+            grants.remove(pending[0])
+            self._abort(source, message.slot)
         elif (source, message.slot) in self._under_way:
             self._under_way[source, message.slot].stop()
-        else:
-            self._cancel_before_start(source, message.slot)
 
-    def _cancel_before_start(self, source: int, slot: int) -> None:
-        """The receiver gave up before anybody sent: the answer that it still waits for is the abort alone."""
-        grants = self._grants.get(source, deque())
-        for grant in grants:
-            if grant.slot == slot:
-                grants.remove(grant)
-                stream = streams.OutboundStream(self._world.engine, [], source, slot)
-                self._world.spawn_service(stream.abort(), name=f"abort to rank {source}")
-                return
+    def refuse_all(self) -> None:
+        """Nobody will send from here any more: answer every grant, now and later, with an abort."""
+        self._refusing = True
+        for source in self._grants:
+            self._refuse(source)
+
+    def _refuse(self, source: int) -> None:
+        grants = self._grants[source]
+        while grants:
+            grant = grants.popleft()
+            if grant.nbytes:  # else it is complete as it is
+                self._abort(source, grant.slot)
+
+    def _abort(self, source: int, slot: int) -> None:
+        stream = streams.OutboundStream(self._world.engine, [], source, slot)
+        self._world.spawn_service(stream.abort(), name=f"abort to rank {source}")
 
     async def send(self, tensor: torch.Tensor, dest: int) -> None:
         view = streams.byte_view(tensor)
@@ -541,7 +578,8 @@ class _UserStreams:
         fits = grant.nbytes == len(view)
         stream = streams.OutboundStream(world.engine, streams.split(view, grant.chunk_nbytes), dest, grant.slot)
         if not fits:
-            await stream.abort()
+            if grant.nbytes:  # nobody waits for an answer to a grant of nothing: the next stream would get it
+                await stream.abort()
             raise LocalProtocolError(
                 f"rank {dest} receives {grant.nbytes} bytes, this rank sends {len(view)}", dest=dest, nbytes=len(view)
             )
@@ -549,7 +587,9 @@ class _UserStreams:
         try:
             complete = await stream.run()
         finally:
-            del self._under_way[dest, grant.slot]
+            # The receiver may have had it all, and granted the slot again, before this end noticed.
+            if self._under_way.get((dest, grant.slot)) is stream:
+                del self._under_way[dest, grant.slot]
             world.stream_sent_nbytes += stream.sent_nbytes
         if not complete:
             raise ClosedError(f"rank {dest} gave up receiving", dest=dest)

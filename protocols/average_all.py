@@ -17,7 +17,15 @@ from torch import nn
 
 from asyncdist import Group, World
 from asyncdist.flat import SnapshotPool, reset_optimizer_state
-from protocols.spawn_policy import NOTHING, AverageApplied, MetricSource, PolicyEvent, SpawnPolicy, StepInfo
+from protocols.spawn_policy import (
+    NOTHING,
+    AverageApplied,
+    MetricSource,
+    PolicyEvent,
+    SpawnPolicy,
+    StepInfo,
+    check_callable,
+)
 
 
 class AverageAllPolicy(SpawnPolicy):
@@ -61,6 +69,7 @@ class AverageAllPolicy(SpawnPolicy):
         )
         if optimizer_state not in ("keep", "reset"):
             raise ValueError(f"optimizer_state is {optimizer_state!r}; allowed: 'keep', 'reset'")
+        check_callable("on_event", on_event, "a callable that takes one event")
         self._resets_optimizer = optimizer_state == "reset"
         self._on_event = on_event
         self._pool = SnapshotPool(self._flat)

@@ -30,7 +30,7 @@ from torch import nn
 
 from asyncdist import AsyncdistError, BusyError, Group, RankLostError, World, tags
 from asyncdist.channels import Channel
-from asyncdist.flat import FlatBuffers, FlatState, SnapshotPool, divide, reset_optimizer_state
+from asyncdist.flat import FlatBuffers, FlatState, SnapshotPool, divide, first_difference, reset_optimizer_state
 from protocols.messages import (
     DONOR,
     Abandoned,
@@ -58,6 +58,7 @@ from protocols.spawn_policy import (
     SpawnPolicy,
     StepInfo,
     Timing,
+    check_callable,
     check_fraction,
     check_seconds,
 )
@@ -224,8 +225,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             raise ValueError(f"optimizer_state is {optimizer_state!r}; allowed: 'keep', 'reset'")
         if averaging_strategy == "reset_weights" and model_builder is None:
             raise ValueError("averaging_strategy 'reset_weights' needs model_builder, which makes the fresh weights")
-        if model_builder is not None and not callable(model_builder):
-            raise TypeError(f"model_builder is {model_builder!r}; allowed: a callable that returns a model")
+        check_callable("model_builder", model_builder, "a callable that returns a model")
+        check_callable("on_event", on_event, "a callable that takes one event")
         check_seconds("drain_timeout_s", drain_timeout_s)
         self._momentum = float(momentum)
         self._resets_optimizer = optimizer_state == "reset" or averaging_strategy == "reset_weights"
@@ -323,14 +324,16 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         if self._donor is not None and self._donor.offer is None:
             self._decline(self._donor.round, "leaving")
             self._donor = None
-        if error is None and self._world.engine.failure is None:
-            deadline = self._world.time() + self._drain_timeout_s
-            await self._world.engine.until(self._is_quiet, deadline=deadline)
-        self._end_donor_role()
-        self._tell(Leave())
-        self._control.close()
-        self._reports.close()
-        self._world.off_gone(self._on_gone)
+        try:
+            if error is None and self._world.engine.failure is None:
+                deadline = self._world.time() + self._drain_timeout_s
+                await self._world.engine.until(self._is_quiet, deadline=deadline)
+        finally:  # cancelled or not: the others must hear of it
+            self._end_donor_role()
+            self._tell(Leave())
+            self._control.close()
+            self._reports.close()
+            self._world.off_gone(self._on_gone)
 
     def _is_quiet(self) -> bool:
         """Whether nothing of a round is left: no role, no stream of ours, nothing being discarded."""
@@ -439,6 +442,9 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         assert self._model_builder is not None, "reset_weights without model_builder was refused at the start"
         built = self._model_builder()
         fresh = FlatState(built[0] if isinstance(built, tuple) else built)
+        difference = first_difference(self._flat.fingerprint, fresh.fingerprint)
+        if difference is not None:
+            raise ValueError(f"model_builder made another model than the policy's (here), {difference}")
         buffers = fresh.new_buffers()
         fresh.snapshot(buffers)
         self._flat.load(buffers)

@@ -140,8 +140,9 @@ class SpawnPolicy(abc.ABC):
     ) -> None:
         if type(average_every) is not int or average_every < 1:
             raise ValueError(f"average_every is {average_every!r}; allowed: a whole number of steps, 1 or more")
-        if metric is not None and not callable(metric):
-            raise TypeError(f"metric is {metric!r}; allowed: a callable without arguments (pass values to step)")
+        check_callable("metric", metric, "a callable without arguments (pass values to step)")
+        if not isinstance(name, str):
+            raise TypeError(f"name is {name!r}; allowed: a text")
         check_seconds("start_timeout_s", start_timeout_s)
         self.model = model
         self.optimizer = optimizer
@@ -264,7 +265,7 @@ class SpawnPolicy(abc.ABC):
             raise ValueError(
                 f"the metric is due at iteration {self.iteration} and step() got None; pass a number or a callable"
             )
-        value = source() if callable(source) and not isinstance(source, torch.Tensor) else source
+        value: Any = source() if callable(source) and not isinstance(source, torch.Tensor) else source
         if isinstance(value, torch.Tensor):
             if value.numel() != 1 or value.is_complex():
                 raise ValueError(
@@ -272,8 +273,10 @@ class SpawnPolicy(abc.ABC):
                 )
             return float(value.detach())
         try:
+            if isinstance(value, (str, bytes, bytearray)):
+                raise TypeError
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise TypeError(
                 f"metric is {value!r}; allowed: a number, a 0-d tensor, or a callable that returns one"
             ) from None
@@ -334,9 +337,15 @@ def check_fraction(name: str, value: Any) -> None:
 
 
 def check_seconds(name: str, value: Any) -> None:
-    """Refuse what is no positive number of seconds."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ValueError(f"{name} is {value!r}; allowed: a number of seconds above 0")
+    """Refuse what is no positive, finite number of seconds."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ValueError(f"{name} is {value!r}; allowed: a finite number of seconds above 0")
+
+
+def check_callable(name: str, value: Any, allowed: str) -> None:
+    """Refuse what is neither callable nor None."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} is {value!r}; allowed: {allowed}")
 
 
 @dataclass(slots=True)

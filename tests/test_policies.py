@@ -40,7 +40,10 @@ from protocols import (
     SpawnPolicy,
     StepInfo,
     parameter_stream,
+    selective_averaging,
+    selective_coordinator,
 )
+from protocols.messages import REPLACER, Assign
 
 STRATEGIES = ("mean", "weighted_mean", "best_only", "reset_weights")
 #: Steps within which a rank of these small populations must have been replaced; rounds take about ten.
@@ -350,7 +353,7 @@ def test_a_donor_whose_weights_are_not_finite_declines() -> None:
     assert values(members[0].model, floating=False) == {2.0, 1.0}  # integers of the best that gave
     assert all(info.donors == (1, 2) for info in members[0].replacements)
     declined = members[3].statistics
-    assert declined is not None and declined.declined == {"weights are not finite": declined.declined.popitem()[1]}
+    assert declined is not None and list(declined.declined) == ["weights are not finite"]
     assert story.verify() >= 3
 
 
@@ -651,6 +654,73 @@ def test_the_others_go_on_when_a_rank_leaves_early(leaver: str) -> None:
         assert results[1] == (0, {1.0})
 
 
+def test_a_rank_whose_leaving_is_cut_short_still_says_that_it_has_left() -> None:
+    """A donor that leaves waits for its replacer; its user's own timeout strikes during that wait."""
+    story = Story()
+
+    timed_out: list[int] = []
+
+    async def main(world: ad.World) -> int:
+        model, after = Mixed(float(world.rank)), 0
+        policy = AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=2, on_event=story.listener(world.rank))
+        try:
+            async with asyncio.timeout(None) as timeout, policy:
+                while after < 60:
+                    await policy.step(float(world.rank))
+                    after += bool(timed_out)
+                    while world.rank == 0 and (1, 3) in story.snapshots and not timed_out:
+                        await world.safe_point()  # no step, so nothing is applied and no End is sent
+                    if world.rank == 3 and (1, 3) in story.snapshots:
+                        timeout.reschedule(asyncio.get_running_loop().time() + 0.05)
+                        break
+        except TimeoutError:
+            timed_out.append(world.rank)
+        return policy.statistics().replacement_count
+
+    counts = run(main, 4)
+    assert timed_out == [3] and counts[0] >= 2
+    assert all(3 not in event.donors for _, event, _ in story.applications[1:])
+
+
+def test_a_rank_that_was_replaced_since_it_was_judged_declines() -> None:
+    """The round's time was up before its Applied came, so the next decision did not know of it."""
+    lockstep = Lockstep(2)
+
+    async def main(world: ad.World) -> dict[str, int]:
+        model = Mixed(float(world.rank))
+        async with AsyncSelectiveAveragingPolicy(
+            model, sgd(model), average_every=1, threshold=0.5, cooldown=10**9
+        ) as policy:
+            async for _ in lockstep.steps(30):
+                info = await policy.step(float(world.rank))
+                if info:
+                    at = policy.iteration - 1
+                    policy._on_assign(Assign(REPLACER, (1,), (0,), judged_iteration=at - 1), 99)
+        return dict(policy.statistics().declined)
+
+    declined, nothing = run(main, 2)
+    assert list(declined.values()) == [1] and "after the one that was judged" in next(iter(declined))
+    assert not nothing
+
+
+def test_a_buffer_in_which_discarded_chunks_may_land_is_not_used_again() -> None:
+    async def main(world: ad.World) -> None:
+        model = Mixed(float(world.rank))
+        async with AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1) as policy:
+            first = policy._accumulators.acquire()
+            policy._release_accumulator(first)
+            second = policy._accumulators.acquire()
+            assert second is first
+            world.slots.discarding_count += 1  # as after a stream that was given up and is not answered yet
+            policy._release_accumulator(second)
+            world.slots.discarding_count -= 1
+            third = policy._accumulators.acquire()
+            assert third is not first
+            policy._release_accumulator(third)
+
+    run(main, 2)
+
+
 def test_all_but_one_leave() -> None:
     async def main(world: ad.World) -> int:
         model = Mixed(float(world.rank))
@@ -680,6 +750,23 @@ def test_a_rank_that_ends_its_policy_trains_on_beside_the_others() -> None:
 
     results = run(main, 4)
     assert results[0] >= 3 and results[1:] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("where", ["coordinator", "member"])
+def test_a_defect_inside_a_policys_own_task_ends_the_job_with_its_traceback(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody awaits these tasks: their failure must not end the averaging in silence."""
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise AssertionError("invariant 42")
+
+    if where == "coordinator":
+        monkeypatch.setattr(selective_coordinator.RoundCoordinator, "on_ready", broken)
+    else:
+        monkeypatch.setattr(selective_averaging.AsyncSelectiveAveragingPolicy, "_on_frozen", broken)
+    with pytest.raises(AssertionError, match="invariant 42"):
+        train(steps=300)
 
 
 # -- losses, where the transport survives them ------------------------------------------------------------------------
@@ -874,8 +961,8 @@ def check_walk(seed: int, strategy: str, monkeypatch: pytest.MonkeyPatch) -> int
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_random_walks_keep_every_promise(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random rates, metrics, weights, deadlines, early leaves: every average is the one of its donors' snapshots."""
-    applied = [check_walk(seed, strategy, monkeypatch) for seed in range(25)]
-    assert sum(applied) > 100, applied
+    applied = [check_walk(seed, strategy, monkeypatch) for seed in range(12)]
+    assert sum(applied) > 50, applied
 
 
 # -- AverageAllPolicy -------------------------------------------------------------------------------------------------
@@ -892,8 +979,7 @@ def test_average_all_gives_everybody_the_mean_and_the_first_ones_integers() -> N
         async with AverageAllPolicy(
             model, optimizer, average_every=3, on_event=events.append if world.rank == 1 else None
         ) as policy:
-            for _ in range(9):
-                infos.append(await policy.step(world.rank))
+            infos += [await policy.step(world.rank) for _ in range(9)]
         assert identity(model) == objects
         return values(model, floating=True), values(model, floating=False), infos
 
@@ -934,6 +1020,24 @@ def test_average_all_tells_the_others_who_has_left(leaver: int) -> None:
     assert texts[leaver] == ""
     heard = [text for rank, text in enumerate(texts) if rank != leaver]
     assert f"rank {leaver} left" in heard[0] and all("left" in text for text in heard), heard
+
+
+def test_average_all_tells_the_others_who_has_left_it_though_that_rank_trains_on() -> None:
+    heard: list[str] = []
+
+    async def main(world: ad.World) -> None:
+        model = Mixed(float(world.rank))
+        async with AverageAllPolicy(model, sgd(model), average_every=1) as policy:
+            await policy.step()
+            if world.rank != 1:
+                with pytest.raises(ad.ClosedError) as caught:
+                    await policy.step()
+                heard.append(str(caught.value))
+        while len(heard) < 2:
+            await world.safe_point()
+
+    run(main, 3)
+    assert any("rank 1 left" in text for text in heard) and all("left" in text for text in heard)
 
 
 def test_average_all_resets_the_optimizer_if_told_to_and_one_rank_does_nothing() -> None:

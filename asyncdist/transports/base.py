@@ -149,6 +149,10 @@ class Transport(abc.ABC):
         """``ring`` is called whenever a message has arrived (transports whose ``capabilities.wakes``)."""
         del ring
 
+    def set_loss_listener(self, listen: Callable[[int], None]) -> None:
+        """``listen(rank)`` is called once for each rank that is found to be lost (transports that detect it)."""
+        del listen
+
     def describe(self) -> str:
         """One line for reports: backend, library, version."""
         return self.name

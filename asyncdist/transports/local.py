@@ -76,7 +76,7 @@ class _Receive:
         return self.done
 
     def start(self) -> None:
-        self.done = False
+        self.done = self.cancelled = False
         self.error = None
         self._hub.post(self)
 
@@ -110,6 +110,7 @@ class LocalHub:
         self._posted: list[deque[_Receive]] = [deque() for _ in range(size)]
         self._unexpected: list[deque[_Send]] = [deque() for _ in range(size)]
         self._doorbells: dict[int, Callable[[], None]] = {}
+        self._loss_listeners: dict[int, Callable[[int], None]] = {}
         self._lost: set[int] = set()
 
     def transport(self, rank: int) -> LocalTransport:
@@ -126,6 +127,9 @@ class LocalHub:
                 self._unexpected[dest].remove(send)
                 send.error = RankLostError(f"rank {rank} is gone", rank=rank)
             self._ring(dest)
+        for observer, listen in list(self._loss_listeners.items()):
+            if observer != rank:
+                listen(rank)
 
     @property
     def lost(self) -> frozenset[int]:
@@ -156,6 +160,7 @@ class LocalHub:
                 waiting.remove(send)
                 receive.accept(send)
                 self._ring(send.source)
+                self._ring(receive.dest)  # a lane that posts again does not test at once
                 return
         if receive.wanted in self._lost:
             receive.error = RankLostError(f"rank {receive.wanted} is gone", rank=receive.wanted)
@@ -169,9 +174,13 @@ class LocalHub:
     def set_doorbell(self, rank: int, ring: Callable[[], None]) -> None:
         self._doorbells[rank] = ring
 
+    def set_loss_listener(self, rank: int, listen: Callable[[int], None]) -> None:
+        self._loss_listeners[rank] = listen
+
     def forget(self, rank: int) -> None:
         """``rank`` closed its transport."""
         self._doorbells.pop(rank, None)
+        self._loss_listeners.pop(rank, None)
         self._posted[rank].clear()
 
     def _ring(self, rank: int) -> None:
@@ -216,6 +225,9 @@ class LocalTransport(Transport):
 
     def set_doorbell(self, ring: Callable[[], None]) -> None:
         self._hub.set_doorbell(self.rank, ring)
+
+    def set_loss_listener(self, listen: Callable[[int], None]) -> None:
+        self._hub.set_loss_listener(self.rank, listen)
 
     def describe(self) -> str:
         return f"local: {self.size} rank{'s' if self.size > 1 else ''} in this process"

@@ -7,6 +7,9 @@ The only module that imports mpi4py besides the launcher's detection. What it ke
 - Every request is tested on its own. Testsome gains nothing below a few dozen requests, and when a rank is dead mpi4py
   cannot say which of them completed.
 - Upper-case calls on buffers only: nothing is pickled.
+- No message may be larger than its receive. Open MPI 5.0.11 reports it as an error, but from 4 KiB on it has by then
+  written the whole message past the end of the buffer (shared memory, single copy through CMA; without CMA 64 MiB take
+  15 times as long). So sizes are known beforehand everywhere: a frame has a limit, a stream has a grant.
 - Nothing blocks, with two exceptions that every member enters at the same time: creating and freeing a communicator.
 """
 
@@ -59,6 +62,16 @@ def _load_mpi(check_library: Callable[[str], None] | None) -> Any:
             check_library(MPI.Get_library_version())
         MPI.Init_thread(MPI.THREAD_FUNNELED)
     return MPI
+
+
+def _abort_alone() -> None:
+    """An interrupt while MPI starts: the peers are in the same calls, and would wait there for this rank for ever."""
+    from mpi4py import MPI
+
+    if MPI.Is_initialized() and MPI.COMM_WORLD.size > 1:
+        sys.stderr.write(f"asyncdist: rank {MPI.COMM_WORLD.rank} was interrupted while MPI started\n")
+        sys.stderr.flush()
+        MPI.COMM_WORLD.Abort(130)
 
 
 class _SendRequest:
@@ -141,9 +154,12 @@ class MpiTransport(Transport):
     name = "mpi"
 
     def __init__(self, check_library: Callable[[str], None] | None = None) -> None:
-        self._mpi = _load_mpi(check_library)
-        mpi = self._mpi
-        self._comm = mpi.COMM_WORLD.Dup()
+        try:
+            self._mpi = mpi = _load_mpi(check_library)
+            self._comm = mpi.COMM_WORLD.Dup()
+        except KeyboardInterrupt:
+            _abort_alone()
+            raise
         self._comm.Set_errhandler(mpi.ERRORS_RETURN)
         self.rank = int(self._comm.rank)
         self.size = int(self._comm.size)
@@ -205,8 +221,9 @@ class MpiTransport(Transport):
         kind = error.Get_error_class()
         if kind == mpi.ERR_TRUNCATE:
             buffer_nbytes = memoryview(buffer).nbytes
-            message_nbytes = int(status.count) if status is not None else -1
-            known = f"{message_nbytes} bytes" if message_nbytes > buffer_nbytes else f"more than {buffer_nbytes} bytes"
+            claimed = int(status.count) if status is not None else 0
+            message_nbytes = claimed if claimed > buffer_nbytes else None  # MPICH says what it stored, not what came
+            known = f"{message_nbytes} bytes" if message_nbytes else f"more than {buffer_nbytes} bytes"
             raise TruncationError(
                 f"a message of {known} arrived for a buffer of {buffer_nbytes} bytes",
                 message_nbytes=message_nbytes,

@@ -1,1 +1,262 @@
-"""x."""
+"""Collectives and groups, against numpy and plain torch computed from every rank's known input."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import asyncdist as ad
+from asyncdist.errors import LocalProtocolError, StartTimeoutError
+from conformance.endpoint import Endpoint
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+DTYPES = (*FLOATS, *INTEGERS, torch.bool, torch.complex64, torch.complex128)
+SHAPES = ((), (1,), (7,), (3, 5), (0,), (2, 0, 3), (40_000,))
+
+
+def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Small whole numbers, so that every order of summation gives the same, in any dtype."""
+    generator = np.random.default_rng(rank)
+    high = 2 if dtype == torch.bool else 4
+    return torch.from_numpy(generator.integers(0, high, shape)).to(dtype).reshape(shape)
+
+
+def layouts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The same values, laid out in other ways."""
+    found = [tensor.clone()]
+    if tensor.dim() == 2:
+        found.append(tensor.t().contiguous().t())
+        wide = torch.zeros(tensor.shape[0], 2 * tensor.shape[1], dtype=tensor.dtype)
+        wide[:, ::2] = tensor
+        found.append(wide[:, ::2])
+    return found
+
+
+async def case_broadcast(end: Endpoint) -> None:
+    for dtype, shape in itertools.product(DTYPES, SHAPES):
+        for root in (0, end.size - 1):
+            for layout in layouts(values(end.rank, shape, dtype)):
+                assert await ad.broadcast(layout, root) is layout
+                assert torch.equal(layout, values(root, shape, dtype)), (dtype, shape, root)
+
+
+async def case_gather(end: Endpoint) -> None:
+    for dtype, shape in itertools.product(DTYPES, SHAPES):
+        root = len(shape) % end.size
+        mine = layouts(values(end.rank, shape, dtype))[-1]
+        found = await ad.gather(mine, root)
+        assert (found is None) == (end.rank != root)
+        for rank, part in enumerate(found or []):
+            assert part.dtype == dtype
+            assert torch.equal(part, values(rank, shape, dtype)), (dtype, shape, rank)
+        assert torch.equal(mine, values(end.rank, shape, dtype))
+
+
+async def case_all_gather(end: Endpoint) -> None:
+    for dtype, shape in itertools.product(DTYPES, SHAPES):
+        found = await ad.all_gather(layouts(values(end.rank, shape, dtype))[-1])
+        assert len(found) == end.size
+        for rank, part in enumerate(found):
+            assert part.dtype == dtype
+            assert torch.equal(part, values(rank, shape, dtype)), (dtype, shape, rank)
+
+
+async def case_all_to_all(end: Endpoint) -> None:
+    for dtype, shape in itertools.product(DTYPES, SHAPES):
+        mine = [layouts(values(10 * end.rank + peer, shape, dtype))[-1] for peer in range(end.size)]
+        found = await ad.all_to_all(mine)
+        for peer, part in enumerate(found):
+            assert torch.equal(part, values(10 * peer + end.rank, shape, dtype)), (dtype, shape, peer)
+
+
+async def case_all_reduce(end: Endpoint) -> None:
+    oracles = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+    for dtype, shape, (op, oracle) in itertools.product(FLOATS + INTEGERS, SHAPES, oracles.items()):
+        parts = [values(rank, shape, dtype).double().numpy() for rank in range(end.size)]
+        expected = torch.from_numpy(np.asarray(oracle.reduce(parts))).to(dtype)
+        for layout in layouts(values(end.rank, shape, dtype)):
+            assert await ad.all_reduce(layout, op) is layout  # type: ignore[arg-type]
+            assert layout.dtype == dtype
+            assert torch.equal(layout, expected), (dtype, shape, op)
+    for op, oracle in (
+        ("sum", np.logical_or),
+        ("max", np.logical_or),
+        ("min", np.logical_and),
+        ("prod", np.logical_and),
+    ):
+        parts = [values(rank, (9,), torch.bool).numpy() for rank in range(end.size)]
+        found = await ad.all_reduce(values(end.rank, (9,), torch.bool), op)  # type: ignore[arg-type]
+        assert found.tolist() == oracle.reduce(parts).tolist(), op
+    for op, oracle in (("sum", np.add), ("prod", np.multiply)):
+        parts = [values(rank, (9,), torch.complex64).numpy() + 1j for rank in range(end.size)]
+        found = await ad.all_reduce(values(end.rank, (9,), torch.complex64) + 1j, op)  # type: ignore[arg-type]
+        assert np.allclose(found.numpy(), oracle.reduce(parts)), op
+
+
+async def case_all_reduce_of_halves_sums_in_float32(end: Endpoint) -> None:
+    """256 + 1/2 + 1/2 ... rounds to 256 in bfloat16 at every step, but not at the end of a float32 sum."""
+    part = torch.tensor([256.0 if end.rank == 0 else 0.5 + 0.25], dtype=torch.bfloat16)
+    expected = torch.tensor([256.0 + 0.75 * (end.size - 1)]).to(torch.bfloat16)
+    assert torch.equal(await ad.all_reduce(part), expected)
+    big = torch.tensor([60_000.0 if end.rank < 2 else 0.0], dtype=torch.float16)
+    assert torch.isinf(await ad.all_reduce(big)).item() == (end.size > 1)
+
+
+async def case_parameters_that_require_grad(end: Endpoint) -> None:
+    parameter = torch.nn.Parameter(torch.full((4,), float(end.rank)))
+    await ad.all_reduce(parameter)
+    assert parameter.tolist() == [sum(range(end.size))] * 4
+    strided = torch.nn.Parameter(torch.full((4, 6), float(end.rank)).t())
+    await ad.broadcast(strided, 1)
+    assert strided.tolist() == [[1.0] * 4] * 6
+    assert parameter.requires_grad
+    assert parameter.is_leaf
+
+
+async def case_a_large_tensor_while_ranks_compute(end: Endpoint) -> None:
+    tensor = torch.arange(1 << 20, dtype=torch.float32) + end.rank
+    task = asyncio.ensure_future(ad.all_reduce(tensor))
+    while not task.done():
+        time.sleep(0.0005 * (1 + end.rank))  # noqa: ASYNC251 a step of training
+        await end.world.progress()
+    expected = torch.arange(1 << 20, dtype=torch.float32) * end.size + sum(range(end.size))
+    assert torch.equal(await task, expected)
+
+
+async def case_a_barrier_waits_for_the_last(end: Endpoint) -> None:
+    for last in range(end.size):
+        if end.rank == last:
+            await end.yields(50)
+            for dest in range(end.size):
+                if dest != last:
+                    await end.send(b"now", dest)
+            await ad.barrier()
+        else:
+            said = asyncio.ensure_future(end.receive(3, last))
+            await ad.barrier()
+            assert await said == (b"now", last)
+        await end.barrier()
+
+
+async def case_a_barrier_does_not_let_anyone_through_early(end: Endpoint) -> None:
+    last = end.size - 1
+    if end.rank == last:
+        for rank in range(last):
+            await end.receive(1, rank)
+        await ad.barrier()
+    else:
+        task = asyncio.ensure_future(ad.barrier())
+        for _ in range(30):
+            await end.world.progress()
+        assert not task.done()
+        await end.send(b"!", last)
+        await task
+
+
+async def case_repeated_many_times(end: Endpoint) -> None:
+    for i in range(150):
+        found = await ad.all_reduce(torch.tensor([float(end.rank + i)]))
+        assert found.item() == sum(range(end.size)) + i * end.size
+    for i in range(50):
+        found = await ad.broadcast(torch.tensor([float(end.rank * 1000 + i)]), i % end.size)
+        assert found.item() == i % end.size * 1000 + i
+
+
+async def case_groups_of_every_subset_in_any_order(end: Endpoint) -> None:
+    for count in range(1, end.size + 1):
+        for ranks in list(itertools.permutations(range(end.size), count))[:8]:
+            if end.rank not in ranks:
+                continue
+            group = await ad.new_group(ranks)
+            assert (group.ranks, group.index, group.size) == (ranks, ranks.index(end.rank), count)
+            found = await ad.all_gather(torch.tensor([end.rank, 7]), group=group)
+            assert [part.tolist() for part in found] == [[rank, 7] for rank in ranks]
+            root = ranks[-1]
+            tensor = await ad.broadcast(torch.tensor([float(end.rank)]), root, group=group)
+            assert tensor.item() == root
+            gathered = await ad.gather(torch.tensor(end.rank), root, group=group)
+            assert (gathered is not None) == (end.rank == root)
+            if gathered is not None:
+                assert [part.item() for part in gathered] == list(ranks)
+            total = await ad.all_reduce(torch.tensor([end.rank + 1]), "prod", group=group)
+            assert total.item() == int(np.prod([rank + 1 for rank in ranks]))
+            parts = await ad.all_to_all([torch.tensor([end.rank, peer]) for peer in ranks], group=group)
+            assert [part.tolist() for part in parts] == [[peer, end.rank] for peer in ranks]
+            empty = await ad.all_gather(torch.zeros(0), group=group)
+            assert [tuple(part.shape) for part in empty] == [(0,)] * count
+            await ad.barrier(group=group)
+
+
+async def case_overlapping_groups_at_the_same_time(end: Endpoint) -> None:
+    pairs = [(i, (i + 1) % end.size) for i in range(end.size)] if end.size > 2 else [(0, 1)]
+    mine = {pair: await ad.new_group(sorted(pair)) for pair in pairs if end.rank in pair}
+
+    async def work(pair: tuple[int, int]) -> None:
+        for i in range(30):
+            tensor = torch.full((1 + i * 700,), float(end.rank + i))
+            await ad.all_reduce(tensor, group=mine[pair])
+            assert tensor.eq(sum(pair) + 2 * i).all()
+
+    async def everybody() -> None:
+        for i in range(30):
+            found = await ad.all_gather(torch.tensor([end.rank, i]))
+            assert [part.tolist() for part in found] == [[rank, i] for rank in range(end.size)]
+
+    await asyncio.gather(everybody(), *map(work, mine))
+
+
+async def case_a_cancelled_collective_leaves_the_group_usable(end: Endpoint) -> None:
+    """Also when the next one is small and overtakes it easily."""
+    for nbytes in (8, 400_000):
+        for yields in (0, 1, 2, 4):
+            for i in range(3):
+                task = asyncio.ensure_future(ad.all_reduce(torch.ones(nbytes // 4)))
+                await end.yields(1 + yields + i + end.rank)  # at least one: a task that never began has not entered
+                task.cancel()
+                await asyncio.wait([task])
+                found = await ad.all_gather(torch.tensor([end.rank]))
+                assert [part.item() for part in found] == list(range(end.size))
+                total = await ad.all_reduce(torch.full((nbytes // 8,), float(end.rank)))
+                assert total.eq(sum(range(end.size))).all()
+            await end.barrier()
+    await ad.barrier()
+
+
+async def case_wrong_arguments_are_refused_before_anything_is_sent(end: Endpoint) -> None:
+    tensor = torch.zeros(3)
+    with pytest.raises(LocalProtocolError, match="op is 'mean'"):
+        await ad.all_reduce(tensor, "mean")  # type: ignore[arg-type]
+    with pytest.raises(LocalProtocolError, match=f"root is {end.size}"):
+        await ad.broadcast(tensor, end.size)
+    with pytest.raises(LocalProtocolError, match="root is -1"):
+        await ad.gather(tensor, -1)
+    with pytest.raises(LocalProtocolError, match="one tensor per member"):
+        await ad.all_to_all([tensor] * (end.size + 1))
+    with pytest.raises(LocalProtocolError, match="one shape and dtype"):
+        await ad.all_to_all([tensor] * (end.size - 1) + [torch.zeros(4)])
+    for ranks in ([], [end.rank, end.rank], [end.rank, end.size], [-1, end.rank], [end.rank, True]):
+        with pytest.raises(LocalProtocolError):
+            await ad.new_group(ranks)
+    with pytest.raises(LocalProtocolError, match="not in the group"):
+        await ad.new_group([end.left])
+    assert (await ad.all_reduce(torch.ones(1))).item() == end.size
+
+
+async def case_a_group_that_some_do_not_join_names_them(end: Endpoint) -> None:
+    ranks = range(end.size)
+    absent = end.size - 1
+    if end.rank != absent:
+        with pytest.raises(StartTimeoutError) as caught:
+            await end.world.new_group(ranks, timeout_s=0.1)
+        assert caught.value.missing == (absent,)
+        assert f"rank {absent}" in str(caught.value)
+    await end.barrier()
+    # The absent one has a count of its own now; a list that nobody has tried yet works.
+    group = await ad.new_group(list(reversed(ranks)))
+    assert len(await ad.all_gather(torch.zeros(1), group=group)) == end.size

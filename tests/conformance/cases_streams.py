@@ -1,1 +1,224 @@
-"""x."""
+"""``send_stream`` and ``receive_stream``."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+import torch
+
+from asyncdist.errors import ClosedError, LocalProtocolError, RemoteProtocolError
+from asyncdist.streams import CHUNK_NBYTES, WINDOW_COUNT, StreamAborted
+from conformance.endpoint import Endpoint
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+
+
+def numbers(seed: int, count: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """A block whose length divides no chunk's, so that misplaced chunks differ."""
+    generator = torch.Generator().manual_seed(seed)
+    block = torch.randint(0, 2 if dtype == torch.bool else 120, (min(count, 65_521),), generator=generator).to(dtype)
+    return block.repeat(count // max(1, len(block)) + 1)[:count]
+
+
+async def exchange(end: Endpoint, tensor: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """Everybody sends to the right and receives from the left."""
+    received, _ = await asyncio.gather(
+        end.world.receive_stream(room, end.left), end.world.send_stream(tensor, end.right)
+    )
+    assert received is room
+    return received
+
+
+def free(end: Endpoint) -> None:
+    assert end.world.slots.taken_count == end.world.slots.discarding_count == 0
+
+
+async def case_every_size_around_the_chunk(end: Endpoint) -> None:
+    chunk = CHUNK_NBYTES
+    for nbytes in (0, 1, chunk - 1, chunk, chunk + 1, chunk * (WINDOW_COUNT + 3) + 5):
+        sent = numbers(end.rank, nbytes)
+        received = await exchange(end, sent, torch.zeros(nbytes, dtype=torch.uint8))
+        assert torch.equal(received, numbers(end.left, nbytes)), nbytes
+        assert torch.equal(sent, numbers(end.rank, nbytes))
+        free(end)
+
+
+async def case_every_dtype(end: Endpoint) -> None:
+    for dtype in DTYPES:
+        sent = numbers(end.rank, 1001, dtype).reshape(7, 11, 13)
+        received = await exchange(end, sent, torch.zeros(7, 11, 13, dtype=dtype))
+        assert torch.equal(received, numbers(end.left, 1001, dtype).reshape(7, 11, 13)), dtype
+    scalar = await exchange(end, torch.tensor(end.rank + 0.5), torch.tensor(0.0))
+    assert scalar.item() == end.left + 0.5
+    parameter = torch.nn.Parameter(torch.full((3,), float(end.rank)))
+    received = await exchange(end, parameter, torch.nn.Parameter(torch.zeros(3)))
+    assert received.tolist() == [float(end.left)] * 3
+    free(end)
+
+
+async def case_between_safe_points_of_ranks_that_compute(end: Endpoint) -> None:
+    size = CHUNK_NBYTES * 6 + 17
+    room = torch.zeros(size, dtype=torch.uint8)
+    task = asyncio.ensure_future(exchange(end, numbers(end.rank, size), room))
+    step = 0
+    while not task.done():
+        time.sleep(0.0005 * (1 + end.rank))  # noqa: ASYNC251 a step of training
+        step += 1
+        await end.world.progress()
+    assert torch.equal(await task, numbers(end.left, size))
+    assert step > 1
+    free(end)
+
+
+async def case_streams_of_one_pair_meet_in_order(end: Endpoint) -> None:
+    sizes = [3, CHUNK_NBYTES + 3, 0, 200_000, 7]
+    rooms = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+
+    async def receive() -> None:
+        for room in rooms:
+            await end.world.receive_stream(room, end.left)
+
+    async def send() -> None:
+        for i, size in enumerate(sizes):
+            await end.world.send_stream(numbers(10 * end.rank + i, size), end.right)
+
+    await asyncio.gather(receive(), send())
+    for i, room in enumerate(rooms):
+        assert torch.equal(room, numbers(10 * end.left + i, sizes[i]))
+    free(end)
+
+
+async def case_several_at_once_with_everybody(end: Endpoint) -> None:
+    size, count = CHUNK_NBYTES // 2, 3
+    rooms = {(peer, i): torch.zeros(size + i, dtype=torch.uint8) for peer in range(end.size) for i in range(count)}
+    receives = [end.world.receive_stream(room, peer) for (peer, _), room in rooms.items()]
+    sends = [
+        end.world.send_stream(numbers(100 * end.rank + 10 * peer + i, size + i), peer)
+        for peer in range(end.size)
+        for i in range(count)
+    ]
+    await asyncio.gather(*receives, *sends)
+    for (peer, i), room in rooms.items():
+        assert torch.equal(room, numbers(100 * peer + 10 * end.rank + i, size + i))
+    free(end)
+
+
+async def case_concurrent_sends_to_a_receiver_that_takes_one_at_a_time(end: Endpoint) -> None:
+    """The slot of a finished stream is granted again before its sender has noticed that it has finished."""
+    size = CHUNK_NBYTES + 1
+    sends = [
+        asyncio.ensure_future(end.world.send_stream(numbers(10 * end.rank + i, size), end.right)) for i in range(4)
+    ]
+    for i in range(4):
+        room = torch.zeros(size, dtype=torch.uint8)
+        await end.world.receive_stream(room, end.left)
+        assert torch.equal(room, numbers(10 * end.left + i, size))
+    await asyncio.gather(*sends)
+    free(end)
+
+
+async def case_sizes_that_differ_are_refused_on_both_ends(end: Endpoint) -> None:
+    big = CHUNK_NBYTES + 9
+    for sent, expected in ((10, 11), (11, 10), (big, 5), (5, big), (0, 6)):
+        receiving = asyncio.ensure_future(end.world.receive_stream(torch.zeros(expected, dtype=torch.uint8), end.left))
+        with pytest.raises(LocalProtocolError, match=rf"{expected} bytes.* {sent}\b"):
+            await end.world.send_stream(numbers(0, sent), end.right)
+        with pytest.raises(RemoteProtocolError):
+            await receiving
+        received = await exchange(end, numbers(end.rank, 99), torch.zeros(99, dtype=torch.uint8))
+        assert torch.equal(received, numbers(end.left, 99)), (sent, expected)
+        free(end)
+
+
+async def case_nothing_expected_but_something_sent(end: Endpoint) -> None:
+    """A grant of no bytes needs no answer; an abort for it would end the next stream on that slot."""
+    receiving = asyncio.ensure_future(end.world.receive_stream(torch.zeros(0), end.left))
+    with pytest.raises(LocalProtocolError, match="0 bytes"):
+        await end.world.send_stream(numbers(0, 6), end.right)
+    await asyncio.wait([receiving])
+    await end.barrier()
+    received = await exchange(end, numbers(end.rank, 99), torch.zeros(99, dtype=torch.uint8))
+    assert torch.equal(received, numbers(end.left, 99))
+    free(end)
+
+
+async def case_a_receiver_that_gives_up(end: Endpoint) -> None:
+    """The slot comes back after the answer, and the next stream is whole."""
+    size = CHUNK_NBYTES * 7
+    for yields in (0, 1, 2, 5, 9, 30):
+        room = torch.zeros(size, dtype=torch.uint8)
+        sending = asyncio.ensure_future(end.world.send_stream(numbers(end.rank, size), end.right))
+        receiving = asyncio.ensure_future(end.world.receive_stream(room, end.left))
+        await end.yields(yields)
+        receiving.cancel()
+        # Mid-stream the sender gets ClosedError; a send that never saw the grant waits for the next receive.
+        late = asyncio.ensure_future(end.world.receive_stream(room, end.left))
+        await asyncio.wait([sending, receiving])
+        assert receiving.cancelled() or receiving.exception() is None
+        await asyncio.wait([sending])
+        assert isinstance(sending.exception(), ClosedError | None)
+        await end.barrier()
+        late.cancel()
+        await asyncio.wait([late])
+        await end.engine.until(lambda: end.world.slots.taken_count == 0)
+        await end.barrier()
+        received = await exchange(end, numbers(end.rank + 50, size), room)
+        assert torch.equal(received, numbers(end.left + 50, size))
+        free(end)
+
+
+async def case_a_sender_that_gives_up(end: Endpoint) -> None:
+    """The receiver learns of it at once, and the next stream is whole."""
+    size = CHUNK_NBYTES * 7
+    for yields in (1, 3, 6, 12, 40):
+        room = torch.zeros(size, dtype=torch.uint8)
+        receiving = asyncio.ensure_future(end.world.receive_stream(room, end.left))
+        sending = asyncio.ensure_future(end.world.send_stream(numbers(end.rank, size), end.right))
+        await end.yields(yields)
+        sending.cancel()
+        await asyncio.wait([sending])
+        assert sending.cancelled() or sending.exception() is None
+        # Cancelled before it had the grant, the send never was: the receive meets the next one.
+        again = asyncio.ensure_future(end.world.send_stream(numbers(end.rank, size), end.right))
+        await asyncio.wait([receiving])
+        if receiving.exception() is not None:
+            assert isinstance(receiving.exception(), StreamAborted)
+            await end.world.receive_stream(room, end.left)
+        assert torch.equal(room, numbers(end.left, size))
+        await end.barrier()
+        again.cancel()  # where the first one was complete, nobody waits for this one
+        await asyncio.wait([again])
+        await end.engine.until(lambda: end.world.slots.taken_count == 0)
+        free(end)
+        await end.barrier()
+
+
+async def case_what_cannot_be_streamed_is_refused(end: Endpoint) -> None:
+    wide = torch.zeros(4, 6)
+    for bad in (wide.t(), wide[:, ::2]):
+        with pytest.raises(ValueError, match="contiguous"):
+            await end.world.send_stream(bad, end.right)
+        with pytest.raises(ValueError, match="contiguous"):
+            await end.world.receive_stream(bad, end.left)
+    with pytest.raises(ValueError, match="CPU memory"):
+        await end.world.send_stream(torch.zeros(3, device="meta"), end.right)
+    for rank in (-1, end.size, 0.0):
+        with pytest.raises(LocalProtocolError, match="does not exist"):
+            await end.world.send_stream(wide, rank)  # type: ignore[arg-type]
+        with pytest.raises(LocalProtocolError, match="does not exist"):
+            await end.world.receive_stream(wide, rank)  # type: ignore[arg-type]
+    free(end)

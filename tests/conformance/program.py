@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 import traceback
 
+from support.mpi import report
+
 import asyncdist as ad
 from conformance.endpoint import all_cases, run_case
-from support.mpi import report
 
 
 async def main(world: ad.World, names: list[str]) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conformance.endpoint import all_cases, run_case
 from support.mpi import Result, require_mpi, run_ranks
 
 import asyncdist as ad
+from conformance.endpoint import all_cases, run_case
 
 NAMES = list(all_cases())
 PROGRAM = Path(__file__).with_name("program.py")
@@ -42,6 +42,8 @@ def job(request: pytest.FixtureRequest) -> tuple[int, Result]:
 def test_mpi(job: tuple[int, Result], name: str) -> None:
     ranks, result = job
     outcomes = [result.reports.get(rank, {}).get(name, "not reached") for rank in range(ranks)]
+    if set(outcomes) == {"not reached"}:
+        pytest.fail("an earlier case ended the job", pytrace=False)
     bad = [f"rank {rank}: {outcome}" for rank, outcome in enumerate(outcomes) if outcome != "passed"]
     assert not bad, "\n".join([*bad, result.output()])
 

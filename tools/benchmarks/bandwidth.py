@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from harness import MIB, Results, Row, main, ratio_of_medians, spin
+from harness import MIB, Results, Row, align, main, ratio_of_medians, spin
 
 import asyncdist as ad
 
@@ -50,9 +50,9 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
         raw_s: list[float] = []
         trip_count = max(3, min(settings.trip_count_max, settings.moved_mib // size_mib))
         for _ in range(1 + trip_count):
-            await ad.barrier()
+            await align(MPI.COMM_WORLD)
             ours_s.append(await _our_trip(world, outgoing, incoming))
-            await ad.barrier()
+            await align(MPI.COMM_WORLD)
             raw_s.append(_raw_trip(MPI.COMM_WORLD, outgoing, incoming))
         assert bool((incoming == 1 - world.rank).all()), f"{size_mib} MiB did not arrive as they were sent"
         results[f"{size_mib} MiB"] = {

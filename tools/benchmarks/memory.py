@@ -2,8 +2,9 @@
 
 Counted, not estimated: a torch dispatch mode sees every operator of the rank's thread while the policy is made, starts
 and steps through several rounds, and follows each new storage until it is freed. So short-lived temporaries count too,
-in ``peak_nbytes``; ``held_nbytes`` is what is left after the last step, the pools. Roles are fixed by the metric: with p peers one donor serves p replacers, then p donors serve one replacer. (A rank that
-is a donor in one round and a replacer in another one holds both, one after the other.)
+in ``peak_nbytes``; ``held_nbytes`` is what is left after the last step, the pools. Roles are fixed by the metric: with
+p peers one donor serves p replacers, then p donors serve one replacer. (A rank that is a donor in one round and a
+replacer in another keeps both pools.)
 
 Promised: a donor holds one flat state; a replacer one accumulator and a window of chunks; neither grows with the
 number of peers. There is no rival: the least for this protocol is what is promised.

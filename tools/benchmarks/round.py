@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from harness import MIB, Results, Row, collect, main, model_of, optimizer_of, spin, state_nbytes
+from harness import MIB, Results, Row, align, collect, main, model_of, optimizer_of, spin, state_nbytes
 
 import asyncdist as ad
 from protocols import AsyncSelectiveAveragingPolicy, StepInfo
@@ -152,10 +152,12 @@ class Ideal:
 
     async def measure(self, world: ad.World) -> None:
         """Measure each part once; the first time twice, of which one counts. Collective."""
+        from mpi4py import MPI
+
         for _ in range(1 if self._is_warm else 2):
             parts = {name: values[:] for name, values in self.parts_s.items()} if not self._is_warm else None
-            await ad.barrier()
-            self._transfer()
+            await align(MPI.COMM_WORLD)
+            self._transfer(MPI.COMM_WORLD)
             for rank in range(world.size):
                 await ad.barrier()
                 if world.rank == rank:
@@ -165,10 +167,7 @@ class Ideal:
                 self._is_warm = True
         await ad.barrier()
 
-    def _transfer(self) -> None:
-        from mpi4py import MPI
-
-        comm = MPI.COMM_WORLD
+    def _transfer(self, comm: Any) -> None:
         peer = 1 - comm.rank
         began_at = time.perf_counter()
         arriving = comm.Irecv(self._received.numpy(), peer, _RAW_TAG)

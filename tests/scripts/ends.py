@@ -1,0 +1,255 @@
+"""Ways in which a job can end; ``test_ends.py`` runs them: ``ends.py FOLDER WAY``.
+
+A rank says that it has come to the interesting place by FOLDER/ready.RANK.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+import asyncdist as ad
+from asyncdist import runtime
+from protocols import AsyncSelectiveAveragingPolicy
+
+FOLDER = Path(sys.argv[1])
+#: Longer than any test waits: whoever is still here then has not been ended.
+FOR_EVER_S = 300.0
+LAUNCHED_AS = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0)
+
+
+def ready(rank: int) -> None:
+    partial = FOLDER / f"partial.{rank}"
+    partial.write_text(str(os.getpid()))
+    partial.rename(FOLDER / f"ready.{rank}")
+
+
+async def all_ready(world: ad.World) -> None:
+    await ad.barrier()
+    ready(world.rank)
+
+
+def make_policy(model: nn.Module, **options: Any) -> AsyncSelectiveAveragingPolicy:
+    optimizer: Any = SimpleNamespace(
+        param_groups=[{"params": [*model.parameters()]}], state={}
+    )  # torch's takes seconds
+    return AsyncSelectiveAveragingPolicy(model, optimizer, average_every=2, grace_s=0.01, **options)
+
+
+async def train(world: ad.World, at: Callable[[int], Coroutine[Any, Any, None]], *, width: int = 8) -> None:
+    """Train for ever; ``at(step)`` is where something happens."""
+    model = nn.Linear(width, width)
+    async with make_policy(model) as policy:
+        step = 0
+        while True:
+            step += 1
+            await at(step)
+            await policy.step(float(world.rank))
+
+
+def compute(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+async def quietly(_step: int) -> None:
+    compute(0.001)
+
+
+async def raises(world: ad.World) -> None:
+    async def at(step: int) -> None:
+        if step == 30 and world.rank == 1:
+            raise ValueError("boom-7")
+
+    await train(world, at)
+
+
+async def raises_beside_a_blocked_peer(world: ad.World) -> None:
+    await all_ready(world)
+    if world.rank == 0:
+        compute(FOR_EVER_S)
+    raise ValueError("boom-7")
+
+
+async def raises_before_a_policy_of_others(world: ad.World) -> None:
+    if world.rank == 1:
+        raise ValueError("boom-7")
+    async with make_policy(nn.Linear(2, 2)):
+        pass
+
+
+async def steps(world: ad.World) -> None:
+    async def at(step: int) -> None:
+        compute(0.002)
+        if step == 20:
+            ready(world.rank)
+
+    await train(world, at)
+
+
+async def streams(world: ad.World) -> None:
+    """32 MiB round and round, for ever."""
+    tensor = torch.zeros(8 << 20)
+    other = 1 - world.rank
+    count = 0
+    while True:
+        count += 1
+        if world.rank == 0:
+            await world.send_stream(tensor, other)
+            await world.receive_stream(tensor, other)
+        else:
+            await world.receive_stream(tensor, other)
+            await world.send_stream(tensor, other)
+        if count == 3:
+            ready(world.rank)
+
+
+async def policy_streams(world: ad.World) -> None:
+    """A replacer that is granted 64 MiB and a donor that sends them, round after round."""
+
+    async def at(step: int) -> None:
+        if step == 10:
+            ready(world.rank)
+
+    await train(world, at, width=4096)
+
+
+async def policy_start(world: ad.World) -> None:
+    """Rank 0 never makes the policy that the others wait for."""
+    ready(world.rank)
+    if world.rank == 0:
+        await asyncio.sleep(FOR_EVER_S)
+    async with make_policy(nn.Linear(2, 2), start_timeout_s=FOR_EVER_S):
+        pass
+
+
+async def blocked(world: ad.World) -> None:
+    """Everybody inside a blocking call, deaf to the first signal."""
+    await all_ready(world)
+    began_at = time.monotonic()
+    while time.monotonic() < began_at + FOR_EVER_S:
+        compute(0.1)
+
+
+async def exits(world: ad.World, code: int) -> None:
+    """Rank 1 leaves by sys.exit at step 20, the others at step 200."""
+
+    async def at(step: int) -> None:
+        if step == (20 if world.rank == 1 else 200):
+            sys.exit(code if world.rank == 1 else 0)
+
+    await train(world, at)
+
+
+async def raises_keyboard_interrupt(world: ad.World) -> None:
+    async def at(step: int) -> None:
+        if step == 20 and world.rank == 1:
+            raise KeyboardInterrupt
+
+    await train(world, at)
+
+
+async def raises_cancelled(world: ad.World) -> None:
+    async def at(step: int) -> None:
+        if step == 20 and world.rank == 1:
+            raise asyncio.CancelledError
+
+    await train(world, at)
+
+
+async def background_task_fails(world: ad.World) -> None:
+    async def fail() -> None:
+        for _ in range(20):
+            await world.safe_point()
+        raise ValueError("boom-7")
+
+    if world.rank == 1:
+        world.spawn(fail(), name="the one that fails")
+    await train(world, quietly)
+
+
+async def returns_early(world: ad.World) -> int:
+    """Rank 2 leaves at once; 0 is replaced by 1 for as long as it takes to see it happen three times."""
+    model = nn.Linear(4, 4)
+    replaced = 0
+    async with make_policy(model) as policy:
+        if world.rank == 2:
+            await policy.step(2.0)
+            return 0
+        while replaced < 3 and 0 not in world.left and 1 not in world.left:
+            replaced += bool(await policy.step(float(world.rank)))
+    return replaced
+
+
+async def killed(world: ad.World) -> None:
+    async def at(step: int) -> None:
+        compute(0.002)
+        if step == 20:
+            ready(world.rank)
+        if step == 30 and world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    await train(world, at)
+
+
+def before_run() -> None:
+    ready(LAUNCHED_AS)
+    time.sleep(FOR_EVER_S)
+
+
+def alone_in_the_handshake() -> None:
+    """Rank 0 never comes."""
+    ready(LAUNCHED_AS)
+    if LAUNCHED_AS == 0:
+        time.sleep(FOR_EVER_S)
+    ad.run(quiet_main)
+
+
+def late_to_the_handshake() -> None:
+    """Rank 0 comes when it is told to."""
+    ready(LAUNCHED_AS)
+    while LAUNCHED_AS == 0 and not (FOLDER / "go").exists():
+        time.sleep(0.05)
+    ad.run(quiet_main)
+
+
+def held_in_the_handshake() -> None:
+    """MPI has started everywhere; rank 0 does not take part in the handshake."""
+    original = runtime._handshake
+
+    async def handshake(*arguments: Any) -> Any:
+        ready(LAUNCHED_AS)
+        if LAUNCHED_AS == 0:
+            await asyncio.sleep(FOR_EVER_S)
+        return await original(*arguments)
+
+    runtime._handshake = handshake
+    ad.run(quiet_main)
+
+
+async def quiet_main(world: ad.World) -> None:
+    await train(world, quietly)
+
+
+def main() -> None:
+    way = sys.argv[2]
+    if way in ("before_run", "alone_in_the_handshake", "late_to_the_handshake", "held_in_the_handshake"):
+        globals()[way]()
+    elif way.startswith("exits"):
+        ad.run(exits, int(way.removeprefix("exits_")))
+    else:
+        value = ad.run(globals()[way], grace_s=1.0 if "blocked" in way else 20.0)
+        print(f"value {LAUNCHED_AS}: {value}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Ranks of one hub on the test's own loop, without ``run``: for tests that look inside."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from asyncdist import World, tags
+from asyncdist.groups import Group
+from asyncdist.progress import Engine, yield_to_loop
+from asyncdist.transports.local import LocalHub
+
+NONCE = 0xC0FFEE
+
+
+@asynccontextmanager
+async def engines(size: int) -> AsyncIterator[tuple[LocalHub, list[Engine]]]:
+    """``size`` ranks with nothing above their engines."""
+    hub = LocalHub(size)
+    loop = asyncio.get_running_loop()
+    made = [Engine(hub.transport(rank), loop) for rank in range(size)]
+    for engine in made:
+        engine.start()
+    try:
+        yield hub, made
+    finally:
+        for engine in made:
+            engine.stop()
+
+
+@asynccontextmanager
+async def worlds(size: int) -> AsyncIterator[list[World]]:
+    """``size`` worlds. Nothing is agreed, and nobody leaves: closing them is the test's business."""
+    async with engines(size) as (_, made):
+        ranks = tuple(range(size))
+        yield [
+            World(
+                engine.transport,
+                asyncio.get_running_loop(),
+                nonce=NONCE,
+                group=Group(ranks, rank, tags.COLLECTIVE_FIRST, None),
+                engine=engine,
+            )
+            for rank, engine in enumerate(made)
+        ]
+
+
+async def yields(count: int) -> None:
+    """Let ``count`` iterations of the loop pass."""
+    for _ in range(count):
+        await yield_to_loop()
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Wait for what needs no more than a few iterations of the loop and a millisecond timer."""
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 conditions of all kinds, most of which ring no bell
+            await asyncio.sleep(0.001)

@@ -1,0 +1,111 @@
+"""Every benchmark runs on real ranks, in a tiny configuration, and writes JSON of the promised shape. No speed is judged.
+
+What does not depend on speed is: byte counts are exact, memory is what is promised, the straggler is replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RUN = Path(__file__).parents[1] / "tools" / "benchmarks" / "run.py"
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("benchmarks")
+
+
+def bench(name: str, scratch: Path, *options: str) -> dict[str, Any]:
+    """The results of a quick run."""
+    out = scratch / f"{name}.json"
+    command = [sys.executable, str(RUN), name, "--quick", "--json", str(out), *options]
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert f"{name}: medians" in completed.stdout
+    written = json.loads(out.read_text())
+    assert written.keys() == {"bench", "results"}
+    assert written["bench"] == name
+    assert all(math.isfinite(number) for number in numbers(written["results"]))
+    return dict(written["results"])
+
+
+def numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, dict):
+        for item in value.values():
+            yield from numbers(item)
+    else:
+        assert isinstance(value, (int, float)), f"{value!r} is no figure"
+        yield value
+
+
+def test_latency(scratch: Path) -> None:
+    results = bench("latency", scratch)
+    assert results["ours_us"] > 0 and results["raw_us"] > 0
+    assert results["ratio"] == pytest.approx(results["ours_us"] / results["raw_us"])
+    assert 32 < results["frame_nbytes"] < 100
+
+
+def test_bandwidth(scratch: Path) -> None:
+    results = bench("bandwidth", scratch)
+    assert list(results) == ["1 MiB", "4 MiB"]
+    for figures in results.values():
+        assert figures["ratio"] == pytest.approx(figures["ours_gb_s"] / figures["raw_gb_s"])
+
+
+def test_step(scratch: Path) -> None:
+    results = bench("step", scratch)
+    assert list(results) == ["85 k", "1.1 M", "20 M", "yield"]
+    for ranks in results.values():
+        assert ranks.keys() == {"rank 0", "rank 1"}
+        for figures in ranks.values():
+            assert 0 < figures["median_us"] <= figures["p99_us"]
+
+
+def test_round(scratch: Path) -> None:
+    results = bench("round", scratch)
+    assert results["ours_s"] > 0 and results["period_s"] > 0
+    assert results["ratio"] == pytest.approx(results["ours_s"] / results["ideal_s"])
+    assert results["ideal_s"] == pytest.approx(sum(results["ideal_parts_s"].values()))
+    assert len(results["wire"]) == 3
+    for figures in results["wire"].values():
+        assert figures["sent_nbytes"] == figures["received_nbytes"] == figures["expected_nbytes"] > 0
+
+
+def test_straggler(scratch: Path) -> None:
+    results = bench("straggler", scratch)
+    assert results["fast_steps_per_s"].keys() == {"none", "average_all", "selective"}
+    assert results["retained"] > results["retained_average_all"] > 0
+    assert results["rounds"] >= results["slow_replacements"] >= 1
+    assert results["slow_reports"] >= 1
+
+
+def test_idle(scratch: Path) -> None:
+    results = bench("idle", scratch)
+    assert results.keys() == {"cpu_percent", "wake_us_median", "raw_cpu_percent", "raw_wake_us_median"}
+    assert 0 < results["cpu_percent"] <= 100
+    assert results["wake_us_median"] > 0
+
+
+def test_memory(scratch: Path) -> None:
+    results = bench("memory", scratch)
+    assert list(results) == ["2 peers", "6 peers"]
+    for roles in results.values():
+        assert roles.keys() == {"donor", "replacer"}
+        for figures in roles.values():
+            assert 0 < figures["held_nbytes"] <= figures["peak_nbytes"]
+            assert figures["held_nbytes"] <= figures["promised_nbytes"]
+    assert results["2 peers"]["donor"] == results["6 peers"]["donor"]
+
+
+def test_an_unknown_benchmark_is_one_line() -> None:
+    completed = subprocess.run([sys.executable, str(RUN), "speed"], capture_output=True, text=True, check=False)
+    assert completed.returncode == 2
+    assert "'speed'" in completed.stderr and "latency" in completed.stderr

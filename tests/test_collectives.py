@@ -1,0 +1,154 @@
+"""Collectives made of messages, from the inside. Values, dtypes, groups, on every transport: ``conformance``."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.local import worlds, yields
+
+import asyncdist as ad
+from asyncdist.errors import AsyncdistError, LocalProtocolError, RankLostError, TruncationError
+
+
+async def test_sums_are_in_rank_order_whoever_comes_first() -> None:
+    """1e8, 1, -1e8 and 1 in float32: every order of summation gives another result."""
+    parts = [1e8, 1.0, -1e8, 1.0]
+    expected = torch.tensor(0.0)
+    for part in parts:
+        expected = expected + torch.tensor(part)
+    for order in itertools.islice(itertools.permutations(range(4)), 0, 24, 5):
+        async with worlds(4) as made:
+            tensors = [torch.tensor([part]) for part in parts]
+            tasks = []
+            for rank in order:
+                tasks.append(
+                    asyncio.ensure_future(made[rank].collectives.all_reduce(tensors[rank], made[rank].group, "sum"))
+                )
+                await yields(4)
+            await asyncio.gather(*tasks)
+            assert {tensor.item() for tensor in tensors} == {expected.item()}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 5),
+    st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=6),
+    st.sampled_from(["sum", "min", "max", "prod"]),
+    st.randoms(use_true_random=False),
+)
+def test_all_ranks_get_the_same_bits(size: int, numbers: list[float], op: str, draw: object) -> None:
+    async def main(world: ad.World) -> list[int]:
+        tensor = torch.tensor(numbers) * (world.rank + 1) / 3
+        await ad.all_reduce(tensor, op)  # type: ignore[arg-type]
+        return tensor.view(torch.int32).tolist()
+
+    found = ad.run_local(main, ranks=size, strict=True)
+    parts = torch.stack([torch.tensor(numbers) * (rank + 1) / 3 for rank in range(size)])
+    total = parts[0].clone()
+    combine = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum, "prod": torch.mul}[op]
+    for part in parts[1:]:
+        total = combine(total, part)
+    assert found == [total.view(torch.int32).tolist()] * size
+
+
+async def test_members_with_unequal_shapes_get_an_error_that_names_sizes() -> None:
+    async with worlds(2) as made:
+        for sizes in ((3, 5), (5, 3)):
+            tasks = [
+                asyncio.ensure_future(world.collectives.all_gather(torch.zeros(sizes[world.rank]), world.group))
+                for world in made
+            ]
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION, timeout=60)
+            errors = [task.exception() for task in done if task.exception() is not None]
+            assert errors
+            assert all(isinstance(error, LocalProtocolError | TruncationError) for error in errors)
+            assert any("12" in str(error) and "20" in str(error) for error in errors)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            break
+
+
+async def test_a_cancelled_collective_is_finished_in_the_background() -> None:
+    async with worlds(2) as made:
+        task = asyncio.ensure_future(made[0].collectives.all_reduce(torch.ones(50_000), made[0].group, "sum"))
+        await yields(3)
+        task.cancel()
+        await asyncio.wait([task])
+        assert made[0].service_count == 1
+        other = torch.ones(50_000)
+        await made[1].collectives.all_reduce(other, made[1].group, "sum")
+        assert other.eq(2).all(), "the cancelled rank's part counts"
+        await yields(10)
+        assert made[0].service_count == 0
+        assert made[0].leftovers() == made[1].leftovers() == []
+
+
+async def test_a_small_collective_does_not_overtake_a_cancelled_large_one() -> None:
+    """Its messages would land in the large one's buffers: both use the group's tag."""
+    async with worlds(2) as made:
+        large = [
+            asyncio.ensure_future(world.collectives.all_reduce(torch.ones(100_000), world.group, "sum"))
+            for world in made
+        ]
+        await yields(2)
+        for task in large:
+            task.cancel()
+        await asyncio.wait(large)
+        small = await asyncio.gather(
+            *(world.collectives.all_gather(torch.tensor([world.rank]), world.group) for world in made)
+        )
+        assert [[part.item() for part in parts] for parts in small] == [[0, 1]] * 2
+        for world in made:
+            assert not world.collectives._newest
+
+
+async def test_a_lost_rank_ends_the_collective_of_those_that_wait_for_it() -> None:
+    async with worlds(2) as made:
+        task = asyncio.ensure_future(made[0].collectives.barrier(made[0].group))
+        await yields(5)
+        made[0].engine.transport._hub.lose(1)  # type: ignore[attr-defined]
+        with pytest.raises(RankLostError):
+            async with asyncio.timeout(60):
+                await task
+
+
+async def test_results_share_no_memory_with_the_input() -> None:
+    async with worlds(1) as [world]:
+        mine = torch.zeros(3)
+        for found in (
+            (await world.collectives.all_gather(mine, world.group))[0],
+            (await world.collectives.all_to_all([mine], world.group))[0],
+            (await world.collectives.gather(mine, world.group, 0) or [])[0],
+        ):
+            found += 1
+            assert mine.tolist() == [0, 0, 0]
+
+
+def test_one_rank_alone_reduces_to_itself() -> None:
+    async def main(world: ad.World) -> None:
+        tensor = torch.tensor([1.5, 2.5])
+        for op in ("sum", "min", "max", "prod"):
+            assert (await ad.all_reduce(tensor, op)).tolist() == [1.5, 2.5]  # type: ignore[arg-type]
+        assert (await ad.broadcast(tensor)).tolist() == [1.5, 2.5]
+        await ad.barrier()
+        group = await ad.new_group([0])
+        assert (await ad.all_reduce(tensor, group=group)).tolist() == [1.5, 2.5]
+
+    ad.run_local(main, ranks=1, strict=True)
+
+
+def test_after_the_failure_of_the_job_no_collective_starts() -> None:
+    async def main(world: ad.World) -> None:
+        world.engine.fail(RankLostError("rank 9 failed", rank=9))
+        for collective in (ad.barrier(), ad.all_gather(torch.zeros(1)), ad.broadcast(torch.zeros(1))):
+            with pytest.raises(AsyncdistError, match="rank 9 failed"):
+                await collective
+
+    with pytest.raises(RankLostError):
+        ad.run_local(main, ranks=1)

@@ -1,0 +1,356 @@
+"""How jobs end, under the real mpirun: whatever happens, everything stops, nothing is left, and one clear word is said.
+
+Each rank runs under ``scripts/watched.py``, which writes down its own exit code and its pid. The time limits are
+generous: they only tell "it ended" from "it hangs", since the programs would go on for minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support import mpi
+
+import asyncdist as ad
+
+SCRIPTS = Path(__file__).with_name("scripts")
+#: Until a job has come to the place where something is done to it.
+START_S = 60.0
+#: Until it must have ended after that. The programs themselves would take 300 s.
+END_S = 45.0
+
+
+class Job:
+    """A job under mpirun, and what is known about its ranks.
+
+    Attributes:
+        stdout, stderr: of everybody, once it has ended.
+        statuses: the ranks' own exit codes, in no order; one that was killed together with its watcher is missing.
+    """
+
+    def __init__(self, folder: Path, ranks: int, way: str) -> None:
+        self.folder, self.ranks = folder, ranks
+        self.stdout = self.stderr = ""
+        self.statuses: list[int] = []
+        launch = Path(ad.__file__).with_name("launch.py")
+        program = [launch, SCRIPTS / "ends.py", folder, way]
+        command = [sys.executable, "-m", "asyncdist", "run", "-n", ranks, SCRIPTS / "watched.py", folder, *program]
+        with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
+            self.process = subprocess.Popen(
+                [str(word) for word in command],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env={**mpi._base_environment(), "PYTHONFAULTHANDLER": "1"},
+                start_new_session=True,
+            )
+
+    def rank_pid(self, rank: int) -> int:
+        """The process of a rank that has said that it is ready."""
+        return int((self.folder / f"ready.{rank}").read_text())
+
+    def wait_ready(self) -> None:
+        """Until every rank has come to its place."""
+        self._wait(lambda: all((self.folder / f"ready.{rank}").exists() for rank in range(self.ranks)), START_S)
+
+    def wait_end(self, seconds: float = END_S) -> int:
+        """The exit code of mpirun, when it and every rank have ended by themselves."""
+        self._wait(lambda: self.process.poll() is not None, seconds)
+        self._wait(lambda: not self.living(), 10.0)
+        self.stdout = (self.folder / "stdout").read_text(errors="replace")
+        self.stderr = (self.folder / "stderr").read_text(errors="replace")
+        self.statuses = [int(path.read_text()) for path in self.folder.glob("status.*")]
+        return self.process.returncode
+
+    def living(self) -> list[int]:
+        """Ranks whose processes exist."""
+        pids = [int(path.suffix[1:]) for path in self.folder.glob("pid.*")]
+        return [pid for pid in pids if is_running(pid)]
+
+    def _wait(self, condition: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"nothing happened for {seconds:g} s\n{self.describe()}"
+            time.sleep(0.02)
+
+    def describe(self) -> str:
+        texts = [f"--- {path.name}\n{path.read_text(errors='replace')}" for path in sorted(self.folder.glob("*"))]
+        return f"mpirun: {self.process.poll()}, living ranks: {self.living()}\n" + "\n".join(texts)
+
+    def close(self) -> None:
+        """Nothing lives on, however the test went."""
+        mpi._kill_session(self.process.pid)
+        self.process.wait()
+        for pid in self.living():
+            os.kill(pid, signal.SIGKILL)
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, one that nobody has waited for yet not counted."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+class Ended:
+    """Runs a job to its end and keeps what it said."""
+
+    def __init__(self, way: str, ranks: int, act: Callable[[Job], object] | None = None) -> None:
+        mpi.require_mpi()
+        with tempfile.TemporaryDirectory(prefix="asyncdist-test-") as name:
+            job = Job(Path(name), ranks, way)
+            try:
+                if act is not None:
+                    job.wait_ready()
+                    act(job)
+                self.code = job.wait_end()
+                self.stdout, self.stderr, self.statuses = job.stdout, job.stderr, job.statuses
+                self.story = job.describe()
+            finally:
+                job.close()
+
+    def check_failed(self) -> None:
+        """Both mpirun and every rank that could say so ended with an error."""
+        assert self.code != 0, self.story
+        assert all(status != 0 for status in self.statuses), self.story
+
+    def check_told_once(self, text: str, rank: int) -> None:
+        """One traceback, by the rank that failed; one line from each other one."""
+        assert self.stderr.count("Traceback") == 1, self.story
+        assert f"asyncdist: rank {rank} failed:" in self.stderr, self.story
+        assert self.stderr.count(f"\n{text}") == 1 or self.stderr.count(f"| {text}") == 1, self.story
+
+
+# -- a failure somewhere ----------------------------------------------------------------------------------------------
+
+
+def test_an_exception_on_one_rank_ends_the_job_and_is_told_once() -> None:
+    ended = Ended("raises", 3)
+    ended.check_failed()
+    assert len(ended.statuses) == 3, ended.story
+    ended.check_told_once("ValueError: boom-7", rank=1)
+    for rank in (0, 2):
+        assert ended.stderr.count(f"rank {rank} stopped: rank 1 failed: ValueError: boom-7") == 1, ended.story
+
+
+def test_an_exception_reaches_those_who_wait_for_that_rank_in_a_policys_start() -> None:
+    ended = Ended("raises_before_a_policy_of_others", 2)
+    ended.check_failed()
+    assert len(ended.statuses) == 2, ended.story
+    ended.check_told_once("ValueError: boom-7", rank=1)
+
+
+def test_a_peer_inside_a_long_blocking_call_is_aborted_after_the_grace_period() -> None:
+    ended = Ended("raises_beside_a_blocked_peer", 2)
+    ended.check_failed()
+    ended.check_told_once("ValueError: boom-7", rank=1)
+    assert "rank 1: ranks [0] did not stop within 1 s; aborting the job" in ended.stderr, ended.story
+
+
+def test_a_task_that_fails_in_the_background_ends_the_job() -> None:
+    ended = Ended("background_task_fails", 2)
+    ended.check_failed()
+    assert len(ended.statuses) == 2, ended.story
+    assert ended.stderr.count("ValueError: boom-7") == 2, ended.story  # the traceback, and rank 0's line
+    assert ended.stderr.count("asyncdist: rank 1 failed:") == 1, ended.story
+    assert "rank 0 stopped: rank 1 failed: ValueError: boom-7" in ended.stderr, ended.story
+
+
+@pytest.mark.parametrize("way", ["raises_keyboard_interrupt", "raises_cancelled"])
+def test_interrupts_and_cancellations_of_ones_own_making(way: str) -> None:
+    ended = Ended(way, 2)
+    ended.check_failed()
+    assert len(ended.statuses) == 2, ended.story
+    assert "rank 0 stopped: rank 1 failed: " in ended.stderr, ended.story
+    assert ended.stderr.count("Traceback") == (1 if way == "raises_cancelled" else 0), ended.story
+
+
+def test_sys_exit_zero_is_a_rank_that_leaves_early() -> None:
+    ended = Ended("exits_0", 3)
+    assert ended.code == 0 and ended.statuses == [0, 0, 0], ended.story
+    assert "Traceback" not in ended.stderr, ended.story
+
+
+def test_sys_exit_with_a_code_ends_the_job_with_an_error() -> None:
+    ended = Ended("exits_3", 2)
+    ended.check_failed()
+    assert 3 in ended.statuses, ended.story
+    assert "rank 0 stopped: rank 1 failed: SystemExit: 3" in ended.stderr, ended.story
+    assert "Traceback" not in ended.stderr, ended.story
+
+
+def test_a_killed_rank_ends_the_rest() -> None:
+    ended = Ended("killed", 3)
+    ended.check_failed()
+
+
+def test_a_rank_that_returns_early_leaves_the_others_averaging() -> None:
+    ended = Ended("returns_early", 3)
+    assert ended.code == 0 and ended.statuses == [0, 0, 0], ended.story
+    assert sorted(line for line in ended.stdout.splitlines() if line.startswith("value")) == [
+        "value 0: 3",
+        "value 1: 0",
+        "value 2: 0",
+    ], ended.story
+
+
+# -- signals ----------------------------------------------------------------------------------------------------------
+
+PLACES = ("steps", "streams", "policy_streams", "policy_start", "before_run", "alone_in_the_handshake")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_ctrl_c_anywhere_ends_everything(place: str) -> None:
+    """As the terminal does it: mpirun gets SIGINT (``asyncdist run`` has become mpirun), and passes it on or kills."""
+    ended = Ended(place, 2, lambda job: os.kill(job.process.pid, signal.SIGINT))
+    ended.check_failed()
+    assert "Traceback" not in ended.stderr or place in ("before_run", "alone_in_the_handshake"), ended.story
+
+
+def test_sigterm_to_mpirun_ends_everything() -> None:
+    ended = Ended("steps", 2, lambda job: os.kill(job.process.pid, signal.SIGTERM))
+    ended.check_failed()
+
+
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [
+        ("steps", signal.SIGINT),
+        ("steps", signal.SIGTERM),
+        ("policy_streams", signal.SIGTERM),
+        ("policy_start", signal.SIGINT),
+    ],
+)
+def test_a_signal_to_one_rank_ends_the_job(place: str, number: signal.Signals) -> None:
+    ended = Ended(place, 2, lambda job: os.kill(job.rank_pid(1), number))
+    ended.check_failed()
+    assert len(ended.statuses) == 2, ended.story
+    assert "Traceback" not in ended.stderr, ended.story
+
+
+@pytest.mark.parametrize(("place", "rank"), [("before_run", 0), ("held_in_the_handshake", 1)])
+def test_a_signal_to_one_rank_during_its_set_up_ends_the_job(place: str, rank: int) -> None:
+    ended = Ended(place, 2, lambda job: os.kill(job.rank_pid(rank), signal.SIGINT))
+    ended.check_failed()
+    assert ("rank 1 was interrupted" in ended.stderr) == (rank == 1), ended.story
+
+
+def test_a_signal_that_comes_while_mpi_starts_ends_the_job_once_it_has_started() -> None:
+    def act(job: Job) -> None:
+        time.sleep(2.0)  # rank 1 is inside MPI's own set-up by now, most likely; anywhere else will do
+        os.kill(job.rank_pid(1), signal.SIGINT)
+        time.sleep(0.5)
+        (job.folder / "go").touch()
+
+    ended = Ended("late_to_the_handshake", 2, act)
+    ended.check_failed()
+
+
+def test_the_second_signal_ends_a_rank_that_is_deaf_to_the_first() -> None:
+    def twice(job: Job) -> None:
+        os.kill(job.rank_pid(1), signal.SIGINT)
+        time.sleep(0.3)  # two at once would be one
+        assert is_running(job.rank_pid(1)), "the first signal ended a rank that should drain"
+        os.kill(job.rank_pid(1), signal.SIGINT)
+
+    ended = Ended("blocked", 2, twice)
+    ended.check_failed()
+    assert 130 in ended.statuses, ended.story
+
+
+# -- in one process ---------------------------------------------------------------------------------------------------
+
+
+class Boom(Exception):
+    pass
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_local_ranks_raise_what_the_failing_one_raised(ranks: int) -> None:
+    seen: list[BaseException] = []
+
+    async def main(world: ad.World) -> None:
+        try:
+            for step in range(10_000):
+                if world.rank == ranks - 1 and step == 5:
+                    raise Boom("here")
+                await world.safe_point()
+        except ad.RankLostError as error:
+            seen.append(error)
+            raise
+
+    with pytest.raises(Boom, match="here"):
+        ad.run_local(main, ranks=ranks)
+    assert len(seen) == ranks - 1
+    assert all(error.rank == ranks - 1 and "Boom: here" in str(error) for error in seen)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
+def test_local_exits_interrupts_and_cancellations_come_out_as_they_are(error: BaseException) -> None:
+    async def main(world: ad.World) -> None:
+        if world.rank == 1:
+            raise error
+        while True:
+            await world.safe_point()
+
+    with pytest.raises(type(error)) as caught:
+        ad.run_local(main, ranks=2)
+    if isinstance(error, SystemExit):
+        assert caught.value.code == 3
+
+
+def test_local_exit_with_success_is_leaving_early() -> None:
+    steps: list[int] = []
+
+    async def main(world: ad.World) -> int:
+        if world.rank == 1:
+            sys.exit(0)
+        for _ in range(50):
+            await world.safe_point()
+            steps.append(1)
+        return 7
+
+    with pytest.raises(SystemExit) as caught:
+        ad.run_local(main, ranks=2)
+    assert not caught.value.code and len(steps) == 50
+
+
+def test_local_tasks_in_the_background_are_awaited_and_fail_as_a_group() -> None:
+    done: list[int] = []
+
+    async def main(world: ad.World, fails: bool) -> None:
+        async def work() -> None:
+            await world.sleep(0.01)
+            if fails:
+                raise Boom("behind")
+            done.append(world.rank)
+
+        world.spawn(work())
+        if fails:
+            await world.sleep(300)
+
+    ad.run_local(main, False, ranks=2)
+    assert sorted(done) == [0, 1]
+    with pytest.raises(ExceptionGroup) as caught:
+        ad.run_local(main, True, ranks=1)
+    assert isinstance(caught.value.exceptions[0], Boom)
+
+
+def test_a_local_signal_ends_every_rank() -> None:
+    async def main(world: ad.World) -> None:
+        if world.rank == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        while True:
+            await world.safe_point()
+
+    with pytest.raises(KeyboardInterrupt):
+        ad.run_local(main, ranks=2)

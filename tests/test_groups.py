@@ -1,0 +1,207 @@
+"""Agreements and groups: who is missing, what differs, who has left."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from support.local import worlds, yields
+
+from asyncdist import World, tags
+from asyncdist.errors import ClosedError, DisagreementError, LocalProtocolError, StartTimeoutError
+from asyncdist.groups import Agreed, Group, check_ranks, next_tag
+from asyncdist.world import Leave
+
+NOBODY_COMES_S = 0.05
+
+
+async def outcomes(*agreements: Any) -> list[Any]:
+    async with asyncio.timeout(60):
+        return await asyncio.gather(*agreements, return_exceptions=True)
+
+
+def agree(world: World, ranks: tuple[int, ...], **options: Any) -> Any:
+    options = {"values": {}, "timeout_s": 60.0, "subject": "policy", **options}
+    return world.agreements.agree(ranks, options.pop("subject"), options.pop("values"), **options)
+
+
+@pytest.fixture
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncdist.groups.MEMBER_PATIENCE_S", 0.1)
+
+
+async def test_members_that_agree_get_the_largest_proposal_and_the_values() -> None:
+    async with worlds(4) as made:
+        ranks = (2, 0, 3)
+        found = await outcomes(
+            *(agree(made[rank], ranks, values={"lr": "1"}, proposal=10 * rank) for rank in (3, 0, 2))
+        )
+        assert found == [Agreed(30, {"lr": "1"})] * 3
+
+
+async def test_repetitions_are_told_apart() -> None:
+    async with worlds(2) as made:
+        for i in range(5):
+            found = await outcomes(*(agree(world, (0, 1), values={"i": str(i)}) for world in made))
+            assert [agreed.values for agreed in found] == [{"i": str(i)}] * 2
+        # One member two meetings ahead, where it only follows.
+        ahead = [asyncio.ensure_future(agree(made[1], (0, 1), values={"i": str(i)})) for i in range(3)]
+        await yields(10)
+        for i in range(3):
+            assert (await agree(made[0], (0, 1), values={"i": str(i)})).values == {"i": str(i)}
+        await outcomes(*ahead)
+
+
+async def test_subjects_at_the_same_time_do_not_mix() -> None:
+    async with worlds(3) as made:
+        found = await outcomes(
+            *(agree(world, (0, 1, 2), subject=f"policy {i}", proposal=i) for i in range(6) for world in made)
+        )
+        assert [agreed.number for agreed in found] == [i for i in range(6) for _ in range(3)]
+
+
+@pytest.mark.usefixtures("short_patience")
+@pytest.mark.parametrize("present", [(0,), (0, 1), (0, 2), (1,), (1, 2), (2,)])
+async def test_everybody_who_came_is_told_who_did_not(present: tuple[int, ...]) -> None:
+    async with worlds(3) as made:
+        found = await outcomes(*(agree(made[rank], (0, 1, 2), timeout_s=NOBODY_COMES_S) for rank in present))
+        for error in found:
+            assert isinstance(error, StartTimeoutError)
+            assert isinstance(error, TimeoutError)
+            # Without its leader nobody knows more than that the leader is missing.
+            missing = tuple({0, 1, 2} - set(present)) if 0 in present else (0,)
+            assert error.missing == missing
+            for rank in missing:
+                assert str(rank) in str(error)
+
+
+async def test_a_late_joiner_is_waited_for() -> None:
+    async with worlds(2) as made:
+        first = asyncio.ensure_future(agree(made[0], (0, 1), timeout_s=60))
+        await yields(50)
+        assert not first.done()
+        await agree(made[1], (0, 1))
+        assert isinstance(await first, Agreed)
+
+
+@pytest.mark.parametrize(
+    ("values", "name", "sentence"),
+    [
+        (({"lr": "1", "steps": "5"}, {"lr": "1", "steps": "6"}), "steps", "steps is 5 on rank 0 and 6 on rank 1"),
+        (({"b": "1", "a": "1"}, {"b": "2", "a": "2"}), "a", "a is 1 on rank 0 and 2 on rank 1"),
+        (({"lr": "1"}, {"lr": "1", "new": "x"}), "new", "new is nothing on rank 0 and x on rank 1"),
+        (({"lr": "1", "old": "x"}, {"lr": "1"}), "old", "old is x on rank 0 and nothing on rank 1"),
+    ],
+)
+async def test_the_first_difference_is_named_on_all_ranks(
+    values: tuple[dict[str, str], ...], name: str, sentence: str
+) -> None:
+    async with worlds(2) as made:
+        found = await outcomes(*(agree(world, (0, 1), values=values[world.rank]) for world in made))
+        for error in found:
+            assert type(error) is DisagreementError
+            assert error.difference == name
+            assert sentence in str(error)
+
+
+async def test_the_difference_of_a_later_rank_is_found() -> None:
+    async with worlds(4) as made:
+        found = await outcomes(
+            *(agree(world, (0, 1, 2, 3), values={"x": "odd" if world.rank == 3 else "even"}) for world in made)
+        )
+        for error in found:
+            assert "x is even on rank 0 and odd on rank 3" in str(error)
+
+
+async def test_a_leader_who_is_no_participant_compares_the_others() -> None:
+    """A reserved coordinator says nothing itself and learns what the members say."""
+    async with worlds(3) as made:
+        ranks = (0, 1, 2)
+        found = await outcomes(
+            agree(made[2], ranks, leader=2),
+            *(agree(made[rank], ranks, leader=2, values={"x": "1"}, proposal=rank) for rank in (0, 1)),
+        )
+        assert found == [Agreed(1, {"x": "1"})] * 3
+        found = await outcomes(
+            agree(made[2], ranks, leader=2),
+            *(agree(made[rank], ranks, leader=2, values={"x": str(rank)}) for rank in (0, 1)),
+        )
+        assert ["x is 0 on rank 0 and 1 on rank 1" in str(error) for error in found] == [True] * 3
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+async def test_whoever_withdrew_is_named_in_the_others_errors(who: int) -> None:
+    async with worlds(3) as made:
+        ranks = (0, 1, 2)
+        await outcomes(*(agree(world, ranks) for world in made))
+        waiting = [asyncio.ensure_future(agree(world, ranks, timeout_s=None)) for world in made if world.rank != who]
+        await yields(10)
+        made[who].agreements.withdraw(ranks, "policy")
+        for error in await outcomes(*waiting):
+            assert isinstance(error, ClosedError)
+            assert error.ranks == (who,)
+            assert f"rank {who} left" in str(error)
+        found = await outcomes(*(agree(world, ranks, timeout_s=None) for world in made if world.rank != who))
+        assert all(isinstance(error, ClosedError) for error in found), "and again"
+        assert all(isinstance(a, Agreed) for a in await outcomes(*(agree(w, ranks, subject="else") for w in made)))
+
+
+@pytest.mark.parametrize("who", [0, 1])
+async def test_a_rank_that_has_left_the_world_is_named(who: int) -> None:
+    async with worlds(2) as made:
+        other = made[1 - who]
+        waiting = asyncio.ensure_future(agree(other, (0, 1), timeout_s=None))
+        await yields(5)
+        made[who].announce(Leave())
+        [error] = await outcomes(waiting)
+        assert isinstance(error, ClosedError)
+        assert error.ranks == (who,)
+        [error] = await outcomes(agree(other, (0, 1), timeout_s=None))
+        assert isinstance(error, ClosedError)
+
+
+# -------------------------------------------------------------------------------------------------------------- groups
+
+
+async def test_a_group_knows_its_ranks_and_has_a_tag_of_its_own() -> None:
+    async with worlds(4) as made:
+        first = await outcomes(*(made[rank].new_group([3, 1]) for rank in (1, 3)))
+        second = await outcomes(*(made[rank].new_group((1, 2, 3)) for rank in (1, 2, 3)))
+        assert [group.ranks for group in first] == [(3, 1)] * 2
+        assert [group.index for group in first] == [1, 0]
+        assert [group.size for group in second] == [3] * 3
+        assert len({group.tag for group in first}) == len({group.tag for group in second}) == 1
+        assert first[0].tag != second[0].tag
+        third = await outcomes(*(made[rank].new_group([0, 2]) for rank in (0, 2)))
+        assert third[0].tag > second[0].tag, "rank 2 has been in a group of that tag"
+        assert all(tags.COLLECTIVE_FIRST < group.tag <= tags.COLLECTIVE_LAST for group in (*first, *second, *third))
+
+
+async def test_tags_of_groups_run_out_with_a_word() -> None:
+    assert next_tag(tags.COLLECTIVE_LAST - 1) == tags.COLLECTIVE_LAST
+    with pytest.raises(LocalProtocolError, match="more than 900 groups"):
+        next_tag(tags.COLLECTIVE_LAST)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ([], "names each member once"),
+        ([0, 1, 0], "names each member once"),
+        ([0, 4], "ranks from 0 to 3, not 4"),
+        ([-1, 0], "not -1"),
+        ([0, True], "not True"),
+        ([0, 1.0], "not 1.0"),
+        ([1, 2], r"rank 0 is not in the group \[1, 2\]"),
+    ],
+)
+def test_lists_that_are_no_group_are_refused(ranks: list[Any], words: str) -> None:
+    with pytest.raises(LocalProtocolError, match=words):
+        check_ranks(ranks, rank=0, size=4)
+
+
+def test_groups_compare_by_identity() -> None:
+    one, other = (Group((0, 1), 0, 7101, None) for _ in range(2))
+    assert one != other
+    assert len({one, other}) == 2

@@ -1,0 +1,156 @@
+"""DESIGN section 2, read from the imports themselves: what may import what, and who reads the environment."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+#: From the bottom up. A module may import those of lower layers alone.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("_version", "errors", "flat"),
+    ("tags", "transports.base"),
+    ("wire", "progress", "transports.local", "transports.mpi", "transports.__init__", "supervision"),
+    ("channels", "streams"),
+    ("groups",),
+    ("collectives",),
+    ("world",),
+    ("launch",),
+    ("runtime", "api"),
+    ("__init__", "cli"),
+    ("__main__",),
+)
+
+
+def modules(package: str) -> dict[str, ast.Module]:
+    """Every module of a package by its dotted name below it, parsed."""
+    folder = ROOT / package
+    found = {}
+    for path in sorted(folder.rglob("*.py")):
+        name = ".".join(path.relative_to(folder).with_suffix("").parts)
+        found[name] = ast.parse(path.read_text(), str(path))
+    return found
+
+
+ASYNCDIST = modules("asyncdist")
+PROTOCOLS = modules("protocols")
+
+
+def imports(tree: ast.Module) -> set[str]:
+    """Every module that is imported anywhere in it, functions included; for ``from a import b`` both a and a.b."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            assert node.module is not None
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def own_imports(tree: ast.Module) -> set[str]:
+    """The modules of asyncdist among them, by their names in LAYERS."""
+    found = {name.removeprefix("asyncdist.") for name in imports(tree) if name.startswith("asyncdist.")}
+    return {name for name in found if name in ASYNCDIST}
+
+
+def uses(tree: ast.Module, package: str) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for name in imports(tree))
+
+
+def layer_of(name: str) -> int:
+    return next(number for number, layer in enumerate(LAYERS) if name in layer)
+
+
+def test_every_module_has_its_layer() -> None:
+    assert sorted(ASYNCDIST) == sorted(name for layer in LAYERS for name in layer)
+
+
+@pytest.mark.parametrize("name", sorted(ASYNCDIST))
+def test_imports_go_down_only(name: str) -> None:
+    wrong = {other for other in own_imports(ASYNCDIST[name]) if layer_of(other) >= layer_of(name)}
+    assert not wrong
+
+
+def test_there_is_something_to_prove() -> None:
+    """The parser sees what it should: a rule that finds no import proves nothing."""
+    assert {"progress", "wire", "errors"} <= own_imports(ASYNCDIST["channels"])
+    assert "transports.mpi" in own_imports(ASYNCDIST["runtime"]), "an import inside a function"
+    assert uses(ASYNCDIST["transports.mpi"], "mpi4py")
+
+
+def test_mpi4py_is_imported_in_the_mpi_transport_and_the_launcher_alone() -> None:
+    users = {name for name, tree in ASYNCDIST.items() if uses(tree, "mpi4py")}
+    assert users <= {"transports.mpi", "launch"}
+    assert not any(uses(tree, "mpi4py") for tree in PROTOCOLS.values())
+
+
+@pytest.mark.parametrize("package", ["asyncdist", "protocols"])
+def test_torch_distributed_is_imported_nowhere_yet(package: str) -> None:
+    assert not [name for name, tree in modules(package).items() if uses(tree, "torch.distributed")]
+
+
+def test_a_concrete_transport_is_known_to_the_runtime_alone() -> None:
+    users = {
+        name
+        for name, tree in ASYNCDIST.items()
+        if own_imports(tree) & {"transports.local", "transports.mpi"} and not name.startswith("transports.")
+    }
+    assert users == {"runtime"}
+
+
+def test_asyncdist_never_imports_protocols() -> None:
+    assert not [name for name, tree in ASYNCDIST.items() if uses(tree, "protocols")]
+
+
+def test_protocols_import_no_transport() -> None:
+    forbidden = {"asyncdist.transports.local", "asyncdist.transports.mpi", "asyncdist.runtime", "asyncdist.launch"}
+    assert not {name: found for name, tree in PROTOCOLS.items() if (found := imports(tree) & forbidden)}
+
+
+def test_protocols_never_ask_which_transport_they_run_on() -> None:
+    asked = {"transport_name", "capabilities", "transport"}
+    for name, tree in PROTOCOLS.items():
+        attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        assert not attributes & asked, name
+
+
+@pytest.mark.parametrize("name", sorted(PROTOCOLS))
+def test_decision_cores_know_no_loop_no_clock_and_no_chance(name: str) -> None:
+    if name.endswith("_core") or name == "messages":
+        for package in ("asyncio", "time", "random", "secrets", "torch", "asyncdist"):
+            assert not uses(PROTOCOLS[name], package), package
+
+
+def test_the_environment_is_read_in_the_launcher_alone() -> None:
+    readers = set()
+    for package, trees in (("asyncdist", ASYNCDIST), ("protocols", PROTOCOLS)):
+        for name, tree in trees.items():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv"):
+                    readers.add(f"{package}.{name}")
+            if imports(tree) & {"os.environ", "os.getenv", "os.environb"}:
+                readers.add(f"{package}.{name}")
+    assert readers == {"asyncdist.launch"}
+
+
+@pytest.mark.parametrize("trees", [ASYNCDIST, PROTOCOLS], ids=["asyncdist", "protocols"])
+def test_nothing_is_pickled_and_nothing_is_evaluated(trees: dict[str, ast.Module]) -> None:
+    for name, tree in trees.items():
+        for package in ("pickle", "marshal", "shelve", "dill", "cloudpickle"):
+            assert not uses(tree, package), name
+        called = {
+            node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        }
+        assert not called & ({"eval"} if name == "launch" else {"eval", "exec", "compile"}), name
+
+
+def test_every_module_says_what_it_is() -> None:
+    for trees in (ASYNCDIST, PROTOCOLS):
+        for name, tree in trees.items():
+            assert ast.get_docstring(tree), name

@@ -1,0 +1,118 @@
+"""The policies between real processes: 2, 3 and 4 ranks under mpirun, one job each for many stories.
+
+``scripts/policies.py`` has the stories and says what they are; its job ends in failure if anything is left over.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from scripts.population import Mixed, Story, flat_state
+from support.mpi import run_ranks
+
+from protocols import AverageApplied
+
+SIZES = (2, 3, 4)
+STATE = flat_state(Mixed())
+FLOATING_NBYTES = sum(tensor.nbytes for name, tensor in STATE.items() if name.startswith("float"))
+EXACT_NBYTES = sum(tensor.nbytes for name, tensor in STATE.items() if not name.startswith("float"))
+
+
+@functools.cache
+def stories(ranks: int) -> list[dict[str, Any]]:
+    """What each rank saw."""
+    result = run_ranks(ranks, "tests/scripts/policies.py", timeout_s=110).check()
+    return [result.reports[rank] for rank in range(ranks)]
+
+
+def told(ranks: int, name: str) -> list[dict[str, Any]]:
+    return [report[name] for report in stories(ranks)]
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_the_worst_becomes_exactly_the_mean_of_the_others_and_nobody_else_changes(ranks: int) -> None:
+    worst, *others = told(ranks, "exactness")
+    mean = sum(range(1, ranks)) / (ranks - 1)
+    assert worst["replacements"] == 3 and worst["floating"] == [mean]
+    assert worst["integers"] == sorted({ranks - 1.0, 1.0})
+    assert worst["nbytes"] == [(ranks - 1) * FLOATING_NBYTES + EXACT_NBYTES] * 3
+    assert worst["donors"] == [list(range(1, ranks))] * 3
+    for other in others:
+        assert other["replacements"] == 0 and other["unchanged"]
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_every_average_is_the_one_of_its_donors_snapshots(ranks: int) -> None:
+    """Recomputed here from what the donors said, bit for bit."""
+    reports, story = told(ranks, "walk"), Story()
+    for rank, report in enumerate(reports):
+        for number, state in report["snapshots"]:
+            story.snapshots[number, rank] = typed(state)
+        for number, donors, weights, best, state, before in report["applications"]:
+            event = AverageApplied(number, tuple(donors), tuple(weights), best, 0, typed(state))
+            story.applications.append((rank, event, typed(before)))
+    assert story.verify(momentum=0.25) == sum(report["replacements"] for report in reports) >= 4
+
+
+def typed(state: dict[str, list[float]]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(numbers, dtype=getattr(torch, name)) for name, numbers in state.items()}
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_average_all_waits_for_all_and_names_who_left(ranks: int) -> None:
+    reports = told(ranks, "together")
+    mean = sorted({float(torch.tensor(sum(range(ranks)), dtype=t) / ranks) for t in (torch.float32, torch.float64)})
+    for rank, report in enumerate(reports):
+        assert report["floating"] == [mean] * 3 and report["integers"] == [0.0]
+        assert (f"rank {ranks - 1} left" in report["left"]) == (rank != ranks - 1) or "left" in report["left"]
+    assert f"rank {ranks - 1} left" in reports[0]["left"]
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_a_policy_that_cannot_start_says_why_on_every_rank(ranks: int) -> None:
+    *there, absent = told(ranks, "missing")
+    assert not absent["error"]
+    assert all(f"rank {ranks - 1} did not come within 0.2 s" in report["error"] for report in there)
+    for report in told(ranks, "different"):
+        assert "the models differ" in report["error"] and "'1.weight'" in report["error"], report
+
+
+def test_64_mib_arrive_whole_and_the_bytes_on_the_wire_are_as_many_as_they_must_be() -> None:
+    """D * R * averaged + R * exact, for 2 donors and 2 replacers."""
+    reports = told(4, "large")
+    averaged, exact = 4096 * 4096 * 4, 5 * 8
+    assert [report["replacements"] for report in reports] == [1, 1, 0, 0]
+    for replacer in reports[:2]:
+        assert (replacer["low"], replacer["high"]) == (2.5, 2.5) and replacer["counter"] == [3] * 5
+        assert replacer["nbytes"] == [2 * averaged + exact] == [replacer["received_nbytes"]]
+    assert all(donor["unchanged"] and donor["received_nbytes"] == 0 for donor in reports[2:])
+    assert reports[0]["rounds"] == 1 and not any(report["abandoned"] for report in reports)
+    sent = [report["sent_nbytes"] for report in reports]
+    assert sent == [0, 0, 2 * averaged, 2 * (averaged + exact)]
+    assert sum(sent) == sum(report["received_nbytes"] for report in reports) == 2 * 2 * averaged + 2 * exact
+
+
+def test_a_straggler_is_replaced_and_the_others_keep_their_rate() -> None:
+    reports = told(4, "straggler")
+    slow = reports[1]
+    assert slow["replacements"] == 3
+    for rank in (0, 2, 3):
+        assert reports[rank]["steps"] > 2.5 * slow["steps"], reports
+    # a step of theirs is a pause of 4 ms; waiting for the straggler once per round would show
+    assert reports[0]["rounds"] >= 3
+
+
+def test_the_others_go_on_when_the_last_rank_leaves() -> None:
+    reports = told(4, "leaver")
+    assert reports[0]["replacements"] == 3 and reports[3]["steps"] == 1 and reports[3]["unchanged"]
+    assert reports[0]["donors"][-2:] == [[1, 2], [1, 2]]
+
+
+def test_the_others_go_on_when_the_coordinators_rank_leaves() -> None:
+    reports = told(4, "headless")
+    assert reports[0]["steps"] == 1 and reports[0]["unchanged"]
+    assert reports[1]["replacements"] == 3 and reports[1]["donors"][-2:] == [[2, 3], [2, 3]]
+    assert reports[0]["applied"]["1"] >= 2  # its task goes on, as a part of the world

@@ -1,0 +1,674 @@
+"""The engine alone, over a transport whose requests complete when the test says so."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from support.local import engines, eventually, yields
+
+from asyncdist import progress
+from asyncdist.errors import AsyncdistError, RankLostError, TruncationError
+from asyncdist.progress import Engine
+from asyncdist.transports.base import ANY_SOURCE, Capabilities
+
+
+class ScriptedRequest:
+    """Done when told so; counts its tests."""
+
+    def __init__(self, *, done: bool = False, error: BaseException | None = None) -> None:
+        self.done = done
+        self.error = error
+        self.cancelled = False
+        self.cancel_calls = 0
+        self.source = ANY_SOURCE
+        self.nbytes = 0
+        self.test_count = 0
+
+    def test(self) -> bool:
+        self.test_count += 1
+        if self.error is not None:
+            raise self.error
+        return self.done
+
+    def cancel(self) -> None:
+        self.cancel_calls += 1
+
+    def arrive(self, source: int, nbytes: int) -> None:
+        self.source, self.nbytes, self.done = source, nbytes, True
+
+
+class ScriptedTransport:
+    """Hands out scripted requests; by default it does not ring, as MPI does not."""
+
+    def __init__(self, *, wakes: bool = False) -> None:
+        self.rank, self.size, self.name = 0, 4, "scripted"
+        self.capabilities = Capabilities(native_collectives=False, survives_rank_loss=True, wakes=wakes, tag_max=32767)
+        self.posted: list[tuple[Any, ScriptedRequest]] = []
+        self.ring: Callable[[], None] = lambda: None
+
+    def irecv(self, buffer: Any, source: int, tag: int) -> ScriptedRequest:
+        request = ScriptedRequest()
+        self.posted.append((buffer, request))
+        return request
+
+    isend = irecv
+
+    def set_doorbell(self, ring: Callable[[], None]) -> None:
+        self.ring = ring
+
+
+class CountingInlet:
+    """Delivers what it is given, one message a poll."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self.polls = 0
+
+    def poll(self) -> int:
+        self.polls += 1
+        if self.waiting:
+            self.waiting -= 1
+            return 1
+        return 0
+
+
+@pytest.fixture
+async def transport() -> ScriptedTransport:
+    return ScriptedTransport()
+
+
+@pytest.fixture
+async def engine(transport: ScriptedTransport) -> AsyncIterator[Engine]:
+    """Not started: nothing happens but what the test does."""
+    made = Engine(transport, asyncio.get_running_loop())  # type: ignore[arg-type]
+    yield made
+    made.stop()
+
+
+class Bystander:
+    """Another task of the rank: counts how often it gets to run."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+        self.task = asyncio.ensure_future(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            await yields(1)
+            self.turns += 1
+
+    async def __aenter__(self) -> Bystander:
+        await yields(2)
+        self.turns = 0
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.task.cancel()
+        await asyncio.wait([self.task])
+
+
+# ---------------------------------------------------------------------------------------------------------- requests
+
+
+async def test_a_request_that_is_done_at_once_never_joins_the_outstanding(engine: Engine) -> None:
+    request, told = ScriptedRequest(done=True), []
+    engine.watch(request, "x", told.append)
+    assert told == [None]
+    assert request.test_count == 1
+    assert engine.outstanding() == ()
+    await engine.wait(ScriptedRequest(done=True), "y")
+
+
+async def test_each_pass_tests_every_request_once_and_tells_once(engine: Engine) -> None:
+    requests = [ScriptedRequest() for _ in range(5)]
+    told: list[int] = []
+    for i, request in enumerate(requests):
+        engine.watch(request, f"number {i}", lambda error, i=i: told.append(i))
+    assert engine.outstanding() == tuple(f"number {i}" for i in range(5))
+    assert engine.poll() == 0
+    assert [request.test_count for request in requests] == [2] * 5
+    requests[3].done = requests[1].done = True
+    assert engine.poll() == 2
+    assert told == [1, 3]
+    assert engine.outstanding() == ("number 0", "number 2", "number 4")
+    engine.poll()
+    assert [request.test_count for request in requests] == [4, 3, 4, 3, 4]
+    statistics = engine.statistics()
+    assert (statistics.pass_count, statistics.completion_count, statistics.outstanding_count) == (3, 2, 3)
+
+
+async def test_a_failed_request_tells_its_error_and_leaves_the_others(engine: Engine) -> None:
+    bad, good = ScriptedRequest(), ScriptedRequest()
+    told: list[Any] = []
+    engine.watch(bad, "bad", lambda error: told.append(error))
+    engine.watch(good, "good", lambda error: told.append(error))
+    bad.error = RankLostError("gone", rank=2)
+    assert engine.poll() == 1
+    assert told == [bad.error]
+    good.done = True
+    engine.poll()
+    assert told == [bad.error, None]
+    engine.watch(ScriptedRequest(error=bad.error), "at once", told.append)
+    assert told[-1] is bad.error
+
+
+async def test_a_request_posted_by_a_completion_is_kept(engine: Engine) -> None:
+    second, told = ScriptedRequest(), []
+    first = ScriptedRequest()
+    engine.watch(first, "first", lambda _: engine.watch(second, "second", told.append))
+    first.done = True
+    assert engine.poll() == 1
+    assert engine.outstanding() == ("second",)
+    second.done = True
+    engine.poll()
+    assert told == [None]
+    assert engine.outstanding() == ()
+
+
+async def test_a_completion_may_ask_for_progress_without_recursion(engine: Engine) -> None:
+    depth = []
+    request = ScriptedRequest()
+    engine.watch(request, "x", lambda _: depth.append(engine.poll()))
+    request.done = True
+    assert engine.poll() == 1
+    assert depth == [0]
+
+
+async def test_a_defect_in_a_transport_loses_no_other_request(engine: Engine) -> None:
+    """An exception that is none of ours passes through ``poll``; everything stays in keeping."""
+    requests = [ScriptedRequest() for _ in range(3)]
+    for i, request in enumerate(requests):
+        engine.watch(request, str(i))
+    requests[1].error = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError):
+        engine.poll()
+    assert engine.outstanding() == ("0", "1", "2")
+    requests[1].error = None
+    for request in requests:
+        request.done = True
+    assert engine.poll() == 3
+
+
+async def test_wait_raises_the_error_of_its_request(engine: Engine) -> None:
+    request = ScriptedRequest()
+    task = asyncio.ensure_future(engine.wait(request, "x"))
+    await yields(1)
+    request.error = TruncationError("too large", message_nbytes=2, buffer_nbytes=1)
+    engine.poll()
+    with pytest.raises(TruncationError):
+        await task
+
+
+async def test_a_cancelled_wait_leaves_the_request_with_the_engine(engine: Engine) -> None:
+    request = ScriptedRequest()
+    task = asyncio.ensure_future(engine.wait(request, "a large send"))
+    await yields(1)
+    task.cancel()
+    await asyncio.wait([task])
+    assert engine.outstanding() == ("a large send",)
+    assert request.cancel_calls == 0
+    request.done = True
+    assert engine.poll() == 1
+    assert engine.outstanding() == ()
+
+
+async def test_a_deadline_leaves_the_request_with_the_engine(engine: Engine) -> None:
+    request = ScriptedRequest()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await engine.wait(request, "a large send")
+    assert engine.outstanding() == ("a large send",)
+
+
+# ------------------------------------------------------------------------------------------------ abandoned receives
+
+
+async def abandon(engine: Engine, buffer: bytearray, source: int = 1, tag: int = 5) -> None:
+    task = asyncio.ensure_future(engine.receive(buffer, source, tag))
+    await yields(1)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+
+
+async def test_an_abandoned_receive_that_cannot_be_cancelled_keeps_its_message(
+    engine: Engine, transport: ScriptedTransport
+) -> None:
+    await abandon(engine, bytearray(8))
+    buffer, request = transport.posted[0]
+    assert request.cancel_calls == 1
+    assert engine.outstanding() == ("receive from 1, tag 5",)
+    target = bytearray(8)
+    task = asyncio.ensure_future(engine.receive(target, 1, 5))
+    await yields(2)
+    assert len(transport.posted) == 1, "a second receive would overtake the first one's message"
+    buffer[:3] = b"abc"
+    request.arrive(1, 3)
+    engine.poll()
+    assert await task == (1, 3)
+    assert target[:3] == b"abc"
+    assert engine.outstanding() == ()
+
+
+async def test_an_abandoned_receive_that_ends_empty_makes_way(engine: Engine, transport: ScriptedTransport) -> None:
+    await abandon(engine, bytearray(8))
+    task = asyncio.ensure_future(engine.receive(bytearray(8), 1, 5))
+    await yields(1)
+    transport.posted[0][1].done = transport.posted[0][1].cancelled = True
+    engine.poll()
+    await yields(2)
+    assert len(transport.posted) == 2
+    transport.posted[1][1].arrive(1, 2)
+    engine.poll()
+    assert await task == (1, 2)
+
+
+async def test_several_abandoned_receives_keep_their_order(engine: Engine, transport: ScriptedTransport) -> None:
+    tasks = [asyncio.ensure_future(engine.receive(bytearray(10 + i), 1, 5)) for i in range(4)]
+    await yields(1)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    for i, (buffer, request) in enumerate(transport.posted):
+        buffer[0] = i
+        request.arrive(1, 1)
+    engine.poll()
+    assert engine.outstanding() == ("message from 1, tag 5, for nobody",) * 4
+    for i in range(4):
+        target = bytearray(1)
+        assert await engine.receive(target, 1, 5) == (1, 1)
+        assert target[0] == i
+    assert len(transport.posted) == 4
+    assert engine.outstanding() == ()
+
+
+async def test_a_message_that_came_in_the_moment_of_cancellation_is_kept(
+    engine: Engine, transport: ScriptedTransport
+) -> None:
+    task = asyncio.ensure_future(engine.receive(bytearray(8), 1, 5))
+    await yields(1)
+    buffer, request = transport.posted[0]
+    buffer[:2] = b"hi"
+    request.arrive(1, 2)
+    engine.poll()  # settles the waiter; the task has not run yet
+    task.cancel()
+    await asyncio.wait([task])
+    target = bytearray(4)
+    if task.cancelled():
+        assert await engine.receive(target, 1, 5) == (1, 2)
+        assert target == b"hi\0\0"
+        assert engine.outstanding() == ()
+
+
+async def test_a_truncated_message_for_an_abandoned_receive_is_not_lost_in_silence(
+    engine: Engine, transport: ScriptedTransport
+) -> None:
+    await abandon(engine, bytearray(1))
+    transport.posted[0][1].error = TruncationError("too large", message_nbytes=9, buffer_nbytes=1)
+    engine.poll()
+    with pytest.raises(TruncationError):
+        await engine.receive(bytearray(100), 1, 5)
+    task = asyncio.ensure_future(engine.receive(bytearray(100), 1, 5))
+    await yields(1)
+    transport.posted[1][1].arrive(1, 4)
+    engine.poll()
+    assert await task == (1, 4)
+
+
+async def test_a_kept_message_that_does_not_fit_the_next_buffer_names_both_sizes(
+    engine: Engine, transport: ScriptedTransport
+) -> None:
+    await abandon(engine, bytearray(100))
+    transport.posted[0][1].arrive(1, 100)
+    engine.poll()
+    with pytest.raises(TruncationError, match=r"100 bytes.*10 bytes") as caught:
+        await engine.receive(bytearray(10), 1, 5)
+    assert (caught.value.message_nbytes, caught.value.buffer_nbytes) == (100, 10)
+
+
+async def test_a_kept_empty_message_fits_every_buffer(engine: Engine, transport: ScriptedTransport) -> None:
+    for i, (first, second) in enumerate(((0, 0), (5, 0), (0, 5))):
+        await abandon(engine, bytearray(first))
+        transport.posted[i][1].arrive(1, 0)
+        engine.poll()
+        assert await engine.receive(bytearray(second), 1, 5) == (1, 0)
+
+
+# ----------------------------------------------------------------------------------------------- conditions, deadlines
+
+
+async def test_until_asks_again_after_a_completion_and_on_recheck(engine: Engine) -> None:
+    asked, holds = [], False
+
+    def condition() -> bool:
+        asked.append(None)
+        return holds
+
+    task = asyncio.ensure_future(engine.until(condition))
+    await yields(3)
+    assert len(asked) == 1, "no polling of conditions"
+    engine.poll()
+    await yields(3)
+    assert len(asked) == 1, "a pass that completes nothing changes nothing"
+    request = ScriptedRequest()
+    engine.watch(request, "x")
+    request.done = True
+    engine.poll()
+    assert len(asked) == 2
+    holds = True
+    engine.recheck()
+    assert await task is True
+    assert await engine.until(lambda: True, deadline=0.0) is True
+
+
+async def test_until_raises_what_its_condition_raises(engine: Engine) -> None:
+    def condition() -> bool:
+        if broken:
+            raise RankLostError("gone", rank=1)
+        return False
+
+    broken = False
+    task = asyncio.ensure_future(engine.until(condition))
+    other = asyncio.ensure_future(engine.until(lambda: broken))
+    await yields(1)
+    broken = True
+    engine.recheck()
+    with pytest.raises(RankLostError):
+        await task
+    assert await other is True
+
+
+async def test_until_returns_false_at_its_deadline(engine: Engine) -> None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + 0.02
+    assert await engine.until(lambda: False, deadline=deadline) is False
+    assert loop.time() >= deadline
+    assert await engine.until(lambda: False, deadline=loop.time() - 1) is False
+
+
+async def test_a_deadline_is_judged_after_what_arrived_during_a_gap(engine: Engine) -> None:
+    """The loop was blocked for longer than the deadline; five messages lay there when it came back."""
+    inlet = CountingInlet()
+    engine.add_inlet(inlet)
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(engine.until(lambda: inlet.polls >= 5, deadline=loop.time() + 0.01))
+    await yields(1)
+    inlet.waiting = 5
+    time.sleep(0.05)  # noqa: ASYNC251 training code blocks the loop
+    assert await task is True
+
+
+async def test_a_peer_that_never_stops_sending_cannot_put_off_a_deadline(engine: Engine) -> None:
+    class Flood:
+        def poll(self) -> int:
+            return 1
+
+    engine.add_inlet(Flood())
+    async with asyncio.timeout(60):
+        assert await engine.until(lambda: False, deadline=0.0) is False
+
+
+async def test_a_cancelled_until_is_forgotten(engine: Engine) -> None:
+    asked = []
+    task = asyncio.ensure_future(engine.until(lambda: bool(asked.append(None))))
+    await yields(1)
+    task.cancel()
+    await asyncio.wait([task])
+    engine.recheck()
+    assert len(asked) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ failure
+
+
+async def test_fail_wakes_every_kind_of_wait_now_and_later(engine: Engine, transport: ScriptedTransport) -> None:
+    loop = asyncio.get_running_loop()
+    error = RankLostError("rank 2 failed", rank=2)
+    waits: list[Callable[[], Any]] = [
+        lambda: engine.wait(ScriptedRequest(), "x"),
+        lambda: engine.send(b"x", 1, 5),
+        lambda: engine.receive(bytearray(1), 1, 5),
+        lambda: engine.until(lambda: False),
+        lambda: engine.until(lambda: False, deadline=loop.time() + 3600),
+        lambda: engine.park(loop.create_future()),
+    ]
+    await abandon(engine, bytearray(1), tag=6)
+    waits.append(lambda: engine.receive(bytearray(1), 1, 6))  # waits for an abandoned one
+    tasks = [asyncio.ensure_future(make()) for make in waits]
+    await yields(2)
+    engine.fail(error)
+    for task in tasks:
+        with pytest.raises(RankLostError) as caught:
+            await task
+        assert caught.value is error
+    assert engine.failure is error
+    for make in waits:
+        with pytest.raises(RankLostError):
+            await make()
+    assert len(engine.outstanding()) >= 4, "requests stay in the engine's keeping"
+    for _, request in transport.posted:
+        request.done = True
+    engine.poll()
+
+
+# ---------------------------------------------------------------------------------------------------------- safe points
+
+
+async def test_progress_yields_at_least_once_even_with_nothing_to_do(engine: Engine) -> None:
+    async with Bystander() as other:
+        await engine.progress()
+        assert other.turns >= 1
+        before = other.turns
+        await engine.progress(budget_s=0)
+        assert other.turns > before
+
+
+async def test_progress_goes_on_until_a_pass_completes_nothing(engine: Engine) -> None:
+    inlet = CountingInlet()
+    engine.add_inlet(inlet)
+    async with Bystander() as other:
+        inlet.waiting = 7
+        await engine.progress(budget_s=60)
+        assert (inlet.waiting, inlet.polls) == (0, 8)
+        assert other.turns >= 7, "a yield with every pass"
+        inlet.polls = 0
+        await engine.progress(budget_s=60)
+        assert inlet.polls == 1, "one pass where nothing happens"
+
+
+async def test_progress_ends_when_the_budget_is_spent(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    class Clock:
+        @staticmethod
+        def perf_counter() -> float:
+            return now
+
+    class Busy:
+        polls = 0
+
+        def poll(self) -> int:
+            nonlocal now
+            self.polls += 1
+            now += 1.0
+            return 1
+
+    monkeypatch.setattr(progress, "time", Clock)
+    inlet = Busy()
+    engine.add_inlet(inlet)
+    async with Bystander() as other:
+        await engine.progress(budget_s=4.5)
+        assert 5 <= inlet.polls <= 6
+        assert other.turns >= 1
+        inlet.polls = 0
+        await engine.progress(budget_s=0)
+        assert 1 <= inlet.polls <= 2
+
+
+# ----------------------------------------------------------------------------------------------------------- the driver
+
+
+async def test_the_driver_completes_what_is_awaited(engine: Engine) -> None:
+    engine.start()
+    request = ScriptedRequest()
+    task = asyncio.ensure_future(engine.wait(request, "x"))
+    await yields(5)
+    request.done = True
+    await task
+
+
+async def test_the_driver_cools_down_and_a_wait_heats_it_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hot for so many quiet passes, then warm naps if nothing else runs on the loop, then a timer."""
+    naps = 0
+
+    def nap(seconds: float) -> None:
+        nonlocal naps
+        assert seconds < 0.001
+        naps += 1
+
+    monkeypatch.setattr(progress.time, "sleep", nap)
+    monkeypatch.setattr(progress, "ALONE_GAP_S", 3600.0)  # a loaded machine makes every gap long
+    monkeypatch.setattr(progress, "IDLE_PERIOD_S", 3600.0)
+    engine.start()
+    most = progress.HOT_PASS_COUNT + progress.WARM_PASS_COUNT + 5
+    await yields(3 * most)
+    passes = engine.statistics().pass_count
+    assert progress.HOT_PASS_COUNT <= passes <= most
+    assert progress.WARM_PASS_COUNT - 2 <= naps <= progress.WARM_PASS_COUNT + 1
+    await yields(50)
+    assert engine.statistics().pass_count == passes, "idle: nothing until the timer"
+    engine.watch(ScriptedRequest(), "x")
+    await yields(20)
+    assert engine.statistics().pass_count > passes + 10, "hot again"
+
+
+async def test_the_driver_takes_no_nap_while_other_tasks_run(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nap(_: float) -> None:
+        raise AssertionError("it slept in somebody's way")
+
+    monkeypatch.setattr(progress.time, "sleep", nap)
+    monkeypatch.setattr(progress, "ALONE_GAP_S", 0.0)
+    engine.start()
+    await yields(2 * (progress.HOT_PASS_COUNT + progress.WARM_PASS_COUNT))
+    assert engine.statistics().pass_count >= progress.HOT_PASS_COUNT
+
+
+async def test_an_idle_driver_still_looks_by_the_clock(engine: Engine) -> None:
+    engine.start()
+    await yields(2 * (progress.HOT_PASS_COUNT + progress.WARM_PASS_COUNT))
+    await eventually(lambda: engine._asleep)
+    passes = engine.statistics().pass_count
+    await eventually(lambda: engine.statistics().pass_count >= passes + 3)
+
+
+async def test_the_driver_makes_no_pass_right_after_training_code_made_one(engine: Engine) -> None:
+    engine.start()
+    await yields(2)
+    passes = engine.statistics().pass_count
+    for _ in range(40):
+        engine.poll()
+        await yields(1)
+    assert engine.statistics().pass_count <= passes + 42
+
+
+async def test_a_transport_that_rings_is_not_polled_while_nothing_comes() -> None:
+    transport = ScriptedTransport(wakes=True)
+    engine = Engine(transport, asyncio.get_running_loop())  # type: ignore[arg-type]
+    engine.start()
+    await yields(20)
+    passes = engine.statistics().pass_count
+    assert passes <= 5
+    await yields(50)
+    assert engine.statistics().pass_count == passes
+    for _ in range(3):
+        transport.ring()
+        await yields(10)
+        assert engine.statistics().pass_count > passes, "woken at once"
+        passes = engine.statistics().pass_count
+    engine.stop()
+    transport.ring()
+    await yields(10)
+    assert engine.statistics().pass_count == passes, "stopped means stopped"
+
+
+async def test_a_defect_met_by_the_driver_reaches_those_who_wait(engine: Engine) -> None:
+    engine.start()
+    request = ScriptedRequest()
+    task = asyncio.ensure_future(engine.wait(request, "x"))
+    await yields(2)
+    request.error = ZeroDivisionError("a defect")
+    with pytest.raises(ZeroDivisionError):
+        async with asyncio.timeout(60):
+            await task
+    assert isinstance(engine.failure, ZeroDivisionError)
+
+
+async def test_an_inlet_that_is_removed_is_polled_no_more(engine: Engine) -> None:
+    inlet, other = CountingInlet(), CountingInlet()
+    engine.add_inlet(inlet)
+    engine.add_inlet(other)
+    engine.poll()
+    engine.remove_inlet(inlet)
+    engine.poll()
+    assert (inlet.polls, other.polls) == (1, 2)
+
+
+# -------------------------------------------------------------------------------------------------------- a lost rank
+
+
+async def outcome(task: asyncio.Task[Any]) -> Any:
+    try:
+        async with asyncio.timeout(60):
+            return await task
+    except AsyncdistError as error:
+        return error
+
+
+async def test_a_lost_rank_fails_the_requests_that_involve_it_and_no_others() -> None:
+    """LocalHub.lose: rank 2 of 3 dies while everything of every kind is under way between all of them."""
+    big = 1 << 20
+    async with engines(3) as (hub, made):
+        receives = {
+            (at, source): asyncio.ensure_future(made[at].receive(bytearray(8), source, 1))
+            for at in range(3)
+            for source in range(3)
+        }
+        sends = {
+            (at, dest): asyncio.ensure_future(made[at].send(bytes(big), dest, 2))
+            for at in range(3)
+            for dest in range(3)
+        }
+        wildcard = asyncio.ensure_future(made[0].receive(bytearray(8), ANY_SOURCE, 3))
+        await made[2].send(b"sent before", 0, 4)  # eager: it has left
+        await yields(5)
+        hub.lose(2)
+        await yields(5)
+        for pair, task in [*receives.items(), *sends.items()]:
+            if 2 in pair:
+                error = await outcome(task)
+                assert isinstance(error, RankLostError), pair
+                assert error.rank == 2
+            else:
+                assert not task.done(), pair
+        assert not wildcard.done(), "somebody else may still send"
+        assert made[0].transport.lost_ranks() == {2}
+        # New ones fail too; what it had sent before it died is there.
+        for operation in (made[0].send(b"x", 2, 5), made[1].receive(bytearray(1), 2, 5)):
+            assert isinstance(await outcome(asyncio.ensure_future(operation)), RankLostError)
+        buffer = bytearray(11)
+        assert await made[0].receive(buffer, 2, 4) == (2, 11)
+        assert buffer == b"sent before"
+        # The living finish what they began.
+        for at, source in ((0, 1), (1, 0), (0, 0), (1, 1)):
+            await made[source].send(b"alive", at, 1)
+            assert await receives[at, source] == (source, 5)
+            room = bytearray(big)
+            assert await made[at].receive(room, source, 2) == (source, big)
+            await sends[source, at]
+        await made[1].send(b"to any", 0, 3)
+        assert await wildcard == (1, 6)
+        assert made[0].outstanding() == made[1].outstanding() == ()

@@ -1,0 +1,404 @@
+"""The frame format: every value comes back as it was sent, and no bytes whatever do any harm."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import msgpack
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from asyncdist import wire
+from asyncdist.errors import LocalProtocolError
+from asyncdist.wire import HEADER_NBYTES, Codec, FrameError, MessageType
+
+LIMITS = settings(max_examples=150, deadline=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    x: float
+    y: float
+
+
+@dataclass(frozen=True)
+class Everything:
+    flag: bool
+    count: int
+    value: float
+    text: str
+    data: bytes
+    nothing: None
+    maybe: Optional[int]  # noqa: UP045 both spellings must work
+    either: int | str | None
+    numbers: tuple[float, ...]
+    pair: tuple[int, str]
+    point: Point
+    path: tuple[Point, ...]
+    grid: tuple[tuple[int, ...], ...]
+    maybe_point: Point | None
+
+
+@dataclass(frozen=True)
+class Empty:
+    pass
+
+
+@dataclass(frozen=True)
+class One:
+    value: int
+
+
+@dataclass(frozen=True)
+class Picky:
+    value: int
+
+    def __post_init__(self) -> None:
+        if self.value < 0:
+            raise RuntimeError("picky")
+        if self.value == 0:
+            raise ValueError("zero")
+
+
+@dataclass(frozen=True)
+class HoldsPicky:
+    inner: Picky
+
+
+INTS = st.integers(-(2**63), 2**64 - 1)
+FLOATS = st.floats(allow_nan=True, allow_infinity=True)
+TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
+POINTS = st.builds(Point, FLOATS, FLOATS)
+EVERYTHING = st.builds(
+    Everything,
+    st.booleans(),
+    INTS,
+    FLOATS,
+    TEXT,
+    st.binary(max_size=50),
+    st.none(),
+    st.none() | INTS,
+    INTS | TEXT | st.none(),
+    st.lists(FLOATS, max_size=5).map(tuple),
+    st.tuples(INTS, TEXT),
+    POINTS,
+    st.lists(POINTS, max_size=3).map(tuple),
+    st.lists(st.lists(INTS, max_size=3).map(tuple), max_size=3).map(tuple),
+    st.none() | POINTS,
+)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal, of equal types all the way down, NaN equal to NaN, and zeros of one sign."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, float):
+        return struct.pack("<d", one) == struct.pack("<d", other) or (math.isnan(one) and math.isnan(other))
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if dataclasses.is_dataclass(one):
+        return all(same(getattr(one, f.name), getattr(other, f.name)) for f in dataclasses.fields(one))
+    return bool(one == other)
+
+
+def round_trip(message: Any) -> Any:
+    entry = MessageType(type(message))
+    return entry.decode(memoryview(entry.encode(message)))
+
+
+# ------------------------------------------------------------------------------------------------------- round trips
+
+
+@LIMITS
+@given(EVERYTHING)
+def test_every_message_comes_back_as_it_was(message: Everything) -> None:
+    assert same(round_trip(message), message)
+
+
+def test_messages_of_no_field_and_of_one_field() -> None:
+    assert round_trip(Empty()) == Empty()
+    assert round_trip(One(5)) == One(5)
+    assert round_trip(HoldsPicky(Picky(3))) == HoldsPicky(Picky(3))
+
+
+@LIMITS
+@given(st.data())
+def test_any_dataclass_of_supported_types(data: st.DataObject) -> None:
+    """The classes are drawn too: up to five fields of types drawn from the whole supported grammar."""
+    scalars = [(bool, st.booleans()), (int, INTS), (float, FLOATS), (str, TEXT), (bytes, st.binary(max_size=9))]
+
+    def draw_type(depth: int) -> tuple[Any, st.SearchStrategy[Any]]:
+        kind = data.draw(
+            st.sampled_from(["scalar"] if depth == 0 else ["scalar", "many", "fixed", "optional", "class"])
+        )
+        if kind == "scalar":
+            return data.draw(st.sampled_from(scalars))
+        if kind == "class":
+            return draw_class(depth - 1)
+        if kind == "fixed":
+            parts = [draw_type(depth - 1) for _ in range(data.draw(st.integers(1, 3)))]
+            return tuple[tuple(part for part, _ in parts)], st.tuples(*(values for _, values in parts))  # type: ignore[misc]
+        inner, values = draw_type(depth - 1)
+        if kind == "many":
+            return tuple[inner, ...], st.lists(values, max_size=3).map(tuple)
+        return Optional[inner], st.none() | values  # noqa: UP045
+
+    def draw_class(depth: int) -> tuple[Any, st.SearchStrategy[Any]]:
+        parts = [draw_type(depth) for _ in range(data.draw(st.integers(0, 4)))]
+        cls = dataclasses.make_dataclass(
+            "Drawn", [(f"f{i}", part) for i, (part, _) in enumerate(parts)], frozen=True, slots=data.draw(st.booleans())
+        )
+        return cls, st.tuples(*(values for _, values in parts)).map(lambda values: cls(*values))
+
+    _, messages = draw_class(3)
+    message = data.draw(messages)
+    assert same(round_trip(message), message)
+
+
+@dataclass(frozen=True)
+class Real:
+    value: float
+
+
+@dataclass(frozen=True)
+class RealFirst:
+    value: float | int
+    values: tuple[float | int | None, ...] = ()
+
+
+def test_an_int_where_a_float_is_declared_travels_as_a_float() -> None:
+    found = round_trip(Real(3))
+    assert type(found.value) is float
+    assert found.value == 3.0
+    with pytest.raises(LocalProtocolError, match="too large for a float"):
+        MessageType(Real).encode(Real(10**400))
+    with pytest.raises(LocalProtocolError, match="bool, not float"):
+        MessageType(Real).encode(Real(True))
+
+
+def test_an_int_stays_exact_where_a_union_allows_it_in_any_order() -> None:
+    message = RealFirst(2**60 + 1, (2**60 + 1, 0.5, None, 2))
+    assert same(round_trip(message), message)
+
+
+@pytest.mark.parametrize("value", [2**64, -(2**63) - 1, 10**30])
+def test_ints_beyond_64_bits_are_refused(value: int) -> None:
+    with pytest.raises(LocalProtocolError):
+        MessageType(One).encode(One(value))
+    assert round_trip(One(7)) == One(7), "the packer has no memory of the failure"
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (One("5"), "One.value is str, not int"),  # type: ignore[arg-type]
+        (One(True), "One.value is bool, not int"),
+        (One(5.0), "One.value is float, not int"),  # type: ignore[arg-type]
+        (One(None), "One.value is NoneType, not int"),  # type: ignore[arg-type]
+        (Point("1", 2.0), "Point.x is str, not float"),  # type: ignore[arg-type]
+        (HoldsPicky(One(1)), "HoldsPicky.inner is One, not Picky"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_by_name_before_it_is_sent(message: Any, words: str) -> None:
+    with pytest.raises(LocalProtocolError, match=words):
+        MessageType(type(message)).encode(message)
+
+
+@pytest.mark.parametrize("change", [{"numbers": [1.0]}, {"pair": (1, "x", 2)}, {"pair": (1, 2)}, {"text": "\ud800"}])
+def test_a_wrong_value_deep_inside_is_refused(change: dict[str, Any]) -> None:
+    good = Everything(True, 1, 1.0, "", b"", None, None, None, (1.0,), (1, ""), Point(0.0, 0.0), (), ((),), None)
+    MessageType(Everything).encode(good)
+    with pytest.raises(LocalProtocolError):
+        MessageType(Everything).encode(dataclasses.replace(good, **change))
+
+
+@dataclass
+class NotFrozen:
+    value: int
+
+
+@dataclass(frozen=True)
+class HasList:
+    values: list[int]
+
+
+@dataclass(frozen=True)
+class HasAny:
+    value: Any
+
+
+@dataclass(frozen=True)
+class HasBareTuple:
+    value: tuple  # type: ignore[type-arg]
+
+
+@dataclass(frozen=True)
+class Ambiguous:
+    """On the wire both are an array of two floats: the receiver could not know which one it was."""
+
+    value: Point | tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Vector:
+    x: float
+    y: float
+
+
+@dataclass(frozen=True)
+class AmbiguousClasses:
+    value: Point | Vector | None
+
+
+@dataclass(frozen=True)
+class Tree:
+    children: tuple[Tree, ...]
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [NotFrozen, HasList, HasAny, HasBareTuple, int, dict, "Point", Ambiguous, AmbiguousClasses, Tree],
+    ids=lambda cls: getattr(cls, "__name__", str(cls)),
+)
+def test_what_cannot_travel_is_refused_when_the_type_is_declared(cls: Any) -> None:
+    with pytest.raises(TypeError):
+        MessageType(cls)
+
+
+def test_a_message_above_the_limit_names_both_numbers() -> None:
+    @dataclass(frozen=True)
+    class Blob:
+        data: Any
+
+    Blob.__annotations__["data"] = bytes
+    entry = MessageType(Blob)
+    limit = wire.PAYLOAD_NBYTES_MAX
+    overhead = len(entry.encode(Blob(bytes(60_000)))) - 60_000
+    largest = entry.encode(Blob(bytes(limit - overhead)))
+    assert len(largest) + HEADER_NBYTES == wire.FRAME_NBYTES_MAX
+    with pytest.raises(LocalProtocolError) as caught:
+        entry.encode(Blob(bytes(limit - overhead + 1)))
+    assert (caught.value.nbytes, caught.value.limit_nbytes) == (limit + 1, limit)
+    assert str(limit + 1) in str(caught.value)
+    assert str(limit) in str(caught.value)
+
+
+def test_a_codec_tells_its_types_apart_and_refuses_others() -> None:
+    codec = Codec(One | Point | Empty)
+    for message in (One(1), Point(1.0, 2.0), Empty()):
+        kind, payload = codec.encode(message)
+        assert same(codec.decode(kind, memoryview(payload)), message)
+    with pytest.raises(LocalProtocolError, match="One, Point, Empty, not Picky"):
+        codec.encode(Picky(1))
+    with pytest.raises(FrameError, match="kind 3"):
+        codec.decode(3, memoryview(b"\x90"))
+
+
+# ------------------------------------------------------------------------------------------------------ hostile bytes
+
+
+def frame_of(payload: bytes, **changes: int) -> bytes:
+    fields = {"kind": 0, "nonce": 1, "epoch": 0, "scope": 2, "round": 3, "sequence": 4, **changes}
+    return wire.encode_frame(payload=payload, **fields)
+
+
+def receive(codec: Codec, frame: bytes) -> Any:
+    """What a lane does with a frame."""
+    header = wire.decode_header(memoryview(frame))
+    return codec.decode(header.kind, memoryview(frame)[HEADER_NBYTES:])
+
+
+VICTIM = Codec(Everything | HoldsPicky | Empty)
+
+
+def test_a_header_comes_back_as_it_was() -> None:
+    frame = wire.encode_frame(255, 2**32 - 1, 2**32 - 2, 2**32 - 3, 2**32 - 4, 2**64 - 1, b"payload")
+    header = wire.decode_header(memoryview(frame))
+    assert header == (wire.VERSION, 255, 0, 2**32 - 1, 2**32 - 2, 2**32 - 3, 2**32 - 4, 2**64 - 1)
+    assert frame[HEADER_NBYTES:] == b"payload"
+
+
+def test_every_flip_of_a_byte_and_every_truncation_is_noticed() -> None:
+    kind, payload = VICTIM.encode(HoldsPicky(Picky(77)))
+    frame = frame_of(payload, kind=kind)
+    assert receive(VICTIM, frame) == HoldsPicky(Picky(77))
+    for position in range(len(frame)):
+        for mask in (1, 0x80, 0xFF):
+            bad = bytearray(frame)
+            bad[position] ^= mask
+            with pytest.raises(FrameError):
+                receive(VICTIM, bytes(bad))
+    for length in range(len(frame)):
+        with pytest.raises(FrameError):
+            receive(VICTIM, frame[:length])
+    with pytest.raises(FrameError):
+        receive(VICTIM, frame + b"\0")
+
+
+@LIMITS
+@given(st.binary(max_size=200))
+def test_random_bytes_are_no_frame(data: bytes) -> None:
+    with pytest.raises(FrameError):
+        receive(VICTIM, data)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.binary(max_size=100), st.integers(0, 255))
+@example(b"\x91\x91\x00", 1)  # a nested dataclass that refuses its value
+@example(b"\x91\x91\xff", 1)
+@example(b"\xc1", 0)
+@example(b"\x91" * 2000, 0)
+@example(b"\xdd\xff\xff\xff\xff", 0)
+@example(b"\xc6\xff\xff\xff\xff", 0)
+@example(b"\xd6\xff\0\0\0\0", 0)  # a timestamp
+@example(b"\xc7\x01\x05x", 0)  # an extension type
+@example(b"\x81\x90\x90", 0)  # a map whose key is no key
+@example(b"\x91\xa1\xff", 0)  # no UTF-8
+def test_a_payload_with_a_valid_checksum_raises_nothing_but_frame_errors(payload: bytes, kind: int) -> None:
+    try:
+        message = receive(VICTIM, frame_of(payload, kind=kind))
+    except FrameError:
+        return
+    assert type(message) in (Everything, HoldsPicky, Empty)
+    assert payload == VICTIM.encode(message)[1] or same(message, receive(VICTIM, frame_of(payload, kind=kind)))
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | INTS | FLOATS | TEXT | st.binary(max_size=9),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=2),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(VALUES, max_size=15), st.sampled_from([0, 1, 2]))
+def test_well_formed_values_of_the_wrong_types_raise_nothing_but_frame_errors(values: list[Any], kind: int) -> None:
+    try:
+        message = receive(VICTIM, frame_of(msgpack.packb(values), kind=kind))
+    except FrameError:
+        return
+    assert same(round_trip(message), message), "what is accepted is a message that could have been sent"
+
+
+def test_a_version_of_the_future_is_refused() -> None:
+    frame = bytearray(frame_of(b"\x90"))
+    frame[0] = wire.VERSION + 1
+    head = bytes(frame[: HEADER_NBYTES - 4])
+    frame[HEADER_NBYTES - 4 : HEADER_NBYTES] = struct.pack("<I", zlib.crc32(b"\x90", zlib.crc32(head)))
+    with pytest.raises(FrameError, match=f"version {wire.VERSION + 1}"):
+        wire.decode_header(memoryview(bytes(frame)))
+
+
+def test_scopes_differ_in_group_name_and_index() -> None:
+    scopes = {
+        wire.scope_of(group, name, index) for group in ((0, 1), (1, 0), (0,)) for name in "ab" for index in (1, 2)
+    }
+    assert len(scopes) == 12
+    assert wire.scope_of([0, 1], "a", 1) == wire.scope_of((0, 1), "a", 1)
+    assert all(0 <= scope < 2**32 for scope in scopes)

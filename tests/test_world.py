@@ -1,0 +1,540 @@
+"""Running a job: values and errors of ``run``, tasks, compute, leftovers, the end. Failures between processes too."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import importlib.util
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from support.local import yields
+from support.mpi import run_source
+
+import asyncdist as ad
+from asyncdist import launch, runtime
+from asyncdist.errors import BusyError, ClosedError, LocalProtocolError, RankLostError, TransportError
+
+NO_UVLOOP = importlib.util.find_spec("uvloop") is None
+LOOPS = ["asyncio", pytest.param("uvloop", marks=pytest.mark.skipif(NO_UVLOOP, reason="uvloop is not installed"))]
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    value: int
+
+
+# ----------------------------------------------------------------------------------------------------- values, options
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_run_returns_the_value_of_main(loop: Any) -> None:
+    kinds = []
+
+    async def main(world: ad.World, a: int, b: str) -> tuple[Any, ...]:
+        kinds.append(type(asyncio.get_running_loop()).__module__.split(".")[0])
+        return world.rank, world.size, a, b
+
+    assert ad.run(main, 5, "x", loop=loop) == (0, 1, 5, "x")
+    assert ad.run(main, 5, "x", transport="local", ranks=3, loop=loop) == (0, 3, 5, "x")
+    assert ad.run_local(main, 5, "x", ranks=3, loop=loop) == [(rank, 3, 5, "x") for rank in range(3)]
+    assert set(kinds) == {loop}
+
+
+async def nothing(world: ad.World) -> None:
+    del world
+
+
+def plain(world: ad.World) -> None:
+    del world
+
+
+@pytest.mark.parametrize(
+    ("main", "options", "error", "words"),
+    [
+        (plain, {}, TypeError, "async def"),
+        (None, {}, TypeError, "async def"),
+        (nothing, {"transport": "tcp"}, ValueError, "transport is 'tcp'"),
+        (nothing, {"transport": "local", "ranks": 0}, ValueError, "ranks is 0"),
+        (nothing, {"transport": "local", "ranks": -1}, ValueError, "ranks is -1"),
+        (nothing, {"transport": "local", "ranks": 2.0}, ValueError, "ranks is 2.0"),
+        (nothing, {"transport": "local", "ranks": True}, ValueError, "ranks is True"),
+        (nothing, {"ranks": 2}, ValueError, "needs transport='local'"),
+        (nothing, {"transport": "mpi", "ranks": 2}, ValueError, "needs transport='local'"),
+        (nothing, {"loop": "trio"}, ValueError, "loop is 'trio'"),
+        (nothing, {"grace_s": 0}, ValueError, "grace_s is 0"),
+        (nothing, {"grace_s": -1.0}, ValueError, "grace_s is -1.0"),
+        (nothing, {"grace_s": float("nan")}, ValueError, "grace_s is nan"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_starts(
+    main: Any, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        ad.run(main, **options)
+
+
+async def test_run_inside_a_loop_names_the_other_way() -> None:
+    with pytest.raises(RuntimeError, match="open_world"):
+        ad.run(nothing)
+    with pytest.raises(RuntimeError, match="open_world"):
+        ad.run_local(nothing, ranks=2)
+
+
+def test_torchrun_is_told_that_its_transport_is_not_here_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = launch.Launch("torch", 2, 0, "TORCHELASTIC_RUN_ID")
+    monkeypatch.setattr(launch, "detect", lambda: started)
+    with pytest.raises(TransportError, match=r"TORCHELASTIC_RUN_ID.*mpirun"):
+        ad.run(nothing)
+
+
+# ------------------------------------------------------------------------------------------------------- current_world
+
+
+def test_current_world_is_each_ranks_own_in_all_of_its_tasks() -> None:
+    async def seen() -> ad.World:
+        await yields(3)
+        return ad.current_world()
+
+    async def main(world: ad.World) -> None:
+        assert ad.current_world() is world
+        assert await asyncio.create_task(seen()) is world
+        assert await world.spawn(seen()) is world
+        assert await world.compute(contextvars.copy_context().run, ad.current_world) is world
+
+    ad.run_local(main, ranks=3, strict=True)
+    with pytest.raises(RuntimeError, match=r"inside asyncdist\.run"):
+        ad.current_world()
+
+
+async def test_open_world_is_a_world_of_one_and_ends_with_its_block() -> None:
+    async with ad.open_world(transport="local", strict=True) as world:
+        assert (world.rank, world.size, world.transport_name) == (0, 1, "local")
+        assert ad.current_world() is world
+        channel = world.channel(Number, tag=5)
+        await channel.send(Number(1), 0)
+        assert (await channel.receive()).message == Number(1)
+        assert "local" in repr(world)
+        assert "1 rank in this process" in world.describe()
+    with pytest.raises(RuntimeError):
+        ad.current_world()
+    with pytest.raises(ClosedError, match="closed"):
+        world.spawn(asyncio.sleep(0))
+    with pytest.raises(ZeroDivisionError):
+        async with ad.open_world(transport="local"):
+            raise ZeroDivisionError
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_an_error_of_main_comes_out_as_it_is() -> None:
+    async def main(world: ad.World) -> None:
+        if world.rank == 1:
+            raise KeyError("mine")
+        await world.sleep(3600)
+
+    for ranks in (2, 3):
+        with pytest.raises(KeyError, match="mine"):
+            ad.run_local(main, ranks=ranks)
+
+
+def test_an_error_of_a_spawned_task_comes_out_in_a_group() -> None:
+    async def fail(after: int) -> None:
+        await yields(after)
+        raise ValueError(f"after {after}")
+
+    async def main(world: ad.World) -> None:
+        world.spawn(fail(3))
+        await asyncio.sleep(3600)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        ad.run_local(main, ranks=1)
+    assert [str(error) for error in caught.value.exceptions] == ["after 3"]
+
+    async def both(world: ad.World) -> None:
+        world.spawn(fail(0))
+        await yields(1)
+        raise KeyError("main's own")
+
+    with pytest.raises((ExceptionGroup, KeyError)):
+        ad.run_local(both, ranks=1)
+
+
+def test_spawned_tasks_are_awaited_and_give_their_values() -> None:
+    async def work(count: int) -> int:
+        await yields(count)
+        done.append(count)
+        return count * 2
+
+    async def main(world: ad.World) -> int:
+        world.spawn(work(50))
+        return await world.spawn(work(5), name="five")
+
+    done: list[int] = []
+    assert ad.run_local(main, ranks=1, strict=True) == [10]
+    assert done == [5, 50]
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda world, channel: channel.receive(),
+        lambda world, channel: channel.receive(timeout_s=3600),
+        lambda world, channel: world.engine.receive(bytearray(5), 1, 99),
+        lambda world, channel: world.receive_stream(torch.zeros(5), 1),
+        lambda world, channel: world.send_stream(torch.zeros(5), 1),
+        lambda world, channel: ad.barrier(),
+        lambda world, channel: ad.new_group([0, 1]),
+        lambda world, channel: world.sleep(3600),
+        lambda world, channel: asyncio.sleep(3600),
+        lambda world, channel: asyncio.Event().wait(),
+    ],
+    ids=["receive", "timed", "raw", "receive_stream", "send_stream", "barrier", "new_group", "sleep", "plain", "event"],
+)
+def test_a_peers_failure_ends_every_kind_of_wait(wait: Any) -> None:
+    """Wherever a rank waits, it stops with RankLostError naming the peer that failed."""
+    seen: list[BaseException] = []
+
+    async def main(world: ad.World) -> None:
+        channel = world.channel(Number, tag=5)
+        if world.rank == 1:
+            await yields(20)
+            raise ZeroDivisionError("rank 1's own")
+        try:
+            await wait(world, channel)
+        except BaseException as error:
+            seen.append(error)
+            raise
+
+    with pytest.raises(ZeroDivisionError, match="rank 1's own"):
+        ad.run_local(main, ranks=2)
+    assert len(seen) == 1
+    if isinstance(seen[0], RankLostError):
+        assert seen[0].rank == 1
+        assert "rank 1 failed: ZeroDivisionError: rank 1's own" in str(seen[0])
+    else:
+        assert isinstance(seen[0], asyncio.CancelledError)
+
+
+@pytest.mark.parametrize("point", ["progress", "safe_point", "sleep", "check"])
+def test_a_rank_that_trains_stops_at_its_next_safe_point(point: str) -> None:
+    steps = []
+
+    async def main(world: ad.World) -> None:
+        if world.rank == 1:
+            raise ZeroDivisionError
+        with pytest.raises(RankLostError):
+            while True:
+                steps.append(None)
+                await yields(1)
+                if point == "check":
+                    world.check()
+                else:
+                    await (world.sleep(0) if point == "sleep" else getattr(world, point)())
+        raise RuntimeError("stopped")
+
+    with pytest.raises((ZeroDivisionError, RuntimeError)):
+        ad.run_local(main, ranks=2)
+    assert 1 <= len(steps) < 10_000
+
+
+# ------------------------------------------------------------------------------------------------------------- compute
+
+
+async def test_compute_runs_in_a_thread_while_the_loop_goes_on() -> None:
+    async with ad.open_world(transport="local", strict=True) as world:
+        release = threading.Event()
+
+        def work(a: int, *, b: int) -> tuple[int, bool]:
+            assert release.wait(60)
+            return a + b, threading.current_thread() is threading.main_thread()
+
+        task = asyncio.ensure_future(world.compute(work, 1, b=2))
+        await yields(10)
+        assert world.is_computing
+        with pytest.raises(BusyError, match="one compute at a time"):
+            await world.compute(work, 1, b=2)
+        assert world.is_computing
+        release.set()
+        assert await task == (3, False)
+        assert not world.is_computing
+        with pytest.raises(ZeroDivisionError):
+            await world.compute(lambda: 1 // 0)
+        assert await world.compute(lambda: 5) == 5
+
+
+async def test_compute_carries_the_torch_modes_over() -> None:
+    def modes() -> tuple[bool, bool, bool, torch.dtype]:
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+        return (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            product.dtype,
+        )
+
+    async with ad.open_world(transport="local") as world:
+        assert await world.compute(modes) == (True, False, False, torch.float32)
+        with torch.no_grad():
+            assert await world.compute(modes) == (False, False, False, torch.float32)
+        with torch.inference_mode():
+            assert await world.compute(modes) == (False, True, False, torch.float32)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert await world.compute(modes) == (True, False, True, torch.bfloat16)
+        assert await world.compute(modes) == (True, False, False, torch.float32)
+
+
+async def test_a_cancelled_compute_waits_for_its_thread_however_often_it_is_cancelled() -> None:
+    async with ad.open_world(transport="local") as world:
+        release, ended = threading.Event(), threading.Event()
+
+        def work() -> None:
+            assert release.wait(60)
+            ended.set()
+
+        task = asyncio.ensure_future(world.compute(work))
+        await yields(5)
+        for _ in range(3):
+            task.cancel()
+            await yields(5)
+            assert not task.done()
+            assert world.is_computing, "it may be writing weights"
+        release.set()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert ended.is_set()
+        assert not world.is_computing
+
+
+async def test_sleep_and_time_go_by_the_loops_clock() -> None:
+    async with ad.open_world(transport="local") as world:
+        began_at = world.time()
+        await world.sleep(0.02)
+        assert world.time() - began_at >= 0.015
+        assert world.time() == pytest.approx(asyncio.get_running_loop().time(), abs=60)
+
+
+# ----------------------------------------------------------------------------------------------------------- leftovers
+
+
+async def leave_a_message(world: ad.World) -> None:
+    channel = world.channel(Number, tag=5)
+    await channel.send(Number(1), world.rank)
+    await world.progress()
+
+
+async def leave_an_early_frame(world: ad.World) -> None:
+    world.channel(Number, tag=5).close()
+    channel = world.channel(Number, tag=5)
+    world.channel(Number, tag=5)
+    scope = channel.scope
+    channel._peer_scope = scope ^ 1
+    await channel.send(Number(1), world.rank)
+    await world.progress()
+
+
+async def leave_a_slot(world: ad.World) -> None:
+    world.slots.take(0)
+
+
+async def leave_an_abandoned_message(world: ad.World) -> None:
+    task = asyncio.ensure_future(world.engine.receive(bytearray(10), world.rank, 99))
+    await yields(1)
+    world.engine.transport.isend(b"x", world.rank, 99)
+    world.engine.poll()
+    task.cancel()
+    await asyncio.wait([task])
+    if not task.cancelled():
+        world.slots.take(0)
+
+
+async def leave_a_probe(world: ad.World) -> None:
+    world.leftover_probes.append(lambda: ["a snapshot of policy p"])
+
+
+@pytest.mark.parametrize(
+    ("leave", "words"),
+    [
+        (leave_a_message, "1 unread messages in Number, tag 5"),
+        (leave_an_early_frame, "1 messages on tag 5 for channels that were never opened"),
+        (leave_a_slot, "1 stream slots"),
+        (leave_an_abandoned_message, "message from 0, tag 99, for nobody|stream slots"),
+        (leave_a_probe, "a snapshot of policy p"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_left_over_is_named(leave: Any, words: str, ranks: int, caplog: pytest.LogCaptureFixture) -> None:
+    async def main(world: ad.World) -> str:
+        if world.rank == 0:
+            await leave(world)
+        return "value"
+
+    with caplog.at_level(logging.WARNING):
+        assert ad.run_local(main, ranks=ranks) == ["value"] * ranks
+    assert caplog.records
+    with pytest.raises(LocalProtocolError, match=f"rank 0 ended with .*({words})"):
+        ad.run_local(main, ranks=ranks, strict=True)
+
+
+def test_a_strict_end_that_finds_something_does_not_make_the_others_wait() -> None:
+    async def main(world: ad.World) -> None:
+        if world.rank == 0:
+            await leave_a_slot(world)
+
+    began_at = time.monotonic()
+    with pytest.raises(LocalProtocolError):
+        ad.run_local(main, ranks=2, strict=True)
+    assert time.monotonic() - began_at < runtime.GRACE_S
+
+
+def test_a_clean_run_leaves_nothing_and_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(world: ad.World) -> int:
+        channel = world.channel(Number, tag=5)
+        for dest in range(world.size):
+            await channel.send(Number(world.rank), dest)
+        total = 0
+        for _ in range(world.size):
+            total += (await channel.receive()).message.value
+        await ad.barrier()
+        return total
+
+    with caplog.at_level(logging.WARNING):
+        assert ad.run_local(main, ranks=4, strict=True) == [6] * 4
+    assert not caplog.records
+
+
+def test_services_are_waited_for_and_cancelled_on_failure() -> None:
+    ended: list[str] = []
+
+    async def serve(world: ad.World) -> None:
+        try:
+            await world.engine.until(lambda: len(world.left) == world.size - 1)
+            ended.append("served")
+        except (asyncio.CancelledError, RankLostError):
+            ended.append("stopped")
+            raise
+
+    async def main(world: ad.World, fails: bool) -> None:
+        if world.rank == 0:
+            world.spawn_service(serve(world), name="coordinator")
+            await yields(1)
+        elif fails:
+            await yields(10)
+            raise ZeroDivisionError
+        else:
+            await yields(50)
+
+    ad.run_local(main, False, ranks=2, strict=True)
+    assert ended == ["served"]
+    with pytest.raises(ZeroDivisionError):
+        ad.run_local(main, True, ranks=2)
+    assert ended == ["served", "stopped"]
+
+
+def test_ranks_that_end_early_do_not_end_the_others() -> None:
+    async def main(world: ad.World) -> int:
+        channel = world.channel(Number, tag=5)
+        if world.rank == 0:
+            return 0
+        for i in range(200):
+            await channel.send(Number(i), 3 - world.rank)
+            assert (await channel.receive()).message == Number(i)
+        assert 0 in world.gone
+        return world.rank
+
+    assert ad.run_local(main, ranks=3, strict=True) == [0, 1, 2]
+
+
+# ----------------------------------------------------------------------------------------------------------- processes
+
+
+def test_mpi_returns_each_ranks_value_and_open_world_works_too() -> None:
+    result = run_source(
+        2,
+        """
+        import asyncio
+        import asyncdist as ad
+        from support.mpi import report
+
+        async def main(world, a):
+            await ad.barrier()
+            return [world.rank, world.size, a, world.transport_name]
+
+        async def notebook():
+            async with ad.open_world(strict=True) as world:
+                await ad.barrier()
+                return world.rank
+
+        first = ad.run(main, "x", strict=True, loop="asyncio")
+        second = ad.run(main, "y", strict=True)
+        third = asyncio.run(notebook())
+        alone = ad.run_local(main, "z", ranks=2, strict=True)
+        report(first[0], [first, second, third, alone])
+        """,
+    ).check()
+    for rank in (0, 1):
+        alone = [[i, 2, "z", "local"] for i in (0, 1)]
+        assert result.reports[rank] == [[rank, 2, "x", "mpi"], [rank, 2, "y", "mpi"], rank, alone]
+    assert result.stderr == ""
+
+
+def test_mpi_a_failure_is_printed_once_and_ends_every_rank() -> None:
+    result = run_source(
+        3,
+        """
+        import asyncdist as ad
+        from support.mpi import report
+
+        async def main(world):
+            await ad.barrier()
+            if world.rank == 1:
+                raise ValueError("on purpose")
+            try:
+                while True:
+                    await world.progress()
+            except ad.RankLostError as error:
+                report(world.rank, str(error))
+                raise
+
+        ad.run(main)
+        """,
+    ).check(returncode=None)
+    assert result.stderr.count("Traceback (most recent call last)") == 1
+    assert result.stderr.count("ValueError: on purpose") == 3, "the traceback, and a line from each of the others"
+    assert result.stderr.count("asyncdist: rank 1 failed:") == 1
+    for rank in (0, 2):
+        assert "rank 1 failed" in result.reports[rank]
+        assert f"asyncdist: rank {rank} stopped: rank 1 failed" in result.stderr
+    assert result.seconds < 60
+
+
+def test_mpi_a_strict_end_that_finds_something_names_it_and_spares_the_others() -> None:
+    result = run_source(
+        2,
+        """
+        import asyncdist as ad
+        from support.mpi import report
+
+        async def main(world):
+            if world.rank == 0:
+                world.slots.take(1)
+            return "value"
+
+        try:
+            report_of = ad.run(main, strict=True)
+        except ad.LocalProtocolError as error:
+            report(0, str(error))
+        else:
+            report(1, report_of)
+        """,
+    )
+    assert result.reports == {0: "rank 0 ended with 1 stream slots, 0 of them discarding", 1: "value"}, result.output()
+    assert "did not stop" not in result.stderr
+    result.check()
