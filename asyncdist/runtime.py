@@ -165,16 +165,16 @@ async def _hosted(
             raise error from error.__cause__
         token = _current_world.set(world)
         guard = _PeerGuard(world)
+        success: SystemExit | None = None  # sys.exit(0) is a way to return
         try:
-            async with _task_group(world, guard):
-                yield world
+            try:
+                async with _task_group(world, guard):
+                    yield world
+            except SystemExit as caught:
+                if caught.code or world.engine.failure is not None:
+                    raise
+                success = caught
             leftovers = await _leave(world)
-        except SystemExit as caught:
-            if caught.code or world.engine.failure is not None:
-                await _fail(world, transport, caught, grace_s)
-            else:
-                _report_leftovers(world, await _leave(world), strict=False)
-            raise
         except BaseException as caught:
             error = _own_error(caught, guard, interrupts)
             await _fail(world, transport, error, grace_s)
@@ -182,7 +182,10 @@ async def _hosted(
                 raise
             raise error from error.__cause__
         transport.close()
-        _report_leftovers(world, leftovers, strict=strict)  # not before: it is no reason to end the other ranks
+        # Not before: it is no reason to end the other ranks.
+        _report_leftovers(world, leftovers, strict=strict and success is None)
+        if success is not None:
+            raise success
     finally:
         engine.stop()
         if token is not None:
@@ -277,7 +280,10 @@ async def _fail(world: World, transport: Transport, error: BaseException, grace_
         if loop.time() >= deadline:
             break
         world.engine.poll()
-        await asyncio.sleep(0.001)
+        try:
+            await asyncio.sleep(0.001)
+        except asyncio.CancelledError:  # a signal that comes now asks for what is happening already
+            _uncancel()
     if not settled() and not in_process:
         silent = sorted(everyone - world.answered)
         sys.stderr.write(
@@ -350,11 +356,15 @@ def _own_error(caught: BaseException, guard: _PeerGuard | None, interrupts: Inte
     cause = guard.error if guard is not None else None
     if interrupts.received is not None:
         cause = interrupt_error(interrupts.received)
-    task = asyncio.current_task()
-    if cause is not None and task is not None:
-        while task.uncancel():
-            pass
+    if cause is not None:
+        _uncancel()
     return cause or caught
+
+
+def _uncancel() -> None:
+    task = asyncio.current_task()
+    while task is not None and task.uncancel():
+        pass
 
 
 # -- a process --------------------------------------------------------------------------------------------------------

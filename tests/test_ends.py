@@ -345,6 +345,38 @@ def test_local_tasks_in_the_background_are_awaited_and_fail_as_a_group() -> None
     assert isinstance(caught.value.exceptions[0], Boom)
 
 
+def test_a_signal_during_the_end_changes_nothing() -> None:
+    """Rank 0 has failed and waits for rank 1, which is at no safe point, when the signal comes."""
+
+    async def main(world: ad.World) -> None:
+        if world.rank == 0:
+            raise Boom("here")
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert world.engine.failure is not None, "rank 0 has not said yet that it failed"
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(300)
+
+    with pytest.raises(Boom, match="here"):
+        ad.run_local(main, ranks=2)
+
+
+def test_a_rank_that_has_left_by_sys_exit_answers_a_later_failure() -> None:
+    worlds: list[ad.World] = []
+
+    async def main(world: ad.World) -> None:
+        if world.rank == 1:
+            sys.exit(0)
+        worlds.append(world)
+        while 1 not in world.left:
+            await world.safe_point()
+        raise Boom("later")
+
+    with pytest.raises(Boom, match="later"):
+        ad.run_local(main, ranks=2)
+    assert worlds[0].answered == {1}
+
+
 def test_a_local_signal_ends_every_rank() -> None:
     async def main(world: ad.World) -> None:
         if world.rank == 0:

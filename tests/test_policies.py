@@ -721,6 +721,32 @@ def test_a_buffer_in_which_discarded_chunks_may_land_is_not_used_again() -> None
     run(main, 2)
 
 
+def test_a_rank_that_leaves_by_an_exception_of_its_own_is_not_waited_for() -> None:
+    """It catches the exception outside and goes on without the policy; the others' rounds need every live member."""
+    replaced: list[int] = []
+
+    class Enough(Exception):
+        pass
+
+    async def main(world: ad.World) -> None:
+        model = Mixed(float(world.rank))
+        try:
+            async with AsyncSelectiveAveragingPolicy(
+                model, sgd(model), average_every=1, quorum=1.0, grace_s=1000.0
+            ) as policy:
+                while len(replaced) < 3:
+                    if await policy.step(float(world.rank)):
+                        replaced.append(world.rank)
+                    if world.rank == 2 and replaced:
+                        raise Enough
+        except Enough:
+            while len(replaced) < 3:
+                await world.safe_point()
+
+    run(main, 3)
+    assert replaced == [0, 0, 0]
+
+
 def test_all_but_one_leave() -> None:
     async def main(world: ad.World) -> int:
         model = Mixed(float(world.rank))

@@ -39,7 +39,7 @@ class Settings:
     block_s: float
 
 
-FULL: Final = Settings(step_s=0.01, parameter_count=1_100_000, block_count=3, block_s=4.0)
+FULL: Final = Settings(step_s=0.02, parameter_count=1_100_000, block_count=3, block_s=4.0)
 QUICK: Final = Settings(step_s=0.002, parameter_count=10_000, block_count=1, block_s=1.0)
 
 
