@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 from asyncdist.errors import RankLostError, TransportError, TruncationError
 from asyncdist.transports.base import (
@@ -77,21 +77,25 @@ def _abort_alone() -> None:
 class _SendRequest:
     """A send or a collective: nothing to learn from its status."""
 
-    __slots__ = ("_buffer", "_fail", "_request", "cancelled", "nbytes", "source")
+    __slots__ = ("_buffer", "_fail", "_peer", "_request")
 
-    def __init__(self, request: MPI.Request, buffer: Any, fail: Callable[[BaseException], NoReturn]) -> None:
+    cancelled: Final = False
+    source: Final = ANY_SOURCE
+    nbytes: Final = 0
+
+    def __init__(
+        self, request: MPI.Request, buffer: Any, fail: Callable[[BaseException, Any, Any, int], NoReturn], peer: int
+    ) -> None:
         self._request = request
         self._buffer = buffer  # MPI reads it until the request has completed
         self._fail = fail
-        self.cancelled = False
-        self.source = ANY_SOURCE
-        self.nbytes = 0
+        self._peer = peer
 
     def test(self) -> bool:
         try:
-            return bool(self._request.Test())
+            return self._request.Test()
         except Exception as error:
-            self._fail(error)
+            self._fail(error, None, self._buffer, self._peer)
 
     def cancel(self) -> None:
         """Sends cannot be cancelled in MPI practice (MPI-4.1 deprecates it), and collectives never."""
@@ -174,7 +178,7 @@ class MpiTransport(Transport):
         self._world_group = self._group(self._comm)
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
-        return _SendRequest(self._isend(buffer, dest, tag), buffer, lambda error: self._fail(error, None, buffer, dest))
+        return _SendRequest(self._isend(buffer, dest, tag), buffer, self._fail, dest)
 
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
         mpi = self._mpi
@@ -198,7 +202,7 @@ class MpiTransport(Transport):
         return self._group(comm)
 
     def _group(self, comm: Any) -> _MpiGroup:
-        return _MpiGroup(self._mpi, comm, lambda error: self._fail(error, None, None, ANY_SOURCE))
+        return _MpiGroup(self._mpi, comm, self._fail)
 
     def lost_ranks(self) -> frozenset[int]:
         return frozenset(self._lost)
@@ -240,14 +244,14 @@ class MpiTransport(Transport):
 class _MpiGroup:
     """Nonblocking collectives of one communicator (MPI-4.1 chapter 6.12)."""
 
-    def __init__(self, mpi: Any, comm: Any, fail: Callable[[BaseException], NoReturn]) -> None:
+    def __init__(self, mpi: Any, comm: Any, fail: Callable[[BaseException, Any, Any, int], NoReturn]) -> None:
         self._mpi = mpi
         self.comm = comm
         self._fail = fail
         self._ops = {"sum": mpi.SUM, "min": mpi.MIN, "max": mpi.MAX, "prod": mpi.PROD}
 
     def barrier(self) -> Request:
-        return _SendRequest(self.comm.Ibarrier(), None, self._fail)
+        return self._keep(self.comm.Ibarrier())
 
     def broadcast(self, buffer: Buffer, root: int) -> Request:
         return self._keep(self.comm.Ibcast(buffer, root), buffer)
@@ -272,4 +276,4 @@ class _MpiGroup:
         self.comm.Free()
 
     def _keep(self, request: Any, *buffers: Buffer) -> Request:
-        return _SendRequest(request, buffers, self._fail)
+        return _SendRequest(request, buffers, self._fail, ANY_SOURCE)
