@@ -115,7 +115,7 @@ class SpawnPolicy(abc.ABC):
         optimizer: of that model, or of a part of it.
         average_every: the cadence in steps; step i (0-based) is due when (i + 1) % average_every == 0.
         metric: called without arguments when a metric is due and ``step`` was given none.
-        name: tells two policies of one class apart that are not started in the same order on all ranks.
+        name: for reports; must be equal on all members, so that policies started in another order are found out.
         group: who takes part; all ranks by default.
         world: the current one by default.
         start_timeout_s: how long the start waits for the last member.
