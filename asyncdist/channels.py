@@ -292,9 +292,10 @@ class Channel(Generic[MessageT]):
         Raises:
             LocalProtocolError, ClosedError, RankLostError: as ``send_nowait``.
         """
-        await self._be_fair()
         request = self._post(message, dest, round)
-        if not request.test():
+        if request.test():
+            await self._be_fair()  # not before it is posted: a later send of another task would overtake it
+        else:
             await self._engine.wait(request, f"{self.name}: send to {dest}")
 
     async def _be_fair(self) -> None:
