@@ -30,27 +30,30 @@ class Stop:
 
 
 class Told:
-    """Whether the story goes on. One rank ends it for all."""
+    """Whether the story goes on. It ends for all when every rank that it is about has seen enough."""
 
-    def __init__(self, world: ad.World) -> None:
+    def __init__(self, world: ad.World, about_count: int) -> None:
         self._world = world
+        self._missing = about_count
         self._channel = world.channel(Stop, tag=40)
         self.over = False
 
     def __call__(self) -> bool:
-        if not self.over and self._channel.receive_nowait() is not None:
-            self._end()
+        while not self.over and self._channel.receive_nowait() is not None:
+            self._hear_one()
         return not self.over
 
     async def stop(self) -> None:
         for rank in range(self._world.size):
             if rank != self._world.rank:
                 await self._channel.send(Stop(), rank)
-        self._end()
+        self._hear_one()
 
-    def _end(self) -> None:
-        self.over = True
-        self._channel.close()
+    def _hear_one(self) -> None:
+        self._missing -= 1
+        if not self._missing:
+            self.over = True
+            self._channel.close()
 
 
 def plain(state: State) -> dict[str, list[float]]:
@@ -62,7 +65,7 @@ async def tell(
     name: str,
     model: nn.Module,
     *,
-    about: int,
+    about: tuple[int, ...],
     count: int,
     metric: Callable[[], float],
     step: Callable[[], None] = lambda: None,
@@ -70,8 +73,8 @@ async def tell(
     story: Story | None = None,
     **options: Any,
 ) -> Report:
-    """Train until rank ``about`` has been replaced ``count`` times."""
-    goes_on = Told(world)
+    """Train until each rank of ``about`` has been replaced ``count`` times."""
+    goes_on = Told(world, len(about))
     infos: list[StepInfo] = []
     objects, start = identity(model), clone_state(model)
     if story is not None:
@@ -90,7 +93,7 @@ async def tell(
                 infos.append(info)
             if world.rank == leaves_at_once:
                 break
-            if world.rank == about and len(infos) == count:
+            if info and world.rank in about and len(infos) == count:
                 await goes_on.stop()
     while goes_on():
         await world.safe_point()
@@ -114,7 +117,7 @@ async def tell(
 async def exactness(world: ad.World) -> Report:
     """Weights and metrics equal to the rank: the first becomes the mean of the others, to the bit."""
     model = Mixed(float(world.rank))
-    seen = await tell(world, "exactness", model, about=0, count=3, metric=lambda: float(world.rank))
+    seen = await tell(world, "exactness", model, about=(0,), count=3, metric=lambda: float(world.rank))
     return {
         **seen,
         "floating": sorted(values(model, floating=True)),
@@ -130,7 +133,7 @@ async def large(world: ad.World) -> Report:
         world,
         "large",
         model,
-        about=0,
+        about=(0, 1),
         count=1,
         metric=lambda: float(world.rank),
         replacement_ratio=0.5,
@@ -148,7 +151,7 @@ async def straggler(world: ad.World) -> Report:
         world,
         "straggler",
         Mixed(float(world.rank)),
-        about=1,
+        about=(1,),
         count=3,
         metric=lambda: 0.0 if world.rank == 1 else 1.0 + world.rank,
         step=lambda: time.sleep(pause_s),
@@ -162,7 +165,7 @@ async def leaver(world: ad.World) -> Report:
         world,
         "leaver",
         Mixed(float(world.rank)),
-        about=0,
+        about=(0,),
         count=3,
         metric=lambda: float(world.rank),
         leaves_at_once=world.size - 1,
@@ -175,7 +178,7 @@ async def headless(world: ad.World) -> Report:
         world,
         "headless",
         Mixed(float(world.rank)),
-        about=1,
+        about=(1,),
         count=3,
         metric=lambda: float(world.rank),
         leaves_at_once=0,
@@ -199,7 +202,7 @@ async def walk(world: ad.World) -> Report:
         world,
         "walk",
         model,
-        about=world.size - 1,
+        about=(world.size - 1,),
         count=4,
         metric=lambda: draw.gauss(0.0, 1.0) - 0.5 * (world.rank == world.size - 1),
         step=step,
