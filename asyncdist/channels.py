@@ -1,8 +1,9 @@
 """Typed, bounded channels, multiplexed by tag and scope.
 
 A :class:`Lane` is one tag's inlet: a single persistent wildcard receive, whose frames it checks and hands to the
-:class:`Channel` of their scope. Frames for a scope that is not open here yet wait, within a bound; frames for a closed
-scope are dropped and counted. What does not decode is counted and logged once per peer, and never raises here.
+:class:`Channel` of their scope, which it finds by the route in the frame's header. Frames for a scope that is not open
+here yet wait, within a bound; frames for a closed scope are dropped and counted. What does not decode is counted and
+logged once per peer, and never raises here.
 
 The runtime's own channels have a *handler* in place of a mailbox: a function, called as each message arrives.
 
@@ -24,6 +25,7 @@ from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 from asyncdist import wire
 from asyncdist.errors import AsyncdistError, BusyError, ClosedError, LocalProtocolError, RemoteProtocolError
 from asyncdist.progress import Engine, settle, yield_to_loop
+from asyncdist.transports.base import Request
 
 logger = logging.getLogger("asyncdist.channels")
 
@@ -85,57 +87,79 @@ class Lane:
         self._buffer = bytearray(wire.FRAME_NBYTES_MAX)
         self._view = memoryview(self._buffer)
         self._channels: dict[int, Channel[Any]] = {}
+        self._routes: dict[bytes, tuple[Channel[Any], wire.Decode]] = {}
         self._closed_scopes: set[int] = set()
         self._early: deque[tuple[int, bytes]] = deque()
         self._complained_about: set[int] = set()
-        self._stalled_on: Channel[Any] | None = None
+        self.stalled_on: Channel[Any] | None = None
         self._closed_sent_count = self._closed_received_count = 0
         self._request = engine.transport.persistent_receive(self._buffer, tag)
         self._request.start()
-        self._test = self._request.test
+        self._is_posted = True
+        self._take = self._request.take
         engine.add_inlet(self)
 
     def poll(self, count_max: int = DELIVERY_COUNT_MAX) -> int:
-        """Deliver what has arrived, up to ``count_max`` messages. Never raises for what a peer sent."""
-        if self._stalled_on is not None:
+        """Deliver what has arrived, up to ``count_max`` messages. Never raises for what a peer sent.
+
+        The receive that brought the last one is posted again by the next poll: whoever waits for the message comes
+        first.
+        """
+        if self.stalled_on is not None:
             return 0
         delivered = 0
         try:
-            while self._test():
-                request = self._request
+            while delivered < count_max:
+                if not self._is_posted:
+                    self._request.start()
+                    self._is_posted = True
+                arrival = self._take()
+                if arrival is None:
+                    break
+                self._is_posted = False
                 delivered += 1
-                channel = self._deliver(self._view[: request.nbytes], request.source)
-                if channel is not None and channel.overflow == "stall" and channel.is_full:
-                    self._stalled_on = channel
-                    return delivered
-                request.start()
-                if delivered == count_max:
-                    return delivered
+                source, nbytes = arrival
+                if self._deliver(self._view[:nbytes], source):
+                    break
         except AsyncdistError as error:  # a frame larger than any of ours, or the receive itself failed
+            self._is_posted = False
             self.drop(getattr(self._request, "source", -1), str(error))
-            self._request.start()
         return delivered
 
-    def _deliver(self, frame: memoryview, source: int) -> Channel[Any] | None:
-        """Hand the frame to the channel of its scope, which is returned."""
+    def _deliver(self, frame: memoryview, source: int) -> bool:
+        """Hand the frame to the channel of its route; whether that one is full now, so that the lane stalls."""
         try:
-            header = wire.decode_header(frame)
+            _, packed_route, round_number, sequence = wire.decode_header(frame)
         except wire.FrameError as error:
             self.drop(source, str(error))
-            return None
-        if header.nonce != self.nonce:
+            return False
+        found = self._routes.get(packed_route)
+        if found is None:
+            self._explain(wire.unpack_route(packed_route), frame, source)
+            return False
+        channel, decode = found
+        if channel.deliver(decode, frame[wire.HEADER_NBYTES :], source, round_number, sequence):
+            self.stalled_on = channel
+            return True
+        return False
+
+    def _explain(self, route: wire.Route, frame: memoryview, source: int) -> None:
+        """What becomes of a frame that is for no open channel."""
+        if route.version != wire.VERSION:
+            self.drop(source, f"version {route.version}, not {wire.VERSION}")
+        elif route.nonce != self.nonce:
             self.drop(source, "a frame of another job")
-            return None
-        channel = self._channels.get(header.scope)
-        if channel is not None:
-            channel.deliver(header, frame[wire.HEADER_NBYTES :], source)
-        elif header.scope in self._closed_scopes:
+        elif (channel := self._channels.get(route.scope)) is not None:
+            if route.epoch != channel.epoch:
+                self.dropped["other epoch"] += 1
+            else:
+                self.drop(source, f"{channel.name}: kind {route.kind}, of {channel.kind_count} known")
+        elif route.scope in self._closed_scopes:
             self.dropped["closed scope"] += 1
         elif len(self._early) < EARLY_FRAME_COUNT_MAX:
             self._early.append((source, bytes(frame)))
         else:
             self.drop(source, "too many frames for scopes that nobody has opened")
-        return channel
 
     def drop(self, source: int, why: str) -> None:
         """Count a frame that is not delivered; the first one of each peer is logged."""
@@ -148,15 +172,15 @@ class Lane:
 
     def resume(self, channel: Channel[Any]) -> None:
         """``channel`` has room again."""
-        if self._stalled_on is channel:
-            self._stalled_on = None
-            self._request.start()
+        if self.stalled_on is channel:
+            self.stalled_on = None
 
     def attach(self, channel: Channel[Any]) -> None:
         """Frames of the channel's scope go to it from now on, those that came early first."""
         if channel.scope in self._channels:
             raise LocalProtocolError(f"tag {self.tag}: {channel.name} is open already", tag=self.tag)
         self._channels[channel.scope] = channel
+        self._routes.update((route, (channel, decode)) for route, decode in channel.routes())
         early, self._early = self._early, deque()
         for source, frame in early:
             self._deliver(memoryview(frame), source)
@@ -166,6 +190,8 @@ class Lane:
         if self._channels.pop(channel.scope, None) is not None:
             self._closed_sent_count += channel.statistics().sent_count
             self._closed_received_count += channel.statistics().received_count
+            for route, _ in channel.routes():
+                del self._routes[route]
         self._closed_scopes.add(channel.scope)
         self.resume(channel)
 
@@ -180,7 +206,7 @@ class Lane:
     def close(self) -> None:
         """Take the receive back. A message that comes in this very moment is dropped and counted."""
         self.engine.remove_inlet(self)
-        if self._stalled_on is None:
+        if self._is_posted:
             self._request.cancel()
             self.engine.watch(self._request, f"closing tag {self.tag}", self._on_closed)
 
@@ -243,7 +269,8 @@ class Channel(Generic[MessageT]):
         self.epoch = 0
         self._codec = codec
         self._engine = lane.engine
-        self._isend = lane.engine.transport.isend
+        self._start_send = lane.engine.transport.start_send
+        self._send_routes = self._routes_of(self._peer_scope)
         self._capacity = capacity
         self._size = size = lane.engine.transport.size
         self._handler = handler
@@ -280,7 +307,7 @@ class Channel(Generic[MessageT]):
                     f"{self.name}: {self._capacity} sends are under way; await send() to wait", tag=self.lane.tag
                 )
         request = self._post(message, dest, round)
-        if not request.test():
+        if request is not None:
             self._sending_count += 1
             self._engine.watch(request, f"{self.name}: send to {dest}", self._on_sent)
 
@@ -293,32 +320,30 @@ class Channel(Generic[MessageT]):
             LocalProtocolError, ClosedError, RankLostError: as ``send_nowait``.
         """
         request = self._post(message, dest, round)
-        if request.test():
-            await self._be_fair()  # not before it is posted: a later send of another task would overtake it
-        else:
+        if request is not None:
             await self._engine.wait(request, f"{self.name}: send to {dest}")
-
-    async def _be_fair(self) -> None:
-        """Let the loop run now and then, also under a caller that never has to wait."""
+            return
         self._since_yield += 1
-        if self._since_yield >= FAIRNESS_PERIOD:
+        if self._since_yield >= FAIRNESS_PERIOD:  # only once it is posted: another task's later send would overtake it
             self._since_yield = 0
             await yield_to_loop()
 
-    def _post(self, message: MessageT, dest: int, round: int) -> Any:
-        if self._closed:
-            raise ClosedError(f"{self.name} is closed", tag=self.lane.tag)
-        if type(dest) is not int or not 0 <= dest < self._size:
-            raise LocalProtocolError(f"{self.name}: dest is {dest!r}; ranks go from 0 to {self._size - 1}", dest=dest)
-        if round and not 0 <= round <= wire.ROUND_MAX:
-            raise LocalProtocolError(
-                f"{self.name}: round is {round!r}; rounds go from 0 to {wire.ROUND_MAX}", round=round
-            )
+    def _post(self, message: MessageT, dest: int, round: int) -> Request | None:
+        """Start the send; None when the message has left already."""
+        if self._closed or type(dest) is not int or not 0 <= dest < self._size or not 0 <= round <= wire.ROUND_MAX:
+            raise self._why_not(dest, round)
         kind, payload = self._codec.encode(message)
         self._sequence += 1
         self._sent_count += 1
-        frame = wire.encode_frame(kind, self.lane.nonce, self.epoch, self._peer_scope, round, self._sequence, payload)
-        return self._isend(frame, dest, self.lane.tag)
+        frame = wire.encode_frame(self._send_routes[kind], round, self._sequence, payload)
+        return self._start_send(frame, dest, self.lane.tag)
+
+    def _why_not(self, dest: int, round: int) -> AsyncdistError:
+        if self._closed:
+            return ClosedError(f"{self.name} is closed", tag=self.lane.tag)
+        if type(dest) is not int or not 0 <= dest < self._size:
+            return LocalProtocolError(f"{self.name}: dest is {dest!r}; ranks go from 0 to {self._size - 1}", dest=dest)
+        return LocalProtocolError(f"{self.name}: round is {round!r}; rounds go from 0 to {wire.ROUND_MAX}", round=round)
 
     def _on_sent(self, error: AsyncdistError | None) -> None:
         self._sending_count -= 1
@@ -342,8 +367,11 @@ class Channel(Generic[MessageT]):
             RankLostError: the job has failed, or the peer it waits for.
             ClosedError: the channel is closed.
         """
+        self._since_yield += 1
+        if self._since_yield >= FAIRNESS_PERIOD:
+            self._since_yield = 0
+            await yield_to_loop()
         mailbox = self._mailbox
-        await self._be_fair()
         if not mailbox:
             poll = self.lane.poll
             for _ in range(HOT_TEST_COUNT):
@@ -379,7 +407,7 @@ class Channel(Generic[MessageT]):
         self._received_count += 1
         if self._closed:  # the lane took its counts when it was closed
             self.lane.count_received_late()
-        if self.overflow == "stall" and len(self._mailbox) + 1 == self._capacity:
+        if self.lane.stalled_on is self:
             self.lane.resume(self)
         return envelope
 
@@ -411,28 +439,33 @@ class Channel(Generic[MessageT]):
 
     # -- called by the lane and the world ---------------------------------------------------------------------------
 
-    def deliver(self, header: wire.Header, payload: memoryview, source: int) -> None:
-        """Take one frame of this scope."""
-        if header.epoch != self.epoch:
-            self.lane.dropped["other epoch"] += 1
-            return
-        if not self._last_sequence[source] < header.sequence:
-            self.lane.drop(source, f"{self.name}: sequence {header.sequence} after {self._last_sequence[source]}")
-            return
-        self._last_sequence[source] = header.sequence
+    def deliver(self, decode: wire.Decode, payload: memoryview, source: int, round: int, sequence: int) -> bool:
+        """Take one frame of this scope; whether the lane must stall now."""
+        if sequence <= self._last_sequence[source]:
+            self.lane.drop(source, f"{self.name}: sequence {sequence} after {self._last_sequence[source]}")
+            return False
+        self._last_sequence[source] = sequence
         try:
-            message = self._codec.decode(header.kind, payload)
-        except wire.FrameError as error:
-            self.lane.drop(source, f"{self.name}: {error}")
-            return
-        self._accept(_as_envelope((message, source, header.round)))
-
-    def _accept(self, envelope: Envelope[MessageT]) -> None:
+            message = decode(payload)
+        except Exception as error:  # no message, or one whose __post_init__ refuses it; the bytes are a stranger's
+            self.lane.drop(source, f"{self.name}: {type(error).__name__} {error}".rstrip())
+            return False
+        envelope = _as_envelope((message, source, round))
         if self._handler is not None:
             self._received_count += 1
             self._handler(envelope)
-            return
-        if self.overflow == "error" and len(self._mailbox) >= self._capacity:
+            return False
+        mailbox = self._mailbox
+        if self._waiters:
+            self._wake_one()
+        if len(mailbox) + 1 < self._capacity:
+            mailbox.append(envelope)
+            return False
+        return self._fill(envelope)
+
+    def _fill(self, envelope: Envelope[MessageT]) -> bool:
+        """Take the message that makes the mailbox full, or the one after it."""
+        if self.overflow == "error" and self.is_full:
             self.fail(
                 RemoteProtocolError(
                     f"{self.name}: rank {envelope.source} overflowed a mailbox of {self._capacity}",
@@ -440,9 +473,21 @@ class Channel(Generic[MessageT]):
                     tag=self.lane.tag,
                 )
             )
-            return
-        self._mailbox.append(envelope)
-        self._wake_one()
+        else:
+            self._mailbox.append(envelope)
+        return self.overflow == "stall" and self.is_full
+
+    def routes(self) -> list[tuple[bytes, wire.Decode]]:
+        """What frames for this channel carry in their headers, and how to decode each kind."""
+        return list(zip(self._routes_of(self.scope), self._codec.decoders, strict=True))
+
+    def _routes_of(self, scope: int) -> list[bytes]:
+        return [wire.pack_route(kind, self.lane.nonce, self.epoch, scope) for kind in range(self.kind_count)]
+
+    @property
+    def kind_count(self) -> int:
+        """Message types that this channel carries."""
+        return len(self._codec.decoders)
 
     def _wake_one(self) -> None:
         while self._waiters:

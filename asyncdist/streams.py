@@ -26,6 +26,8 @@ from asyncdist.progress import Engine
 from asyncdist.transports.base import Request
 
 CHUNK_NBYTES: Final = 4 << 20
+#: Of a user's stream, whose targets are all there: nothing is saved by small ones. One copies for some milliseconds.
+USER_CHUNK_NBYTES: Final = 16 << 20
 #: Chunks under way at once, at either end.
 WINDOW_COUNT: Final = 4
 
@@ -72,8 +74,9 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
         raise ValueError(
             f"a stream takes contiguous tensors; this one has shape {tuple(tensor.shape)} and stride {tensor.stride()}"
         )
-    flat = tensor.detach().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(bytearray())
+    if not tensor.numel():
+        return memoryview(bytearray())
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def split(view: memoryview, chunk_nbytes: int) -> list[memoryview]:
@@ -118,6 +121,8 @@ class OutboundStream(_Stream):
     def __init__(self, engine: Engine, chunks: Sequence[memoryview], dest: int, slot: int) -> None:
         super().__init__(engine, dest, slot, "to")
         self._chunks = chunks
+        self._next = 0
+        self._posting = False
         self._stopping = False
         self.under_way_count = 0
         self.sent_nbytes = 0
@@ -130,15 +135,19 @@ class OutboundStream(_Stream):
     async def run(self) -> bool:
         """Send everything; whether it was the whole stream.
 
+        Each chunk that has left makes room for the next, in the engine's pass; this coroutine waits for the last.
+
         **Cancellation**: answers the grant with the abort; what is under way stays with the engine.
 
         Raises:
             RankLostError: the receiver is gone.
         """
-        complete = False
+        self._post_more()
         try:
-            complete = await self._send_chunks()
+            await self._until(lambda: self._stopping or self._next == len(self._chunks))
         finally:
+            self._stopping = True
+            complete = self._next == len(self._chunks)
             if not complete and self._error is None:
                 self._post(memoryview(b""))
         await self._until(lambda: self.under_way_count == 0)
@@ -150,16 +159,20 @@ class OutboundStream(_Stream):
         Raises:
             RankLostError: the receiver is gone.
         """
+        self._stopping = True
         self._post(memoryview(b""))
         await self._until(lambda: self.under_way_count == 0)
 
-    async def _send_chunks(self) -> bool:
-        for chunk in self._chunks:
-            await self._until(lambda: self.under_way_count < WINDOW_COUNT or self._stopping)
-            if self._stopping:
-                return False
-            self._post(chunk)
-        return True
+    def _post_more(self) -> None:
+        if self._posting:  # a chunk left at once: the loop below goes on
+            return
+        self._posting = True
+        try:
+            while self._next < len(self._chunks) and self.under_way_count < WINDOW_COUNT and not self._stopping:
+                self._next += 1
+                self._post(self._chunks[self._next - 1])
+        finally:
+            self._posting = False
 
     def _post(self, chunk: memoryview) -> None:
         self.under_way_count += 1
@@ -169,6 +182,8 @@ class OutboundStream(_Stream):
     def _on_sent(self, error: AsyncdistError | None) -> None:
         self.under_way_count -= 1
         self._error = self._error or error
+        if self._error is None:
+            self._post_more()
 
 
 class InboundStream(_Stream):
@@ -193,6 +208,7 @@ class InboundStream(_Stream):
         self._arrived: dict[int, int] = {}
         self._arrived_count = 0
         self._answered = not targets
+        self._continuous = False
         self._discarding = False
         self.received_nbytes = 0
         self._post_up_to(window)
@@ -211,21 +227,36 @@ class InboundStream(_Stream):
         """
         for index in range(len(self._targets)):
             await self._until(functools.partial(self._arrived.__contains__, index), deadline)
-            nbytes = self._arrived.pop(index)
-            if nbytes == 0:
-                raise StreamAborted(
-                    f"rank {self._peer} gave up its stream after {self.received_nbytes} bytes",
-                    rank=self._peer,
-                    received_nbytes=self.received_nbytes,
-                )
-            if nbytes != len(self._targets[index]):
-                expected = len(self._targets[index])
-                raise RemoteProtocolError(
-                    f"rank {self._peer} sent a chunk of {nbytes} bytes for {expected}", rank=self._peer
-                )
-            self.received_nbytes += nbytes
+            self._take(index)
             yield index
             self._post_up_to(index + 1 + self._window)
+
+    async def whole(self) -> None:
+        """Wait until all of it is in the targets, which must not repeat. Each arrival posts the next receive.
+
+        Raises:
+            StreamAborted, RemoteProtocolError, RankLostError: as :meth:`chunks`.
+        """
+        self._continuous = True
+        self._post_up_to(self._arrived_count + self._window)  # some may have arrived at once
+        await self._until(lambda: self._answered)
+        for index in range(len(self._targets)):
+            self._take(index)
+
+    def _take(self, index: int) -> None:
+        nbytes = self._arrived.pop(index)
+        if nbytes == 0:
+            raise StreamAborted(
+                f"rank {self._peer} gave up its stream after {self.received_nbytes} bytes",
+                rank=self._peer,
+                received_nbytes=self.received_nbytes,
+            )
+        if nbytes != len(self._targets[index]):
+            expected = len(self._targets[index])
+            raise RemoteProtocolError(
+                f"rank {self._peer} sent a chunk of {nbytes} bytes for {expected}", rank=self._peer
+            )
+        self.received_nbytes += nbytes
 
     def _post_up_to(self, count: int) -> None:
         while self._post_count < min(count, len(self._targets)):
@@ -247,6 +278,8 @@ class InboundStream(_Stream):
             self._answered = self._answered or request.nbytes == 0 or self._arrived_count == len(self._targets)
         if self._discarding:
             self._discard_more()
+        elif self._continuous and self._error is None and not self._answered:
+            self._post_up_to(self._arrived_count + self._window)
 
     def finish(self, cancel: Callable[[], None]) -> None:
         """End it. If the sender has not answered yet, ``cancel`` tells it, and the rest is discarded."""

@@ -598,7 +598,7 @@ class _UserStreams:
         view = streams.byte_view(tensor)
         world = self._world
         world.check_peer(source)
-        chunk_nbytes = streams.CHUNK_NBYTES
+        chunk_nbytes = streams.USER_CHUNK_NBYTES
         targets = streams.split(view, chunk_nbytes)
 
         def cancel(slot: int) -> None:
@@ -607,8 +607,7 @@ class _UserStreams:
 
         async with world.slots.inbound(source, targets, cancel) as stream:
             self._channel.send_nowait(streams.Grant(stream.slot, len(view), chunk_nbytes), source)
-            async for _ in stream.chunks():
-                pass
+            await stream.whole()
         world.stream_received_nbytes += stream.received_nbytes
         return tensor
 

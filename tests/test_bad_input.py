@@ -478,7 +478,7 @@ def test_messages_that_cannot_be_sent() -> None:
             await notes.send(Note("x" * 70_000), other)
         with pytest.raises(ad.LocalProtocolError, match="this channel carries Note, not Number"):
             await notes.send(Number(1), other)  # type: ignore[arg-type]
-        with pytest.raises(ad.LocalProtocolError, match=r"Note.text is int, not str"):
+        with pytest.raises(ad.LocalProtocolError, match=r"Note\(text=5\): Expected `str`, got `int`"):
             notes.send_nowait(Note(5), other)  # type: ignore[arg-type]
         for dest in (-1, 2):
             with pytest.raises(ad.LocalProtocolError, match=rf"dest is {dest}; ranks go from 0 to 1"):

@@ -460,8 +460,10 @@ def test_statistics_of_members_and_coordinator_add_up() -> None:
     assert worst is not None and leader is not None
     rounds = worst.replacement_count
     given_up = sum(worst.abandoned.values())
-    assert leader.applied == {0: rounds, 1: 0, 2: 0, 3: 0}
-    assert rounds <= leader.rounds_decided <= rounds + given_up + 1
+    heard = leader.applied[0]
+    assert leader.applied == {0: heard, 1: 0, 2: 0, 3: 0}
+    assert rounds - 1 <= heard <= rounds, "the coordinator may not have heard of the last one yet"
+    assert heard <= leader.rounds_decided <= rounds + given_up + 1
     assert worst.received_nbytes >= rounds * (3 * floating + exact)
     assert sum(one.sent_nbytes for one in statistics if one) >= worst.received_nbytes
     assert not leader.stragglers and not leader.left_out

@@ -33,7 +33,7 @@ async def read(stream: InboundStream, **options: float) -> list[int]:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(streams, "CHUNK_NBYTES", CHUNK)
+    monkeypatch.setattr(streams, "USER_CHUNK_NBYTES", CHUNK)
     yield
 
 
@@ -195,8 +195,8 @@ async def test_a_cancelled_sender_answers_with_the_abort() -> None:
     async with engines(2) as (_, made):
         slots = Slots(made[1])
         with pytest.raises(StreamAborted):
-            async with slots.inbound(0, rooms(10), lambda slot: None) as stream:
-                sending = asyncio.ensure_future(OutboundStream(made[0], chunks_of(10), 1, stream.slot).run())
+            async with slots.inbound(0, rooms(100), lambda slot: None) as stream:
+                sending = asyncio.ensure_future(OutboundStream(made[0], chunks_of(100), 1, stream.slot).run())
                 async for index in stream.chunks():
                     if index == 1:
                         sending.cancel()

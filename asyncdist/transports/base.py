@@ -62,6 +62,9 @@ class PersistentReceive(Request, Protocol):
     def start(self) -> None:
         """Post it. Only when it is not posted already."""
 
+    def take(self) -> tuple[int, int] | None:
+        """``test``, and the message's source and size in bytes; None as long as there is none."""
+
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
@@ -115,6 +118,11 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         """Start sending ``buffer`` to ``dest`` (itself included)."""
+
+    def start_send(self, buffer: Buffer, dest: int, tag: int) -> Request | None:
+        """``isend`` and one test: None when the message has left already, as most small ones have."""
+        request = self.isend(buffer, dest, tag)
+        return None if request.test() else request
 
     @abc.abstractmethod
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:

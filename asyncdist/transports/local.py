@@ -75,6 +75,9 @@ class _Receive:
             raise self.error
         return self.done
 
+    def take(self) -> tuple[int, int] | None:
+        return (self.source, self.nbytes) if self.test() else None
+
     def start(self) -> None:
         self.done = self.cancelled = False
         self.error = None
@@ -151,6 +154,7 @@ class LocalHub:
             send.data = memoryview(bytes(view))
             send.done = True
         self._unexpected[dest].append(send)
+        self._ring(dest)
         return send
 
     def post(self, receive: _Receive) -> None:

@@ -126,6 +126,13 @@ class _ReceiveRequest:
         except Exception as error:
             self._fail(error, self._status, self._buffer, self._peer)
 
+    def take(self) -> tuple[int, int] | None:
+        status = self._status
+        try:
+            return (status.source, status.count) if self._test(status) else None
+        except Exception as error:
+            self._fail(error, status, self._buffer, self._peer)
+
     def start(self) -> None:
         self._start()  # type: ignore[misc]
 
@@ -179,6 +186,13 @@ class MpiTransport(Transport):
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         return _SendRequest(self._isend(buffer, dest, tag), buffer, self._fail, dest)
+
+    def start_send(self, buffer: Buffer, dest: int, tag: int) -> Request | None:
+        request = self._isend(buffer, dest, tag)
+        try:
+            return None if request.Test() else _SendRequest(request, buffer, self._fail, dest)
+        except Exception as error:
+            self._fail(error, None, buffer, dest)
 
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
         mpi = self._mpi

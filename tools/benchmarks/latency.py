@@ -52,7 +52,7 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
     from mpi4py import MPI
 
     channel = world.channel(Ping, tag=100)
-    frame_nbytes = wire.HEADER_NBYTES + len(wire.MessageType(Ping).encode(Ping(1000, 0.5)))
+    frame_nbytes = wire.HEADER_NBYTES + len(wire.Codec(Ping).encode(Ping(1000, 0.5))[1])
     ours_us: list[float] = []
     raw_us: list[float] = []
     for _ in range(1 + settings.block_count):
