@@ -13,6 +13,7 @@ from asyncdist.errors import (
     AsyncdistError,
     BusyError,
     ClosedError,
+    DeadlockError,
     DisagreementError,
     LocalProtocolError,
     RankLostError,
@@ -23,6 +24,7 @@ from asyncdist.errors import (
 )
 from asyncdist.groups import Group
 from asyncdist.runtime import open_world, run, run_local
+from asyncdist.simulation import SimReport, simulate
 from asyncdist.world import World, WorldStatistics, current_world
 
 launch.explain_shadowing()
@@ -33,12 +35,14 @@ __all__ = [
     "Channel",
     "ChannelStatistics",
     "ClosedError",
+    "DeadlockError",
     "DisagreementError",
     "Envelope",
     "Group",
     "LocalProtocolError",
     "RankLostError",
     "RemoteProtocolError",
+    "SimReport",
     "StartTimeoutError",
     "TransportError",
     "TruncationError",
@@ -56,4 +60,5 @@ __all__ = [
     "open_world",
     "run",
     "run_local",
+    "simulate",
 ]

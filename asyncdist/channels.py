@@ -267,6 +267,7 @@ class Channel(Generic[MessageT]):
         self.name = name
         self.overflow: Overflow = overflow
         self.epoch = 0
+        self._awaiting = f"a message on {name}, tag {lane.tag}"
         self._codec = codec
         self._engine = lane.engine
         self._start_send = lane.engine.transport.start_send
@@ -419,7 +420,7 @@ class Channel(Generic[MessageT]):
             self._waiters.append(waiter)
             try:
                 if deadline is None:
-                    await self._engine.park(waiter)
+                    await self._engine.park(waiter, self._awaiting)
                 else:
                     await self._wait_until(waiter, deadline, timeout_s or 0.0)
             finally:
@@ -431,7 +432,7 @@ class Channel(Generic[MessageT]):
     async def _wait_until(self, waiter: asyncio.Future[None], deadline: float, timeout_s: float) -> None:
         try:
             async with asyncio.timeout_at(deadline):
-                await self._engine.park(waiter)
+                await self._engine.park(waiter, self._awaiting)
         except TimeoutError:
             await self._engine.drain()
             if not self.is_ready:

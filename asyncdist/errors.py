@@ -54,6 +54,10 @@ class BusyError(AsyncdistError):
     """Something that takes one user at a time has one already, or a bounded queue is full."""
 
 
+class DeadlockError(AsyncdistError):
+    """Nothing is left to happen in a simulation, and somebody waits. The text lists every waiting task."""
+
+
 class LocalProtocolError(AsyncdistError):
     """This rank broke a rule of the runtime: a bad tag, a message above the limit, a call out of order."""
 

@@ -138,7 +138,11 @@ class Agreements:
     ) -> tuple[Verdict, Join]:
         joins = self._joins.setdefault(join.subject, {})
         joins[self._rank] = join
-        await self._engine.until(lambda: len(joins) == len(ranks) or bool(gone.ranks()), deadline=deadline)
+        await self._engine.until(
+            lambda: len(joins) == len(ranks) or bool(gone.ranks()),
+            f"{join.subject}: the other ranks",
+            deadline=deadline,
+        )
         del self._joins[join.subject]
         missing = tuple(rank for rank in ranks if rank not in joins)
         said = [rank for rank in ranks if rank in joins and joins[rank].values] or [self._rank]
@@ -163,7 +167,11 @@ class Agreements:
             self._channel.send_nowait(join, leader)
         if deadline is not None:
             deadline += MEMBER_PATIENCE_S
-        await self._engine.until(lambda: join.subject in self._verdicts or leader in gone.ranks(), deadline=deadline)
+        await self._engine.until(
+            lambda: join.subject in self._verdicts or leader in gone.ranks(),
+            f"{join.subject}: the verdict of rank {leader}",
+            deadline=deadline,
+        )
         verdict = self._verdicts.pop(join.subject, None)
         if verdict is not None:
             return verdict

@@ -17,13 +17,14 @@ The engine knows no frame, channel or protocol.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import os
 import time
 import types
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from asyncdist.errors import AsyncdistError, TruncationError
 from asyncdist.transports.base import Buffer, Request, Transport
@@ -115,10 +116,12 @@ class Engine:
         self._pass_count = 0
         self._completion_count = 0
         self._failure: BaseException | None = None
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: dict[asyncio.Future[None], str] = {}
         self._conditions: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._abandoned: dict[tuple[int, int], deque[_Abandoned]] = {}
         self._wakes = transport.capabilities.wakes
+        self._misses_wakes = transport.capabilities.misses_wakes
+        self._context = contextvars.copy_context()
         transport.set_doorbell(self.wake)
 
     # -- passes -----------------------------------------------------------------------------------------------------
@@ -231,7 +234,7 @@ class Engine:
         while abandoned:
             entry = abandoned[0]
             if not entry.resolved:
-                await self._until(entry)
+                await self._until(entry, f"receive from {source}, tag {tag}")
             elif abandoned and abandoned[0] is entry:
                 abandoned.popleft()
                 return entry.hand_over(buffer)
@@ -254,7 +257,7 @@ class Engine:
         operation.on_done = lambda error: settle(waiter, error)
         self._operations.append(operation)
         self.wake()
-        await self._park(waiter)
+        await self._park(waiter, operation.what)
 
     def _abandon(self, operation: Operation, buffer: Buffer, stash: deque[_Abandoned]) -> None:
         """The receiver has gone; the request has not, until the transport says how it ended."""
@@ -278,28 +281,35 @@ class Engine:
             entry.error = operation.error
             stash.append(entry)
 
-    async def _until(self, entry: _Abandoned) -> None:
+    async def _until(self, entry: _Abandoned, what: str) -> None:
         waiter = self._new_waiter()
         entry.waiters.append(waiter)
-        await self.park(waiter)
+        await self.park(waiter, what)
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
     def _new_waiter(self) -> asyncio.Future[None]:
         return self.loop.create_future()
 
-    async def _park(self, waiter: asyncio.Future[None]) -> None:
-        self._waiters.add(waiter)
+    async def _park(self, waiter: asyncio.Future[None], what: str) -> None:
+        self._waiters[waiter] = what
         try:
             await waiter
         finally:
-            self._waiters.discard(waiter)
+            del self._waiters[waiter]
 
-    async def until(self, condition: Callable[[], bool], *, deadline: float | None = None) -> bool:
+    def awaited(self, waiter: Any) -> str | None:
+        """What ``waiter`` waits for, in words; None if it does not wait for this engine."""
+        return self._waiters.get(waiter)
+
+    async def until(
+        self, condition: Callable[[], bool], what: str = "a condition", *, deadline: float | None = None
+    ) -> bool:
         """Wait until ``condition()`` holds; asked after every pass that completed something, and on :meth:`recheck`.
 
         Args:
             condition: cheap, and without side effects. What it raises is raised here.
+            what: the same in words, for reports.
             deadline: on the loop's clock, in seconds. Everything that has arrived is taken in before it is judged.
 
         Returns:
@@ -318,7 +328,7 @@ class Engine:
             self._conditions.append(entry)
             timer = self.loop.call_at(deadline, settle, waiter, None) if deadline is not None else None
             try:
-                await self.park(waiter)
+                await self.park(waiter, what)
             finally:
                 self._conditions.remove(entry)
                 if timer is not None:
@@ -334,12 +344,17 @@ class Engine:
             except Exception as error:
                 settle(waiter, error)
 
-    async def park(self, waiter: asyncio.Future[None]) -> None:
-        """Wait for ``waiter``, which an inlet will settle, with the driver at its most attentive."""
+    async def park(self, waiter: asyncio.Future[None], what: str = "a wake-up") -> None:
+        """Wait for ``waiter``, which an inlet will settle, with the driver at its most attentive.
+
+        Args:
+            waiter: a future of this loop.
+            what: who is expected to settle it, in words, for reports.
+        """
         if self._failure is not None:
             raise self._failure
         self.wake()
-        await self._park(waiter)
+        await self._park(waiter, what)
 
     def fail(self, error: BaseException) -> None:
         """Make every wait raise ``error`` from now on. Requests stay in the engine's keeping."""
@@ -355,7 +370,8 @@ class Engine:
     # -- the driver -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Poll from the loop from now on."""
+        """Poll from the loop from now on, in the caller's context: what a message brings about belongs to its rank."""
+        self._context = contextvars.copy_context()
         self._stopped = False
         self.wake()
 
@@ -373,7 +389,7 @@ class Engine:
             if self._handle is not None:
                 self._handle.cancel()
             self._asleep = False
-            self._handle = self.loop.call_soon(self._tick)
+            self._handle = self.loop.call_soon(self._tick, context=self._context)
 
     def _tick(self) -> None:
         """One turn of the driver: a pass, unless training code has just made one, and when to come again."""
@@ -399,13 +415,13 @@ class Engine:
             self.fail(error)
             return 0
 
-    def _next_tick(self, alone: bool) -> asyncio.Handle:
+    def _next_tick(self, alone: bool) -> asyncio.Handle | None:
         quiet = self._quiet_tick_count
         if self._wakes:
             if quiet <= 1:
                 return self.loop.call_soon(self._tick)
             self._asleep = True
-            return self.loop.call_later(SAFETY_PERIOD_S, self._tick)
+            return self.loop.call_later(SAFETY_PERIOD_S, self._tick) if self._misses_wakes else None
         if quiet <= HOT_PASS_COUNT:
             return self.loop.call_soon(self._tick)
         if self._operations and time.perf_counter() - self._quiet_since < TRANSFER_HOT_S:

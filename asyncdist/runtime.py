@@ -92,7 +92,7 @@ def run(
     _limit_threads()
     opened = _open_transport(chosen, started)
     with Interrupts() as interrupts, _loop_of(loop) as event_loop:
-        task = event_loop.create_task(_outcome(main, args, opened, interrupts, grace_s, strict))
+        task = event_loop.create_task(host_rank(main, args, opened, interrupts, grace_s=grace_s, strict=strict))
         interrupts.cancel_on_first(event_loop, [task])
         outcome = _complete(event_loop, [task])[0]
     if outcome.error is not None:
@@ -119,7 +119,7 @@ def run_local(
     hub = LocalHub(ranks)
     with _loop_of(loop) as event_loop, Interrupts() as interrupts:
         tasks = [
-            event_loop.create_task(_outcome(main, args, hub.transport(rank), interrupts, GRACE_S, strict))
+            event_loop.create_task(host_rank(main, args, hub.transport(rank), interrupts, strict=strict))
             for rank in range(ranks)
         ]
         interrupts.cancel_on_first(event_loop, tasks)
@@ -164,6 +164,7 @@ async def _hosted(
             _fail_alone(transport, error)
             raise error from error.__cause__
         token = _current_world.set(world)
+        engine.start()  # again: messages are handled in this rank's context from now on
         guard = _PeerGuard(world)
         success: SystemExit | None = None  # sys.exit(0) is a way to return
         try:
@@ -219,10 +220,17 @@ async def _task_group(world: World, guard: _PeerGuard) -> AsyncIterator[None]:
 
 
 async def _handshake(transport: Transport, engine: Engine, loop: asyncio.AbstractEventLoop) -> World:
-    """Agree on the version and on the job's nonce."""
+    """Agree on the version and on the job's nonce, unless the transport knows it."""
     ranks = tuple(range(transport.size))
     group = Group(ranks, transport.rank, tags.COLLECTIVE_FIRST, transport.world_group)
-    collectives = Collectives(engine, transport.rank, loop.create_task)
+    nonce = transport.job_nonce
+    if nonce is None:
+        nonce = await _exchange_hellos(transport.rank, group, Collectives(engine, transport.rank, loop.create_task))
+    return World(transport, loop, nonce=nonce, group=group, engine=engine)
+
+
+async def _exchange_hellos(own_rank: int, group: Group, collectives: Collectives) -> int:
+    """Rank 0's nonce. Raises DisagreementError for another version."""
     version = f"asyncdist {__version__}, frames {wire.VERSION}"
     mine = _HELLO.pack(secrets.randbits(32), version.encode()[:60])
     hellos = await collectives.all_gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8), group)
@@ -232,8 +240,8 @@ async def _handshake(transport: Transport, engine: Engine, loop: asyncio.Abstrac
         nonce = number if rank == 0 else nonce
         theirs = text.rstrip(b"\0").decode(errors="replace")
         if theirs != version:
-            raise DisagreementError(f"rank {transport.rank} runs {version}, rank {rank} runs {theirs}", rank=rank)
-    return World(transport, loop, nonce=nonce, group=group, engine=engine)
+            raise DisagreementError(f"rank {own_rank} runs {version}, rank {rank} runs {theirs}", rank=rank)
+    return nonce
 
 
 async def _leave(world: World) -> list[str]:
@@ -241,12 +249,14 @@ async def _leave(world: World) -> list[str]:
     loop = asyncio.get_running_loop()
     world.announce(Leave())
     world.refuse_streams()
-    await world.engine.until(lambda: world.service_count == 0)
+    await world.engine.until(lambda: world.service_count == 0, "the services of this rank to end")
+    # Before the barrier, while the peers still take what comes; after it a message may find nobody.
+    await world.engine.until(lambda: world.engine.is_idle, "requests under way", deadline=loop.time() + _FLUSH_S)
     await world.collectives.barrier(world.group)
-    await world.engine.until(lambda: world.engine.is_idle, deadline=loop.time() + _FLUSH_S)
+    await world.engine.until(lambda: world.engine.is_idle, "requests under way", deadline=loop.time() + _FLUSH_S)
     leftovers = world.leftovers()
     world.close_lanes()
-    await world.engine.until(lambda: world.engine.is_idle, deadline=loop.time() + _FLUSH_S)
+    await world.engine.until(lambda: world.engine.is_idle, "requests under way", deadline=loop.time() + _FLUSH_S)
     return leftovers
 
 
@@ -371,30 +381,44 @@ def _uncancel() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class Outcome:
     """How a rank ended: with a value, or with an error."""
 
     value: Any = None
     error: BaseException | None = None
 
 
-async def _outcome(
+async def host_rank(
     main: Callable[..., Coroutine[Any, Any, Any]],
     args: tuple[Any, ...],
     transport: Transport,
-    interrupts: Interrupts,
-    grace_s: float,
-    strict: bool,
-) -> _Outcome:
-    """Host one rank. Never raises: an exit or interrupt that leaves a task would stop the loop under the others."""
+    interrupts: Interrupts | None = None,
+    *,
+    grace_s: float = GRACE_S,
+    strict: bool = False,
+    on_open: Callable[[World], None] | None = None,
+) -> Outcome:
+    """Host one rank. Never raises: an exit or interrupt that leaves a task would stop the loop under the others.
+
+    Args:
+        main: see :func:`run`.
+        args: of main, after the world.
+        transport: the rank's.
+        interrupts: where signals are counted; none by default.
+        grace_s: see :func:`run`.
+        strict: see :func:`run`.
+        on_open: is given the world before main.
+    """
     try:
-        async with _hosted(transport, interrupts, grace_s=grace_s, strict=strict) as world:
-            return _Outcome(value=await main(world, *args))
+        async with _hosted(transport, interrupts or Interrupts(), grace_s=grace_s, strict=strict) as world:
+            if on_open is not None:
+                on_open(world)
+            return Outcome(value=await main(world, *args))
     except BaseException as error:
-        return _Outcome(error=error)
+        return Outcome(error=error)
 
 
-def _complete(loop: asyncio.AbstractEventLoop, tasks: Sequence[asyncio.Task[_Outcome]]) -> list[_Outcome]:
+def _complete(loop: asyncio.AbstractEventLoop, tasks: Sequence[asyncio.Task[Outcome]]) -> list[Outcome]:
     """Run until every task has ended, also past an exit or interrupt that a spawned task raised through the loop."""
     while pending := [task for task in tasks if not task.done()]:
         with contextlib.suppress(SystemExit, KeyboardInterrupt):

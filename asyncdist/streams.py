@@ -103,7 +103,7 @@ class _Stream:
                 raise self._error
             return condition()
 
-        if not await self._engine.until(holds, deadline=deadline):
+        if not await self._engine.until(holds, self._what, deadline=deadline):
             raise TimeoutError(f"{self._what}: nothing more came in time")
 
 

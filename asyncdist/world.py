@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -83,6 +83,16 @@ class WorldStatistics:
     stream_received_nbytes: int
 
 
+class VirtualClock(Protocol):
+    """The time that user code takes, where it is not real."""
+
+    async def before_safe_point(self) -> None:
+        """Let the time pass that the rank has computed since its last safe point; nothing else of it runs meanwhile."""
+
+    async def beside_compute(self) -> None:
+        """Let the time of one ``World.compute`` pass; the rank's loop runs meanwhile."""
+
+
 _current_world: ContextVar[World] = ContextVar("asyncdist_current_world")
 
 
@@ -113,6 +123,7 @@ class World:
         left: ranks whose main has returned.
         answered: ranks that have answered a failure, or failed themselves.
         leftover_probes: functions that name what a protocol has not cleared away, asked at the end.
+        virtual_clock: in a simulation, what computing costs.
     """
 
     def __init__(
@@ -129,6 +140,7 @@ class World:
         self.left: set[int] = set()
         self.answered: set[int] = set()
         self.leftover_probes: list[Callable[[], Sequence[str]]] = []
+        self.virtual_clock: VirtualClock | None = None
         self._transport = transport
         self._loop = loop
         self._nonce = nonce
@@ -185,6 +197,8 @@ class World:
         Raises:
             RankLostError: a peer has failed, and with it the job.
         """
+        if self.virtual_clock is not None:
+            await self.virtual_clock.before_safe_point()
         self.engine.poll()
         await yield_to_loop()
         self.check()
@@ -198,6 +212,8 @@ class World:
         Raises:
             RankLostError: a peer has failed, and with it the job.
         """
+        if self.virtual_clock is not None:
+            await self.virtual_clock.before_safe_point()
         await self.engine.progress(budget_s)
         self.check()
 
@@ -219,6 +235,8 @@ class World:
         """
         if self._compute_count:
             raise BusyError("one compute at a time: another one is under way on this rank", rank=self.rank)
+        if self.virtual_clock is not None:
+            return await self._compute_inline(self.virtual_clock, fn, *args, **kwargs)
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"asyncdist-{self.rank}")
         modes = _torch_modes()
@@ -235,6 +253,15 @@ class World:
             raise
         finally:
             self._compute_count -= 1
+
+    async def _compute_inline(self, clock: VirtualClock, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        self._compute_count += 1
+        try:
+            result = fn(*args, **kwargs)
+            await clock.beside_compute()
+        finally:
+            self._compute_count -= 1
+        return result
 
     @property
     def is_computing(self) -> bool:
@@ -571,7 +598,7 @@ class _UserStreams:
         world = self._world
         world.check_peer(dest)
         grants = self._grants.setdefault(dest, deque())
-        await world.engine.until(lambda: bool(grants) or dest in world.gone)
+        await world.engine.until(lambda: bool(grants) or dest in world.gone, f"rank {dest} to receive a stream")
         if not grants:
             raise RankLostError(f"rank {dest} left before it received", rank=dest)
         grant = grants.popleft()

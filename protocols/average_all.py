@@ -93,6 +93,7 @@ class AverageAllPolicy(SpawnPolicy):
         if self.is_alone or not self._is_due():
             await self._world.safe_point()
             return NOTHING
+        await self._world.safe_point()
         began_at = self._world.time()
         await self._world.agreements.agree(self._group.ranks, self._subject, {}, timeout_s=None)
         self._round += 1

@@ -327,7 +327,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         try:
             if error is None and self._world.engine.failure is None:
                 deadline = self._world.time() + self._drain_timeout_s
-                await self._world.engine.until(self._is_quiet, deadline=deadline)
+                await self._world.engine.until(self._is_quiet, "the end of its part in a round", deadline=deadline)
         finally:  # cancelled or not: the others must hear of it
             self._end_donor_role()
             self._tell(Leave())

@@ -122,7 +122,7 @@ class Coordinator:
                 if deadline is not None and world.time() >= deadline:
                     self._send(core.on_time(world.time()))
                 elif not core.finished:
-                    await world.engine.until(self._has_work, deadline=deadline)
+                    await world.engine.until(self._has_work, "reports and answers of members", deadline=deadline)
         finally:
             world.off_gone(self._gone.append)
             self._reports.close()

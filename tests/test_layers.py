@@ -20,6 +20,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("world",),
     ("launch",),
     ("runtime", "api"),
+    ("simulation.trace", "simulation.loop", "simulation.models", "simulation.random_states"),
+    ("simulation.faults",),
+    ("simulation.medium",),
+    ("simulation.simulate",),
+    ("simulation.__init__",),
     ("__init__", "cli"),
     ("__main__",),
 )

@@ -29,6 +29,12 @@ Buffer: TypeAlias = Any
 ReduceOp: TypeAlias = Literal["sum", "min", "max", "prod"]
 
 
+def as_bytes(buffer: Buffer) -> memoryview:
+    """A buffer's bytes, whatever its format and shape."""
+    view = memoryview(buffer)
+    return view.cast("B") if view.nbytes else memoryview(bytearray())  # an empty view cannot be cast
+
+
 class Request(Protocol):
     """One operation under way. Anything that can be tested may be one: a message, a collective, a device event."""
 
@@ -75,12 +81,14 @@ class Capabilities:
         survives_rank_loss: whether the job goes on after a rank has died.
         wakes: whether the transport rings the doorbell when a message arrives, so that nothing need poll by the clock.
         tag_max: the largest tag it takes.
+        misses_wakes: whether the doorbell may fail to ring, so that a slow look is needed all the same.
     """
 
     native_collectives: bool
     survives_rank_loss: bool
     wakes: bool
     tag_max: int
+    misses_wakes: bool = True
 
 
 class GroupHandle(Protocol):
@@ -108,12 +116,15 @@ class Transport(abc.ABC):
         rank: this process's rank.
         size: the number of ranks.
         capabilities: what it can do beyond the contract.
+        job_nonce: where the ranks are known to be of one job and version, the number that they share; they need not
+            agree on it then.
     """
 
     name: str
     rank: int
     size: int
     capabilities: Capabilities
+    job_nonce: int | None = None
 
     @abc.abstractmethod
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:

@@ -23,14 +23,10 @@ from asyncdist.transports.base import (
     PersistentReceive,
     Request,
     Transport,
+    as_bytes,
 )
 
 EAGER_NBYTES: Final = 65536
-
-
-def _as_bytes(buffer: Buffer) -> memoryview:
-    view = memoryview(buffer)
-    return view.cast("B") if view.nbytes else memoryview(bytearray())  # an empty view cannot be cast
 
 
 class _Send:
@@ -60,7 +56,7 @@ class _Receive:
 
     def __init__(self, hub: LocalHub, buffer: Buffer, dest: int, wanted: int, tag: int) -> None:
         self._hub = hub
-        self.buffer = _as_bytes(buffer)
+        self.buffer = as_bytes(buffer)
         self.dest = dest
         self.wanted = wanted
         self.tag = tag
@@ -139,7 +135,7 @@ class LocalHub:
         return frozenset(self._lost)
 
     def send(self, buffer: Buffer, source: int, dest: int, tag: int) -> _Send:
-        view = _as_bytes(buffer)
+        view = as_bytes(buffer)
         send = _Send(view, source, dest, tag)
         if dest in self._lost or source in self._lost:
             send.error = RankLostError(f"rank {dest} is gone", rank=dest)

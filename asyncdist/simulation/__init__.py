@@ -1,0 +1,27 @@
+"""The simulator: many ranks in one process, in virtual time, every interleaving from a seed."""
+
+from asyncdist.simulation.faults import Corrupt, Delay, Fault, Kill, Partition, SlowLink, SlowRank, Stall
+from asyncdist.simulation.models import Compute, Duration, Exponential, Link, LogNormal, Network, Uniform
+from asyncdist.simulation.simulate import SimReport, simulate
+from asyncdist.simulation.trace import TraceEvent
+
+__all__ = [
+    "Compute",
+    "Corrupt",
+    "Delay",
+    "Duration",
+    "Exponential",
+    "Fault",
+    "Kill",
+    "Link",
+    "LogNormal",
+    "Network",
+    "Partition",
+    "SimReport",
+    "SlowLink",
+    "SlowRank",
+    "Stall",
+    "TraceEvent",
+    "Uniform",
+    "simulate",
+]

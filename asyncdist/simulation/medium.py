@@ -1,0 +1,448 @@
+"""The simulated medium: obeys the transport contract, and uses every freedom that it leaves.
+
+It may delay, reorder across sources and tags, complete requests late, choose among the senders that a wildcard receive
+could take, and make a send eager or rendezvous. It may not overtake within one (source, tag), nor lose or duplicate a
+message between live ranks. All choices are drawn from the seed, in the order of virtual time, so a run is a function of
+its arguments.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Final
+
+from asyncdist.errors import AsyncdistError, RankLostError, TruncationError
+from asyncdist.simulation.faults import Corrupt, Delay, Fault, Kill, Partition, SlowLink
+from asyncdist.simulation.loop import Scheduler
+from asyncdist.simulation.models import Link, Network, draw
+from asyncdist.simulation.trace import Trace
+from asyncdist.tags import BULK_FIRST, BULK_LAST, COLLECTIVE_FIRST, COLLECTIVE_LAST, TAG_MAX
+from asyncdist.transports.base import (
+    ANY_SOURCE,
+    Buffer,
+    Capabilities,
+    GroupHandle,
+    PersistentReceive,
+    Request,
+    Transport,
+    as_bytes,
+)
+
+_EAGER_CHOICES: Final = (0, 256, 4096, 65536)
+
+
+class _Message:
+    """A send, and what travels."""
+
+    __slots__ = ("arrived", "cancelled", "data", "dest", "done", "eager", "error", "nbytes", "number", "source", "tag")
+
+    def __init__(self, data: memoryview, source: int, dest: int, tag: int, number: int) -> None:
+        self.data = data
+        self.nbytes = data.nbytes
+        self.source = source
+        self.dest = dest
+        self.tag = tag
+        self.number = number
+        self.eager = False
+        self.done = False
+        self.arrived = False
+        self.cancelled = False
+        self.error: AsyncdistError | None = None
+
+    def test(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self.done
+
+    def cancel(self) -> None:
+        """A message once sent is on its way."""
+
+
+class _Receive:
+    __slots__ = (
+        "_medium",
+        "buffer",
+        "cancelled",
+        "dest",
+        "done",
+        "error",
+        "matched",
+        "nbytes",
+        "source",
+        "tag",
+        "wanted",
+    )
+
+    def __init__(self, medium: Medium, buffer: Buffer, dest: int, wanted: int, tag: int) -> None:
+        self._medium = medium
+        self.buffer = as_bytes(buffer)
+        self.dest = dest
+        self.wanted = wanted
+        self.tag = tag
+        self.source = ANY_SOURCE
+        self.nbytes = 0
+        self.done = False
+        self.matched = False
+        self.cancelled = False
+        self.error: AsyncdistError | None = None
+
+    def test(self) -> bool:
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        return self.done
+
+    def take(self) -> tuple[int, int] | None:
+        return (self.source, self.nbytes) if self.test() else None
+
+    def start(self) -> None:
+        self.done = self.matched = self.cancelled = False
+        self._medium.post(self)
+
+    def cancel(self) -> None:
+        if not self.matched and not self.done:
+            self._medium.withdraw(self)
+
+
+class Medium:
+    """What all simulated transports of one run share.
+
+    Args:
+        size: number of ranks.
+        network: links and freedoms.
+        faults: those of the plan that concern messages are carried out here.
+        scheduler: the clock.
+        rng: all choices.
+        trace: is told of every message.
+        on_fired: is told the position in the plan of a fault that happened.
+        on_kill: a rank is to die, by the fault at that position.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        network: Network,
+        faults: Sequence[Fault],
+        scheduler: Scheduler,
+        rng: random.Random,
+        trace: Trace,
+        on_fired: Callable[[int], None],
+        on_kill: Callable[[int, int], None],
+    ) -> None:
+        self.size = size
+        self._network = network
+        self._scheduler = scheduler
+        self._rng = rng
+        self._trace = trace
+        self._on_fired = on_fired
+        self._on_kill = on_kill
+        self._eager_nbytes = rng.choice(_EAGER_CHOICES) if network.eager_nbytes is None else network.eager_nbytes
+        self._links: dict[tuple[int, int], Link] = {}
+        self._posted: list[dict[int, deque[_Receive]]] = [{} for _ in range(size)]
+        self._unexpected: list[dict[int, deque[_Message]]] = [{} for _ in range(size)]
+        self._doorbells: list[Callable[[], None] | None] = [None] * size
+        self._listeners: list[Callable[[int], None] | None] = [None] * size
+        self._known_lost: list[set[int]] = [set() for _ in range(size)]
+        self._dead: set[int] = set()
+        self._link_free_at: dict[tuple[int, int], float] = {}
+        self._last_arrival: dict[tuple[int, int, int], float] = {}
+        self._sent_counts = [0] * size
+        self._pair_counts: dict[tuple[int, int], int] = {}
+        self._frame_counts: dict[tuple[int, int], int] = {}
+        self.job_nonce = rng.getrandbits(32)
+        self.message_count = 0
+        self.byte_count = 0
+        self._muted = False
+        plan = list(enumerate(faults))
+        self._kills = {
+            (f.rank, f.at_message): index for index, f in plan if isinstance(f, Kill) and f.at_message is not None
+        }
+        self._delays = {(f.source, f.dest, f.number): (index, f) for index, f in plan if isinstance(f, Delay)}
+        self._corruptions = {(f.source, f.dest, f.number): (index, f) for index, f in plan if isinstance(f, Corrupt)}
+        self._slow_links = [(index, f) for index, f in plan if isinstance(f, SlowLink)]
+        self._partitions = [(index, f) for index, f in plan if isinstance(f, Partition)]
+        self._has_message_faults = bool(self._kills or self._delays or self._corruptions)
+        self._has_link_faults = bool(self._slow_links or self._partitions)
+
+    # -- sending ----------------------------------------------------------------------------------------------------
+
+    def send(self, buffer: Buffer, source: int, dest: int, tag: int) -> _Message:
+        data = as_bytes(buffer)
+        if not self._muted:
+            self.message_count += 1
+            self.byte_count += data.nbytes
+        message = _Message(data, source, dest, tag, self.message_count)
+        if dest in self._known_lost[source]:
+            message.error = RankLostError(f"rank {dest} is gone", rank=dest)
+            return message
+        if data.nbytes <= self._eager_nbytes:
+            message.data = memoryview(bytes(data))
+            message.eager = message.done = True
+        delay = self._apply_message_faults(message) if self._has_message_faults else 0.0
+        if source in self._dead or self._muted:
+            return message
+        arrival = self._arrival(message, delay)
+        self._trace.add(self._scheduler.now, "send", source, dest, tag, data.nbytes)
+        self._scheduler.at(arrival, partial(self._arrive, message))
+        return message
+
+    def _arrival(self, message: _Message, delay: float) -> float:
+        source, dest = message.source, message.dest
+        now = self._scheduler.now
+        pair = (source, dest)
+        link = self._links.get(pair)
+        if link is None:
+            link = self._links[pair] = self._network.between(source, dest)
+        latency = draw(link.latency_s, self._rng) + delay
+        transfer = (message.nbytes if message.eager else 64) / link.bandwidth_nbytes_per_s
+        if self._has_link_faults:
+            factor = self._link_factor(pair, now)
+            latency *= factor
+            transfer *= factor
+        free_at = self._link_free_at.get(pair, 0.0)
+        sent_at = (free_at if free_at > now else now) + transfer
+        self._link_free_at[pair] = sent_at
+        arrival = sent_at + latency
+        if self._has_link_faults:
+            arrival = self._after_partitions(pair, now, arrival)
+        key = (source, dest, message.tag)
+        last = self._last_arrival.get(key, -1.0)
+        if arrival <= last:  # never overtake within one source and tag
+            arrival = math.nextafter(last, math.inf)
+        self._last_arrival[key] = arrival
+        return arrival
+
+    def _arrive(self, message: _Message) -> None:
+        if message.dest in self._dead:
+            return
+        message.arrived = True
+        posted = self._posted[message.dest].get(message.tag)
+        if posted:
+            for receive in posted:
+                if receive.wanted == ANY_SOURCE or receive.wanted == message.source:
+                    posted.remove(receive)
+                    self._match(receive, message)
+                    return
+        self._unexpected[message.dest].setdefault(message.tag, deque()).append(message)
+        self._ring(message.dest)  # a lane posts its receive when it is polled
+
+    # -- receiving --------------------------------------------------------------------------------------------------
+
+    def post(self, receive: _Receive) -> None:
+        waiting = self._unexpected[receive.dest].get(receive.tag)
+        if waiting:
+            message = self._choose(receive, waiting)
+            if message is not None:
+                waiting.remove(message)
+                self._match(receive, message)
+                return
+        if receive.wanted in self._known_lost[receive.dest]:
+            receive.error = RankLostError(f"rank {receive.wanted} is gone", rank=receive.wanted)
+            return
+        self._posted[receive.dest].setdefault(receive.tag, deque()).append(receive)
+
+    def _choose(self, receive: _Receive, waiting: Iterable[_Message]) -> _Message | None:
+        """Any sender's first message will do for a wildcard; the first of its source for another."""
+        if receive.wanted != ANY_SOURCE:
+            return next((message for message in waiting if message.source == receive.wanted), None)
+        firsts: dict[int, _Message] = {}
+        for message in waiting:
+            firsts.setdefault(message.source, message)
+        if len(firsts) == 1:
+            return next(iter(firsts.values()))
+        return self._rng.choice(list(firsts.values())) if firsts else None
+
+    def _match(self, receive: _Receive, message: _Message) -> None:
+        receive.matched = True
+        if message.eager:
+            self._complete(receive, message)
+            return
+        pair = (message.source, message.dest)
+        link = self._links[pair]
+        seconds = 2 * draw(link.latency_s, self._rng) + message.nbytes / link.bandwidth_nbytes_per_s
+        if self._has_link_faults:
+            seconds *= self._link_factor(pair, self._scheduler.now)
+        self._scheduler.at(self._scheduler.now + seconds, partial(self._complete, receive, message))
+
+    def _complete(self, receive: _Receive, message: _Message) -> None:
+        if message.dest in self._dead:
+            return
+        if message.source in self._dead and not message.eager:
+            receive.error = RankLostError(f"rank {message.source} is gone", rank=message.source)
+            self._ring(message.dest)
+            return
+        receive.source = message.source
+        receive.nbytes = message.nbytes
+        if message.nbytes > receive.buffer.nbytes:
+            receive.error = TruncationError(
+                f"a message of {message.nbytes} bytes arrived for a buffer of {receive.buffer.nbytes} bytes",
+                message_nbytes=message.nbytes,
+                buffer_nbytes=receive.buffer.nbytes,
+                source=message.source,
+            )
+        else:
+            receive.buffer[: message.nbytes] = message.data
+            receive.done = True
+        self._trace.add(self._scheduler.now, "receive", message.source, message.dest, message.tag, message.nbytes)
+        self._ring(message.dest)
+        if not message.done:
+            message.done = True
+            self._ring(message.source)
+
+    def withdraw(self, receive: _Receive) -> None:
+        posted = self._posted[receive.dest].get(receive.tag)
+        if posted and receive in posted:
+            posted.remove(receive)
+            receive.done = receive.cancelled = True
+            self._ring(receive.dest)
+
+    # -- faults -----------------------------------------------------------------------------------------------------
+
+    def _apply_message_faults(self, message: _Message) -> float:
+        """Faults that name a message by its number. Returns its extra delay in seconds."""
+        source, pair = message.source, (message.source, message.dest)
+        self._sent_counts[source] += 1
+        kill = self._kills.get((source, self._sent_counts[source]))
+        if kill is not None:
+            self._on_kill(source, kill)
+            return 0.0
+        number = self._pair_counts[pair] = self._pair_counts.get(pair, 0) + 1
+        if not _is_raw(message.tag):
+            framed = self._frame_counts[pair] = self._frame_counts.get(pair, 0) + 1
+            found = self._corruptions.get((*pair, framed))
+            if found is not None and message.nbytes:
+                index, corruption = found
+                flipped = bytearray(message.data)
+                flipped[corruption.byte % message.nbytes] ^= 0x55
+                message.data = memoryview(bytes(flipped))
+                self._on_fired(index)
+        delayed = self._delays.get((*pair, number))
+        if delayed is not None:
+            index, delay = delayed
+            self._on_fired(index)
+            return delay.duration_s
+        return 0.0
+
+    def _link_factor(self, pair: tuple[int, int], now: float) -> float:
+        factor = 1.0
+        for index, fault in self._slow_links:
+            if (fault.source, fault.dest) == pair and now >= fault.at_s:
+                factor *= fault.factor
+                self._on_fired(index)
+        return factor
+
+    def _after_partitions(self, pair: tuple[int, int], now: float, arrival: float) -> float:
+        for index, fault in self._partitions:
+            if (pair[0] in fault.ranks) != (pair[1] in fault.ranks) and now < fault.until_s and arrival > fault.at_s:
+                self._on_fired(index)
+                arrival = max(arrival, fault.until_s)
+        return arrival
+
+    def kill(self, rank: int) -> None:
+        """The process of ``rank`` is gone; its peers find out one by one."""
+        self._dead.add(rank)
+        self._posted[rank].clear()
+        for dest in range(self.size):
+            if dest != rank and dest not in self._dead:
+                seconds = draw(self._network.loss_detection_s, self._rng)
+                self._scheduler.at(self._scheduler.now + seconds, partial(self._detect, dest, rank))
+
+    def _detect(self, observer: int, lost: int) -> None:
+        if observer in self._dead:
+            return
+        self._known_lost[observer].add(lost)
+        error = RankLostError(f"rank {lost} is gone", rank=lost)
+        for posted in self._posted[observer].values():
+            for receive in [receive for receive in posted if receive.wanted == lost]:
+                posted.remove(receive)
+                receive.error = error
+        for messages in self._unexpected[lost].values():
+            for message in messages:
+                if message.source == observer and not message.done:
+                    message.error = error
+        listen = self._listeners[observer]
+        if listen is not None:
+            listen(lost)
+        self._ring(observer)
+
+    def mute(self) -> None:
+        """Nothing is sent any more: what still runs is only being cleared away."""
+        self._muted = True
+
+    # -- the ends ---------------------------------------------------------------------------------------------------
+
+    def set_doorbell(self, rank: int, ring: Callable[[], None]) -> None:
+        self._doorbells[rank] = ring
+
+    def set_loss_listener(self, rank: int, listen: Callable[[int], None]) -> None:
+        self._listeners[rank] = listen
+
+    def lost_ranks(self, observer: int) -> frozenset[int]:
+        return frozenset(self._known_lost[observer])
+
+    def close(self, rank: int) -> None:
+        self._doorbells[rank] = None
+        self._listeners[rank] = None
+        self._posted[rank].clear()
+
+    def _ring(self, rank: int) -> None:
+        ring = self._doorbells[rank]
+        if ring is not None and rank not in self._dead:
+            ring()
+
+
+def _is_raw(tag: int) -> bool:
+    """Whether messages of that tag have no frame, and so no CRC."""
+    return BULK_FIRST <= tag <= BULK_LAST or COLLECTIVE_FIRST <= tag <= COLLECTIVE_LAST
+
+
+class SimTransport(Transport):
+    """One rank's end of the :class:`Medium`."""
+
+    name = "sim"
+
+    def __init__(self, medium: Medium, rank: int) -> None:
+        self._medium = medium
+        self.rank = rank
+        self.job_nonce = medium.job_nonce
+        self.size = medium.size
+        self.capabilities = Capabilities(
+            native_collectives=False, survives_rank_loss=True, wakes=True, misses_wakes=False, tag_max=TAG_MAX
+        )
+
+    def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
+        return self._medium.send(buffer, self.rank, dest, tag)
+
+    def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
+        receive = _Receive(self._medium, buffer, self.rank, source, tag)
+        self._medium.post(receive)
+        return receive
+
+    def persistent_receive(self, buffer: Buffer, tag: int) -> PersistentReceive:
+        return _Receive(self._medium, buffer, self.rank, ANY_SOURCE, tag)
+
+    def new_group(self, ranks: Sequence[int], tag: int) -> GroupHandle | None:
+        del ranks, tag
+        return None
+
+    def lost_ranks(self) -> frozenset[int]:
+        return self._medium.lost_ranks(self.rank)
+
+    def abort(self, exit_code: int) -> None:
+        """The simulation ends when every rank has."""
+
+    def close(self) -> None:
+        self._medium.close(self.rank)
+
+    def set_doorbell(self, ring: Callable[[], None]) -> None:
+        self._medium.set_doorbell(self.rank, ring)
+
+    def set_loss_listener(self, listen: Callable[[int], None]) -> None:
+        self._medium.set_loss_listener(self.rank, listen)
+
+    def describe(self) -> str:
+        return f"sim: {self.size} ranks in virtual time"

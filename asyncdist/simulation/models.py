@@ -1,0 +1,192 @@
+"""What a simulated network, compute and fault plan are made of: plain data, checked when made.
+
+Times are virtual seconds, sizes bytes, rates bytes per second. Where a duration is asked for, a number is a constant,
+and a :class:`Uniform`, :class:`Exponential` or :class:`LogNormal` is drawn afresh each time, from the simulation's
+seed.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+
+def check_number(name: str, value: Any, *, above_zero: bool = False) -> None:
+    """Refuse what is no finite number of at least zero."""
+    wrong = isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf
+    if wrong or (above_zero and value == 0):
+        raise ValueError(f"{name} is {value!r}; allowed: a finite number {'above 0' if above_zero else 'of 0 or more'}")
+
+
+def check_duration(name: str, value: Any) -> None:
+    """Refuse what is no duration."""
+    if not isinstance(value, (Uniform, Exponential, LogNormal)):
+        check_number(name, value)
+
+
+def check_probability(name: str, value: Any) -> None:
+    """Refuse what is no probability."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ValueError(f"{name} is {value!r}; allowed: a probability from 0 to 1")
+
+
+def check_ranks(what: str, ranks: Sequence[int], size: int) -> None:
+    """Refuse ranks that do not exist."""
+    for rank in ranks:
+        if type(rank) is not int or not 0 <= rank < size:
+            raise ValueError(f"{what} names rank {rank!r}; ranks go from 0 to {size - 1}")
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """Evenly between ``low`` and ``high`` seconds."""
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        check_number("Uniform.low", self.low)
+        check_number("Uniform.high", self.high)
+        if self.high < self.low:
+            raise ValueError(f"Uniform({self.low}, {self.high}): high must not be below low")
+
+    def draw(self, rng: random.Random) -> float:
+        """One value, in seconds."""
+        return self.low + (self.high - self.low) * rng.random()
+
+
+@dataclass(frozen=True, slots=True)
+class Exponential:
+    """Memoryless, with that mean."""
+
+    mean: float
+
+    def __post_init__(self) -> None:
+        check_number("Exponential.mean", self.mean)
+
+    def draw(self, rng: random.Random) -> float:
+        """One value, in seconds."""
+        return rng.expovariate(1.0 / self.mean) if self.mean else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """Mostly near the median, now and then far above: what networks and steps are like."""
+
+    median: float
+    sigma: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_number("LogNormal.median", self.median)
+        check_number("LogNormal.sigma", self.sigma)
+
+    def draw(self, rng: random.Random) -> float:
+        """One value, in seconds."""
+        return self.median * math.exp(rng.gauss(0.0, self.sigma)) if self.median else 0.0
+
+
+Duration: TypeAlias = float | int | Uniform | Exponential | LogNormal
+
+
+def draw(duration: Duration, rng: random.Random) -> float:
+    """One value, in seconds."""
+    return float(duration) if isinstance(duration, (float, int)) else duration.draw(rng)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One direction between two ranks.
+
+    Attributes:
+        latency_s: from send to arrival of the first byte.
+        bandwidth_nbytes_per_s: messages of one link queue behind each other.
+    """
+
+    latency_s: Duration = LogNormal(2e-6, 1.0)
+    bandwidth_nbytes_per_s: float = 10e9
+
+    def __post_init__(self) -> None:
+        check_duration("latency_s", self.latency_s)
+        check_number("bandwidth_nbytes_per_s", self.bandwidth_nbytes_per_s, above_zero=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """The links, and the freedoms that a transport has.
+
+    Attributes:
+        link: of ranks on one host.
+        cross_link: of ranks on different hosts.
+        ranks_per_host: consecutive ranks share a host; all of them do where it is None.
+        links: exceptions, by (source, dest).
+        eager_nbytes: up to this size a send completes at once; above it when a receive has matched. None draws it anew
+            for each simulation, from 0 to 64 KiB.
+        loss_detection_s: from a rank's death until its peers are told.
+    """
+
+    link: Link = Link()
+    cross_link: Link = Link(latency_s=LogNormal(50e-6, 1.0), bandwidth_nbytes_per_s=1e9)
+    ranks_per_host: int | None = None
+    links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+    eager_nbytes: int | None = None
+    loss_detection_s: Duration = Uniform(0.0, 0.02)
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_host is not None and (type(self.ranks_per_host) is not int or self.ranks_per_host < 1):
+            raise ValueError(
+                f"ranks_per_host is {self.ranks_per_host!r}; allowed: a whole number of 1 or more, or None"
+            )
+        if self.eager_nbytes is not None and (type(self.eager_nbytes) is not int or self.eager_nbytes < 0):
+            raise ValueError(f"eager_nbytes is {self.eager_nbytes!r}; allowed: a whole number of 0 or more, or None")
+        check_duration("loss_detection_s", self.loss_detection_s)
+
+    def check_ranks(self, size: int) -> None:
+        """Refuse links of ranks that do not exist."""
+        for pair in self.links:
+            check_ranks(f"the link {pair}", pair, size)
+
+    def between(self, source: int, dest: int) -> Link:
+        """The link from ``source`` to ``dest``."""
+        exception = self.links.get((source, dest))
+        if exception is not None:
+            return exception
+        hosts = self.ranks_per_host
+        return self.link if hosts is None or source // hosts == dest // hosts else self.cross_link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """How long user code computes before each safe point (``policy.step``, ``progress``, ``safe_point``).
+
+    Attributes:
+        step_s: of every rank.
+        factors: slower (or faster) ranks: rank to the factor on ``step_s``.
+        pause_probability: chance, per safe point, of a pause.
+        pause_s: how long such a pause takes.
+    """
+
+    step_s: Duration = LogNormal(1e-3, 0.2)
+    factors: Mapping[int, float] = field(default_factory=dict)
+    pause_probability: float = 0.0
+    pause_s: Duration = 1.0
+
+    def __post_init__(self) -> None:
+        check_duration("step_s", self.step_s)
+        check_duration("pause_s", self.pause_s)
+        check_probability("pause_probability", self.pause_probability)
+        for rank, factor in self.factors.items():
+            check_number(f"the compute factor of rank {rank}", factor)
+
+    def check_ranks(self, size: int) -> None:
+        """Refuse factors of ranks that do not exist."""
+        check_ranks("Compute.factors", list(self.factors), size)
+
+    def draw(self, rank: int, rng: random.Random) -> float:
+        """Seconds before one safe point of ``rank``."""
+        seconds = draw(self.step_s, rng) * self.factors.get(rank, 1.0)
+        if self.pause_probability and rng.random() < self.pause_probability:
+            seconds += draw(self.pause_s, rng)
+        return seconds

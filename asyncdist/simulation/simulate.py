@@ -1,0 +1,344 @@
+"""``simulate``: the unmodified ``async def train(world)`` on many ranks in this process, in virtual time.
+
+A run is a function of its arguments: links, compute, completion, ties and the network's choices are all drawn from the
+seed. The ranks share the process: module globals are the same objects for all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from asyncdist.errors import DeadlockError, LocalProtocolError, RankLostError
+from asyncdist.runtime import Outcome, host_rank
+from asyncdist.simulation.faults import Fault, Kill, SlowRank, Stall, check_plan
+from asyncdist.simulation.loop import RankLoop, Scheduler
+from asyncdist.simulation.medium import Medium, SimTransport
+from asyncdist.simulation.models import Compute, Network, check_number
+from asyncdist.simulation.random_states import RandomStates
+from asyncdist.simulation.trace import Trace, TraceEvent
+from asyncdist.world import World, WorldStatistics
+
+logger = logging.getLogger("asyncdist.simulation")
+
+#: Things that clearing away killed ranks may take, together, before their tasks are dropped as they are.
+_CLEARING_EVENT_COUNT: Final = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class SimReport:
+    """What came of a simulation.
+
+    Attributes:
+        results: per rank what main returned, or the exception that ended it; None for a rank that was killed, or had
+            not ended when ``until_s`` was reached.
+        seed: the run's.
+        trace: the last events.
+        trace_digest: of all events, in hex; equal for equal arguments.
+        virtual_time_s: when the last rank ended.
+        message_count: messages sent, frames and raw ones.
+        byte_count: their bytes.
+        event_count: things that happened: turns, timers, arrivals.
+        faults_fired: how often each fault of the plan happened, in the plan's order.
+        statistics: per rank, at its end; None for a rank that never began.
+    """
+
+    results: tuple[Any, ...]
+    seed: int
+    trace: tuple[TraceEvent, ...] = field(repr=False)
+    trace_digest: str
+    virtual_time_s: float
+    message_count: int
+    byte_count: int
+    event_count: int
+    faults: tuple[Fault, ...]
+    faults_fired: tuple[int, ...]
+    statistics: tuple[WorldStatistics | None, ...] = field(repr=False)
+
+    def value(self) -> Any:
+        """Rank 0's value. Raises the first failure, if any rank failed: a cause before what it brought about."""
+        failures = [result for result in self.results if isinstance(result, BaseException)]
+        if failures:
+            raise next((error for error in failures if not isinstance(error, RankLostError)), failures[0])
+        return self.results[0]
+
+    def check_faults(self) -> None:
+        """Raise AssertionError naming the faults of the plan that did not happen: what they were to test, was not."""
+        idle = [fault for fault, count in zip(self.faults, self.faults_fired, strict=True) if not count]
+        if idle:
+            raise AssertionError(f"seed {self.seed}: these faults did not fire: {', '.join(map(repr, idle))}")
+
+
+def simulate(
+    main: Callable[..., Coroutine[Any, Any, Any]],
+    *args: Any,
+    ranks: int,
+    seed: int = 0,
+    network: Network | None = None,
+    compute: Compute | None = None,
+    faults: Sequence[Fault] = (),
+    strict: bool = False,
+    until_s: float | None = None,
+    after_event: Callable[[], None] | None = None,
+) -> SimReport:
+    """Run ``main(world, *args)`` on ``ranks`` simulated ranks.
+
+    Args:
+        main: the coroutine function that :func:`asyncdist.run` would get.
+        args: passed on; the same objects for every rank.
+        ranks: how many.
+        seed: of everything that is drawn.
+        network: latency, bandwidth, hosts; :class:`Network` by default.
+        compute: how long user code computes; :class:`Compute` by default.
+        faults: what is to go wrong. A killed rank ends without running another line; when the simulation is over, its
+            ``finally`` blocks run all the same, with nobody to talk to.
+        strict: as for :func:`asyncdist.run`.
+        until_s: stop at this virtual time, whoever is still running.
+        after_event: called after every event, to check what must always hold; what it raises is raised here.
+
+    Raises:
+        DeadlockError: nothing was left to happen, and some main had not returned: who waits for what.
+        LocalProtocolError: simulate inside a simulation, or a task that loops without waiting.
+        TypeError, ValueError: an argument is of the wrong kind or out of range.
+    """
+    if not inspect.iscoroutinefunction(main):
+        raise TypeError(f"main must be a coroutine function (async def), not {main!r}")
+    if type(ranks) is not int or ranks < 1:
+        raise ValueError(f"ranks is {ranks!r}; at least 1 is needed")
+    if type(seed) is not int:
+        raise TypeError(f"seed is {seed!r}; a whole number is needed")
+    if until_s is not None:
+        check_number("until_s", until_s)
+    for name, value, kind in (("network", network, Network), ("compute", compute, Compute)):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"{name} is {value!r}; a {kind.__name__} is needed")
+    check_plan(faults, ranks)
+    (network or Network()).check_ranks(ranks)
+    (compute or Compute()).check_ranks(ranks)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        pass
+    else:
+        raise LocalProtocolError("a loop is running already: no simulation inside a simulation, or inside a coroutine")
+    simulation = _Simulation(ranks, seed, network or Network(), compute or Compute(), tuple(faults))
+    return simulation.run(main, args, strict=strict, until_s=until_s, after_event=after_event)
+
+
+class _Clock:
+    """What a simulated rank's world asks for in place of the time that computing takes."""
+
+    def __init__(self, simulation: _Simulation, loop: RankLoop) -> None:
+        self._simulation = simulation
+        self._loop = loop
+
+    async def before_safe_point(self) -> None:
+        seconds = self._simulation.draw_compute_s(self._loop.rank)
+        if seconds:
+            await self._loop.be_deaf(seconds)
+
+    async def beside_compute(self) -> None:
+        await asyncio.sleep(self._simulation.draw_compute_s(self._loop.rank))
+
+
+class _Simulation:
+    """One run."""
+
+    def __init__(self, size: int, seed: int, network: Network, compute: Compute, faults: tuple[Fault, ...]) -> None:
+        self._size = size
+        self._seed = seed
+        self._compute = compute
+        self._faults = faults
+        self._fired = [0] * len(faults)
+        # Generators of their own, so that one more message does not change every later compute time.
+        self._compute_rngs = [random.Random(f"{seed} compute {rank}") for rank in range(size)]
+        self._compute_faults = [
+            [(i, f) for i, f in enumerate(faults) if isinstance(f, (SlowRank, Stall)) and f.rank == rank]
+            for rank in range(size)
+        ]
+        self._scheduler = Scheduler(random.Random(f"{seed} ties"))
+        self._trace = Trace()
+        self._medium = Medium(
+            size,
+            network,
+            faults,
+            self._scheduler,
+            random.Random(f"{seed} network"),
+            self._trace,
+            self._fire,
+            self._kill,
+        )
+        self._states = RandomStates(size)
+        self._turn_counts: Counter[int] = Counter()
+        self._turn_kills = {
+            (f.rank, f.at_turn): index
+            for index, f in enumerate(faults)
+            if isinstance(f, Kill) and f.at_turn is not None
+        }
+        self._loops = [RankLoop(self._scheduler, rank, self._before_turn) for rank in range(size)]  # type: ignore[abstract]
+        self._outcomes: dict[int, Outcome] = {}
+        self._worlds: dict[int, World] = {}
+        self._killed: set[int] = set()
+
+    def run(
+        self,
+        main: Callable[..., Coroutine[Any, Any, Any]],
+        args: tuple[Any, ...],
+        *,
+        strict: bool,
+        until_s: float | None,
+        after_event: Callable[[], None] | None,
+    ) -> SimReport:
+        for index, fault in enumerate(self._faults):
+            if isinstance(fault, Kill) and fault.at_s is not None:
+                self._scheduler.at(fault.at_s, lambda rank=fault.rank, index=index: self._kill(rank, index))  # type: ignore[misc]
+        for rank, loop in enumerate(self._loops):
+            loop.create_task(self._host(rank, main, args, strict=strict), name=f"main of rank {rank}")
+        try:
+            if not self._scheduler.run(until_s=math.inf if until_s is None else until_s, after_event=after_event):
+                raise DeadlockError(self._deadlock(), seed=self._seed)
+            return self._report()
+        finally:
+            self._clear()
+            self._states.restore()
+
+    async def _host(self, rank: int, main: Any, args: tuple[Any, ...], *, strict: bool) -> None:
+        def on_open(world: World) -> None:
+            self._worlds[rank] = world
+            world.virtual_clock = _Clock(self, self._loops[rank])
+
+        outcome = await host_rank(main, args, SimTransport(self._medium, rank), strict=strict, on_open=on_open)
+        if rank not in self._killed and not self._scheduler.stopped:
+            self._outcomes[rank] = outcome
+            self._trace.add(self._scheduler.now, "end", rank, 0, 0, 0)
+            self._stop_if_over()
+
+    def _stop_if_over(self) -> None:
+        if len(self._outcomes) + len(self._killed) == self._size:
+            self._scheduler.stopped = True
+
+    def draw_compute_s(self, rank: int) -> float:
+        """Virtual seconds that ``rank`` computes now."""
+        seconds = self._compute.draw(rank, self._compute_rngs[rank])
+        now = self._scheduler.now
+        for index, fault in self._compute_faults[rank]:
+            if now < fault.at_s:
+                continue
+            if isinstance(fault, SlowRank):
+                seconds *= fault.factor
+                self._fire(index)
+            elif not self._fired[index]:
+                seconds += fault.duration_s
+                self._fire(index)
+        self._trace.add(now, "compute", rank, 0, 0, 0)
+        return seconds
+
+    # -- turns and deaths -------------------------------------------------------------------------------------------
+
+    def _before_turn(self, rank: int) -> None:
+        if self._turn_kills:
+            self._turn_counts[rank] += 1
+            index = self._turn_kills.get((rank, self._turn_counts[rank]))
+            if index is not None:
+                self._kill(rank, index)
+        self._states.switch(rank)
+
+    def _fire(self, index: int) -> None:
+        if not self._fired[index]:
+            self._trace.add(self._scheduler.now, "fault", index, 0, 0, 0)
+        self._fired[index] += 1
+
+    def _kill(self, rank: int, index: int) -> None:
+        if rank in self._killed or rank in self._outcomes:
+            return
+        self._fire(index)
+        self._killed.add(rank)
+        self._loops[rank].die()
+        self._trace.add(self._scheduler.now, "kill", rank, 0, 0, 0)
+        self._medium.kill(rank)
+        self._stop_if_over()
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def _deadlock(self) -> str:
+        lines = [f"nothing is left to happen at {self._scheduler.now:.9f} s of virtual time, and these wait:"]
+        for rank, loop in enumerate(self._loops):
+            if rank in self._outcomes or rank in self._killed:
+                continue
+            world = self._worlds.get(rank)
+            lines += [
+                f"  rank {rank}, {task.get_name()}: {_what_awaits(task, world)}"
+                for task in sorted(loop.tasks, key=lambda task: task.get_name())
+                if not task.done()
+            ]
+        return "\n".join(lines)
+
+    def _clear(self) -> None:
+        """Cancel what killed ranks left unfinished, or all of them after a deadlock or an early end, in silence."""
+        self._medium.mute()
+        left = [(loop, task) for loop in self._loops for task in list(loop.tasks) if not task.done()]
+        if not left:
+            return
+        scheduler = self._scheduler
+        scheduler.stopped = False
+        logging_was = logger.manager.disable
+        logging.disable(logging.CRITICAL)
+        try:
+            for loop, _ in left:
+                loop.dead = False
+            end = scheduler.event_count + _CLEARING_EVENT_COUNT
+
+            def is_enough() -> None:
+                scheduler.stopped = scheduler.event_count >= end or all(task.done() for _, task in left)
+
+            for _, task in left:
+                task.cancel()
+            with contextlib.suppress(Exception):
+                scheduler.run(after_event=is_enough)
+        finally:
+            logging.disable(logging_was)
+            for loop in self._loops:
+                loop.die()
+            for _, task in left:
+                task._log_destroy_pending = False  # type: ignore[attr-defined]
+
+    def _report(self) -> SimReport:
+        results: list[Any] = []
+        for rank in range(self._size):
+            outcome = self._outcomes.get(rank)
+            results.append(None if outcome is None else outcome.error or outcome.value)
+        worlds = [self._worlds.get(rank) for rank in range(self._size)]
+        return SimReport(
+            results=tuple(results),
+            seed=self._seed,
+            trace=self._trace.events(),
+            trace_digest=self._trace.digest,
+            virtual_time_s=self._scheduler.now,
+            message_count=self._medium.message_count,
+            byte_count=self._medium.byte_count,
+            event_count=self._scheduler.event_count,
+            faults=self._faults,
+            faults_fired=tuple(self._fired),
+            statistics=tuple(world.statistics() if world is not None else None for world in worlds),
+        )
+
+
+def _what_awaits(task: asyncio.Task[Any], world: World | None) -> str:
+    """In words what a task waits for: a request or message of asyncdist's, else the line where it stands."""
+    awaited = getattr(task, "_fut_waiter", None)
+    known = world.engine.awaited(awaited) if world is not None and awaited is not None else None
+    if known is not None:
+        return known
+    frames = task.get_stack(limit=1)
+    if not frames:
+        return "has not begun"
+    frame = frames[-1]
+    return f"something of its own, in {frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
