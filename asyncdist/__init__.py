@@ -3,12 +3,19 @@
 One event loop per rank drives tag-multiplexed protocols over polled nonblocking requests. A training loop is a
 coroutine, ``async def train(world)``, started by :func:`run`; policies from the package ``protocols`` are awaited
 inside it.
+
+A name is imported on its first use (PEP 562): importing torch takes a second or more, which ``asyncdist run``, a test
+session's start and ``--help`` have no use for.
 """
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any, Final
 
 from asyncdist import launch
 from asyncdist._version import __version__
-from asyncdist.api import all_gather, all_reduce, all_to_all, barrier, broadcast, gather, new_group
-from asyncdist.channels import Channel, ChannelStatistics, Envelope
 from asyncdist.errors import (
     AsyncdistError,
     BusyError,
@@ -22,10 +29,15 @@ from asyncdist.errors import (
     TransportError,
     TruncationError,
 )
-from asyncdist.groups import Group
-from asyncdist.runtime import open_world, run, run_local
-from asyncdist.simulation import SimReport, simulate
-from asyncdist.world import World, WorldStatistics, current_world
+
+if TYPE_CHECKING:
+    from asyncdist.api import all_gather, all_reduce, all_to_all, barrier, broadcast, gather, new_group
+    from asyncdist.channels import Channel, ChannelStatistics, Envelope
+    from asyncdist.groups import Group
+    from asyncdist.runtime import open_world, run, run_local
+    from asyncdist.simulation.explore import explore
+    from asyncdist.simulation.simulate import SimReport, simulate
+    from asyncdist.world import World, WorldStatistics, current_world
 
 launch.explain_shadowing()
 
@@ -55,6 +67,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "current_world",
+    "explore",
     "gather",
     "new_group",
     "open_world",
@@ -62,3 +75,32 @@ __all__ = [
     "run_local",
     "simulate",
 ]
+
+#: Where the names are that wait for their first use; the same as above, for those who run.
+_NAMES: Final = {
+    "api": ("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "new_group"),
+    "channels": ("Channel", "ChannelStatistics", "Envelope"),
+    "groups": ("Group",),
+    "runtime": ("open_world", "run", "run_local"),
+    "simulation.explore": ("explore",),
+    "simulation.simulate": ("SimReport", "simulate"),
+    "world": ("World", "WorldStatistics", "current_world"),
+}
+_HOMES: Final = {name: home for home, names in _NAMES.items() for name in names}
+
+if not TYPE_CHECKING:  # a checker that saw it would let any name pass
+
+    def __getattr__(name: str) -> Any:
+        """A name of ``__all__``, or a module of the package."""
+        home = _HOMES.get(name)
+        if home is not None:
+            value = getattr(importlib.import_module(f"asyncdist.{home}"), name)
+            globals()[name] = value
+            return value
+        if not name.startswith("_") and importlib.util.find_spec(f"asyncdist.{name}") is not None:
+            return importlib.import_module(f"asyncdist.{name}")
+        raise AttributeError(f"module 'asyncdist' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -124,6 +124,8 @@ class Lane:
         except AsyncdistError as error:  # a frame larger than any of ours, or the receive itself failed
             self._is_posted = False
             self.drop(getattr(self._request, "source", -1), str(error))
+        if delivered == count_max > 1:
+            self.engine.ring()  # more may lie here
         return delivered
 
     def _deliver(self, frame: memoryview, source: int) -> bool:
@@ -174,6 +176,7 @@ class Lane:
         """``channel`` has room again."""
         if self.stalled_on is channel:
             self.stalled_on = None
+            self.engine.ring()
 
     def attach(self, channel: Channel[Any]) -> None:
         """Frames of the channel's scope go to it from now on, those that came early first."""
@@ -280,6 +283,8 @@ class Channel(Generic[MessageT]):
         self._last_sequence = [0] * size
         self._sequence = 0
         self._sent_count = self._received_count = self._sending_count = 0
+        # Where a doorbell rings, nothing arrives while this rank runs on.
+        self._hot_test_count = 1 if lane.engine.transport.capabilities.wakes else HOT_TEST_COUNT
         self._since_yield = 0
         self._failure: AsyncdistError | None = None
         self._closed = False
@@ -375,7 +380,7 @@ class Channel(Generic[MessageT]):
         mailbox = self._mailbox
         if not mailbox:
             poll = self.lane.poll
-            for _ in range(HOT_TEST_COUNT):
+            for _ in range(self._hot_test_count):
                 if poll(1) and mailbox:  # a further test would only delay the caller
                     break
             else:

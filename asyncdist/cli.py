@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from asyncdist import launch
 from asyncdist._version import __version__
+
+_SIM_OPTIONS: Final = ("-n", "--ranks", "--seed", "--faults", "--explore", "--processes")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -23,6 +25,13 @@ def _count(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and int(text) >= 1):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -51,7 +60,57 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("script", help="a Python script")
     rest = run.add_argument("arguments", nargs=argparse.REMAINDER, help="passed to the script as they are")
     rest.required = False  # argparse would list it as missing
+    _add_sim(commands)
     return parser
+
+
+def _add_sim(commands: argparse._SubParsersAction[_Parser]) -> None:
+    sim = commands.add_parser(
+        "sim",
+        help="run a script on simulated ranks, in virtual time, every interleaving from a seed",
+        usage=(
+            "asyncdist sim script.py --ranks RANKS [--seed SEED] [--faults FILE] [--explore COUNT [--processes P]] "
+            "[arguments]"
+        ),
+        description="Run a script on simulated ranks of this process: its asyncdist.run becomes asyncdist.simulate.",
+        epilog="What follows the first word that is no option here, or --, is passed to the script as it is.",
+        allow_abbrev=False,
+    )
+    sim.add_argument("script", help="a Python script that calls asyncdist.run once")
+    sim.add_argument("-n", "--ranks", type=_count, required=True, metavar="RANKS", help="how many ranks to simulate")
+    sim.add_argument("--seed", type=_whole, default=0, help="of everything that is drawn (default: 0)")
+    sim.add_argument(
+        "--faults", metavar="FILE", help='a JSON list of faults, as in [{"kind": "Kill", "rank": 1, "at_s": 0.5}]'
+    )
+    sim.add_argument(
+        "--explore", type=_count, metavar="COUNT", help="run so many seeds, from --seed on, until one fails"
+    )
+    sim.add_argument(
+        "--processes", type=_count, metavar="P", help="how many processes explore (default: one for each core)"
+    )
+
+
+def _split_sim(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of ``asyncdist sim`` itself, and those of the script.
+
+    Options may stand before and after the script's name: a script's own begin where no more of ours do.
+    """
+    own: list[str] = []
+    words = list(arguments)
+    has_script = False
+    while words:
+        word = words[0]
+        if word == "--":
+            return own, words[1:]
+        if word in _SIM_OPTIONS:
+            own += words[:2]
+            del words[:2]
+        elif not has_script or word.partition("=")[0] in _SIM_OPTIONS:
+            has_script = has_script or not word.startswith("-")
+            own.append(words.pop(0))
+        else:
+            break
+    return own, words
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -60,7 +119,15 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Args:
         arguments: Without the program's name; the process's own by default.
     """
-    options = _parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    rest: list[str] = []
+    if words[:1] == ["sim"]:
+        own, rest = _split_sim(words[1:])
+        words = ["sim", *own]
+    parser = _parser()
+    options = parser.parse_args(words)
+    if options.command == "sim":
+        sys.exit(_sim(options, rest))
     try:
         launch.run(
             options.script, options.arguments, ranks=options.ranks, mpi=options.mpi, threads=options.threads_per_rank
@@ -68,3 +135,29 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except launch.LaunchError as error:
         print(f"asyncdist {options.command}: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def _sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Returns the exit code."""
+    try:
+        return _run_sim(options, arguments)
+    except KeyboardInterrupt:
+        print("asyncdist sim: interrupted", file=sys.stderr)
+        return 130
+
+
+def _run_sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from asyncdist.simulation import script as scripts  # imports torch
+
+    try:
+        if options.processes is not None and options.explore is None:
+            raise scripts.ScriptError("--processes is for --explore")
+        launch.check_script(options.script)
+        faults = () if options.faults is None else scripts.read_faults(options.faults, options.ranks)
+        script = scripts.Script(options.script, tuple(arguments), options.ranks, faults)
+        if options.explore is None:
+            return scripts.run_once(script, options.seed)
+        return scripts.run_many(script, range(options.seed, options.seed + options.explore), options.processes)
+    except (scripts.ScriptError, launch.LaunchError) as error:
+        print(f"asyncdist sim: {error}", file=sys.stderr)
+        return 2

@@ -55,7 +55,12 @@ class BusyError(AsyncdistError):
 
 
 class DeadlockError(AsyncdistError):
-    """Nothing is left to happen in a simulation, and somebody waits. The text lists every waiting task."""
+    """Nothing is left to happen in a simulation, and somebody waits. The text lists every waiting task.
+
+    Carries ``seed``, and the SimReport of what came before as ``report``, which does not travel between processes.
+    """
+
+    report: Any = None
 
 
 class LocalProtocolError(AsyncdistError):

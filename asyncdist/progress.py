@@ -42,6 +42,8 @@ SAFETY_PERIOD_S: Final = 0.05
 #: Between two ticks of the driver an otherwise empty loop spends less than this; more, and somebody else is running.
 ALONE_GAP_S: Final = 20e-6
 DRAIN_PASS_COUNT_MAX: Final = 1000
+#: Passes of one safe point that may bring nothing but messages.
+TALK_PASS_COUNT_MAX: Final = 16
 #: How long one safe point may go on completing requests.
 PROGRESS_BUDGET_S: Final = 0.01
 
@@ -115,6 +117,7 @@ class Engine:
         self._stopped = True
         self._pass_count = 0
         self._completion_count = 0
+        self._request_count = 0  # those of the completions that were no messages of lanes
         self._failure: BaseException | None = None
         self._waiters: dict[asyncio.Future[None], str] = {}
         self._conditions: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
@@ -122,7 +125,8 @@ class Engine:
         self._wakes = transport.capabilities.wakes
         self._misses_wakes = transport.capabilities.misses_wakes
         self._context = contextvars.copy_context()
-        transport.set_doorbell(self.wake)
+        self._rung = False
+        transport.set_doorbell(self.ring)
 
     # -- passes -----------------------------------------------------------------------------------------------------
 
@@ -131,6 +135,7 @@ class Engine:
         if self._in_pass:  # a completion callback asked for progress: it is being made
             return 0
         self._in_pass = True
+        self._passed_since_tick = True  # a ring during this pass asks for another one
         try:
             completed = 0
             for inlet in self._inlets:
@@ -141,7 +146,6 @@ class Engine:
             self._in_pass = False
         self._pass_count += 1
         self._completion_count += completed
-        self._passed_since_tick = True
         if completed and self._conditions:
             self.recheck()
         return completed
@@ -162,20 +166,29 @@ class Engine:
                 raise
             operation.finish(error)
         completed = len(operations) - len(pending)
+        self._request_count += completed
         self._operations = pending + self._operations if self._operations else pending
         return completed
 
-    async def progress(self, budget_s: float = PROGRESS_BUDGET_S) -> None:
+    async def progress(self, budget_s: float = PROGRESS_BUDGET_S, *, clock: Callable[[], float] | None = None) -> None:
         """Alternate a pass with a yield to the loop until a pass completes nothing or the budget is spent.
 
-        At least one yield always, so that the rank's other tasks live.
+        At least one yield always, so that the rank's other tasks live. Peers that never stop talking do not hold a
+        rank: passes that bring messages alone are bounded. ``clock`` is what the budget is spent on, where that is not
+        real time.
         """
+        now = time.perf_counter if clock is None else clock
         completed = self.poll()
         await yield_to_loop()
         if not completed:
             return
-        deadline = time.perf_counter() + budget_s
-        while self.poll() and time.perf_counter() < deadline:
+        deadline = now() + budget_s
+        talk_pass_count = 0
+        while now() < deadline and talk_pass_count < TALK_PASS_COUNT_MAX:
+            requests = self._request_count
+            if not self.poll():
+                break
+            talk_pass_count += self._request_count == requests
             await yield_to_loop()
         await yield_to_loop()
 
@@ -256,7 +269,8 @@ class Engine:
         waiter = self._new_waiter()
         operation.on_done = lambda error: settle(waiter, error)
         self._operations.append(operation)
-        self.wake()
+        if self._misses_wakes:
+            self.wake()
         await self._park(waiter, operation.what)
 
     def _abandon(self, operation: Operation, buffer: Buffer, stash: deque[_Abandoned]) -> None:
@@ -353,7 +367,8 @@ class Engine:
         """
         if self._failure is not None:
             raise self._failure
-        self.wake()
+        if self._misses_wakes:
+            self.wake()
         await self._park(waiter, what)
 
     def fail(self, error: BaseException) -> None:
@@ -382,6 +397,13 @@ class Engine:
             self._handle.cancel()
             self._handle = None
 
+    def ring(self) -> None:
+        """Make a pass soon: something has arrived, or may have without a further ring."""
+        if not self._misses_wakes:  # elsewhere the driver looks once more by itself
+            self._rung = True
+            self._passed_since_tick = False
+        self.wake()
+
     def wake(self) -> None:
         """Be hot: something is waited for, or has arrived."""
         self._quiet_tick_count = 0
@@ -393,9 +415,9 @@ class Engine:
 
     def _tick(self) -> None:
         """One turn of the driver: a pass, unless training code has just made one, and when to come again."""
-        began_at = time.perf_counter()
+        self._asleep = self._rung = False
+        began_at = time.perf_counter() if not self._wakes else 0.0
         alone = began_at - self._tick_ended_at < ALONE_GAP_S
-        self._asleep = False
         if not self._passed_since_tick and self._poll_for_waiters():
             self._quiet_tick_count = 0
         else:
@@ -405,7 +427,8 @@ class Engine:
         self._passed_since_tick = False
         if not self._stopped:
             self._handle = self._next_tick(alone)
-        self._tick_ended_at = time.perf_counter()
+        if not self._wakes:
+            self._tick_ended_at = time.perf_counter()
 
     def _poll_for_waiters(self) -> int:
         """A pass whose own failure reaches those who wait, since nobody awaits the driver."""
@@ -418,7 +441,7 @@ class Engine:
     def _next_tick(self, alone: bool) -> asyncio.Handle | None:
         quiet = self._quiet_tick_count
         if self._wakes:
-            if quiet <= 1:
+            if self._rung or (quiet <= 1 and self._misses_wakes):
                 return self.loop.call_soon(self._tick)
             self._asleep = True
             return self.loop.call_later(SAFETY_PERIOD_S, self._tick) if self._misses_wakes else None
@@ -438,8 +461,9 @@ class Engine:
     # -- inlets and reports -----------------------------------------------------------------------------------------
 
     def add_inlet(self, inlet: Inlet) -> None:
-        """Poll ``inlet`` in every pass."""
+        """Poll ``inlet`` in every pass, and soon: what came for it before it was there has rung already."""
         self._inlets = (*self._inlets, inlet)
+        self.ring()
 
     def remove_inlet(self, inlet: Inlet) -> None:
         """Poll it no more."""

@@ -19,6 +19,7 @@ import struct
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
 
@@ -53,9 +54,16 @@ GRACE_S: Final = 3.0
 #: How long a rank that was told of a failure may go on before its main is cancelled.
 _CANCEL_AFTER_S: Final = 1.0
 _FLUSH_S: Final = 5.0
+#: How long a rank whose main has returned may take to come to its end.
+_LAST_WORDS_S: Final = 60.0
 _HELLO: Final = struct.Struct("<I60s")
 
 _report = FailureReport()
+
+#: Takes the place of :func:`run` where something else hosts the ranks; is given main, its arguments and ``strict``.
+run_elsewhere: ContextVar[Callable[[Callable[..., Any], tuple[Any, ...], bool], Any] | None] = ContextVar(
+    "run_elsewhere", default=None
+)
 
 
 def run(
@@ -85,6 +93,9 @@ def run(
         BaseException: what ``main`` raised, or an ExceptionGroup with what its spawned tasks raised.
     """
     _check_options(main, transport, ranks, loop, grace_s)
+    elsewhere = run_elsewhere.get()
+    if elsewhere is not None:
+        return cast(T, elsewhere(main, args, strict))
     started = launch.detect()
     chosen = started.transport if transport == "auto" else transport
     if chosen == "local" or ranks is not None:
@@ -175,7 +186,7 @@ async def _hosted(
                 if caught.code or world.engine.failure is not None:
                     raise
                 success = caught
-            leftovers = await _leave(world)
+            leftovers = await _leave(world, transport)
         except BaseException as caught:
             error = _own_error(caught, guard, interrupts)
             await _fail(world, transport, error, grace_s)
@@ -244,7 +255,25 @@ async def _exchange_hellos(own_rank: int, group: Group, collectives: Collectives
     return nonce
 
 
-async def _leave(world: World) -> list[str]:
+async def _last_barrier(world: World, transport: Transport) -> None:
+    """Return when every rank has come so far, or is lost where that is no reason to end."""
+    if not transport.capabilities.survives_rank_loss:
+        await world.collectives.barrier(world.group)
+        return
+    others = set(range(world.size)) - {world.rank}
+    world.announce(Farewell())
+    await world.engine.until(
+        lambda: others <= world.answered | world.left | transport.lost_ranks(), "the other ranks to come to their end"
+    )
+    # What is left to them is short. Not for ever: the frame that says so may have been spoiled, and dropped.
+    await world.engine.until(
+        lambda: others <= world.answered | transport.lost_ranks(),
+        "the last words of the other ranks",
+        deadline=asyncio.get_running_loop().time() + _LAST_WORDS_S,
+    )
+
+
+async def _leave(world: World, transport: Transport) -> list[str]:
     """The clean end: farewells, services, barrier, receives. Returns what was left over."""
     loop = asyncio.get_running_loop()
     world.announce(Leave())
@@ -252,7 +281,7 @@ async def _leave(world: World) -> list[str]:
     await world.engine.until(lambda: world.service_count == 0, "the services of this rank to end")
     # Before the barrier, while the peers still take what comes; after it a message may find nobody.
     await world.engine.until(lambda: world.engine.is_idle, "requests under way", deadline=loop.time() + _FLUSH_S)
-    await world.collectives.barrier(world.group)
+    await _last_barrier(world, transport)
     await world.engine.until(lambda: world.engine.is_idle, "requests under way", deadline=loop.time() + _FLUSH_S)
     leftovers = world.leftovers()
     world.close_lanes()
@@ -286,12 +315,14 @@ async def _fail(world: World, transport: Transport, error: BaseException, grace_
         silent = everyone - world.answered - transport.lost_ranks()
         return from_peer or not silent
 
+    pause_s = 0.001
     while not settled() or (not world.engine.is_idle and loop.time() < deadline - grace_s + _CANCEL_AFTER_S):
         if loop.time() >= deadline:
             break
         world.engine.poll()
         try:
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, 0.05)
         except asyncio.CancelledError:  # a signal that comes now asks for what is happening already
             _uncancel()
     if not settled() and not in_process:

@@ -207,6 +207,7 @@ class InboundStream(_Stream):
         self._post_count = 0
         self._arrived: dict[int, int] = {}
         self._arrived_count = 0
+        self._message_count = len(targets)  # until an abort says that there are fewer
         self._answered = not targets
         self._continuous = False
         self._discarding = False
@@ -259,7 +260,7 @@ class InboundStream(_Stream):
         self.received_nbytes += nbytes
 
     def _post_up_to(self, count: int) -> None:
-        while self._post_count < min(count, len(self._targets)):
+        while self._post_count < min(count, self._message_count):
             index = self._post_count
             self._post_count += 1
             request = self._engine.transport.irecv(self._targets[index], self._peer, self._tag)
@@ -275,7 +276,10 @@ class InboundStream(_Stream):
             self._error = self._error or error
         else:
             self._arrived[index] = request.nbytes
-            self._answered = self._answered or request.nbytes == 0 or self._arrived_count == len(self._targets)
+            if request.nbytes == 0:
+                self._message_count = index + 1
+            # An abort may complete before the chunk ahead of it, whose target is in use until then.
+            self._answered = self._arrived_count == self._message_count
         if self._discarding:
             self._discard_more()
         elif self._continuous and self._error is None and not self._answered:
@@ -342,6 +346,12 @@ class Slots:
     def give_back(self, source: int, slot: int) -> None:
         """The slot has been answered."""
         self._taken[source].discard(slot)
+
+    @property
+    def unanswered_count(self) -> int:
+        """Slots in use that a peer can still answer for: those granted to lost ones are retired."""
+        lost = self.engine.transport.lost_ranks()
+        return sum(len(slots) for source, slots in self._taken.items() if source not in lost)
 
     @property
     def taken_count(self) -> int:

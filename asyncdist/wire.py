@@ -10,6 +10,7 @@ msgspec packs, unpacks and checks, straight into the dataclass, at a fifth of th
 from __future__ import annotations
 
 import dataclasses
+import functools
 import struct
 import types
 import typing
@@ -153,10 +154,16 @@ def _decoder(cls: Any) -> Decode:
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen):  # type: ignore[attr-defined]
         raise TypeError(f"a message is a frozen dataclass; {cls!r} is none")
     try:
-        _check_fields(cls)
-        return msgspec.msgpack.Decoder(cls).decode
+        return _checked_decoder(cls)
     except RecursionError:
         raise TypeError(f"{cls.__name__} contains itself; only types of bounded depth can travel") from None
+
+
+@functools.cache
+def _checked_decoder(cls: type[Any]) -> Decode:
+    """Once for each class: the same few are opened again on every channel, and their hints take 100 us to read."""
+    _check_fields(cls)
+    return msgspec.msgpack.Decoder(cls).decode
 
 
 def _check_fields(cls: type[Any]) -> None:

@@ -59,7 +59,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Farewell:
-    """The answer to :class:`Failed`: this rank has stopped too."""
+    """This rank has stopped: its answer to :class:`Failed`, or its end where losing a rank does not end the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class World:
         )
         self.agreements = Agreements(engine, self._system, self.rank)
         self.collectives = Collectives(engine, self.rank, self.spawn_service)
-        transport.set_loss_listener(self.mark_gone)
+        transport.set_loss_listener(self.mark_lost)
 
     def __repr__(self) -> str:
         return f"<World rank {self.rank} of {self.size}, {self._transport.name}>"
@@ -212,9 +212,11 @@ class World:
         Raises:
             RankLostError: a peer has failed, and with it the job.
         """
-        if self.virtual_clock is not None:
+        if self.virtual_clock is None:
+            await self.engine.progress(budget_s)
+        else:
             await self.virtual_clock.before_safe_point()
-        await self.engine.progress(budget_s)
+            await self.engine.progress(budget_s, clock=self._loop.time)
         self.check()
 
     def check(self) -> None:
@@ -448,6 +450,13 @@ class World:
             self.agreements.on_gone(rank)
             for listener in list(self._gone_listeners):
                 listener(rank)
+            self.engine.recheck()  # now: what the listeners noted is waited for
+
+    def mark_lost(self, rank: int) -> None:
+        """``rank`` has died, perhaps after its main had returned: what it still served, a coordinator, goes now."""
+        self.left.discard(rank)
+        self.gone.discard(rank)
+        self.mark_gone(rank)
 
     def _on_system(self, envelope: Envelope[Any]) -> None:
         """What the runtimes say to each other."""
@@ -472,8 +481,9 @@ class World:
 
     def announce(self, message: Leave | Failed | Farewell) -> None:
         """Tell every peer that can still hear it."""
+        lost = self._transport.lost_ranks()
         for rank in range(self.size):
-            if rank != self.rank and rank not in self._transport.lost_ranks():
+            if rank != self.rank and rank not in lost:
                 with contextlib.suppress(RankLostError, BusyError):
                     self._system.send_nowait(message, rank)
 
@@ -513,8 +523,9 @@ class World:
             ]
             if lane.early_count:
                 found.append(f"{lane.early_count} messages on tag {lane.tag} for channels that were never opened")
-        if self.slots.taken_count:
-            found.append(f"{self.slots.taken_count} stream slots, {self.slots.discarding_count} of them discarding")
+        if self.slots.unanswered_count:
+            count = self.slots.unanswered_count
+            found.append(f"{count} stream slots, {self.slots.discarding_count} of them discarding")
         found += [f"task {task.get_name()}" for task in self._services]
         for probe in self.leftover_probes:
             found += probe()

@@ -72,7 +72,8 @@ class AverageAllPolicy(SpawnPolicy):
         check_callable("on_event", on_event, "a callable that takes one event")
         self._resets_optimizer = optimizer_state == "reset"
         self._on_event = on_event
-        self._pool = SnapshotPool(self._flat)
+        self._sums = SnapshotPool(self._flat, accumulate=True)  # a sum of bfloat16 must not be rounded before division
+        self._snapshots = SnapshotPool(self._flat)
         self._round = 0
 
     def _options(self) -> Mapping[str, Any]:
@@ -110,7 +111,7 @@ class AverageAllPolicy(SpawnPolicy):
 
     async def _average(self) -> int:
         group, collectives = self._own_group, self._world.collectives
-        buffers = self._pool.acquire()
+        buffers = self._sums.acquire()
         try:
             self._flat.snapshot(buffers)
             for tensor in buffers.averaged().values():
@@ -122,9 +123,17 @@ class AverageAllPolicy(SpawnPolicy):
             if self._resets_optimizer:
                 reset_optimizer_state(self.optimizer)
             if self._on_event is not None:
-                donors, first = group.ranks, group.ranks[0]
-                weights = (1.0,) * group.size
-                self._on_event(AverageApplied(self._round, donors, weights, first, self.iteration, buffers.by_name()))
+                self._announce(self._on_event)
         finally:
-            self._pool.release(buffers)
+            self._sums.release(buffers)
         return buffers.nbytes
+
+    def _announce(self, on_event: Callable[[PolicyEvent], None]) -> None:
+        donors = self._own_group.ranks
+        weights = (1.0,) * len(donors)
+        state = self._snapshots.acquire()
+        try:
+            self._flat.snapshot(state)
+            on_event(AverageApplied(self._round, donors, weights, donors[0], self.iteration, state.by_name()))
+        finally:
+            self._snapshots.release(state)

@@ -164,7 +164,7 @@ class RoundCoordinator:
         self._stream_safe_points = stream_safe_points
         self._members = {rank: _Member() for rank in ranks}
         self._round: _Round | None = None
-        self._overdue: dict[int, int] = {}  # replacer to the round whose time was up before it answered
+        self._overdue: dict[int, deque[int]] = {}  # replacer to the rounds whose time was up before it answered
         self._quorum_since: float | None = None
         self._window_start: float | None = None  # first report since the last decision
         self._largest_iteration = -1
@@ -235,8 +235,9 @@ class RoundCoordinator:
         state = self._round
         if state is not None and state.number == round and state.frozen and rank in state.waiting_replacers:
             state.waiting_replacers.remove(rank)
-        elif self._overdue.get(rank) == round:
-            del self._overdue[rank]
+        elif round in self._overdue.get(rank, ()):
+            while self._overdue[rank].popleft() != round:
+                pass  # an answer to an earlier round would have come before this one
             self._ignore("Applied after the round's time was up")
         else:
             self._ignore("Applied from a rank that owes none")
@@ -445,7 +446,7 @@ class RoundCoordinator:
         """Close the round: everyone named who is still there hears of it, once."""
         for rank in sorted(state.waiting_replacers):
             if state.frozen:  # it may have applied already, with its answer under way
-                self._overdue[rank] = state.number
+                self._overdue.setdefault(rank, deque(maxlen=_HISTORY_LENGTH)).append(state.number)
                 self._overdue_count += 1
             else:
                 self._abandon(state, rank, reason)

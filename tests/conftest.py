@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest_plugins = ["pytester"]
+
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [path for path in (str(HERE), str(HERE.parent)) if path not in sys.path]
 pytest.register_assert_rewrite("support", "conformance")

@@ -23,9 +23,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("simulation.trace", "simulation.loop", "simulation.models", "simulation.random_states"),
     ("simulation.faults",),
     ("simulation.medium",),
-    ("simulation.simulate",),
+    ("simulation.simulate", "simulation.shrink", "simulation.repeat", "simulation.workers"),
+    ("simulation.explore",),
+    ("simulation.script",),
     ("simulation.__init__",),
-    ("__init__", "cli"),
+    ("__init__", "cli", "pytest_plugin"),
     ("__main__",),
 )
 

@@ -1,5 +1,6 @@
 """The simulator: many ranks in one process, in virtual time, every interleaving from a seed."""
 
+from asyncdist.simulation.explore import ExploreReport, Failure, Scenario, explore
 from asyncdist.simulation.faults import Corrupt, Delay, Fault, Kill, Partition, SlowLink, SlowRank, Stall
 from asyncdist.simulation.models import Compute, Duration, Exponential, Link, LogNormal, Network, Uniform
 from asyncdist.simulation.simulate import SimReport, simulate
@@ -10,18 +11,22 @@ __all__ = [
     "Corrupt",
     "Delay",
     "Duration",
+    "ExploreReport",
     "Exponential",
+    "Failure",
     "Fault",
     "Kill",
     "Link",
     "LogNormal",
     "Network",
     "Partition",
+    "Scenario",
     "SimReport",
     "SlowLink",
     "SlowRank",
     "Stall",
     "TraceEvent",
     "Uniform",
+    "explore",
     "simulate",
 ]

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from asyncdist.simulation.models import check_number, check_ranks
+from asyncdist.simulation.models import check_count, check_number, check_ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """The process of ``rank`` dies: at ``at_s``, or at its ``at_turn``-th turn, or with its ``at_message``-th send."""
+    """The process of ``rank`` dies: at ``at_s``, or at its ``at_turn``-th turn, or with its ``at_message``-th send.
+
+    That message does not leave, and whoever awaits it goes no further.
+    """
 
     rank: int
     at_s: float | None = None
@@ -90,6 +93,9 @@ def check_plan(faults: Sequence[Fault], size: int) -> None:
         TypeError: something in it is no fault.
         ValueError: a rank does not exist, or a number is out of range.
     """
+    given: Any = faults
+    if not isinstance(given, Sequence):
+        raise TypeError(f"faults is {faults!r}; allowed: a list of faults")
     for fault in faults:
         match fault:
             case Kill(rank, at_s, at_turn, at_message):
@@ -97,7 +103,10 @@ def check_plan(faults: Sequence[Fault], size: int) -> None:
                 given = [value for value in (at_s, at_turn, at_message) if value is not None]
                 if len(given) != 1:
                     raise ValueError(f"{fault!r}: give one of at_s, at_turn and at_message")
-                check_number(f"{fault!r}: when", given[0])
+                if at_s is not None:
+                    check_number(f"{fault!r}: at_s", at_s)
+                else:
+                    check_count(f"{fault!r}: {'at_turn' if at_turn is not None else 'at_message'}", given[0])
             case Stall(rank, at_s, duration_s):
                 check_ranks(repr(fault), [rank], size)
                 check_number(f"{fault!r}: at_s", at_s)
@@ -111,6 +120,8 @@ def check_plan(faults: Sequence[Fault], size: int) -> None:
                 check_number(f"{fault!r}: at_s", at_s)
                 check_number(f"{fault!r}: factor", factor)
             case Partition(ranks, at_s, until_s):
+                if not isinstance(ranks, Sequence):
+                    raise TypeError(f"{fault!r}: ranks is {ranks!r}; allowed: a tuple of ranks")
                 check_ranks(repr(fault), ranks, size)
                 check_number(f"{fault!r}: at_s", at_s)
                 check_number(f"{fault!r}: until_s", until_s)
@@ -118,10 +129,12 @@ def check_plan(faults: Sequence[Fault], size: int) -> None:
                     raise ValueError(f"{fault!r}: until_s must not be before at_s")
             case Delay(source, dest, number, duration_s):
                 check_ranks(repr(fault), [source, dest], size)
-                check_number(f"{fault!r}: number", number, above_zero=True)
+                check_count(f"{fault!r}: number", number)
                 check_number(f"{fault!r}: duration_s", duration_s)
-            case Corrupt(source, dest, number):
+            case Corrupt(source, dest, number, byte):
                 check_ranks(repr(fault), [source, dest], size)
-                check_number(f"{fault!r}: number", number, above_zero=True)
+                check_count(f"{fault!r}: number", number)
+                if type(byte) is not int:
+                    raise ValueError(f"{fault!r}: byte is {byte!r}; allowed: a whole number")
             case _:
                 raise TypeError(f"{fault!r} is no fault")

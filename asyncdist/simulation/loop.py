@@ -32,6 +32,10 @@ T = TypeVar("T")
 
 #: Things that may happen at one and the same instant before a simulation is taken to be caught in a loop.
 EVENT_COUNT_MAX: Final = 1_000_000
+#: Turns that a rank may take in a row, woken by nothing from outside, before it is taken to be caught in one.
+TURN_COUNT_MAX: Final = 1_000_000
+#: A turn that follows another one comes up to so much later: turns take time, and messages arrive meanwhile.
+TURN_S: Final = 2e-6
 
 
 class Scheduler:
@@ -43,17 +47,26 @@ class Scheduler:
     Attributes:
         now: virtual seconds since the start.
         event_count: things that have happened.
+        task_count: tasks made on all loops.
         stopped: set by whoever has seen enough; :meth:`run` returns.
     """
 
     def __init__(self, rng: random.Random) -> None:
         self.now = 0.0
         self.event_count = 0
+        self.task_count = 0
         self.stopped = False
         self._random = rng.random
         self._heap: list[tuple[float, float, int, Callable[[], None]]] = []
+        self._now: list[Callable[[], None]] = []
         self._pushed_count = 0
         self._count_at_now = 0
+        self._until_s = math.inf
+        self._after_event: Callable[[], object] | None = None
+
+    def draw_turn_s(self) -> float:
+        """How long a turn takes."""
+        return TURN_S * self._random()
 
     def at(self, when: float, action: Callable[[], None]) -> None:
         """Do ``action`` at ``when``, in seconds; what is past is now."""
@@ -61,32 +74,74 @@ class Scheduler:
         now = self.now
         heapq.heappush(self._heap, (when if when > now else now, self._random(), self._pushed_count, action))
 
-    def run(self, *, until_s: float = math.inf, after_event: Callable[[], None] | None = None) -> bool:
+    def soon(self, action: Callable[[], None]) -> None:
+        """Do ``action`` now, when what is being done has ended; quicker than :meth:`at`."""
+        self._now.append(action)
+
+    def _next(self) -> Callable[[], None] | None:
+        """What happens next, after the clock has been set; None if nothing is left, or all of it is too late."""
+        soon = self._now
+        if soon:
+            return soon.pop(int(self._random() * len(soon)) if len(soon) > 1 else 0)
+        if not self._heap or self._heap[0][0] > self._until_s:
+            return None
+        when, _, _, action = heapq.heappop(self._heap)
+        if when > self.now:
+            self.now = when
+            self._count_at_now = 0
+        return action
+
+    def run(self, *, until_s: float = math.inf, after_event: Callable[[], object] | None = None) -> bool:
         """Let things happen until somebody sets ``stopped`` or ``until_s`` is reached; False if nothing is left."""
-        heap = self._heap
-        pop = heapq.heappop
+        self._until_s = until_s
+        self._after_event = after_event
         while not self.stopped:
-            if not heap:
-                return False
-            if heap[0][0] > until_s:
+            action = self._next()
+            if action is None:
+                if not self._heap:
+                    return False
                 self.now = until_s
                 return True
-            when, _, _, action = pop(heap)
-            if when > self.now:
-                self.now = when
-                self._count_at_now = 0
-            else:
-                self._count_at_now += 1
-                if self._count_at_now > EVENT_COUNT_MAX:
-                    raise LocalProtocolError(
-                        f"{EVENT_COUNT_MAX} things happened at {self.now} s of virtual time: "
-                        "some task loops without waiting for anything"
-                    )
+            self._count_at_now += 1
+            if self._count_at_now > EVENT_COUNT_MAX:
+                raise LocalProtocolError(
+                    f"{EVENT_COUNT_MAX} things happened at {self.now} s of virtual time: "
+                    "some task loops without waiting for anything"
+                )
             self.event_count += 1
             action()
-            if after_event is not None:
-                after_event()
+            if after_event is not None and after_event():
+                self.stopped = True
         return True
+
+    def go_on_until(self, when: float) -> bool:
+        """Whether nothing else happens up to ``when``; it is that time now, then, and a further event has ended."""
+        if self._now or (self._heap and self._heap[0][0] <= when):
+            return False
+        if when > self._until_s or self.stopped:
+            return False
+        if self._after_event is not None and self._after_event():
+            self.stopped = True
+            return False
+        self.now = when
+        self.event_count += 1
+        self._count_at_now = 0
+        return not self.stopped
+
+
+class SimTask(asyncio.Task[Any]):
+    """A task that a set finds by its number, not its address: asyncio cancels and returns tasks in the order of sets.
+
+    Attributes:
+        number: tasks are numbered as they are made.
+    """
+
+    def __init__(self, coro: Coroutine[Any, Any, Any], number: int, **options: Any) -> None:
+        self.number = number
+        super().__init__(coro, **options)
+
+    def __hash__(self) -> int:
+        return self.number
 
 
 class RankLoop(asyncio.AbstractEventLoop):
@@ -96,56 +151,96 @@ class RankLoop(asyncio.AbstractEventLoop):
         scheduler: shared by all ranks.
         rank: whose loop it is.
         before_turn: called with the rank before each turn.
+        enter: called with the rank before a callback that may run user code.
+        background: callbacks that are methods of this function run none.
 
     Attributes:
         dead: it gets no turn any more.
-        tasks: every task that was made on it and still exists.
     """
 
-    def __init__(self, scheduler: Scheduler, rank: int, before_turn: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        rank: int,
+        *,
+        before_turn: Callable[[int], None],
+        enter: Callable[[int], None],
+        background: Callable[..., None],
+    ) -> None:
         self.rank = rank
         self.dead = False
-        self.tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
+        self._tasks: weakref.WeakSet[SimTask] = weakref.WeakSet()
         self._scheduler = scheduler
         self._before_turn = before_turn
+        self._enter = enter
+        self._background = background
         self._ready: deque[asyncio.Handle] = deque()
         self._deaf = False
         self._has_turn = False
         self._running = False
+        self._turns_in_a_row = 0
         self._take_turn = self._turn  # one bound method for all turns
 
     # -- turns ------------------------------------------------------------------------------------------------------
 
     def _schedule(self) -> None:
+        """Something from outside wants a turn."""
+        self._turns_in_a_row = 0
         if not self._has_turn and not self._running and not self._deaf:
             self._has_turn = True
-            self._scheduler.at(self._scheduler.now, self._take_turn)
+            self._scheduler.soon(self._take_turn)
+
+    def _goes_on(self) -> bool:
+        """The turn that has just ended left something to do: whether its next one comes before all else."""
+        self._turns_in_a_row += 1
+        if self._turns_in_a_row > TURN_COUNT_MAX:
+            raise LocalProtocolError(
+                f"rank {self.rank} took {TURN_COUNT_MAX} turns in a row until {self._scheduler.now} s of virtual time: "
+                "some task of it loops without waiting for anything",
+                rank=self.rank,
+            )
+        scheduler = self._scheduler
+        when = scheduler.now + scheduler.draw_turn_s()
+        if scheduler.go_on_until(when):
+            return True
+        self._has_turn = True
+        scheduler.at(when, self._take_turn)
+        return False
 
     def _turn(self) -> None:
-        """Run what is ready now; what becomes ready meanwhile is for the next turn."""
+        """Take turns until nothing is ready, or something else happens first."""
         self._has_turn = False
-        if self._deaf:
-            return
+        while self._ready and not self._deaf:
+            self._before_turn(self.rank)
+            if self.dead:
+                return
+            self._run_ready()
+            if self._is_silent() or not self._ready or not self._goes_on():
+                return
+
+    def _run_ready(self) -> None:
+        """Run what is ready now; what becomes ready meanwhile is for the next turn."""
         ready = self._ready
-        self._before_turn(self.rank)
-        if self.dead:
-            return
         events._set_running_loop(self)
         self._running = True
+        entered = False
         try:
             for _ in range(len(ready)):
                 handle = ready.popleft()
-                if not handle._cancelled:
-                    handle._run()
-                    if self._is_silent():
-                        break
+                if handle._cancelled:
+                    continue
+                callback = handle._callback  # type: ignore[attr-defined]
+                if not entered and getattr(callback, "__func__", None) is not self._background:
+                    self._enter(self.rank)
+                    entered = True
+                handle._run()
+                if self._is_silent():
+                    break
         except SystemExit:
             logger.debug("rank %d: a task raised SystemExit; whoever awaits it has it", self.rank)
         finally:
             self._running = False
             events._set_running_loop(None)
-        if ready:
-            self._schedule()
 
     def _is_silent(self) -> bool:
         return self._deaf or self.dead
@@ -160,16 +255,21 @@ class RankLoop(asyncio.AbstractEventLoop):
             if not waiter.done():
                 waiter.set_result(None)
                 self._ready.rotate(1)  # the caller's wake-up was appended last
-            if self._ready:
-                self._schedule()
+            self._turns_in_a_row = 0
+            self._turn()
 
         self._scheduler.at(self._scheduler.now + seconds, resume)
         await waiter
 
     def die(self) -> None:
-        """Never take a turn again."""
+        """Take no turn any more. What is ready stays so: a task whose wake-up is dropped could not be cancelled."""
         self.dead = True
-        self._ready.clear()
+
+    def revive(self) -> None:
+        """Take turns again."""
+        self.dead = False
+        if self._ready:
+            self._schedule()
 
     # -- what asyncio needs -----------------------------------------------------------------------------------------
 
@@ -180,10 +280,9 @@ class RankLoop(asyncio.AbstractEventLoop):
         self, callback: Any, *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
-        if not self.dead:
-            self._ready.append(handle)
-            if not self._has_turn:
-                self._schedule()
+        self._ready.append(handle)
+        if not self._running and not self.dead:
+            self._schedule()
         return handle
 
     def call_later(  # type: ignore[override]
@@ -200,9 +299,11 @@ class RankLoop(asyncio.AbstractEventLoop):
         return handle
 
     def _fire(self, handle: asyncio.TimerHandle) -> None:
-        if not handle.cancelled() and not self.dead:
+        if not handle.cancelled():
             self._ready.append(handle)
-            self._schedule()
+            self._turns_in_a_row = 0
+            if not self._has_turn and not self.dead:
+                self._turn()
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """Asyncio tells the loop; the heap finds out when the time comes."""
@@ -213,9 +314,15 @@ class RankLoop(asyncio.AbstractEventLoop):
     def create_task(  # type: ignore[override]
         self, coro: Coroutine[Any, Any, T], *, name: str | None = None, context: contextvars.Context | None = None
     ) -> asyncio.Task[T]:
-        task = asyncio.Task(coro, loop=self, name=name, context=context)
-        self.tasks.add(task)
+        self._scheduler.task_count += 1
+        number = self._scheduler.task_count
+        task = SimTask(coro, number, loop=self, name=name or f"task {number}", context=context)
+        self._tasks.add(task)
         return task
+
+    def unfinished_tasks(self) -> list[SimTask]:
+        """Those that are not done, in the order in which they were made."""
+        return sorted((task for task in self._tasks if not task.done()), key=lambda task: task.number)
 
     def get_debug(self) -> bool:
         return False

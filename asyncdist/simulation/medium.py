@@ -18,7 +18,7 @@ from typing import Final
 from asyncdist.errors import AsyncdistError, RankLostError, TruncationError
 from asyncdist.simulation.faults import Corrupt, Delay, Fault, Kill, Partition, SlowLink
 from asyncdist.simulation.loop import Scheduler
-from asyncdist.simulation.models import Link, Network, draw
+from asyncdist.simulation.models import Link, Network, draw, sampler
 from asyncdist.simulation.trace import Trace
 from asyncdist.tags import BULK_FIRST, BULK_LAST, COLLECTIVE_FIRST, COLLECTIVE_LAST, TAG_MAX
 from asyncdist.transports.base import (
@@ -32,25 +32,25 @@ from asyncdist.transports.base import (
     as_bytes,
 )
 
-_EAGER_CHOICES: Final = (0, 256, 4096, 65536)
+#: Every known transport takes small messages before their receive is posted, and programs count on it.
+_EAGER_CHOICES: Final = (256, 4096, 65536)
 
 
 class _Message:
     """A send, and what travels."""
 
-    __slots__ = ("arrived", "cancelled", "data", "dest", "done", "eager", "error", "nbytes", "number", "source", "tag")
+    __slots__ = ("data", "dest", "done", "eager", "error", "nbytes", "source", "tag")
 
-    def __init__(self, data: memoryview, source: int, dest: int, tag: int, number: int) -> None:
+    cancelled: Final = False
+
+    def __init__(self, data: bytes | memoryview, nbytes: int, source: int, dest: int, tag: int) -> None:
         self.data = data
-        self.nbytes = data.nbytes
+        self.nbytes = nbytes
         self.source = source
         self.dest = dest
         self.tag = tag
-        self.number = number
         self.eager = False
         self.done = False
-        self.arrived = False
-        self.cancelled = False
         self.error: AsyncdistError | None = None
 
     def test(self) -> bool:
@@ -97,7 +97,10 @@ class _Receive:
         return self.done
 
     def take(self) -> tuple[int, int] | None:
-        return (self.source, self.nbytes) if self.test() else None
+        if self.done:
+            return self.source, self.nbytes
+        self.test()  # raises what went wrong
+        return None
 
     def start(self) -> None:
         self.done = self.matched = self.cancelled = False
@@ -106,6 +109,18 @@ class _Receive:
     def cancel(self) -> None:
         if not self.matched and not self.done:
             self._medium.withdraw(self)
+
+
+class _Path:
+    """From one rank to another."""
+
+    __slots__ = ("bandwidth", "draw_latency_s", "free_at", "last_arrival")
+
+    def __init__(self, link: Link, rng: random.Random) -> None:
+        self.draw_latency_s = sampler(link.latency_s, rng)
+        self.bandwidth = link.bandwidth_nbytes_per_s
+        self.free_at = 0.0
+        self.last_arrival: dict[int, float] = {}
 
 
 class Medium:
@@ -141,15 +156,13 @@ class Medium:
         self._on_fired = on_fired
         self._on_kill = on_kill
         self._eager_nbytes = rng.choice(_EAGER_CHOICES) if network.eager_nbytes is None else network.eager_nbytes
-        self._links: dict[tuple[int, int], Link] = {}
+        self._paths: dict[tuple[int, int], _Path] = {}
         self._posted: list[dict[int, deque[_Receive]]] = [{} for _ in range(size)]
         self._unexpected: list[dict[int, deque[_Message]]] = [{} for _ in range(size)]
         self._doorbells: list[Callable[[], None] | None] = [None] * size
-        self._listeners: list[Callable[[int], None] | None] = [None] * size
+        self._listeners: list[Callable[[int], object] | None] = [None] * size
         self._known_lost: list[set[int]] = [set() for _ in range(size)]
         self._dead: set[int] = set()
-        self._link_free_at: dict[tuple[int, int], float] = {}
-        self._last_arrival: dict[tuple[int, int, int], float] = {}
         self._sent_counts = [0] * size
         self._pair_counts: dict[tuple[int, int], int] = {}
         self._frame_counts: dict[tuple[int, int], int] = {}
@@ -157,6 +170,7 @@ class Medium:
         self.message_count = 0
         self.byte_count = 0
         self._muted = False
+        self._everybody = frozenset(range(size))
         plan = list(enumerate(faults))
         self._kills = {
             (f.rank, f.at_message): index for index, f in plan if isinstance(f, Kill) and f.at_message is not None
@@ -171,55 +185,55 @@ class Medium:
     # -- sending ----------------------------------------------------------------------------------------------------
 
     def send(self, buffer: Buffer, source: int, dest: int, tag: int) -> _Message:
-        data = as_bytes(buffer)
+        data = buffer if type(buffer) is bytes else as_bytes(buffer)
+        nbytes = len(data)
         if not self._muted:
             self.message_count += 1
-            self.byte_count += data.nbytes
-        message = _Message(data, source, dest, tag, self.message_count)
+            self.byte_count += nbytes
+        message = _Message(data, nbytes, source, dest, tag)
         if dest in self._known_lost[source]:
             message.error = RankLostError(f"rank {dest} is gone", rank=dest)
             return message
-        if data.nbytes <= self._eager_nbytes:
-            message.data = memoryview(bytes(data))
+        if nbytes <= self._eager_nbytes:
+            message.data = bytes(data)  # no copy of bytes
             message.eager = message.done = True
         delay = self._apply_message_faults(message) if self._has_message_faults else 0.0
-        if source in self._dead or self._muted:
+        if source in self._dead:
+            message.done = False  # the rank has died with this send: whoever awaits it goes no further
+            return message
+        if self._muted:
             return message
         arrival = self._arrival(message, delay)
-        self._trace.add(self._scheduler.now, "send", source, dest, tag, data.nbytes)
+        self._trace.add(self._scheduler.now, "send", source, dest, tag, nbytes)
         self._scheduler.at(arrival, partial(self._arrive, message))
         return message
 
     def _arrival(self, message: _Message, delay: float) -> float:
-        source, dest = message.source, message.dest
         now = self._scheduler.now
-        pair = (source, dest)
-        link = self._links.get(pair)
-        if link is None:
-            link = self._links[pair] = self._network.between(source, dest)
-        latency = draw(link.latency_s, self._rng) + delay
-        transfer = (message.nbytes if message.eager else 64) / link.bandwidth_nbytes_per_s
+        pair = (message.source, message.dest)
+        path = self._paths.get(pair)
+        if path is None:
+            path = self._paths[pair] = _Path(self._network.between(*pair), self._rng)
+        latency = path.draw_latency_s() + delay
+        transfer = (message.nbytes if message.eager else 64) / path.bandwidth
         if self._has_link_faults:
             factor = self._link_factor(pair, now)
             latency *= factor
             transfer *= factor
-        free_at = self._link_free_at.get(pair, 0.0)
-        sent_at = (free_at if free_at > now else now) + transfer
-        self._link_free_at[pair] = sent_at
+        path.free_at = sent_at = (path.free_at if path.free_at > now else now) + transfer
         arrival = sent_at + latency
         if self._has_link_faults:
             arrival = self._after_partitions(pair, now, arrival)
-        key = (source, dest, message.tag)
-        last = self._last_arrival.get(key, -1.0)
+        last = path.last_arrival.get(message.tag, -1.0)
         if arrival <= last:  # never overtake within one source and tag
             arrival = math.nextafter(last, math.inf)
-        self._last_arrival[key] = arrival
+        path.last_arrival[message.tag] = arrival
         return arrival
 
     def _arrive(self, message: _Message) -> None:
         if message.dest in self._dead:
+            self._fail_send(message)
             return
-        message.arrived = True
         posted = self._posted[message.dest].get(message.tag)
         if posted:
             for receive in posted:
@@ -238,7 +252,7 @@ class Medium:
             message = self._choose(receive, waiting)
             if message is not None:
                 waiting.remove(message)
-                self._match(receive, message)
+                self._match(receive, message, is_running=True)
                 return
         if receive.wanted in self._known_lost[receive.dest]:
             receive.error = RankLostError(f"rank {receive.wanted} is gone", rank=receive.wanted)
@@ -256,20 +270,35 @@ class Medium:
             return next(iter(firsts.values()))
         return self._rng.choice(list(firsts.values())) if firsts else None
 
-    def _match(self, receive: _Receive, message: _Message) -> None:
+    def _match(self, receive: _Receive, message: _Message, *, is_running: bool = False) -> None:
+        """A receive and a message have met; ``is_running`` if the receiver posts this moment, and needs no bell."""
         receive.matched = True
         if message.eager:
-            self._complete(receive, message)
+            self._complete(receive, message, is_running=is_running)
             return
         pair = (message.source, message.dest)
-        link = self._links[pair]
-        seconds = 2 * draw(link.latency_s, self._rng) + message.nbytes / link.bandwidth_nbytes_per_s
+        path = self._paths[pair]
+        seconds = 2 * path.draw_latency_s() + message.nbytes / path.bandwidth
         if self._has_link_faults:
             seconds *= self._link_factor(pair, self._scheduler.now)
-        self._scheduler.at(self._scheduler.now + seconds, partial(self._complete, receive, message))
+        now = self._scheduler.now
+        complete_at = self._after_partitions(pair, now, now + seconds) if self._has_link_faults else now + seconds
+        self._scheduler.at(complete_at, partial(self._complete, receive, message))
 
-    def _complete(self, receive: _Receive, message: _Message) -> None:
+    def _fail_send(self, message: _Message) -> None:
+        """Nobody will take it any more; its sender is told when it knows that ``dest`` is lost."""
+        source, dest = message.source, message.dest
+        if message.done or source in self._dead:
+            return
+        if dest in self._known_lost[source]:
+            message.error = RankLostError(f"rank {dest} is gone", rank=dest)
+            self._ring(source)
+        else:
+            self._unexpected[dest].setdefault(message.tag, deque()).append(message)
+
+    def _complete(self, receive: _Receive, message: _Message, *, is_running: bool = False) -> None:
         if message.dest in self._dead:
+            self._fail_send(message)
             return
         if message.source in self._dead and not message.eager:
             receive.error = RankLostError(f"rank {message.source} is gone", rank=message.source)
@@ -288,7 +317,8 @@ class Medium:
             receive.buffer[: message.nbytes] = message.data
             receive.done = True
         self._trace.add(self._scheduler.now, "receive", message.source, message.dest, message.tag, message.nbytes)
-        self._ring(message.dest)
+        if not is_running:
+            self._ring(message.dest)
         if not message.done:
             message.done = True
             self._ring(message.source)
@@ -318,7 +348,7 @@ class Medium:
                 index, corruption = found
                 flipped = bytearray(message.data)
                 flipped[corruption.byte % message.nbytes] ^= 0x55
-                message.data = memoryview(bytes(flipped))
+                message.data = bytes(flipped)
                 self._on_fired(index)
         delayed = self._delays.get((*pair, number))
         if delayed is not None:
@@ -355,6 +385,7 @@ class Medium:
         if observer in self._dead:
             return
         self._known_lost[observer].add(lost)
+        self._trace.add(self._scheduler.now, "lost", lost, observer, 0, 0)
         error = RankLostError(f"rank {lost} is gone", rank=lost)
         for posted in self._posted[observer].values():
             for receive in [receive for receive in posted if receive.wanted == lost]:
@@ -378,11 +409,11 @@ class Medium:
     def set_doorbell(self, rank: int, ring: Callable[[], None]) -> None:
         self._doorbells[rank] = ring
 
-    def set_loss_listener(self, rank: int, listen: Callable[[int], None]) -> None:
+    def set_loss_listener(self, rank: int, listen: Callable[[int], object]) -> None:
         self._listeners[rank] = listen
 
     def lost_ranks(self, observer: int) -> frozenset[int]:
-        return frozenset(self._known_lost[observer])
+        return self._everybody if self._muted else frozenset(self._known_lost[observer])
 
     def close(self, rank: int) -> None:
         self._doorbells[rank] = None
@@ -401,12 +432,19 @@ def _is_raw(tag: int) -> bool:
 
 
 class SimTransport(Transport):
-    """One rank's end of the :class:`Medium`."""
+    """One rank's end of the :class:`Medium`.
+
+    Args:
+        medium: shared by all ranks.
+        rank: whose end it is.
+        call_soon: calls a function in a turn of the rank's loop, in its context.
+    """
 
     name = "sim"
 
-    def __init__(self, medium: Medium, rank: int) -> None:
+    def __init__(self, medium: Medium, rank: int, call_soon: Callable[..., object]) -> None:
         self._medium = medium
+        self._call_soon = call_soon
         self.rank = rank
         self.job_nonce = medium.job_nonce
         self.size = medium.size
@@ -416,6 +454,10 @@ class SimTransport(Transport):
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         return self._medium.send(buffer, self.rank, dest, tag)
+
+    def start_send(self, buffer: Buffer, dest: int, tag: int) -> Request | None:
+        message = self._medium.send(buffer, self.rank, dest, tag)
+        return None if message.test() else message
 
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
         receive = _Receive(self._medium, buffer, self.rank, source, tag)
@@ -442,7 +484,8 @@ class SimTransport(Transport):
         self._medium.set_doorbell(self.rank, ring)
 
     def set_loss_listener(self, listen: Callable[[int], None]) -> None:
-        self._medium.set_loss_listener(self.rank, listen)
+        # Told in a turn of the rank's own, as a poll would tell it: a rank that computes is deaf.
+        self._medium.set_loss_listener(self.rank, partial(self._call_soon, listen))
 
     def describe(self) -> str:
         return f"sim: {self.size} ranks in virtual time"

@@ -7,9 +7,10 @@ seed.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -19,6 +20,12 @@ def check_number(name: str, value: Any, *, above_zero: bool = False) -> None:
     wrong = isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf
     if wrong or (above_zero and value == 0):
         raise ValueError(f"{name} is {value!r}; allowed: a finite number {'above 0' if above_zero else 'of 0 or more'}")
+
+
+def check_count(name: str, value: Any) -> None:
+    """Refuse what is no whole number of at least one."""
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} is {value!r}; allowed: a whole number of 1 or more")
 
 
 def check_duration(name: str, value: Any) -> None:
@@ -96,6 +103,14 @@ def draw(duration: Duration, rng: random.Random) -> float:
     return float(duration) if isinstance(duration, (float, int)) else duration.draw(rng)
 
 
+def sampler(duration: Duration, rng: random.Random) -> Callable[[], float]:
+    """A function that draws values, in seconds."""
+    if isinstance(duration, (float, int)):
+        seconds = float(duration)
+        return lambda: seconds
+    return functools.partial(duration.draw, rng)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """One direction between two ranks.
@@ -123,7 +138,7 @@ class Network:
         ranks_per_host: consecutive ranks share a host; all of them do where it is None.
         links: exceptions, by (source, dest).
         eager_nbytes: up to this size a send completes at once; above it when a receive has matched. None draws it anew
-            for each simulation, from 0 to 64 KiB.
+            for each simulation, from 256 bytes to 64 KiB.
         loss_detection_s: from a rank's death until its peers are told.
     """
 
@@ -142,6 +157,9 @@ class Network:
         if self.eager_nbytes is not None and (type(self.eager_nbytes) is not int or self.eager_nbytes < 0):
             raise ValueError(f"eager_nbytes is {self.eager_nbytes!r}; allowed: a whole number of 0 or more, or None")
         check_duration("loss_detection_s", self.loss_detection_s)
+        for name, link in (("link", self.link), ("cross_link", self.cross_link), *self.links.items()):
+            if not isinstance(link, Link):
+                raise TypeError(f"Network: {name} is {link!r}; allowed: a Link")
 
     def check_ranks(self, size: int) -> None:
         """Refuse links of ranks that do not exist."""

@@ -1,36 +1,62 @@
 """Each simulated rank's own random state, as if it had a process to itself.
 
-torch's global generator is swapped by its state; numpy's by its bit generator; the functions of Python's ``random``
-module are bound to the rank's own instance (a name imported from it earlier, ``from random import random``, stays what
-it was: shared).
+torch's global generator is swapped by its state. The functions of ``random`` and of ``numpy.random`` are bound to the
+rank's own instances. A name imported from ``random`` earlier (``from random import random``) stays what it was: shared.
+One imported from ``numpy.random`` draws from the rank's own numbers all the same, since numpy's global generator is
+swapped too; not so the second half of a pair of normal numbers, which numpy keeps elsewhere.
+
+torch's grad mode is swapped with them: a rank that awaits under ``no_grad`` is no reason for the others to have none.
 """
 
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
+
+_RANDOM_NAMES: Final = [
+    name for name in dir(random) if getattr(getattr(random, name), "__self__", None) is random._inst
+]
+#: Of ``numpy.random``, each with the method of a ``RandomState`` that it stands for.
+_NUMPY_NAMES: Final = {
+    **{
+        name: name
+        for name in dir(np.random)
+        if getattr(getattr(np.random, name), "__self__", None) is np.random.mtrand._rand
+    },
+    "seed": "seed",
+    "sample": "random_sample",
+    "ranf": "random_sample",
+}
 
 
 class RandomStates:
     """The random states of all ranks; one of them, or the outside's, is the process's.
 
     Args:
-        size: number of ranks. All begin with the state that the process has now, as freshly started processes with
-            equal seeds would; user code seeds by rank as it does in reality.
+        size: number of ranks.
+        seed: a fresh process has random states that differ each time; here they follow from seed and rank, so that a
+            simulation is a function of its arguments. What the caller has drawn or seeded does not count: a program
+            that wants certain numbers seeds inside main, as it must to have different ones on each rank.
     """
 
-    def __init__(self, size: int) -> None:
-        self._torch = [torch.get_rng_state() for _ in range(size + 1)]
-        self._numpy: list[Any] = [_copy_of_numpy() for _ in range(size)] + [np.random.get_bit_generator()]
-        self._python = [random.Random() for _ in range(size)]
-        for instance in self._python:
-            instance.setstate(random.getstate())
-        self._names = [name for name in dir(random) if getattr(getattr(random, name), "__self__", None) is random._inst]
-        self._bound: list[dict[str, Any]] = [{name: getattr(i, name) for name in self._names} for i in self._python]
-        self._bound.append({name: getattr(random, name) for name in self._names})
+    def __init__(self, size: int, seed: int) -> None:
+        entropy = [random.Random(f"{seed} random state {rank}").getrandbits(63) for rank in range(size)]
+        self._torch = [torch.Generator().manual_seed(number).get_state() for number in entropy]
+        self._generators: list[Any] = [np.random.MT19937(number) for number in entropy]
+        numpy_states = [np.random.RandomState(generator) for generator in self._generators]
+        python_states = [random.Random(number) for number in entropy]
+        self._random = [{name: getattr(state, name) for name in _RANDOM_NAMES} for state in python_states]
+        self._numpy = [{name: getattr(state, of) for name, of in _NUMPY_NAMES.items()} for state in numpy_states]
+        # The last entries are the outside's.
+        self._torch.append(torch.get_rng_state())
+        self._grad_modes = [True] * size + [torch.is_grad_enabled()]
+        self._generators.append(np.random.get_bit_generator())
+        self._random.append({name: getattr(random, name) for name in _RANDOM_NAMES})
+        self._numpy.append({name: getattr(np.random, name) for name in _NUMPY_NAMES})
+        self._numpy_outside = np.random.mtrand._rand.get_state(legacy=False)
         self._outside = size
         self.current = size
 
@@ -40,18 +66,15 @@ class RandomStates:
             return
         self._torch[self.current] = torch.get_rng_state()
         torch.set_rng_state(self._torch[rank])
-        np.random.set_bit_generator(self._numpy[rank])
-        random.__dict__.update(self._bound[rank])
+        self._grad_modes[self.current] = torch.is_grad_enabled()
+        torch.set_grad_enabled(self._grad_modes[rank])
+        np.random.set_bit_generator(self._generators[rank])
+        np.random.__dict__.update(self._numpy[rank])
+        random.__dict__.update(self._random[rank])
         self.current = rank
 
     def restore(self) -> None:
         """The process gets back what it had."""
-        self.switch(self._outside)
-
-
-def _copy_of_numpy() -> Any:
-    own = np.random.MT19937()
-    mine = np.random.get_bit_generator()
-    if type(mine) is np.random.MT19937:
-        own.state = mine.state
-    return own
+        if self.current != self._outside:
+            self.switch(self._outside)
+            np.random.mtrand._rand.set_state(self._numpy_outside)  # with its half of a pair of normal numbers

@@ -8,29 +8,41 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
+import functools
 import inspect
 import logging
 import math
 import random
+import signal
+import sys
+import threading
+import types
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from asyncdist.errors import DeadlockError, LocalProtocolError, RankLostError
+from asyncdist.progress import Engine
 from asyncdist.runtime import Outcome, host_rank
 from asyncdist.simulation.faults import Fault, Kill, SlowRank, Stall, check_plan
 from asyncdist.simulation.loop import RankLoop, Scheduler
 from asyncdist.simulation.medium import Medium, SimTransport
 from asyncdist.simulation.models import Compute, Network, check_number
 from asyncdist.simulation.random_states import RandomStates
-from asyncdist.simulation.trace import Trace, TraceEvent
+from asyncdist.simulation.trace import Trace, TraceEvent, unpack
 from asyncdist.world import World, WorldStatistics
 
 logger = logging.getLogger("asyncdist.simulation")
 
+#: Is given the fault plan and the trace of every simulation as it begins, for whoever must tell of one that raised.
+observer: ContextVar[Callable[[tuple[Fault, ...], Trace], None] | None] = ContextVar("observer", default=None)
+
 #: Things that clearing away killed ranks may take, together, before their tasks are dropped as they are.
 _CLEARING_EVENT_COUNT: Final = 100_000
+_CLEARING_CANCEL_COUNT: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +53,7 @@ class SimReport:
         results: per rank what main returned, or the exception that ended it; None for a rank that was killed, or had
             not ended when ``until_s`` was reached.
         seed: the run's.
-        trace: the last events.
+        packed_trace: the last events; :attr:`trace` has them in words.
         trace_digest: of all events, in hex; equal for equal arguments.
         virtual_time_s: when the last rank ended.
         message_count: messages sent, frames and raw ones.
@@ -53,7 +65,7 @@ class SimReport:
 
     results: tuple[Any, ...]
     seed: int
-    trace: tuple[TraceEvent, ...] = field(repr=False)
+    packed_trace: bytes = field(repr=False)
     trace_digest: str
     virtual_time_s: float
     message_count: int
@@ -62,6 +74,11 @@ class SimReport:
     faults: tuple[Fault, ...]
     faults_fired: tuple[int, ...]
     statistics: tuple[WorldStatistics | None, ...] = field(repr=False)
+
+    @property
+    def trace(self) -> tuple[TraceEvent, ...]:
+        """The last events, oldest first."""
+        return unpack(self.packed_trace)
 
     def value(self) -> Any:
         """Rank 0's value. Raises the first failure, if any rank failed: a cause before what it brought about."""
@@ -87,7 +104,7 @@ def simulate(
     faults: Sequence[Fault] = (),
     strict: bool = False,
     until_s: float | None = None,
-    after_event: Callable[[], None] | None = None,
+    after_event: Callable[[], object] | None = None,
 ) -> SimReport:
     """Run ``main(world, *args)`` on ``ranks`` simulated ranks.
 
@@ -95,24 +112,26 @@ def simulate(
         main: the coroutine function that :func:`asyncdist.run` would get.
         args: passed on; the same objects for every rank.
         ranks: how many.
-        seed: of everything that is drawn.
+        seed: of everything that is drawn, the random states with which the ranks begin included.
         network: latency, bandwidth, hosts; :class:`Network` by default.
         compute: how long user code computes; :class:`Compute` by default.
         faults: what is to go wrong. A killed rank ends without running another line; when the simulation is over, its
             ``finally`` blocks run all the same, with nobody to talk to.
         strict: as for :func:`asyncdist.run`.
         until_s: stop at this virtual time, whoever is still running.
-        after_event: called after every event, to check what must always hold; what it raises is raised here.
+        after_event: called after every event, to check what must always hold; what it raises is raised here, and if it
+            returns something true, the simulation stops, whoever is still running.
 
     Raises:
         DeadlockError: nothing was left to happen, and some main had not returned: who waits for what.
+        KeyboardInterrupt: after SIGINT, between two events.
         LocalProtocolError: simulate inside a simulation, or a task that loops without waiting.
         TypeError, ValueError: an argument is of the wrong kind or out of range.
     """
     if not inspect.iscoroutinefunction(main):
         raise TypeError(f"main must be a coroutine function (async def), not {main!r}")
     if type(ranks) is not int or ranks < 1:
-        raise ValueError(f"ranks is {ranks!r}; at least 1 is needed")
+        raise ValueError(f"ranks is {ranks!r}; allowed: a whole number of 1 or more")
     if type(seed) is not int:
         raise TypeError(f"seed is {seed!r}; a whole number is needed")
     if until_s is not None:
@@ -120,6 +139,8 @@ def simulate(
     for name, value, kind in (("network", network, Network), ("compute", compute, Compute)):
         if value is not None and not isinstance(value, kind):
             raise TypeError(f"{name} is {value!r}; a {kind.__name__} is needed")
+    if after_event is not None and not callable(after_event):
+        raise TypeError(f"after_event is {after_event!r}; a function without arguments is needed")
     check_plan(faults, ranks)
     (network or Network()).check_ranks(ranks)
     (compute or Compute()).check_ranks(ranks)
@@ -130,7 +151,8 @@ def simulate(
     else:
         raise LocalProtocolError("a loop is running already: no simulation inside a simulation, or inside a coroutine")
     simulation = _Simulation(ranks, seed, network or Network(), compute or Compute(), tuple(faults))
-    return simulation.run(main, args, strict=strict, until_s=until_s, after_event=after_event)
+    with simulation.interruptible():
+        return simulation.run(main, args, strict=strict, until_s=until_s, after_event=after_event)
 
 
 class _Clock:
@@ -146,7 +168,15 @@ class _Clock:
             await self._loop.be_deaf(seconds)
 
     async def beside_compute(self) -> None:
-        await asyncio.sleep(self._simulation.draw_compute_s(self._loop.rank))
+        over = self._loop.create_future()
+        self._loop.call_later(self._simulation.draw_compute_s(self._loop.rank), over.set_result, None)
+        try:
+            await asyncio.shield(over)
+        except asyncio.CancelledError:  # a thread cannot be stopped
+            while not over.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([over])
+            raise
 
 
 class _Simulation:
@@ -176,14 +206,23 @@ class _Simulation:
             self._fire,
             self._kill,
         )
-        self._states = RandomStates(size)
+        self._states = RandomStates(size, seed)
         self._turn_counts: Counter[int] = Counter()
         self._turn_kills = {
             (f.rank, f.at_turn): index
             for index, f in enumerate(faults)
             if isinstance(f, Kill) and f.at_turn is not None
         }
-        self._loops = [RankLoop(self._scheduler, rank, self._before_turn) for rank in range(size)]  # type: ignore[abstract]
+        self._loops = [
+            RankLoop(  # type: ignore[abstract]
+                self._scheduler,
+                rank,
+                before_turn=self._before_turn,
+                enter=self._states.switch,
+                background=Engine._tick,
+            )
+            for rank in range(size)
+        ]
         self._outcomes: dict[int, Outcome] = {}
         self._worlds: dict[int, World] = {}
         self._killed: set[int] = set()
@@ -195,27 +234,66 @@ class _Simulation:
         *,
         strict: bool,
         until_s: float | None,
-        after_event: Callable[[], None] | None,
+        after_event: Callable[[], object] | None,
     ) -> SimReport:
+        observe = observer.get()
+        if observe is not None:
+            observe(self._faults, self._trace)
         for index, fault in enumerate(self._faults):
             if isinstance(fault, Kill) and fault.at_s is not None:
                 self._scheduler.at(fault.at_s, lambda rank=fault.rank, index=index: self._kill(rank, index))  # type: ignore[misc]
         for rank, loop in enumerate(self._loops):
-            loop.create_task(self._host(rank, main, args, strict=strict), name=f"main of rank {rank}")
+            context = contextvars.copy_context()
+            call_soon = functools.partial(loop.call_soon, context=context)
+            transport = SimTransport(self._medium, rank, call_soon)
+            host = self._host(transport, main, args, strict=strict)
+            loop.create_task(host, name=f"main of rank {rank}", context=context)
+        hooks = sys.get_asyncgen_hooks()
+        sys.set_asyncgen_hooks(firstiter=None, finalizer=_close_generator)
         try:
             if not self._scheduler.run(until_s=math.inf if until_s is None else until_s, after_event=after_event):
-                raise DeadlockError(self._deadlock(), seed=self._seed)
+                deadlock = DeadlockError(self._deadlock(), seed=self._seed)
+                deadlock.report = self._report()
+                raise deadlock
             return self._report()
         finally:
             self._clear()
+            sys.set_asyncgen_hooks(*hooks)
             self._states.restore()
 
-    async def _host(self, rank: int, main: Any, args: tuple[Any, ...], *, strict: bool) -> None:
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Let SIGINT end the simulation between two events: inside one, a rank would take it for an error of its own.
+
+        The second one is Python's again. Does nothing where somebody else handles SIGINT.
+        """
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            yield
+            return
+        has_come = False
+
+        def stop(number: int, _: types.FrameType | None) -> None:
+            nonlocal has_come
+            has_come = self._scheduler.stopped = True
+            signal.signal(number, signal.default_int_handler)
+
+        signal.signal(signal.SIGINT, stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if has_come:
+                raise KeyboardInterrupt
+
+    async def _host(self, transport: SimTransport, main: Any, args: tuple[Any, ...], *, strict: bool) -> None:
+        rank = transport.rank
+
         def on_open(world: World) -> None:
             self._worlds[rank] = world
             world.virtual_clock = _Clock(self, self._loops[rank])
 
-        outcome = await host_rank(main, args, SimTransport(self._medium, rank), strict=strict, on_open=on_open)
+        outcome = await host_rank(main, args, transport, strict=strict, on_open=on_open)
         if rank not in self._killed and not self._scheduler.stopped:
             self._outcomes[rank] = outcome
             self._trace.add(self._scheduler.now, "end", rank, 0, 0, 0)
@@ -249,7 +327,6 @@ class _Simulation:
             index = self._turn_kills.get((rank, self._turn_counts[rank]))
             if index is not None:
                 self._kill(rank, index)
-        self._states.switch(rank)
 
     def _fire(self, index: int) -> None:
         if not self._fired[index]:
@@ -275,34 +352,40 @@ class _Simulation:
                 continue
             world = self._worlds.get(rank)
             lines += [
-                f"  rank {rank}, {task.get_name()}: {_what_awaits(task, world)}"
-                for task in sorted(loop.tasks, key=lambda task: task.get_name())
-                if not task.done()
+                f"  rank {rank}, {task.get_name()}: {_what_awaits(task, world)}" for task in loop.unfinished_tasks()
             ]
         return "\n".join(lines)
 
     def _clear(self) -> None:
         """Cancel what killed ranks left unfinished, or all of them after a deadlock or an early end, in silence."""
         self._medium.mute()
-        left = [(loop, task) for loop in self._loops for task in list(loop.tasks) if not task.done()]
+        self._trace.end()
+        left = [(loop, task) for loop in self._loops for task in loop.unfinished_tasks()]
         if not left:
             return
+        self._killed.update(range(self._size))  # nobody dies any more
         scheduler = self._scheduler
         scheduler.stopped = False
         logging_was = logger.manager.disable
         logging.disable(logging.CRITICAL)
         try:
             for loop, _ in left:
-                loop.dead = False
+                loop.revive()
             end = scheduler.event_count + _CLEARING_EVENT_COUNT
+            waiting = [task for _, task in left]
 
-            def is_enough() -> None:
-                scheduler.stopped = scheduler.event_count >= end or all(task.done() for _, task in left)
+            def is_enough() -> bool:
+                while waiting and waiting[-1].done():
+                    waiting.pop()
+                return not waiting or scheduler.event_count >= end
 
-            for _, task in left:
-                task.cancel()
-            with contextlib.suppress(Exception):
-                scheduler.run(after_event=is_enough)
+            for _ in range(_CLEARING_CANCEL_COUNT):  # what a finally block awaits comes no more: it is cancelled too
+                for task in waiting:
+                    task.cancel()
+                with contextlib.suppress(Exception):
+                    scheduler.run(after_event=is_enough)
+                if is_enough():
+                    break
         finally:
             logging.disable(logging_was)
             for loop in self._loops:
@@ -319,7 +402,7 @@ class _Simulation:
         return SimReport(
             results=tuple(results),
             seed=self._seed,
-            trace=self._trace.events(),
+            packed_trace=self._trace.tail(),
             trace_digest=self._trace.digest,
             virtual_time_s=self._scheduler.now,
             message_count=self._medium.message_count,
@@ -331,14 +414,46 @@ class _Simulation:
         )
 
 
+def _close_generator(generator: AsyncGenerator[Any, Any]) -> None:
+    """What asyncio does with an asynchronous generator that nobody iterates any more: run its ``finally``."""
+    loop = asyncio._get_running_loop()
+    if isinstance(loop, RankLoop) and not loop.dead:
+        loop.create_task(generator.aclose())
+
+
 def _what_awaits(task: asyncio.Task[Any], world: World | None) -> str:
-    """In words what a task waits for: a request or message of asyncdist's, else the line where it stands."""
-    awaited = getattr(task, "_fut_waiter", None)
-    known = world.engine.awaited(awaited) if world is not None and awaited is not None else None
-    if known is not None:
-        return known
-    frames = task.get_stack(limit=1)
-    if not frames:
+    """In words what a task waits for, and the line of the user's code, if any, where it does."""
+    frames = _frames(task)
+    if not frames or frames[0].f_lasti < 0:
         return "has not begun"
-    frame = frames[-1]
-    return f"something of its own, in {frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
+    position = next((i for i in reversed(range(len(frames))) if not _is_library(frames[i])), None)
+    awaited = getattr(task, "_fut_waiter", None)
+    what = world.engine.awaited(awaited) if world is not None and awaited is not None else None
+    if position is None:
+        return what or frames[-1].f_code.co_qualname
+    own = frames[position]
+    if what is None:
+        called = [frame.f_code.co_qualname for frame in frames[position + 1 :]]
+        what = next((name for name in called if not name.endswith("__")), called[0] if called else None)
+    return f"{what or _name(awaited)}, in {own.f_code.co_qualname} ({own.f_code.co_filename}:{own.f_lineno})"
+
+
+def _name(awaited: Any) -> str:
+    if isinstance(awaited, asyncio.Task):
+        return awaited.get_name()
+    gathered = getattr(awaited, "_children", None)
+    return f"all of {', '.join(map(_name, gathered))}" if gathered else "a future of its own"
+
+
+def _frames(task: asyncio.Task[Any]) -> list[types.FrameType]:
+    """Where a task stands, from its coroutine in to what that awaits; ``Task.get_stack`` has the first alone."""
+    frames = []
+    coroutine: Any = task.get_coro()
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        frames.append(frame)
+        coroutine = coroutine.cr_await
+    return frames
+
+
+def _is_library(frame: types.FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in ("asyncdist", "asyncio", "contextlib")

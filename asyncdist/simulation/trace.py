@@ -8,6 +8,7 @@ from collections import deque
 from typing import Final, NamedTuple
 
 _EVENT: Final = struct.Struct("<dBiiiq")
+_pack: Final = _EVENT.pack
 _FLUSH_NBYTES: Final = 1 << 16
 KEPT_EVENT_COUNT: Final = 20_000
 _KINDS: Final = ("send", "receive", "compute", "kill", "fault", "lost", "end")
@@ -27,7 +28,13 @@ class TraceEvent(NamedTuple):
     def __str__(self) -> str:
         if self.kind in ("send", "receive"):
             return f"{self.time_s:.9f} {self.kind} {self.a} -> {self.b}, tag {self.tag}, {self.nbytes} bytes"
+        if self.kind == "fault":
+            return f"{self.time_s:.9f} fault {self.a} of the plan"
         return f"{self.time_s:.9f} {self.kind} rank {self.a}" + (f" ({self.b})" if self.b else "")
+
+
+def _ignore(time_s: float, kind: str, a: int, b: int, tag: int, nbytes: int) -> None:
+    del time_s, kind, a, b, tag, nbytes
 
 
 class Trace:
@@ -36,16 +43,20 @@ class Trace:
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=16)
         self._pending = bytearray()
-        self._last: deque[tuple[float, str, int, int, int, int]] = deque(maxlen=KEPT_EVENT_COUNT)
-        self._pack = _EVENT.pack
+        self._flushed: deque[bytes] = deque(maxlen=1 + KEPT_EVENT_COUNT * _EVENT.size // _FLUSH_NBYTES)
 
     def add(self, time_s: float, kind: str, a: int, b: int, tag: int, nbytes: int) -> None:
         """One event."""
-        self._pending += self._pack(time_s, _CODES[kind], a, b, tag, nbytes)
-        self._last.append((time_s, kind, a, b, tag, nbytes))
-        if len(self._pending) > _FLUSH_NBYTES:
-            self._hash.update(self._pending)
-            self._pending.clear()
+        pending = self._pending
+        pending += _pack(time_s, _CODES[kind], a, b, tag, nbytes)
+        if len(pending) > _FLUSH_NBYTES:
+            self._hash.update(pending)
+            self._flushed.append(bytes(pending))
+            pending.clear()
+
+    def end(self) -> None:
+        """Take no more events."""
+        self.add = _ignore  # type: ignore[method-assign]
 
     @property
     def digest(self) -> str:
@@ -54,6 +65,16 @@ class Trace:
         copy.update(self._pending)
         return copy.hexdigest()
 
+    def tail(self) -> bytes:
+        """The last events, packed; :func:`unpack` has them in words."""
+        data = b"".join((*self._flushed, self._pending))
+        return data[-KEPT_EVENT_COUNT * _EVENT.size :]
+
     def events(self) -> tuple[TraceEvent, ...]:
         """The last events, oldest first."""
-        return tuple(TraceEvent(*event) for event in self._last)
+        return unpack(self.tail())
+
+
+def unpack(data: bytes) -> tuple[TraceEvent, ...]:
+    """The events of a :meth:`Trace.tail`, oldest first."""
+    return tuple(TraceEvent(time_s, _KINDS[code], *rest) for time_s, code, *rest in _EVENT.iter_unpack(data))

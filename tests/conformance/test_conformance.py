@@ -1,4 +1,4 @@
-"""Every case on the local transport and, for real, under mpirun."""
+"""Every case on the local transport, on the simulated one with several seeds, and, for real, under mpirun."""
 
 from __future__ import annotations
 
@@ -11,6 +11,16 @@ import asyncdist as ad
 from conformance.endpoint import all_cases, run_case
 
 NAMES = list(all_cases())
+#: Cases that move hundreds of megabytes or try hundreds of combinations: one seed is enough.
+HEAVY = {
+    "collectives.all_reduce",
+    "collectives.all_to_all",
+    "streams.a_receiver_that_gives_up",
+    "streams.a_sender_that_gives_up",
+    "streams.between_safe_points_of_ranks_that_compute",
+    "streams.every_size_around_the_chunk",
+    "transport.large_messages_both_ways_at_once",
+}
 PROGRAM = Path(__file__).with_name("program.py")
 
 
@@ -29,6 +39,15 @@ def test_local_on_uvloop(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("collectives.")])
 def test_one_rank_alone(name: str) -> None:
     ad.run_local(run_case, name, ranks=1, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [(name, ranks) for name in NAMES for ranks in (1, 2, 3, 4) if ranks > 1 or not name.startswith("collectives.")],
+)
+def test_simulated(name: str, ranks: int) -> None:
+    for seed in range(1 if name in HEAVY else 4):
+        ad.simulate(run_case, name, ranks=ranks, seed=seed, strict=True).value()
 
 
 @pytest.fixture(scope="session", params=[2, 3, 4], ids=lambda ranks: f"{ranks}ranks")

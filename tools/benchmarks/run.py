@@ -26,7 +26,7 @@ from harness import Results, Row
 from rich.console import Console
 from rich.table import Table
 
-NAMES: Final = ("latency", "bandwidth", "step", "round", "straggler", "idle", "memory")
+NAMES: Final = ("latency", "bandwidth", "step", "round", "straggler", "idle", "memory", "sim")
 _HERE: Final = Path(__file__).resolve().parent
 #: Generous: a benchmark takes a minute or less.
 _TIMEOUT_S: Final = 900.0
@@ -68,13 +68,17 @@ def _measure(name: str, rank_counts: Sequence[int], *, quick: bool) -> Results |
     """The results of all launches of a benchmark together; None when one of them failed."""
     results: Results = {}
     with tempfile.TemporaryDirectory() as directory:
-        for rank_count in rank_counts:
+        for rank_count in rank_counts or (0,):
             out = Path(directory, f"{rank_count}.json")
-            command = [sys.executable, "-m", "asyncdist", "run", "-n", str(rank_count), str(_HERE / f"{name}.py")]
+            launcher = ["-m", "asyncdist", "run", "-n", str(rank_count)] if rank_count else []
+            command = [sys.executable, *launcher, str(_HERE / f"{name}.py")]
             command += [str(out), *(["--quick"] if quick else [])]
             completed = subprocess.run(command, check=False, timeout=_TIMEOUT_S)
             if completed.returncode != 0 or not out.exists():
-                print(f"{name} with {rank_count} ranks failed (exit code {completed.returncode})", file=sys.stderr)
+                print(
+                    f"{name} on {rank_count or 'simulated'} ranks failed (exit code {completed.returncode})",
+                    file=sys.stderr,
+                )
                 return None
             results |= json.loads(out.read_text())
     return results

@@ -1,0 +1,459 @@
+"""The pytest plugin: ``@pytest.mark.sim`` runs a coroutine test on simulated ranks, once per seed.
+
+pytest loads this in every session, also in projects that simulate nothing: torch and the runtime are imported when the
+first simulated test runs, not before.
+
+For pytest a marked test is a plain function, so that no plugin for coroutine tests wants it; its coroutine runs on the
+loops of the simulator. ``world`` and ``sim_seed`` are no fixtures there, for they differ from run to run: they are
+taken out of the signature that pytest sees. Fixtures are made once per test, for all of its seeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import os
+import shlex
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType, TracebackType
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import pytest
+
+from asyncdist.errors import AsyncdistError, DeadlockError, LocalProtocolError, RankLostError
+from asyncdist.tags import CONTROL
+
+if TYPE_CHECKING:
+    from asyncdist.simulation import Fault, SimReport, TraceEvent
+    from asyncdist.simulation.trace import Trace
+    from asyncdist.world import World
+
+_OPTIONS: Final = ("ranks", "seeds", "network", "compute", "faults", "strict", "until_s")
+_MARKER: Final = (
+    "sim(ranks, seeds=20, network=None, compute=None, faults=(), strict=True, until_s=None): run the coroutine test on "
+    "every rank of a simulation, once per seed. ranks is a number, or several, each of them a test; seeds is a count, "
+    "or the seeds. The rest is as for asyncdist.simulate."
+)
+_SEED_COUNT: Final = 20
+#: Arguments of a marked test that the simulation brings.
+_INJECTED: Final = ("world", "sim_seed")
+#: The parameter that several numbers of ranks become.
+_RANKS: Final = "sim_ranks"
+_EVENT_COUNT: Final = 30
+_LINE_COUNT: Final = 40
+_LINE_LENGTH: Final = 160
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--sim-seed`` and ``--sim-seeds``."""
+    group = parser.getgroup("asyncdist", "simulated tests (asyncdist)")
+    group.addoption("--sim-seed", type=int, metavar="N", help="run simulated tests with this seed alone")
+    group.addoption(
+        "--sim-seeds",
+        type=int,
+        metavar="N",
+        help="run simulated tests that ask for some number of seeds with the seeds 0 to N-1 instead",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the mark, and refuse options that make no sense."""
+    config.addinivalue_line("markers", _MARKER)
+    count = config.getoption("sim_seeds")
+    if count is not None and count < 1:
+        raise pytest.UsageError(f"--sim-seeds is {count}; at least 1 is needed")
+    if count is not None and config.getoption("sim_seed") is not None:
+        raise pytest.UsageError("--sim-seed and --sim-seeds exclude each other")
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What the marks of a test ask for.
+
+    Attributes:
+        ranks: the numbers of ranks to run it with.
+        is_parametrized: whether each of them is an item of its own.
+        seeds: to run one after another.
+        settings: passed to ``simulate`` as they are, which checks them.
+    """
+
+    ranks: tuple[int, ...]
+    is_parametrized: bool
+    seeds: Sequence[int]
+    settings: dict[str, Any]
+
+
+def _plan(item: pytest.Item) -> _Plan | None:
+    """Read an item's marks, from the outermost inwards: that of a test completes that of its module. None without."""
+    given: dict[str, Any] = {}
+    marks = list(item.iter_markers("sim"))
+    if not marks:
+        return None
+    for mark in reversed(marks):
+        if mark.args:
+            _refuse(item, f"takes its options by name, as in ranks=4; it was given {mark.args[0]!r}")
+        unknown = next((name for name in mark.kwargs if name not in _OPTIONS), None)
+        if unknown is not None:
+            _refuse(item, f"has no option {unknown!r}; it has {', '.join(_OPTIONS)}")
+        given.update(mark.kwargs)
+    ranks = given.pop("ranks", None)
+    is_parametrized = _is_list(ranks)
+    counts = tuple(ranks) if is_parametrized else (ranks,)
+    if not counts or any(type(count) is not int or count < 1 for count in counts):
+        _refuse(item, f"needs ranks, a whole number of 1 or more or a list of them; it is {ranks!r}")
+    return _Plan(counts, is_parametrized, _seeds(item, given.pop("seeds", _SEED_COUNT)), {"strict": True, **given})
+
+
+def _seeds(item: pytest.Item, asked: Any) -> Sequence[int]:
+    """The seeds to run: the mark's, unless the command line names another or another count."""
+    seeds: Sequence[int] = ()
+    if type(asked) is int:
+        seeds = range(item.config.getoption("sim_seeds") or asked) if asked >= 1 else ()
+    elif _is_list(asked):
+        seeds = asked if isinstance(asked, range) else tuple(asked)
+    if not seeds or any(type(seed) is not int for seed in seeds):
+        _refuse(item, f"needs seeds, a count of 1 or more or a list of whole numbers; it is {asked!r}")
+    only = item.config.getoption("sim_seed")
+    return seeds if only is None else (only,)
+
+
+def _is_list(value: Any) -> bool:
+    """Something to go through, and more than once: a mark is read for every item."""
+    return isinstance(value, Iterable) and not isinstance(value, Iterator)
+
+
+def _refuse(item: pytest.Item, problem: str) -> NoReturn:
+    pytest.fail(f"{item.nodeid}: @pytest.mark.sim {problem}", pytrace=False)
+
+
+# -- collection -------------------------------------------------------------------------------------------------------
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make one item per number of ranks, where the mark lists several."""
+    plan = _plan(metafunc.definition)
+    if plan is not None and plan.is_parametrized:
+        metafunc.fixturenames.append(_RANKS)
+        metafunc.parametrize(_RANKS, plan.ranks, ids=[f"ranks{count}" for count in plan.ranks])
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)  # the innermost: plugins for coroutine tests see what it has made
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> Generator[None, Any, Any]:
+    """Hide from pytest the arguments that the simulation brings, and make the items plain functions."""
+    function: Any = obj
+    if type(obj) in (staticmethod, classmethod):  # isinstance would ask __class__ of whatever a module holds
+        function = function.__func__
+    if type(function) is not FunctionType or not _is_marked(collector, function):
+        return (yield)
+    parameters = inspect.signature(function).parameters
+    shown = [parameter for parameter in parameters.values() if parameter.name not in _INJECTED]
+    with pytest.MonkeyPatch.context() as patch:
+        if inspect.iscoroutinefunction(function):
+            patch.setattr(function, "__signature__", inspect.Signature(shown), raising=False)
+        made = yield
+    for item in made if isinstance(made, list) else [made]:
+        if isinstance(item, pytest.Function):
+            _make_plain(item, [name for name in _INJECTED if name in parameters])
+    return made
+
+
+def _is_marked(collector: pytest.Collector, function: FunctionType) -> bool:
+    marks = getattr(function, "pytestmark", [])
+    marks = marks if isinstance(marks, list) else [marks]
+    return any(mark.name == "sim" for mark in marks) or collector.get_closest_marker("sim") is not None
+
+
+def _make_plain(item: pytest.Function, injected: Sequence[str]) -> None:
+    """Put a function that simulates in the place of the item's coroutine function."""
+    test = item.obj
+    plan = _plan(item)
+    assert plan is not None
+    if not inspect.iscoroutinefunction(test):
+        _refuse(item, "is for coroutine tests (async def); a plain one can take the fixture simulate")
+    if "world" not in injected:
+        _refuse(item, "is for tests that take world, as in async def test(world)")
+
+    @functools.wraps(test)
+    def simulate_all(**arguments: Any) -> None:
+        __tracebackhide__ = True
+
+        async def run_rank(world: World, seed: int) -> None:
+            __tracebackhide__ = True
+            values = {"world": world, "sim_seed": seed}
+            await test(**{name: values[name] for name in injected}, **arguments)
+
+        ranks: Any = item.callspec.params[_RANKS] if plan.is_parametrized else plan.ranks[0]
+        for seed in plan.seeds:
+            record = item.stash[_RECORD] = _Record(ranks, seed, is_seed_chosen=True)
+            report = _simulate(record, run_rank, (seed,), plan.settings)
+            _check(record, report, test.__code__)
+
+    item.obj = simulate_all
+    item.stash[_RECORD] = None
+    # A mark of the whole module, say: pytest-asyncio warns of tests that are no coroutines, as this is none any more.
+    if item.get_closest_marker("asyncio") is not None:
+        item.add_marker(pytest.mark.filterwarnings("ignore:The test .* is marked with '@pytest.mark.asyncio'"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Refuse what has the mark and would run as if it had not."""
+    if isinstance(item, pytest.Function) and _RECORD not in item.stash and item.get_closest_marker("sim") is not None:
+        _refuse(item, "is for coroutine functions, in a module or in a class that is no unittest.TestCase")
+
+
+# -- a run ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Record:
+    """What is known of the last simulation of a test.
+
+    Attributes:
+        ranks: how many.
+        seed: its seed.
+        is_seed_chosen: whether ``--sim-seed`` would choose it.
+        faults: its plan.
+        trace: what happens in it.
+        report: what came of it, also of one that ended in a deadlock.
+        waiting: after a deadlock, who waited for what.
+        returned: the ranks whose main returned.
+        raised: what the main of a rank raised, and the virtual time when it did; the first to fail first.
+    """
+
+    ranks: int
+    seed: int
+    is_seed_chosen: bool
+    faults: Sequence[Fault] = ()
+    trace: Trace | None = None
+    report: SimReport | None = None
+    waiting: Sequence[str] = ()
+    returned: set[int] = field(default_factory=set)
+    raised: dict[int, tuple[BaseException, float]] = field(default_factory=dict)
+
+    def begin(self, faults: Sequence[Fault], trace: Trace) -> None:
+        """The arguments are right, and the simulation begins."""
+        self.faults, self.trace = faults, trace
+
+    def errors(self) -> dict[int, BaseException]:
+        """What each rank ended with, by time: what its main raised, unless something else was the cause of that."""
+        results = self.report.results if self.report is not None else ()
+        errors = {}
+        for rank in dict.fromkeys([*self.raised, *range(len(results))]):
+            error = results[rank] if results else None
+            if isinstance(error, BaseException):
+                own = self.raised[rank][0] if rank in self.raised else error
+                errors[rank] = error if isinstance(own, (RankLostError, asyncio.CancelledError)) else own
+        return errors
+
+    def failures(self) -> dict[int, BaseException]:
+        """The errors that fail the test, those that are not the loss of another rank first.
+
+        When a rank is killed, the others cannot end well: the last barrier lacks it, and the first of them to find out
+        ends the job. So the loss of a killed rank is a failure of those whose main raised it, and of no others.
+        """
+        from asyncdist.simulation import Kill
+
+        errors = self.errors()
+        has_kill = any(isinstance(fault, Kill) for fault in self.faults)
+
+        def is_failure(rank: int, error: BaseException) -> bool:
+            if isinstance(error, SystemExit):
+                return bool(error.code)
+            if isinstance(error, RankLostError) and has_kill:
+                lost: Any = error.facts.get("rank")
+                return rank not in self.returned and not isinstance(errors.get(lost), RankLostError)
+            return True
+
+        failures = [(rank, error) for rank, error in errors.items() if is_failure(rank, error)]
+        return dict(sorted(failures, key=lambda failure: isinstance(failure[1], RankLostError)))
+
+
+_RECORD: Final = pytest.StashKey[_Record | None]()
+
+
+def _simulate(record: _Record, main: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> SimReport:
+    """``asyncdist.simulate``, remembered."""
+    __tracebackhide__ = True
+    from asyncdist.simulation.simulate import observer, simulate
+
+    watched = _watch(main, record) if inspect.iscoroutinefunction(main) else main  # which simulate refuses
+    token = observer.set(record.begin)
+    try:
+        record.report = simulate(watched, *args, ranks=record.ranks, seed=record.seed, **settings)
+    except DeadlockError as error:
+        record.report = error.report
+        record.waiting = [line.strip() for line in error.message.splitlines()[1:]]
+        error.__traceback__ = None  # the simulator's own frames say nothing
+        raise
+    except (TypeError, ValueError, LocalProtocolError) as error:
+        if record.trace is None:  # an argument
+            error.__traceback__ = None
+        raise
+    finally:
+        observer.reset(token)
+    return record.report
+
+
+def _watch(main: Callable[..., Coroutine[Any, Any, Any]], record: _Record) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """``main``, which leaves in the record how it ended: the report and the trace are of the whole rank."""
+
+    @functools.wraps(main)
+    async def watched(world: World, *args: Any) -> Any:
+        __tracebackhide__ = True
+        try:
+            value = await main(world, *args)
+        except BaseException as error:
+            record.raised[world.rank] = error, world.time()
+            raise
+        record.returned.add(world.rank)
+        return value
+
+    return watched
+
+
+def _check(record: _Record, report: SimReport, code: CodeType) -> None:
+    """Raise what a rank failed with, and for a fault that did not fire; without frames, if none is the test's."""
+    __tracebackhide__ = True
+    try:
+        for error in record.failures().values():
+            raise error
+        report.check_faults()
+    except (AsyncdistError, AssertionError) as error:
+        if code not in _codes(error.__traceback__):
+            error.__traceback__ = None
+        raise
+
+
+def _codes(trace: TracebackType | None) -> Iterator[CodeType]:
+    while trace is not None:
+        yield trace.tb_frame.f_code
+        trace = trace.tb_next
+
+
+# -- fixtures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sim_seed(request: pytest.FixtureRequest) -> int:
+    """The seed of ``--sim-seed``, else 0. A test with ``@pytest.mark.sim`` takes it as that of each of its runs."""
+    item = request.node
+    if item.get_closest_marker("sim") is not None:
+        _refuse(item, "runs many seeds on the same fixtures: take sim_seed in the test, not in a fixture of it")
+    seed: int | None = request.config.getoption("sim_seed")
+    return 0 if seed is None else seed
+
+
+@pytest.fixture
+def simulate(request: pytest.FixtureRequest, sim_seed: int) -> Callable[..., SimReport]:
+    """``asyncdist.simulate``; a test that fails shows what became of its last simulation.
+
+    ``seed`` is ``sim_seed`` unless it is given.
+    """
+    item = request.node
+    item.stash[_RECORD] = None
+
+    def simulate(
+        main: Callable[..., Coroutine[Any, Any, Any]],
+        *args: Any,
+        ranks: int,
+        seed: int | None = None,
+        **settings: Any,
+    ) -> SimReport:
+        __tracebackhide__ = True
+        record = item.stash[_RECORD] = _Record(ranks, sim_seed if seed is None else seed, is_seed_chosen=seed is None)
+        return _simulate(record, main, args, settings)
+
+    return simulate
+
+
+# -- the report of a failure ------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add the section ``simulation`` to a failure."""
+    report = yield
+    record = item.stash.get(_RECORD, None)
+    if record is None or call.when != "call":
+        return report
+    if report.failed:
+        text = "\n".join(_lines(item, record))
+        add = getattr(report.longrepr, "addsection", None)
+        if add is not None:  # shown with any --show-capture
+            add("simulation", text)
+        else:
+            report.sections.append(("simulation", text))
+    item.stash[_RECORD] = None  # a trace is megabytes, and items live as long as the session
+    return report
+
+
+def _lines(item: pytest.Item, record: _Record) -> Iterator[str]:
+    report = record.report
+    facts = [f"seed {record.seed}", f"{record.ranks} rank{'s' if record.ranks != 1 else ''}"]
+    if report is not None:
+        facts += [f"{report.message_count} messages", f"{report.virtual_time_s:.9f} s of virtual time"]
+    yield ", ".join(facts)
+    if report is not None:
+        yield from _limited(_ends(record.errors()))
+    if record.trace is not None:
+        events = record.trace.events()
+        fired = {event.a for event in events if event.kind == "fault"}
+        for index, fault in enumerate(record.faults):
+            has_fired = report.faults_fired[index] if report is not None else index in fired
+            yield f"{fault!r}: {'fired' if has_fired else 'did not fire'}"
+        if record.waiting:
+            yield "waiting:"
+            yield from _limited([f"  {line}" for line in record.waiting])
+        title, events = _story(record, events)
+        yield f"{title}{', its end' if len(events) > _EVENT_COUNT else ''}:"
+        yield from [f"  {event}" for event in events[-_EVENT_COUNT:]] or ["  nothing"]
+    yield f"repeat: {_repeat_line(item, record)}"
+
+
+def _ends(errors: dict[int, BaseException]) -> list[str]:
+    """A line for each rank that failed by itself, and one for those that lost another."""
+    lines = []
+    bereft = sorted(rank for rank, error in errors.items() if isinstance(error, RankLostError))
+    for rank, error in sorted(errors.items()):
+        if rank not in bereft:
+            text = str(error).strip().partition("\n")[0]
+            line = f"rank {rank}: {type(error).__name__}{': ' if text else ''}{text}"
+            lines.append(line if len(line) <= _LINE_LENGTH else f"{line[:_LINE_LENGTH]}...")
+    if bereft:
+        lines.append(f"rank{'s' if len(bereft) > 1 else ''} {', '.join(map(str, bereft))}: RankLostError")
+    return lines
+
+
+def _limited(lines: Sequence[str]) -> list[str]:
+    more = len(lines) - _LINE_COUNT
+    return list(lines) if more <= 0 else [*lines[:_LINE_COUNT], f"and {more} more"]
+
+
+def _story(record: _Record, events: tuple[TraceEvent, ...]) -> tuple[str, tuple[TraceEvent, ...]]:
+    """The events up to the failure that is shown, which the rank's word to the others follows; else all of them."""
+    rank = next(iter(record.failures()), None)
+    if rank is None or rank not in record.raised:
+        return "trace", events
+    time_s = record.raised[rank][1]
+
+    def is_later(event: TraceEvent) -> bool:
+        is_end = (event.kind, event.a) == ("end", rank) or (event.kind, event.a, event.tag) == ("send", rank, CONTROL)
+        return event.time_s > time_s or (event.time_s == time_s and is_end)
+
+    count = next((index for index, event in enumerate(events) if is_later(event)), len(events))
+    return f"trace until rank {rank} failed", events[:count]
+
+
+def _repeat_line(item: pytest.Item, record: _Record) -> str:
+    """The command that runs this test with this seed, from where pytest was started."""
+    path = os.path.relpath(item.path, item.config.invocation_params.dir)
+    name = shlex.quote(f"{path}::{item.nodeid.partition('::')[2]}")
+    return f"pytest {name}{f' --sim-seed {record.seed}' if record.is_seed_chosen else ''}"

@@ -1,0 +1,88 @@
+"""Words that repeat a run: a scenario, a seed and a fault plan as one line for the shell."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import shlex
+import shutil
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from asyncdist.simulation.faults import Fault
+
+#: Folders in which any Python finds modules, and the one of its programs.
+_OWN_PATHS: Final = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
+
+
+def repeat_line(scenario: Any, seed: int, faults: Sequence[Fault] | None = None) -> str:
+    """A line for the shell that runs one seed of a scenario, and fails if it does.
+
+    Args:
+        scenario: one with a method of this name is asked itself.
+        seed: the seed.
+        faults: the plan, or None for the seed's own.
+    """
+    own = getattr(scenario, "repeat_line", None)
+    if own is not None:
+        return str(own(seed, faults))
+    imports, name = _reference(scenario)
+    plan = ""
+    if faults is not None:
+        plan = f", faults=[{', '.join(map(expression_of, faults))}]"
+        kinds = sorted({type(fault).__name__ for fault in faults})
+        imports = [*([f"from asyncdist.simulation import {', '.join(kinds)}"] if kinds else []), *imports]
+    statement = "; ".join([*imports, f"{name}({seed}{plan}).value()"])
+    paths = _import_paths()
+    prefix = f"PYTHONPATH={shlex.quote(os.pathsep.join(paths))} " if paths else ""
+    return f"{prefix}{python_command()} -c {shlex.quote(statement)}"
+
+
+def expression_of(fault: Fault) -> str:
+    """The fault as Python, without what is None or default."""
+    return f"{type(fault).__name__}({', '.join(f'{name}={value!r}' for name, value in fields_of(fault).items())})"
+
+
+def fields_of(fault: Fault) -> dict[str, Any]:
+    """What was given to make it: its fields, without those that have their defaults."""
+    values = ((f, getattr(fault, f.name)) for f in dataclasses.fields(fault))
+    return {f.name: value for f, value in values if value != f.default}
+
+
+def _reference(scenario: Any) -> tuple[list[str], str]:
+    """Import statements, and an expression for the scenario after them."""
+    if isinstance(scenario, functools.partial):
+        imports, inner = _reference(scenario.func)
+        given = [*map(repr, scenario.args), *(f"{name}={value!r}" for name, value in scenario.keywords.items())]
+        return ["import functools", *imports], f"functools.partial({', '.join([inner, *given])})"
+    if not hasattr(scenario, "__qualname__"):  # an object that is called
+        imports, _ = _reference(type(scenario))
+        return imports, repr(scenario)
+    module = scenario.__module__
+    if module == "__main__":  # a script that was started can be imported too
+        module = Path(getattr(sys.modules["__main__"], "__file__", "")).stem or module
+    return [f"from {module} import {scenario.__qualname__.partition('.')[0]}"], scenario.__qualname__
+
+
+def _import_paths() -> list[str]:
+    """Where modules are found now and would not be by a Python that is started in this folder."""
+    here = Path.cwd()
+    own = [Path(sysconfig.get_path(name)).resolve() for name in _OWN_PATHS]
+    found: dict[str, None] = {}
+    for entry in map(Path, filter(None, sys.path)):
+        path = entry.resolve()
+        if path.is_dir() and path != here and not any(path.is_relative_to(folder) for folder in own):
+            found[str(path.relative_to(here) if path.is_relative_to(here) else path)] = None
+    return list(found)
+
+
+def python_command() -> str:
+    """How to type the Python that runs this."""
+    running = Path(sys.executable)
+    if shutil.which("python") == str(running):
+        return "python"
+    return shlex.quote(str(running.relative_to(Path.cwd()) if running.is_relative_to(Path.cwd()) else running))

@@ -1,0 +1,413 @@
+"""A script in the simulator: ``asyncdist sim``.
+
+The script runs as ``__main__``, as ``python script.py`` would run it; its ``asyncdist.run`` simulates all ranks and
+returns rank 0's value. Python's, numpy's and torch's random states begin with the seed, so that a run is a function of
+script, arguments, ranks, seed and faults.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import random
+import reprlib
+import runpy
+import shlex
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, get_args
+
+import msgspec
+import numpy as np
+import torch
+
+from asyncdist.errors import DeadlockError
+from asyncdist.runtime import run_elsewhere
+from asyncdist.simulation.explore import (
+    TAIL_EVENT_COUNT,
+    ExploreReport,
+    check_ranks_ended_well,
+    explore,
+    is_good_end,
+    user_traceback,
+)
+from asyncdist.simulation.faults import Fault, Kill, check_plan
+from asyncdist.simulation.repeat import expression_of, fields_of, python_command
+from asyncdist.simulation.simulate import SimReport, simulate
+
+_KINDS: Final = {kind.__name__: kind for kind in get_args(Fault)}
+#: Lines that the results of all ranks may take.
+_RESULT_LINE_COUNT: Final = 10
+_PROGRESS_LINE_EVERY_S: Final = 5.0
+
+
+class ScriptError(Exception):
+    """``asyncdist sim`` cannot run it: the message is one line for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What ``asyncdist sim`` runs; also a scenario for :func:`explore`, which is silent and raises what went wrong.
+
+    Attributes:
+        path: of the script.
+        arguments: its own.
+        ranks: how many to simulate.
+        faults: the plan, for every seed.
+    """
+
+    path: str
+    arguments: tuple[str, ...]
+    ranks: int
+    faults: tuple[Fault, ...] = ()
+
+    def __call__(self, seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
+        """As :class:`asyncdist.simulation.Scenario`. A fault that does not fire is a failure."""
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            ended = _execute(self, seed, self.faults if faults is None else tuple(faults))
+        if ended.error is not None:
+            raise ended.error
+        if ended.report is None:
+            raise _never_ran(self)
+        ended.report.check_faults()
+        return ended.report
+
+    def repeat_line(self, seed: int, faults: Sequence[Fault] | None = None) -> str:
+        """The command line that runs one seed."""
+        plan = self.faults if faults is None else faults
+        options = ["--ranks", str(self.ranks), "--seed", str(seed)]
+        options += ["--faults", format_faults(plan)] if plan else []
+        if self.arguments and self.arguments[0].startswith("-"):  # it may be an option of ours
+            options.append("--")
+        return f"{_command()} sim {shlex.join([self.path, *options, *self.arguments])}"
+
+
+def _command() -> str:
+    own = Path(sys.executable).with_name("asyncdist")
+    return "asyncdist" if shutil.which("asyncdist") == str(own) else f"{python_command()} -m asyncdist"
+
+
+# -- fault plans ------------------------------------------------------------------------------------------------------
+
+
+def read_faults(given: str, ranks: int) -> tuple[Fault, ...]:
+    """The fault plan of ``--faults``.
+
+    Args:
+        given: a file, or what would be in it: a JSON list of ``{"kind": "Kill", "rank": 1, "at_s": 0.5}``.
+        ranks: how many there are.
+
+    Raises:
+        ScriptError: the file cannot be read, or the plan makes no sense; says where.
+    """
+    text, source = given, "the fault plan"
+    if not given.lstrip().startswith("["):
+        source = repr(given)
+        try:
+            text = Path(given).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ScriptError(f"the fault plan {source} cannot be read: {reason}") from error
+    try:
+        plan = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise ScriptError(f"{source} is no JSON: {error}") from error
+    if not isinstance(plan, list):
+        raise ScriptError(f"{source} holds no list of faults, but {type(plan).__name__} {reprlib.repr(plan)}")
+    faults = tuple(_fault(item, f"fault {number} of {source}") for number, item in enumerate(plan, 1))
+    try:
+        check_plan(faults, ranks)
+    except ValueError as error:
+        raise ScriptError(f"{source}: {error}") from error
+    return faults
+
+
+def _fault(item: Any, where: str) -> Fault:
+    if not isinstance(item, dict):
+        raise ScriptError(f'{where} is {reprlib.repr(item)}; needed is {{"kind": "Kill", "rank": 1, "at_s": 0.5}}')
+    if item.get("kind") not in list(_KINDS):
+        raise ScriptError(f"{where} is of kind {item.get('kind')!r}; allowed: {', '.join(sorted(_KINDS))}")
+    kind = _KINDS[item["kind"]]
+    fields = {name: value for name, value in item.items() if name != "kind"}
+    names = kind.__dataclass_fields__
+    for name in fields:
+        if name not in names:
+            raise ScriptError(f"{where}: {kind.__name__} has no field {name!r}; allowed: {', '.join(names)}")
+    try:
+        fault: Fault = msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise ScriptError(f"{where}, {kind.__name__}: {error}") from error
+    return fault
+
+
+def format_faults(faults: Sequence[Fault]) -> str:
+    """A plan as ``--faults`` takes it."""
+    return json.dumps([{"kind": type(fault).__name__, **fields_of(fault)} for fault in faults])
+
+
+# -- one run ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """How a script ended.
+
+    Attributes:
+        error: what it raised, unless it ended well.
+        report: of its simulation, also of one that was a deadlock.
+        has_run: whether it came to ``asyncdist.run``. One that only prints its usage exits before.
+    """
+
+    error: BaseException | None
+    report: SimReport | None
+    has_run: bool
+
+
+class _Host:
+    """Takes the place of ``asyncdist.run``: once."""
+
+    def __init__(self, script: Script, seed: int, faults: tuple[Fault, ...]) -> None:
+        self._script = script
+        self._seed = seed
+        self._faults = faults
+        self.call_count = 0
+        self.report: SimReport | None = None
+        self.interrupt: KeyboardInterrupt | None = None
+
+    def __call__(self, main: Callable[..., Any], args: tuple[Any, ...], strict: bool) -> Any:
+        self.call_count += 1
+        if self.call_count > 1:
+            raise _ran_twice(self._script)
+        try:
+            self.report = simulate(
+                main, *args, ranks=self._script.ranks, seed=self._seed, faults=self._faults, strict=strict
+            )
+        except KeyboardInterrupt as interrupt:
+            self.interrupt = interrupt
+            raise
+        check_ranks_ended_well(self.report)
+        value = self.report.results[0]
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+
+def _execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
+    """Run the script. Raises ScriptError, and KeyboardInterrupt whatever the script makes of it."""
+    host = _Host(script, seed, faults)
+    error: BaseException | None = None
+    token = run_elsewhere.set(host)
+    try:
+        with _program(script):
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            torch.manual_seed(seed % 2**63)
+            runpy.run_path(script.path, run_name="__main__")
+            if not host.call_count:
+                raise _never_ran(script)
+    except SystemExit as caught:
+        error = caught if caught.code else None
+    except KeyboardInterrupt:
+        raise
+    except BaseException as caught:
+        error = caught
+    finally:
+        run_elsewhere.reset(token)
+    if host.interrupt is not None:
+        raise host.interrupt
+    if host.call_count > 1:
+        raise _ran_twice(script)
+    if isinstance(error, ScriptError):
+        raise error
+    report = error.report if isinstance(error, DeadlockError) else host.report
+    return _Ended(error, report, bool(host.call_count))
+
+
+@contextlib.contextmanager
+def _program(script: Script) -> Iterator[None]:
+    """``sys`` as a program finds it that is started with these arguments."""
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = [script.path, *script.arguments]
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(script.path)))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
+
+
+def _never_ran(script: Script) -> ScriptError:
+    return ScriptError(
+        f"{script.path!r} ended without a call of asyncdist.run: nothing was simulated (a sim runs the script as "
+        "__main__, once)"
+    )
+
+
+def _ran_twice(script: Script) -> ScriptError:
+    return ScriptError(f"{script.path!r} calls asyncdist.run more than once: a sim is one run of all ranks")
+
+
+def run_once(script: Script, seed: int) -> int:
+    """``asyncdist sim``: run the script, tell what came of it.
+
+    Returns:
+        The exit code: 0, or 1 when the script or a rank failed, or a fault did not fire.
+
+    Raises:
+        ScriptError: it does not call ``asyncdist.run`` exactly once.
+        KeyboardInterrupt: after SIGINT.
+    """
+    torch.set_num_threads(1)
+    ended = _execute(script, seed, script.faults)
+    report, error = ended.report, ended.error
+    sys.stdout.flush()
+    if not ended.has_run and (error is None or isinstance(error, SystemExit)):
+        return _exit_before_run(script, error)
+    failed = _print_failures(report, error)
+    idle: list[Fault] = []
+    if report is not None:
+        results = [] if isinstance(error, DeadlockError) else _results(report)
+        print(*results, *_summary(report), sep="\n")
+        idle = [fault for fault, count in zip(report.faults, report.faults_fired, strict=True) if not count]
+    if idle:
+        print(f"asyncdist sim: did not fire: {', '.join(map(expression_of, idle))}", file=sys.stderr)
+    print(f"repeat it: {script.repeat_line(seed)}", flush=True)
+    return 1 if failed or idle else 0
+
+
+def _exit_before_run(script: Script, error: SystemExit | None) -> int:
+    """The exit code of a script that had another way to go, such as ``--help``."""
+    code = None if error is None else error.code
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    print(f"asyncdist sim: {script.path!r} exited before asyncdist.run: nothing was simulated", file=sys.stderr)
+    return code if isinstance(code, int) else int(code is not None)
+
+
+def _print_failures(report: SimReport | None, error: BaseException | None) -> bool:
+    """The first cause, with its traceback. Returns whether there was any."""
+    results = () if report is None else report.results
+    failed = {rank: result for rank, result in enumerate(results) if isinstance(result, BaseException)}
+    if error is None:  # the script may have caught what its run raised
+        error = next((result for result in failed.values() if not is_good_end(result)), None)
+    if error is None:
+        return False
+    ranks = [rank for rank, result in failed.items() if result is error]
+    who = f"rank {ranks[0]}" if ranks else "the simulation" if isinstance(error, DeadlockError) else "the script"
+    print(f"asyncdist sim: {who} failed:", file=sys.stderr)
+    if isinstance(error, DeadlockError):
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    elif isinstance(error, SystemExit):
+        print(f"exit code {error.code}" if isinstance(error.code, int) else error.code, file=sys.stderr)
+    else:
+        trace = user_traceback(error)
+        sys.stderr.write("".join(traceback.format_exception(type(error), error, trace)))
+    if report is not None:
+        tail = report.trace[-TAIL_EVENT_COUNT:]
+        print("the last events:", *tail, sep="\n  ", file=sys.stderr, flush=True)
+    return True
+
+
+def _results(report: SimReport) -> list[str]:
+    """What became of each rank, equal neighbours together."""
+    killed = {
+        fault.rank for fault, n in zip(report.faults, report.faults_fired, strict=True) if isinstance(fault, Kill) and n
+    }
+    texts = ["killed" if rank in killed else _brief(result) for rank, result in enumerate(report.results)]
+    lines = []
+    for text, group in itertools.groupby(range(len(texts)), key=texts.__getitem__):
+        ranks = list(group)
+        lines.append(f"rank {ranks[0]}: {text}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}: {text}")
+    return _abbreviated(lines)
+
+
+def _summary(report: SimReport) -> list[str]:
+    fired = [
+        f"{count} x {expression_of(fault)}"
+        for fault, count in zip(report.faults, report.faults_fired, strict=True)
+        if count
+    ]
+    return [
+        f"{len(report.results)} ranks, seed {report.seed}: {report.virtual_time_s:.6f} s of virtual time, "
+        f"{report.message_count} messages, {report.byte_count} bytes, {report.event_count} events",
+        *([f"faults fired: {', '.join(fired)}"] if fired else []),
+        f"digest of the trace: {report.trace_digest}",
+    ]
+
+
+def _brief(result: Any) -> str:
+    """A rank's value or error in a line."""
+    if isinstance(result, BaseException):
+        first = str(result).partition("\n")[0]
+        return f"{type(result).__name__}: {first}" if first else type(result).__name__
+    short = reprlib.Repr()
+    short.maxother = short.maxstring = 100
+    return " ".join(short.repr(result).split())
+
+
+def _abbreviated(lines: list[str]) -> list[str]:
+    if len(lines) <= _RESULT_LINE_COUNT:
+        return lines
+    return [*lines[: _RESULT_LINE_COUNT - 2], f"... {len(lines) - _RESULT_LINE_COUNT + 1} more ...", lines[-1]]
+
+
+# -- many seeds -------------------------------------------------------------------------------------------------------
+
+
+def run_many(script: Script, seeds: range, processes: int | None) -> int:
+    """``asyncdist sim --explore``: run the script once for each seed until one fails, with a progress bar.
+
+    Returns:
+        The exit code: 0, or 1 when a seed failed.
+
+    Raises:
+        ScriptError: it does not call ``asyncdist.run`` exactly once.
+        KeyboardInterrupt: after SIGINT.
+    """
+    torch.set_num_threads(1)
+    is_terminal = sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    progress = _bar if is_terminal else _lines
+    with progress(len(seeds)) as on_progress:
+        report = explore(script, seeds, processes=processes, on_progress=on_progress, quiet=True)
+    if report.failure is not None and report.failure.kind == ScriptError.__qualname__:
+        raise ScriptError(report.failure.message)
+    print(report)
+    if report.failure is None:
+        return 0
+    sys.stdout.flush()
+    print(report.failure, file=sys.stderr)
+    return 1
+
+
+@contextlib.contextmanager
+def _bar(count: int) -> Iterator[Callable[[ExploreReport], None]]:
+    from tqdm import tqdm
+
+    with tqdm(total=count, unit=" seeds", file=sys.stderr, dynamic_ncols=True) as bar:
+
+        def show(report: ExploreReport) -> None:
+            bar.set_postfix_str(f"{len(report.digests)} traces", refresh=False)
+            bar.update(report.seed_count - bar.n)
+
+        yield show
+
+
+@contextlib.contextmanager
+def _lines(count: int) -> Iterator[Callable[[ExploreReport], None]]:
+    shown_at = time.monotonic()
+
+    def show(report: ExploreReport) -> None:
+        nonlocal shown_at
+        if time.monotonic() - shown_at >= _PROGRESS_LINE_EVERY_S:
+            shown_at = time.monotonic()
+            print(f"{report} of {count}", file=sys.stderr, flush=True)
+
+    yield show

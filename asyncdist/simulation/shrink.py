@@ -1,0 +1,71 @@
+"""Shrinking a fault plan: the fewest faults, with the simplest numbers, that still fail.
+
+Pure: whether a plan fails is an argument.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from asyncdist.simulation.faults import Fault, check_plan
+
+
+def minimize(plan: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool]) -> tuple[Fault, ...]:
+    """A part of ``plan`` that fails, and of which no fault can be left out.
+
+    Delta debugging: Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Input, 2002.
+
+    Args:
+        plan: it fails as a whole.
+        fails: whether a part of it does.
+    """
+    plan = tuple(plan)
+    part_count = 2
+    while len(plan) >= 2:
+        bounds = [len(plan) * index // part_count for index in range(part_count + 1)]
+        parts = [plan[low:high] for low, high in itertools.pairwise(bounds)]
+        rests = [plan[:low] + plan[high:] for low, high in itertools.pairwise(bounds)]
+        if (part := next(filter(fails, parts), None)) is not None:
+            plan, part_count = part, 2
+        elif (rest := next(filter(fails, rests), None)) is not None:
+            plan, part_count = rest, max(part_count - 1, 2)
+        elif part_count < len(plan):
+            part_count = min(len(plan), 2 * part_count)
+        else:
+            break
+    return plan
+
+
+def simplify(plan: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool]) -> tuple[Fault, ...]:
+    """``plan`` with simpler numbers where it still fails: zero, one for counts, or fewer digits. Ranks stay."""
+    plan = tuple(plan)
+    for index, name in [(i, f.name) for i, fault in enumerate(plan) for f in dataclasses.fields(fault)]:
+        value = getattr(plan[index], name)
+        if name in ("rank", "ranks", "source", "dest") or type(value) not in (int, float):
+            continue
+        simplest = 1 if isinstance(value, int) else value if name == "factor" else 0.0
+        for simpler in _simpler(value, simplest):
+            changes: dict[str, Any] = {name: simpler}
+            candidate = (*plan[:index], dataclasses.replace(plan[index], **changes), *plan[index + 1 :])
+            try:
+                check_plan(candidate, sys.maxsize)
+            except ValueError:
+                continue
+            if fails(candidate):
+                plan = candidate
+                break
+    return plan
+
+
+def _simpler(value: float, simplest: float) -> list[float]:
+    """``simplest``, and ``value`` with one digit, two and three."""
+    if not value:
+        return []
+    magnitude = math.floor(math.log10(abs(value)))
+    rounded = [round(value, digits - magnitude) for digits in range(3)]
+    return [candidate for candidate in dict.fromkeys([simplest, *rounded]) if candidate != value]

@@ -1,0 +1,160 @@
+"""Processes that run scenarios; none of them outlives the one that started it.
+
+They are started afresh because a fork would copy torch's threads in whatever state they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Final
+
+import torch
+
+#: With a handler on it, warnings of a thousand seeds do not go to standard error for want of one.
+_log = logging.getLogger()
+
+#: How long what is not wanted any more may take before its process is killed.
+_PATIENCE_S: Final = 2.0
+
+
+def pack(scenario: Any) -> bytes:
+    """A scenario on its way to a process. Raises TypeError for one that cannot be sent."""
+    if not callable(scenario):
+        raise TypeError(f"the scenario is {scenario!r}; a function of the seed is needed")
+    try:
+        return bytes(ForkingPickler.dumps(scenario))
+    except Exception as error:
+        raise TypeError(
+            f"the scenario {scenario!r} cannot be sent to another process ({error}): make it a function at the top "
+            "level of a module"
+        ) from error
+
+
+def unpack(payload: bytes) -> Any:
+    """The scenario. Raises TypeError where its module is not found."""
+    try:
+        return ForkingPickler.loads(payload)
+    except Exception as error:
+        raise TypeError(
+            f"another process does not find the scenario ({error}): put it in a file that can be imported, or use "
+            "processes=1"
+        ) from error
+
+
+class Inline:
+    """Runs seeds in this process."""
+
+    #: Chunks handed out at a time.
+    window = 1
+
+    def __init__(self, payload: bytes) -> None:
+        self._payload = payload
+        self._no_log = logging.NullHandler()
+        _log.addHandler(self._no_log)
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """What ``function(payload, *args)`` returns."""
+        future: Future[Any] = Future()
+        future.set_result(function(self._payload, *args))
+        return future
+
+    def end(self) -> None:
+        """Leave no trace."""
+        _log.removeHandler(self._no_log)
+
+    def drop_the_rest(self) -> None:
+        """There is none."""
+
+
+class Pool:
+    """Runs seeds in processes of its own.
+
+    None is left behind: those that are in the midst of something at the end are killed, and all die with their
+    *lifeline*, a pipe that nobody writes to and that ends when this process does, in whatever way. SIGINT is blocked in
+    them from their first moment on: the terminal sends it to all, and only this process is to answer.
+    """
+
+    def __init__(self, payload: bytes, process_count: int) -> None:
+        self.window = 2 * process_count
+        self._payload = payload
+        self._start(process_count)
+
+    def _start(self, process_count: int) -> None:
+        self._process_count = process_count
+        self._processes: set[BaseProcess] = set()
+        self._futures: set[Future[Any]] = set()
+        context = multiprocessing.get_context("spawn")
+        self._reader, self._writer = context.Pipe(duplex=False)
+        self._executor = ProcessPoolExecutor(
+            process_count, mp_context=context, initializer=_begin_worker, initargs=(self._reader,)
+        )
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """What ``function(payload, *args)`` will have returned, in one of the processes."""
+        if len(self._processes) < self._process_count:  # they are started one by one, here
+            others = set(multiprocessing.active_children())
+            with _sigint_blocked():
+                future = self._executor.submit(function, self._payload, *args)
+                self._processes |= set(multiprocessing.active_children()) - others
+        else:
+            future = self._executor.submit(function, self._payload, *args)
+        self._futures.add(future)
+        future.add_done_callback(self._futures.discard)
+        return future
+
+    def drop_the_rest(self) -> None:
+        """What has been handed out is wanted no more. A seed that takes long, or for ever, keeps no process."""
+        for future in list(self._futures):
+            future.cancel()
+        if wait(set(self._futures), timeout=_PATIENCE_S).not_done:
+            self.end()
+            self._start(1)
+
+    def end(self) -> None:
+        """Return when no process is left."""
+        if self._futures:
+            for process in self._processes:
+                process.kill()
+        self._writer.close()
+        self._executor.shutdown(cancel_futures=True)
+        self._reader.close()
+
+
+@contextlib.contextmanager
+def open_runner(payload: bytes, process_count: int) -> Iterator[Inline | Pool]:
+    """What runs the seeds, for as long as the context lasts."""
+    runner = Inline(payload) if process_count == 1 else Pool(payload, process_count)
+    try:
+        yield runner
+    finally:
+        runner.end()
+
+
+@contextlib.contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin_worker(lifeline: Connection) -> None:
+    def die_with_it() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            lifeline.recv_bytes()
+        os._exit(0)
+
+    threading.Thread(target=die_with_it, daemon=True, name="lifeline").start()
+    torch.set_num_threads(1)
+    _log.addHandler(logging.NullHandler())

@@ -1,0 +1,465 @@
+"""Every kind of fault happens when it was told to, does what it says, is counted, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from scripts.population import Mixed, sgd
+
+import asyncdist as ad
+from asyncdist.progress import yield_to_loop
+from asyncdist.simulation import (
+    Compute,
+    Corrupt,
+    Delay,
+    Fault,
+    Kill,
+    Link,
+    Network,
+    Partition,
+    SimReport,
+    SlowLink,
+    SlowRank,
+    Stall,
+    simulate,
+)
+from asyncdist.simulation.loop import TURN_S
+from asyncdist.wire import HEADER_NBYTES
+from protocols import AsyncSelectiveAveragingPolicy
+
+#: Every duration is exact, so that what a fault adds can be read off the clock.
+STEADY = Network(
+    link=Link(latency_s=1.0, bandwidth_nbytes_per_s=1e12),
+    cross_link=Link(latency_s=1.0, bandwidth_nbytes_per_s=1e12),
+    loss_detection_s=0.5,
+    eager_nbytes=1000,
+)
+#: Turns of the loop and transfers of a few bytes.
+CLOSE_S = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    value: int
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings that are expected: lost coordinators, dropped frames."""
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def run(main: Any, *args: Any, ranks: int = 2, faults: list[Fault], **options: Any) -> SimReport:
+    """Simulate on a steady network; every fault must have fired."""
+    with quiet():
+        report = simulate(main, *args, ranks=ranks, faults=faults, network=STEADY, **options)
+    report.check_faults()
+    return report
+
+
+# -- death ----------------------------------------------------------------------------------------------------------
+
+
+def test_kill_at_a_time_and_what_the_peers_hear() -> None:
+    """Nothing of the dead rank runs afterwards; a receive from it fails when its loss is detected, and no other."""
+    ran: list[float] = []
+    heard: list[tuple[str, float]] = []
+
+    async def main(world: ad.World) -> None:
+        if world.rank == 1:
+            while True:
+                ran.append(world.time())
+                await world.sleep(0.25)
+        if world.rank == 2:
+            await world.sleep(100.0)
+            await world.engine.send(b"x", 0, 6)
+            await world.sleep(100.0)
+            return
+
+        async def take(source: int, tag: int) -> None:
+            try:
+                await world.engine.receive(bytearray(1), source, tag)
+                heard.append((f"message from {source}", world.time()))
+            except ad.RankLostError as error:
+                heard.append((str(error.rank), world.time()))
+
+        world.on_gone(lambda rank: heard.append((f"gone {rank}", world.time())))
+        await asyncio.gather(take(1, 5), take(2, 6))
+
+    report = run(main, ranks=3, faults=[Kill(1, at_s=10.1)])
+    assert report.faults_fired == (1,)
+    assert report.results[1] is None
+    assert ran == pytest.approx([0.25 * i for i in range(41)], abs=CLOSE_S)
+    assert sorted(what for what in heard if what[0] != "gone 2") == [  # which leaves in the end
+        ("1", pytest.approx(10.6, abs=CLOSE_S)),
+        ("gone 1", pytest.approx(10.6, abs=CLOSE_S)),
+        ("message from 2", pytest.approx(101.0, abs=CLOSE_S)),
+    ]
+
+
+def test_what_a_dead_rank_leaves_behind_runs_when_all_is_over() -> None:
+    """Its ``finally`` blocks, to release what is not simulated, with nobody to talk to."""
+    story: list[str] = []
+
+    async def main(world: ad.World) -> None:
+        channel = world.channel(Number, tag=5)
+        if world.rank == 1:
+            try:
+                await world.sleep(100.0)
+                story.append("slept")
+            finally:
+                story.append("cleared away")
+                channel.send_nowait(Number(1), 0)
+        else:
+            await world.sleep(50.0)
+            assert channel.receive_nowait() is None
+            story.append("rank 0 ends")
+
+    report = run(main, faults=[Kill(1, at_s=1.0)])
+    assert story == ["rank 0 ends", "cleared away"]
+    assert not any(event.kind == "send" and event.a == 1 and event.time_s > 1.0 for event in report.trace)
+
+
+def test_nobody_dies_while_things_are_cleared_away() -> None:
+    story: list[int] = []
+
+    async def main(world: ad.World) -> None:
+        try:
+            await world.sleep(100.0)
+        finally:
+            for _ in range(20):
+                await yield_to_loop()
+            story.append(world.rank)
+
+    report = simulate(main, ranks=2, faults=[Kill(0, at_turn=15), Kill(1, at_s=10.00001)], until_s=10.0)
+    assert report.faults_fired == (0, 0)
+    assert sorted(story) == [0, 1]
+
+
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_kill_at_a_message(number: int) -> None:
+    """The message does not leave, nothing after it does, and whoever awaits it goes no further."""
+    sent: list[int] = []
+
+    async def main(world: ad.World) -> list[int]:
+        found = []
+        if world.rank == 1:
+            for i in range(10):
+                await world.engine.send(bytes([i]), 0, 5)
+                sent.append(i)
+        else:
+            try:
+                while True:
+                    buffer = bytearray(1)
+                    await world.engine.receive(buffer, 1, 5)
+                    found += buffer
+            except ad.RankLostError as error:
+                assert error.rank == 1
+        await asyncio.sleep(0)
+        return found
+
+    network = replace(STEADY, loss_detection_s=5.0)
+    with quiet():
+        report = simulate(main, ranks=2, faults=[Kill(1, at_message=number)], network=network)
+    report.check_faults()
+    assert sent == list(range(number - 1))
+    arrived = [event for event in report.trace if event.kind == "receive" and event.tag == 5]
+    assert len(arrived) == number - 1
+
+
+def test_kill_at_a_turn_can_strike_at_any_await() -> None:
+    reached: Counter[int] = Counter()
+
+    async def main(world: ad.World) -> None:
+        for i in range(10):
+            if world.rank == 1:
+                reached[i] += 1
+            await yield_to_loop()
+
+    for turn in range(1, 30):
+        before = sum(reached.values())
+        with quiet():
+            report = simulate(main, ranks=2, seed=turn, faults=[Kill(1, at_turn=turn)], network=STEADY)
+        assert report.faults_fired == (1,) or turn > 11
+        assert sum(reached.values()) - before <= max(0, turn)
+    assert len(set(reached.values())) >= 10, f"it died at few different awaits: {reached}"
+
+
+@pytest.mark.parametrize("nbytes", [10, 100_000])
+@pytest.mark.parametrize("dies_at_s", [0.5, 1.5, 4.5])
+def test_no_send_to_a_dead_rank_hangs(nbytes: int, dies_at_s: float) -> None:
+    """Eager or rendezvous, whether it was on its way, had arrived, or was being transferred when its receiver died."""
+
+    async def main(world: ad.World) -> str:
+        if world.rank == 1:
+            await world.sleep(3.0)
+            await world.engine.receive(bytearray(nbytes), 0, 5)
+            await world.sleep(100.0)
+        try:
+            await world.engine.send(bytes(nbytes), 1, 5)
+        except ad.RankLostError as error:
+            assert error.rank == 1
+            return f"lost at {world.time():.1f}"
+        return f"sent at {world.time():.1f}"
+
+    told: list[str] = []
+
+    async def tell(world: ad.World) -> None:
+        told.append(await main(world))
+
+    run(tell, faults=[Kill(1, at_s=dies_at_s)])
+    assert told[0] == ("sent at 0.0" if nbytes == 10 else f"lost at {dies_at_s + 0.5:.1f}")
+
+
+def test_a_transfer_that_its_sender_does_not_live_to_finish() -> None:
+    async def main(world: ad.World) -> None:
+        if world.rank == 1:
+            await world.engine.send(bytes(100_000), 0, 5)
+        else:
+            with pytest.raises(ad.RankLostError) as caught:
+                await world.engine.receive(bytearray(100_000), 1, 5)
+            assert caught.value.rank == 1
+            told.append(world.time())
+
+    told: list[float] = []
+    run(main, faults=[Kill(1, at_s=2.0)])  # announced at 1 s, transferred at 3 s
+    assert told == [pytest.approx(3.0, abs=CLOSE_S)]
+
+
+def test_what_had_left_before_the_death_arrives() -> None:
+    async def main(world: ad.World) -> None:
+        channel = world.channel(Number, tag=5)
+        if world.rank == 1:
+            await channel.send(Number(7), 0)
+            await world.sleep(100.0)
+        else:
+            told.append(((await channel.receive()).message.value, world.time()))
+
+    told: list[tuple[int, float]] = []
+    run(main, faults=[Kill(1, at_s=0.5)])
+    assert told == [(7, pytest.approx(1.0, abs=CLOSE_S))]
+
+
+@pytest.mark.parametrize("victim", [0, 2], ids=["coordinator", "member"])
+def test_nobody_hangs_when_a_rank_of_a_policy_dies_at_any_turn(victim: int) -> None:
+    """Coordinator or member, in a round, between rounds or at the start: the others train on, and all of them end."""
+    outcomes: Counter[str] = Counter()
+
+    async def main(world: ad.World, steps: Counter[int]) -> str:
+        model = Mixed(float(world.rank))
+        async with AsyncSelectiveAveragingPolicy(
+            model, sgd(model), average_every=2, start_timeout_s=5.0, grace_s=0.01, round_timeout_s=0.05
+        ) as policy:
+            for _ in range(20):
+                outcomes["replaced"] += bool(await policy.step(float(world.rank)))
+                steps[world.rank] += 1
+        return "ended"
+
+    for turn in range(1, 90, 2):
+        steps: Counter[int] = Counter()
+        with quiet():
+            report = simulate(main, steps, ranks=4, seed=turn, faults=[Kill(victim, at_turn=turn)])
+        outcomes["killed" if report.faults_fired[0] else "too late"] += 1
+        for rank, result in enumerate(report.results):
+            if rank == victim and report.faults_fired[0]:
+                assert result is None
+                continue
+            if steps:
+                assert result == "ended" and steps[rank] == 20, f"turn {turn}, rank {rank}: {result!r} after {steps}"
+                outcomes["trained on"] += steps[victim] < 20
+            else:  # who dies before the start keeps the others from starting
+                assert isinstance(result, ad.ClosedError | ad.RankLostError), f"turn {turn}, rank {rank}: {result!r}"
+                assert f"rank {victim}" in str(result), f"turn {turn}, rank {rank}: {result}"
+                outcomes["never began"] += 1
+        assert report.virtual_time_s < 20.0
+    assert outcomes["killed"] > 30 and outcomes["trained on"] > 50 and outcomes["replaced"] >= 5, outcomes
+
+
+def test_a_rank_dies_once() -> None:
+    async def main(world: ad.World) -> None:
+        await world.sleep(10.0)
+
+    with quiet():
+        report = simulate(main, ranks=2, faults=[Kill(1, at_s=1.0), Kill(1, at_s=2.0), Kill(0, at_s=50.0)])
+    assert report.faults_fired == (1, 0, 0)
+    with pytest.raises(AssertionError) as caught:
+        report.check_faults()
+    assert "Kill(rank=1, at_s=2.0" in str(caught.value) and "Kill(rank=0, at_s=50.0" in str(caught.value)
+    assert "at_s=1.0" not in str(caught.value) and "seed 0" in str(caught.value)
+
+
+# -- time -----------------------------------------------------------------------------------------------------------
+
+
+async def ten_steps(world: ad.World) -> list[float]:
+    """When each of ten steps ended."""
+    ends = []
+    for _ in range(10):
+        await world.safe_point()
+        ends.append(world.time())
+    return ends
+
+
+def test_stall_and_slow_rank() -> None:
+    steady = Compute(step_s=1.0)
+    faults: list[Fault] = [Stall(1, at_s=2.5, duration_s=7.0), SlowRank(2, at_s=4.5, factor=3.0)]
+    report = run(ten_steps, ranks=3, faults=faults, compute=steady)
+    report.value()
+    assert report.faults_fired == (1, 5)
+    expected = [
+        list(range(1, 11)),
+        [1, 2, 3, 11, 12, 13, 14, 15, 16, 17],  # the first one that begins after 2.5
+        [1, 2, 3, 4, 5, 8, 11, 14, 17, 20],
+    ]
+    for result, times in zip(report.results, expected, strict=True):
+        assert result == pytest.approx(times, abs=CLOSE_S)
+
+
+async def arrivals(world: ad.World) -> list[float]:
+    """Rank 0 sends a message each second to every other; when they came, on each."""
+    channel = world.channel(Number, tag=5)
+    if world.rank == 0:
+        for i in range(6):
+            for dest in range(1, world.size):
+                channel.send_nowait(Number(i), dest)
+            await world.sleep(1.0)
+        return []
+    times = []
+    for i in range(6):
+        assert (await channel.receive()).message.value == i
+        times.append(world.time())
+    return times
+
+
+def test_without_faults_messages_take_their_time() -> None:
+    assert run(arrivals, faults=[]).results[1] == pytest.approx([1, 2, 3, 4, 5, 6], abs=CLOSE_S)
+
+
+def test_slow_link() -> None:
+    report = run(arrivals, ranks=3, faults=[SlowLink(0, 2, at_s=2.5, factor=3.0)])
+    report.value()
+    assert report.results[1] == pytest.approx([1, 2, 3, 4, 5, 6], abs=CLOSE_S)
+    assert report.results[2] == pytest.approx([1, 2, 3, 6, 7, 8], abs=CLOSE_S)
+    assert report.faults_fired[0] >= 3
+
+
+def test_delay_holds_back_one_message_and_those_behind_it() -> None:
+    report = run(arrivals, ranks=3, faults=[Delay(0, 2, number=2, duration_s=2.5)])
+    report.value()
+    assert report.results[1] == pytest.approx([1, 2, 3, 4, 5, 6], abs=CLOSE_S)
+    assert report.results[2] == pytest.approx([1, 4.5, 4.5, 4.5, 5, 6], abs=CLOSE_S)
+    assert report.faults_fired == (1,)
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 2)])
+def test_a_partition_lets_nothing_through_and_heals(ranks: tuple[int, ...]) -> None:
+    report = run(arrivals, ranks=3, faults=[Partition(ranks, at_s=1.5, until_s=5.25)])
+    report.value()
+    whole, cut = [1, 2, 3, 4, 5, 6], [1, 5.25, 5.25, 5.25, 5.25, 6]
+    for rank in (1, 2):
+        expected = cut if (rank in ranks) != (0 in ranks) else whole
+        assert report.results[rank] == pytest.approx(expected, abs=CLOSE_S), f"rank {rank}"
+
+
+def test_a_partition_stops_a_transfer_that_was_announced_before_it() -> None:
+    async def main(world: ad.World) -> float:
+        if world.rank == 0:
+            await world.engine.send(bytes(100_000), 1, 5)
+        else:
+            await world.sleep(3.0)  # the announcement has come, and waits
+            await world.engine.receive(bytearray(100_000), 0, 5)
+        return world.time()
+
+    report = run(main, faults=[Partition((0,), at_s=2.0, until_s=50.0)])
+    report.value()
+    assert report.results == (pytest.approx(50.0, abs=CLOSE_S), pytest.approx(50.0, abs=CLOSE_S))
+
+
+# -- corruption -----------------------------------------------------------------------------------------------------
+
+
+def test_a_flipped_byte_anywhere_in_a_frame_is_caught_and_counted() -> None:
+    async def main(world: ad.World) -> list[int]:
+        channel = world.channel(Number, tag=5)
+        if world.rank == 0:
+            for i in range(4):
+                await channel.send(Number(i), 1)
+            return []
+        await world.sleep(10.0)
+        return [envelope.message.value for _ in range(4) if (envelope := channel.receive_nowait()) is not None]
+
+    for byte in range(HEADER_NBYTES + 5):
+        report = run(main, faults=[Corrupt(0, 1, number=2, byte=byte)])
+        report.value()
+        assert report.results[1] == [0, 2, 3], f"byte {byte}"
+        assert report.faults_fired == (1,)
+        statistics = report.statistics
+        assert statistics[0] is not None and statistics[1] is not None
+        assert sum(statistics[1].dropped.values()) == 1, f"byte {byte}: {statistics[1].dropped}"
+        assert not statistics[0].dropped
+
+
+def test_only_frames_are_counted_for_corruption() -> None:
+    """Bulk and collectives have no CRC of their own; a flipped byte there would be a change that nobody can see."""
+
+    async def main(world: ad.World) -> list[int]:
+        import torch
+
+        for _ in range(5):
+            tensor = await ad.broadcast(torch.tensor([world.rank]), 0)
+            assert tensor.item() == 0
+        return await numbers(world)
+
+    async def numbers(world: ad.World) -> list[int]:
+        channel = world.channel(Number, tag=5)
+        if world.rank == 0:
+            await channel.send(Number(1), 1)
+            await channel.send(Number(2), 1)
+            return []
+        return [(await channel.receive()).message.value]
+
+    report = run(main, faults=[Corrupt(0, 1, number=1)])
+    report.value()
+    assert report.results[1] == [2]
+
+
+def test_corrupt_control_frames_of_a_policy_crash_no_rank() -> None:
+    """Whatever frame it is after the start: a round may be lost, a rank may not."""
+    caught = 0
+
+    async def main(world: ad.World) -> int:
+        model = Mixed(float(world.rank))
+        replaced = 0
+        async with AsyncSelectiveAveragingPolicy(
+            model, sgd(model), average_every=2, grace_s=0.01, round_timeout_s=0.05, drain_timeout_s=0.1
+        ) as policy:
+            for _ in range(200):
+                replaced += bool(await policy.step(float(world.rank)))
+        return replaced
+
+    for number in range(3, 12):
+        for source, dest in ((0, 1), (1, 0)):
+            with quiet():
+                report = simulate(main, ranks=3, seed=number, faults=[Corrupt(source, dest, number, byte=number)])
+            report.value()
+            report.check_faults()
+            statistics = report.statistics[dest]
+            assert statistics is not None
+            caught += statistics.dropped.get("CRC mismatch", 0)
+            assert report.results[0] > 0, "rank 0 is the worst, and was never replaced"
+    assert caught == 18
+
+
+def test_turns_take_less_than_what_the_clocks_here_are_read_to() -> None:
+    assert TURN_S < CLOSE_S / 100

@@ -1,0 +1,464 @@
+"""A run is a function of its arguments: durations, random numbers, digests; and what is no argument is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.random import rand as rand_imported_early
+from scripts.population import Mixed, sgd
+
+import asyncdist as ad
+from asyncdist.simulation import (
+    Compute,
+    Corrupt,
+    Delay,
+    Exponential,
+    Fault,
+    Kill,
+    Link,
+    LogNormal,
+    Network,
+    Partition,
+    SimReport,
+    SlowLink,
+    SlowRank,
+    Stall,
+    Uniform,
+    simulate,
+)
+from asyncdist.simulation.trace import KEPT_EVENT_COUNT, Trace
+from protocols import AsyncSelectiveAveragingPolicy
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    value: int
+
+
+async def nothing(world: ad.World) -> int:
+    return world.rank
+
+
+# -- durations ------------------------------------------------------------------------------------------------------
+
+
+def test_durations_are_distributed_as_they_say() -> None:
+    rng = random.Random(1)
+    uniform = [Uniform(2.0, 3.0).draw(rng) for _ in range(4000)]
+    assert min(uniform) >= 2.0 and max(uniform) <= 3.0
+    assert statistics.mean(uniform) == pytest.approx(2.5, abs=0.02)
+    exponential = [Exponential(0.5).draw(rng) for _ in range(4000)]
+    assert min(exponential) >= 0.0
+    assert statistics.mean(exponential) == pytest.approx(0.5, rel=0.05)
+    assert statistics.median(exponential) == pytest.approx(0.5 * math.log(2.0), rel=0.08)
+    normal = [LogNormal(4.0, 0.5).draw(rng) for _ in range(4000)]
+    assert min(normal) > 0.0
+    assert statistics.median(normal) == pytest.approx(4.0, rel=0.05)
+    assert statistics.stdev(map(math.log, normal)) == pytest.approx(0.5, rel=0.05)
+    assert [kind.draw(rng) for kind in (Uniform(0.0, 0.0), Exponential(0.0), LogNormal(0.0))] == [0.0, 0.0, 0.0]
+
+
+def test_compute_of_stragglers_and_pauses() -> None:
+    compute = Compute(step_s=2.0, factors={1: 5.0, 2: 0.5}, pause_probability=0.25, pause_s=100.0)
+    rng = random.Random(1)
+    for rank, step_s in ((0, 2.0), (1, 10.0), (2, 1.0)):
+        drawn = Counter(compute.draw(rank, rng) for _ in range(2000))
+        assert set(drawn) == {step_s, step_s + 100.0}
+        assert drawn[step_s + 100.0] == pytest.approx(500, rel=0.15)
+    assert Compute(step_s=1.0, pause_probability=1.0, pause_s=1.0).draw(0, rng) == 2.0
+
+
+# -- random numbers -------------------------------------------------------------------------------------------------
+
+
+async def draw_numbers(world: ad.World, seed: int | None) -> list[float]:
+    """What user code draws from every global generator between its safe points."""
+    if seed is not None:
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+    drawn: list[float] = []
+    for _ in range(12):
+        drawn += torch.rand(3).tolist()
+        drawn += [torch.randn(()).item(), float(torch.randint(1000, ()))]
+        # One normal number of a pair: the other one is kept for later, in three different places.
+        drawn += [np.random.randn(), np.random.rand(), float(np.random.randint(1000)), np.random.sample()]
+        drawn += [random.gauss(0.0, 1.0), random.random(), float(random.randrange(1000))]
+        drawn += [float(np.random.permutation(10)[0]), random.uniform(0, 1), rand_imported_early()]
+        await world.progress()
+    return drawn
+
+
+async def draw_on_each_rank(world: ad.World, base: int | None) -> list[float]:
+    return await draw_numbers(world, None if base is None else base + world.rank)
+
+
+@pytest.mark.parametrize("sim_seed", [0, 1, 2])
+def test_a_simulated_rank_draws_what_a_real_one_would(sim_seed: int) -> None:
+    """Each rank alone in a process of its own, with nobody to interleave with, is the oracle."""
+    alone = [ad.run_local(draw_numbers, 100 + rank, ranks=1)[0] for rank in range(4)]
+    report = simulate(draw_on_each_rank, 100, ranks=4, seed=sim_seed)
+    report.value()
+    assert list(report.results) == alone
+
+
+def test_without_a_seed_of_its_own_a_rank_draws_what_follows_from_seed_and_rank() -> None:
+    """A fresh process draws its state from the operating system; a simulation is a function of its arguments."""
+    torch.manual_seed(1)
+    first = simulate(draw_on_each_rank, None, ranks=3, seed=5)
+    np.random.seed(77)
+    random.seed(78)
+    torch.rand(10)
+    second = simulate(draw_on_each_rank, None, ranks=3, seed=5)
+    first.value()
+    assert first.results == second.results
+    assert first.trace_digest == second.trace_digest
+    other = simulate(draw_on_each_rank, None, ranks=3, seed=6)
+    drawn = [tuple(result) for report in (first, other) for result in report.results]
+    assert len(set(drawn)) == 6, "ranks or seeds draw alike"
+
+
+def caller_state() -> tuple[Any, ...]:
+    name, keys, position, has_gauss, gauss = np.random.get_state()
+    functions = (random.random, random.gauss, np.random.rand, np.random.seed)
+    return torch.get_rng_state().tolist(), random.getstate(), name, keys.tolist(), position, has_gauss, gauss, functions
+
+
+@pytest.mark.parametrize("end", ["return", "raise", "deadlock", "kill"])
+def test_the_callers_own_random_state_is_untouched(end: str) -> None:
+    torch.manual_seed(3)
+    np.random.seed(3)
+    random.seed(3)
+    np.random.randn()  # half of a pair is kept
+    random.gauss(0.0, 1.0)
+
+    async def main(world: ad.World) -> None:
+        try:
+            await draw_numbers(world, None)
+            if end == "raise":
+                raise RuntimeError("expected")
+            if end == "deadlock":
+                await asyncio.Event().wait()
+            if end == "kill" and world.rank == 1:
+                await world.sleep(100.0)
+        finally:
+            random.random()
+            np.random.randn()
+            torch.rand(1)
+
+    before = caller_state()
+    faults = [Kill(1, at_s=1.0)] if end == "kill" else []
+    try:
+        report = simulate(main, ranks=2, faults=faults)
+        assert end != "deadlock"
+        assert any(isinstance(result, RuntimeError) for result in report.results) == (end == "raise")
+    except ad.DeadlockError:
+        assert end == "deadlock"
+    assert caller_state() == before
+
+
+# -- determinism ----------------------------------------------------------------------------------------------------
+
+STORY_FAULTS: tuple[Fault, ...] = (
+    Stall(1, at_s=0.002, duration_s=0.01),
+    SlowRank(2, at_s=0.0, factor=2.0),
+    SlowLink(0, 3, at_s=0.0, factor=4.0),
+    Partition((0, 1), at_s=0.004, until_s=0.008),
+    Delay(2, 0, number=3, duration_s=0.005),
+    Corrupt(0, 1, number=15),
+    Kill(3, at_s=0.05),
+)
+
+
+async def story(world: ad.World) -> list[float]:
+    """Policy, streams, collectives, wildcard receives, sets of tasks and of texts, a task group that fails."""
+    channel = world.channel(Number, tag=5)
+    model = Mixed()
+    for tensor in model.parameters():
+        torch.nn.init.normal_(tensor)
+
+    async def chatter(index: int) -> None:
+        try:
+            await world.sleep(random.random() * 1e-3)
+            channel.send_nowait(Number(index), random.randrange(world.size))
+            await asyncio.Event().wait()
+        finally:
+            channel.send_nowait(Number(100 + index), index % world.size)
+
+    async def fail() -> None:
+        await world.sleep(1e-3)
+        raise ValueError("expected")
+
+    try:
+        async with asyncio.TaskGroup() as tasks:  # cancels its tasks in the order of a set
+            for index in range(8):
+                tasks.create_task(chatter(index))
+            tasks.create_task(fail())
+    except* ValueError:
+        pass
+    left, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+    room = torch.zeros(50_000)
+    await asyncio.gather(world.send_stream(torch.rand(50_000), right), world.receive_stream(room, left))
+    done, pending = await asyncio.wait(
+        [asyncio.ensure_future(world.sleep(random.random() * 1e-4)) for _ in range(5)], timeout=5e-5
+    )
+    for index, task in enumerate([*done, *pending]):
+        channel.send_nowait(Number(200 + index + task.done()), right)
+    await asyncio.wait([*done, *pending])
+    async with AsyncSelectiveAveragingPolicy(
+        model, sgd(model), average_every=2, replacement_ratio=0.5, grace_s=0.002, round_timeout_s=0.02
+    ) as policy:
+        for _ in range(25):
+            await policy.step(random.gauss(0.0, 1.0))
+    heard = 0
+    while (envelope := channel.receive_nowait()) is not None:
+        heard += envelope.message.value
+    return [float(heard), room.sum().item(), *(tensor.double().sum().item() for tensor in model.state_dict().values())]
+
+
+def tell_story(seed: int) -> SimReport:
+    logging.disable(logging.ERROR)
+    try:
+        return simulate(story, ranks=5, seed=seed, faults=STORY_FAULTS)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def outcome(report: SimReport) -> tuple[Any, ...]:
+    return (
+        report.trace_digest,
+        [repr(result) for result in report.results],
+        report.virtual_time_s,
+        report.message_count,
+        report.byte_count,
+        report.event_count,
+        report.faults_fired,
+        report.statistics,
+        report.trace,
+    )
+
+
+def test_equal_arguments_give_equal_runs_and_other_seeds_others() -> None:
+    digests = set()
+    fired: Counter[int] = Counter()
+    for seed in range(6):
+        first, second = tell_story(seed), tell_story(seed)
+        assert outcome(first) == outcome(second), f"seed {seed}"
+        digests.add(first.trace_digest)
+        fired.update(index for index, count in enumerate(first.faults_fired) if count)
+    assert len(digests) == 6
+    assert set(fired) == set(range(len(STORY_FAULTS))), f"fired: {fired}"
+
+
+def test_digests_do_not_depend_on_the_process_or_its_hash_seed() -> None:
+    program = """
+from simulation.test_models import tell_story
+for seed in (3, 4):
+    report = tell_story(seed)
+    print(report.trace_digest, report.results)
+"""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    outputs = []
+    for hash_seed in ("1", "2"):
+        environ = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+        ended = subprocess.run(
+            [sys.executable, "-c", program], env=environ, cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 0, ended.stderr
+        outputs.append(ended.stdout)
+    assert outputs[0] == outputs[1]
+    assert tell_story(3).trace_digest in outputs[0]
+
+
+def test_the_digest_covers_every_event_also_those_no_longer_kept() -> None:
+    traces = [Trace() for _ in range(3)]
+    for trace in traces:
+        for i in range(KEPT_EVENT_COUNT + 10):
+            trace.add(i * 0.5, "send", 1 if i or trace is not traces[2] else 2, 0, 5, 100)
+    assert traces[0].digest == traces[1].digest == traces[0].digest
+    assert traces[0].digest != traces[2].digest, "the first event differs"
+    assert traces[0].events() == traces[2].events()
+    assert len(traces[0].events()) == KEPT_EVENT_COUNT
+    traces[1].add(0.0, "end", 0, 0, 0, 0)
+    assert traces[0].digest != traces[1].digest
+    assert "send 1 -> 0, tag 5, 100 bytes" in str(traces[0].events()[0])
+
+
+# -- results --------------------------------------------------------------------------------------------------------
+
+
+def test_results_are_values_or_exceptions_and_the_cause_is_raised() -> None:
+    async def main(world: ad.World) -> int:
+        if world.rank == 2:
+            raise ValueError("rank 2's own")
+        await world.sleep(1e3)
+        return world.rank
+
+    report = simulate(main, ranks=3)
+    assert [type(result) for result in report.results] == [ad.RankLostError, ad.RankLostError, ValueError]
+    assert "rank 2 failed" in str(report.results[0])
+    with pytest.raises(ValueError, match="rank 2's own"):
+        report.value()
+    assert simulate(nothing, ranks=3).results == (0, 1, 2)
+    assert simulate(nothing, ranks=3).value() == 0
+
+
+def test_until_s_stops_and_tells_who_had_not_ended() -> None:
+    async def main(world: ad.World) -> str:
+        if world.rank:
+            await world.sleep(100.0)
+        return "ended"
+
+    report = simulate(main, ranks=2, until_s=10.0)
+    assert report.results == (None, None), "rank 0 has returned, but leaves together with the others"
+    assert report.virtual_time_s == 10.0
+    assert simulate(main, ranks=2, until_s=1000.0).results == ("ended", "ended")
+
+
+def test_strict_finds_what_is_left_over() -> None:
+    async def main(world: ad.World) -> None:
+        channel = world.channel(Number, tag=5)
+        await channel.send(Number(1), world.rank)
+        await world.sleep(1.0)
+
+    with pytest.raises(ad.LocalProtocolError, match="1 unread messages in Number, tag 5"):
+        simulate(main, ranks=1, strict=True).value()
+
+
+def test_what_after_event_raises_ends_the_run() -> None:
+    class Broken(Exception):
+        pass
+
+    seen: list[int] = []
+
+    def check() -> None:
+        seen.append(1)
+        if len(seen) == 20:
+            raise Broken
+
+    with pytest.raises(Broken):
+        simulate(draw_on_each_rank, 1, ranks=2, after_event=check)
+    assert len(seen) >= 20
+    counted: list[int] = []
+    report = simulate(draw_on_each_rank, 1, ranks=2, after_event=lambda: counted.append(1))
+    assert len(counted) == report.event_count
+
+
+# -- bad input ------------------------------------------------------------------------------------------------------
+
+NAN, INF = float("nan"), float("inf")
+
+
+def plain_function(world: ad.World) -> None:
+    """No coroutine function."""
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        ({"ranks": 0}, ValueError, r"ranks is 0; allowed: a whole number of 1 or more"),
+        ({"ranks": -3}, ValueError, r"ranks is -3; allowed"),
+        ({"ranks": 2.0}, ValueError, r"ranks is 2\.0; allowed"),
+        ({"ranks": True}, ValueError, r"ranks is True; allowed"),
+        ({"main": plain_function}, TypeError, r"main must be a coroutine function \(async def\), not <function plain"),
+        ({"main": "train"}, TypeError, r"coroutine function \(async def\), not 'train'"),
+        ({"seed": 1.5}, TypeError, r"seed is 1\.5; a whole number is needed"),
+        ({"until_s": -1.0}, ValueError, r"until_s is -1\.0; allowed: a finite number of 0 or more"),
+        ({"until_s": NAN}, ValueError, r"until_s is nan; allowed"),
+        ({"network": 5}, TypeError, r"network is 5; a Network is needed"),
+        ({"compute": 0.1}, TypeError, r"compute is 0\.1; a Compute is needed"),
+        ({"after_event": 3}, TypeError, r"after_event is 3; a function without arguments is needed"),
+        ({"faults": Kill(0, at_s=1.0)}, TypeError, r"faults is Kill\(.*; allowed: a list of faults"),
+        ({"faults": ["kill"]}, TypeError, r"'kill' is no fault"),
+        ({"faults": [Kill(2, at_s=1.0)]}, ValueError, r"Kill\(rank=2.*names rank 2; ranks go from 0 to 1"),
+        ({"faults": [Kill(-1, at_s=1.0)]}, ValueError, r"names rank -1; ranks go from 0 to 1"),
+        ({"faults": [Kill(0)]}, ValueError, r"give one of at_s, at_turn and at_message"),
+        ({"faults": [Kill(0, at_s=1.0, at_turn=3)]}, ValueError, r"give one of at_s, at_turn and at_message"),
+        ({"faults": [Kill(0, at_s=NAN)]}, ValueError, r"at_s is nan; allowed: a finite number of 0 or more"),
+        ({"faults": [Kill(0, at_turn=0)]}, ValueError, r"at_turn is 0; allowed: a whole number of 1 or more"),
+        (
+            {"faults": [Kill(0, at_message=1.5)]},
+            ValueError,
+            r"at_message is 1\.5; allowed: a whole number",
+        ),
+        ({"faults": [Stall(5, 0.0, 1.0)]}, ValueError, r"Stall\(rank=5.*names rank 5; ranks go from 0 to 1"),
+        ({"faults": [Stall(0, 0.0, -1.0)]}, ValueError, r"duration_s is -1\.0; allowed"),
+        ({"faults": [SlowRank(7, 0.0, 2.0)]}, ValueError, r"names rank 7"),
+        ({"faults": [SlowRank(0, 0.0, NAN)]}, ValueError, r"factor is nan; allowed"),
+        ({"faults": [SlowLink(0, 2, 0.0, 2.0)]}, ValueError, r"names rank 2"),
+        ({"faults": [SlowLink(0, 1, 0.0, -2.0)]}, ValueError, r"factor is -2\.0; allowed"),
+        ({"faults": [Partition((0, 9), 0.0, 1.0)]}, ValueError, r"names rank 9"),
+        ({"faults": [Partition((0,), 2.0, 1.0)]}, ValueError, r"until_s must not be before at_s"),
+        ({"faults": [Partition(0, 0.0, 1.0)]}, TypeError, r"ranks is 0; allowed: a tuple of ranks"),
+        ({"faults": [Delay(0, 3, 1, 1.0)]}, ValueError, r"names rank 3"),
+        ({"faults": [Delay(0, 1, 0, 1.0)]}, ValueError, r"number is 0; allowed: a whole number of 1 or more"),
+        ({"faults": [Delay(0, 1, 1, INF)]}, ValueError, r"duration_s is inf; allowed: a finite number"),
+        ({"faults": [Corrupt(4, 1, 1)]}, ValueError, r"names rank 4"),
+        ({"faults": [Corrupt(0, 1, 1.5)]}, ValueError, r"number is 1\.5; allowed"),
+        ({"faults": [Corrupt(0, 1, 1, "a")]}, ValueError, r"byte is 'a'; allowed"),
+        ({"network": Network(links={(0, 2): Link()})}, ValueError, r"the link \(0, 2\) names rank 2"),
+        ({"compute": Compute(factors={2: 1.0})}, ValueError, r"Compute\.factors names rank 2; ranks go from 0 to 1"),
+    ],
+)
+def test_bad_arguments_are_named_with_what_is_allowed(options: dict[str, Any], kind: type, said: str) -> None:
+    main = options.pop("main", nothing) if "main" in options else nothing
+    with pytest.raises(kind, match=said):
+        simulate(main, **{"ranks": 2, **options})
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "said"),
+    [
+        (Link, {"latency_s": -1e-6}, r"latency_s is -1e-06; allowed: a finite number of 0 or more"),
+        (Link, {"latency_s": NAN}, r"latency_s is nan; allowed"),
+        (Link, {"latency_s": INF}, r"latency_s is inf; allowed"),
+        (Link, {"latency_s": "fast"}, r"latency_s is 'fast'; allowed"),
+        (Link, {"latency_s": True}, r"latency_s is True; allowed"),
+        (Link, {"bandwidth_nbytes_per_s": 0}, r"bandwidth_nbytes_per_s is 0; allowed: a finite number above 0"),
+        (Link, {"bandwidth_nbytes_per_s": NAN}, r"bandwidth_nbytes_per_s is nan; allowed"),
+        (Network, {"ranks_per_host": 0}, r"ranks_per_host is 0; allowed"),
+        (Network, {"eager_nbytes": -1}, r"eager_nbytes is -1; allowed"),
+        (Network, {"eager_nbytes": 1.5}, r"eager_nbytes is 1\.5; allowed"),
+        (Network, {"loss_detection_s": -1.0}, r"loss_detection_s is -1\.0; allowed"),
+        (Network, {"link": 0.1}, r"link is 0\.1; allowed: a Link"),
+        (Network, {"links": {(0, 1): 0.1}}, r"\(0, 1\) is 0\.1; allowed: a Link"),
+        (Compute, {"step_s": -1.0}, r"step_s is -1\.0; allowed"),
+        (Compute, {"pause_probability": -0.1}, r"pause_probability is -0\.1; allowed: a probability from 0 to 1"),
+        (Compute, {"pause_probability": 1.5}, r"pause_probability is 1\.5; allowed"),
+        (Compute, {"pause_probability": NAN}, r"pause_probability is nan; allowed"),
+        (Compute, {"factors": {0: -2.0}}, r"the compute factor of rank 0 is -2\.0; allowed"),
+        (Uniform, {"low": 2.0, "high": 1.0}, r"Uniform\(2\.0, 1\.0\): high must not be below low"),
+        (Uniform, {"low": NAN, "high": 1.0}, r"Uniform\.low is nan; allowed"),
+        (Exponential, {"mean": -1.0}, r"Exponential\.mean is -1\.0; allowed"),
+        (LogNormal, {"median": 1.0, "sigma": NAN}, r"LogNormal\.sigma is nan; allowed"),
+    ],
+)
+def test_bad_models_are_named_with_what_is_allowed(make: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=said):
+        make(**options)
+
+
+def test_no_simulation_inside_a_simulation() -> None:
+    async def main(world: ad.World, runs: Any) -> None:
+        runs(nothing)
+
+    with pytest.raises(ad.LocalProtocolError, match="no simulation inside a simulation"):
+        simulate(main, lambda inner: simulate(inner, ranks=1), ranks=1).value()
+    with pytest.raises(RuntimeError, match="a loop is running already"):
+        simulate(main, lambda inner: ad.run_local(inner, ranks=1), ranks=1).value()

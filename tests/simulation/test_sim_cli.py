@@ -1,0 +1,462 @@
+"""``asyncdist sim``: a script as ``__main__`` on simulated ranks, summary, repeat line, many seeds, bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asyncdist import cli
+from asyncdist.simulation import Corrupt, Delay, Fault, Kill, Partition, SlowLink, SlowRank, Stall
+from asyncdist.simulation.script import Script, ScriptError, format_faults, read_faults
+
+SCRIPT = """
+import asyncio, os, random, sys
+from dataclasses import dataclass
+import numpy as np
+import torch
+import asyncdist as ad
+import beside
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    version: int
+
+async def main(world, way):
+    channel = world.channel(Put, tag=100)
+    for _ in range(3):
+        await world.safe_point()
+    if way == "stuck" and world.rank == 1:
+        await channel.receive()
+    if way == "raise" and world.rank == 1:
+        raise ValueError("boom-7")
+    if way == "exit" and world.rank == 1:
+        sys.exit("boom-7")
+    if way == "race":
+        if world.rank == 1:
+            await channel.send(Put(1), dest=0)
+            await channel.send(Put(2), dest=2)
+        elif world.rank == 2:
+            await channel.send((await channel.receive()).message, dest=0)
+        elif world.rank == 0:
+            await channel.receive()
+            assert (await channel.receive()).message.version == 2, "the older one won"
+    await ad.barrier()
+    return world.rank * 10 if way == "ranks" else drawn
+
+drawn = (random.random(), float(np.random.rand()), float(torch.rand(1)))
+if __name__ == "__main__":
+    way = sys.argv[1] if len(sys.argv) > 1 else ""
+    print("arguments", sys.argv[1:], beside.VALUE)
+    if way == "--help":
+        sys.exit()
+    if way == "--wrong":
+        sys.exit(3)
+    if way == "top":
+        raise KeyError("boom-7")
+    if way != "never":
+        try:
+            print("value", ad.run(main, way))
+        except ValueError:
+            if "caught" not in sys.argv:
+                raise
+    if way == "twice":
+        ad.run(main, way)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of the script, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "beside.py").write_text("VALUE = 'found'\n")
+    monkeypatch.delitem(sys.modules, "beside", raising=False)
+    return "script.py"
+
+
+class Result:
+    def __init__(self, code: object, out: str, err: str) -> None:
+        self.code = code
+        self.out = out
+        self.err = err
+
+    @property
+    def repeat(self) -> str:
+        found = re.findall(r"^repeat it: (.*)$", self.out + self.err, re.MULTILINE)
+        assert len(found) == 1
+        return str(found[0])
+
+    @property
+    def digest(self) -> str:
+        return re.findall(r"digest of the trace: ([0-9a-f]{32})$", self.out, re.MULTILINE)[0]
+
+
+Sim = Callable[..., Result]
+
+
+@pytest.fixture
+def sim(capsys: pytest.CaptureFixture[str]) -> Sim:
+    """Runs ``asyncdist sim`` in this process."""
+
+    def run(*words: object) -> Result:
+        before = (sys.argv, list(sys.path), sys.modules["__main__"])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["sim", *map(str, words)])
+        assert (sys.argv, sys.path, sys.modules["__main__"]) == before
+        return Result(caught.value.code, *capsys.readouterr())
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------------------------- one run
+
+
+def test_a_run_has_its_arguments_its_modules_and_a_summary(sim: Sim, script: str) -> None:
+    result = sim(script, "--ranks", 5, "--seed", 7, "ranks", "--seed", "9", "--", "x")
+    assert (result.code, result.err) == (0, "")
+    lines = result.out.splitlines()
+    assert lines[:2] == ["arguments ['ranks', '--seed', '9', '--', 'x'] found", "value 0"]
+    assert lines[2:7] == [f"rank {rank}: {rank * 10}" for rank in range(5)]
+    assert re.fullmatch(r"5 ranks, seed 7: 0\.\d{6} s of virtual time, \d+ messages, \d+ bytes, \d+ events", lines[7])
+    assert lines[8].startswith("digest of the trace: ")
+    assert lines[9].startswith("repeat it: ")
+    assert len(lines) == 10
+
+
+def test_options_may_stand_before_the_script(sim: Sim, script: str) -> None:
+    result = sim("--ranks=5", script, "--seed=7", "ranks")
+    assert (result.code, result.digest) == (0, sim(script, "-n", 5, "--seed", 7, "ranks").digest)
+
+
+def test_equal_neighbours_and_many_ranks_are_abbreviated(sim: Sim, script: str) -> None:
+    alike = sim(script, "--ranks", 12)
+    assert "\nranks 0 to 11: (" in alike.out
+    different = sim(script, "--ranks", 40, "ranks").out.splitlines()
+    assert different[2:12] == [*(f"rank {rank}: {rank * 10}" for rank in range(8)), "... 31 more ...", "rank 39: 390"]
+
+
+def test_the_line_repeats_the_run_in_a_fresh_process(sim: Sim, script: str) -> None:
+    first = sim(script, "--ranks", 3, "--seed", 7, "--", "--lr", "0.1 2")
+    assert first.code == 0
+    again = subprocess.run(first.repeat, shell=True, capture_output=True, text=True, timeout=60, check=True)
+    assert (again.stdout, again.stderr) == (first.out, "")
+    other = sim(script, "--ranks", 3, "--seed", 8, "--", "--lr", "0.1 2")
+    assert other.digest != first.digest
+    assert other.out.splitlines()[1] != first.out.splitlines()[1], "random numbers drawn outside main"
+
+
+def test_a_failing_rank_is_told_once_with_trace_and_repeat_line(sim: Sim, script: str) -> None:
+    result = sim(script, "--ranks", 3, "--seed", 7, "raise")
+    assert result.code == 1
+    assert result.err.startswith("asyncdist sim: rank 1 failed:\nTraceback (most recent call last):\n")
+    assert result.err.count("Traceback") == 1
+    assert 'File "script.py", line 20, in main' in result.err
+    assert "asyncdist/" not in result.err
+    assert re.search(r"ValueError: boom-7\n.*\nthe last events:\n  0\.\d{9} ", result.err)
+    assert "rank 0: RankLostError: rank 1 failed: ValueError: boom-7" in result.out
+    assert "rank 1: ValueError: boom-7" in result.out
+    assert result.repeat.endswith("sim script.py --ranks 3 --seed 7 raise")
+
+
+def test_a_failing_rank_fails_the_run_whatever_the_script_makes_of_it(sim: Sim, script: str) -> None:
+    result = sim(script, "--ranks", 3, "raise", "caught")
+    assert result.code == 1
+    assert result.err.count("Traceback") == 1
+    assert "rank 1 failed:" in result.err
+
+
+def test_a_deadlock_says_who_waits_for_whom(sim: Sim, script: str) -> None:
+    result = sim(script, "--ranks", 3, "stuck")
+    assert result.code == 1
+    assert "asyncdist sim: the simulation failed:\nDeadlockError:" in result.err
+    assert re.search(r"rank 1, main of rank 1: .*tag 100", result.err)
+    assert "rank 0, main of rank 0: barrier" in result.err
+    assert "the last events:" in result.err
+    assert "Traceback" not in result.err
+    assert "3 ranks, seed 0: 0.0" in result.out
+
+
+@pytest.mark.parametrize(
+    ("way", "code", "words"),
+    [
+        ("exit", 1, ["rank 1 failed:\nboom-7\n"]),
+        ("top", 1, ["the script failed:\nTraceback", "in <module>\n    raise KeyError", "KeyError: 'boom-7'"]),
+        ("--help", 0, ["exited before asyncdist.run: nothing was simulated"]),
+        ("--wrong", 3, ["exited before asyncdist.run: nothing was simulated"]),
+        ("never", 2, ["'script.py' ended without a call of asyncdist.run"]),
+        ("twice", 2, ["'script.py' calls asyncdist.run more than once"]),
+    ],
+)
+def test_a_script_may_end_in_many_ways(sim: Sim, script: str, way: str, code: int, words: list[str]) -> None:
+    result = sim(script, "--ranks", 3, "--", way)
+    assert result.code == code
+    assert [word for word in words if word not in result.err] == []
+    assert code == 1 or result.err.count("\n") == 1
+
+
+def test_a_script_that_is_no_python_is_told_as_python_would(sim: Sim, script: str) -> None:
+    Path("broken.py").write_text("async def main(:\n")
+    result = sim("broken.py", "--ranks", 2)
+    assert result.code == 1
+    assert 'File "broken.py", line 1' in result.err
+    assert "SyntaxError" in result.err
+    assert "runpy" not in result.err
+
+
+# -------------------------------------------------------------------------------------------------------------- faults
+
+PLAN: tuple[Fault, ...] = (
+    Kill(1, at_s=0.5),
+    Kill(1, at_turn=3),
+    Stall(0, 0.25, 2.0),
+    SlowRank(1, 0.0, 3.0),
+    SlowLink(0, 1, 1.0, 10.0),
+    Partition((0,), 1.0, 2.0),
+    Delay(0, 1, 2, 0.5),
+    Corrupt(1, 0, 3, 7),
+)
+
+
+def test_a_plan_is_read_from_a_file_or_from_the_command_line(tmp_path: Path) -> None:
+    text = format_faults(PLAN)
+    assert json.loads(text)[0] == {"kind": "Kill", "rank": 1, "at_s": 0.5}
+    file = tmp_path / "plan.json"
+    file.write_text(text)
+    assert read_faults(text, ranks=2) == read_faults(str(file), ranks=2) == PLAN
+
+
+def test_faults_fire_and_are_repeated(sim: Sim, script: str) -> None:
+    plan = [SlowRank(2, 0.0, 50.0), Stall(1, 0.0, 0.5)]
+    Path("plan.json").write_text(format_faults(plan))
+    result = sim(script, "--ranks", 3, "--faults", "plan.json")
+    assert (result.code, result.err) == (0, "")
+    assert "faults fired: 3 x SlowRank(rank=2, at_s=0.0, factor=50.0), 1 x Stall(" in result.out
+    words = shlex.split(result.repeat)
+    assert read_faults(words[words.index("--faults") + 1], ranks=3) == tuple(plan)
+    assert sim(*words[words.index("sim") + 1 :]).out == result.out
+    assert result.digest != sim(script, "--ranks", 3).digest
+
+
+def test_a_fault_that_did_not_fire_fails_the_run(sim: Sim, script: str) -> None:
+    result = sim(script, "--ranks", 3, "--faults", format_faults([SlowRank(2, 0.0, 5.0), Stall(1, 9.0, 0.5)]))
+    assert result.code == 1
+    assert result.err == "asyncdist sim: did not fire: Stall(rank=1, at_s=9.0, duration_s=0.5)\n"
+
+
+def test_a_killed_rank_is_told_apart(sim: Sim, script: str) -> None:
+    result = sim(script, "--ranks", 3, "--faults", format_faults([Kill(2, at_s=0.0)]))
+    assert result.code == 1
+    assert "rank 2: killed" in result.out
+    assert "RankLostError: rank 2 is gone" in result.out
+
+
+# ----------------------------------------------------------------------------------------------------------- many seeds
+
+
+def test_exploring_stops_at_the_first_seed_that_fails(sim: Sim, script: str) -> None:
+    first = next(seed for seed in range(3, 1000) if sim(script, "--ranks", 3, "--seed", seed, "race").code)
+    result = sim(script, "--ranks", 3, "--seed", 3, "--explore", 1000, "--processes", 1, "race")
+    assert result.code == 1
+    assert f"{first - 2} seeds in " in result.out
+    assert f"seed {first} failed: AssertionError: the older one won" in result.err
+    assert result.err.count("arguments") == 0, "what the script prints"
+    assert result.repeat.endswith(f"sim script.py --ranks 3 --seed {first} race")
+    words = shlex.split(result.repeat)
+    again = sim(*words[words.index("sim") + 1 :])
+    assert again.code == 1
+    assert "AssertionError: the older one won" in again.err
+
+
+def test_exploring_in_processes_shrinks_the_plan(sim: Sim, script: str) -> None:
+    plan = [SlowRank(0, 0.0, 2.0), Kill(2, at_s=0.00012345), SlowLink(0, 1, 0.0, 3.0)]
+    options = ["--ranks", 3, "--faults", format_faults(plan), "--explore", 8, "--processes", 2]
+    result = sim(script, *options, "ranks")
+    assert result.code == 1
+    assert "seed 0 failed: RankLostError" in result.err
+    assert "faults: 1 of 3 needed: Kill(rank=2, at_s=0.0)" in result.err
+    assert '--faults \'[{"kind": "Kill", "rank": 2, "at_s": 0.0}]\' ranks' in result.repeat
+
+
+def test_a_fault_that_did_not_fire_fails_the_seed(sim: Sim, script: str) -> None:
+    plan = format_faults([SlowRank(2, 0.0, 5.0), Stall(1, 9.0, 0.5)])
+    result = sim(script, "--ranks", 3, "--faults", plan, "--explore", 8, "--processes", 1)
+    assert result.code == 1
+    assert "seed 0 failed: AssertionError: seed 0: these faults did not fire: Stall(" in result.err
+    assert "faults: 1 of 2 needed: Stall(rank=1, at_s=9.0, duration_s=0.0)" in result.err
+
+
+def test_exploring_without_a_failure(sim: Sim, script: str) -> None:
+    result = sim(script, "--ranks", 3, "--explore", 12, "--processes", 1, "ranks")
+    assert (result.code, result.err) == (0, "")
+    assert re.fullmatch(r"12 seeds in \d+\.\d s \(\d+\.\d/s\), 12 different traces\n", result.out)
+
+
+def test_a_terminal_gets_a_progress_bar(script: str) -> None:
+    own, other = pty.openpty()
+    termios.tcsetwinsize(other, (24, 100))
+    words = [sys.executable, "-m", "asyncdist", "sim", script, "--ranks", "2", "--explore", "9", "--processes", "1"]
+    process = subprocess.Popen([*words, "ranks"], stdout=subprocess.PIPE, stderr=other, text=True)
+    os.close(other)
+    shown = b""
+    try:
+        while part := os.read(own, 4096):
+            shown += part
+    except OSError:  # how Linux says that nobody writes there any more
+        pass
+    output, _ = process.communicate(timeout=60)
+    os.close(own)
+    assert process.returncode == 0
+    assert "9 seeds in" in output
+    assert re.search(rb"100%.*9/9 \[.* seeds/s, 9 traces", shown)
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["script.py"], "required: -n/--ranks"),
+        (["--ranks", "2"], "required: script"),
+        (["script.py", "--ranks"], "expected one argument"),
+        (["script.py", "--ranks", "0"], "'0' is not a whole number of 1 or more"),
+        (["script.py", "--ranks", "many"], "'many' is not a whole number of 1 or more"),
+        (["nothing.py", "--ranks", "2"], "'nothing.py' does not exist"),
+        ([".", "--ranks", "2"], "'.' is a directory"),
+        (["script.py", "--ranks", "2", "--seed", "x"], "argument --seed: 'x' is not a whole number"),
+        (["script.py", "--ranks", "2", "--explore", "0"], "argument --explore: '0' is not a whole number of 1 or more"),
+        (["script.py", "--ranks", "2", "--processes", "2"], "--processes is for --explore"),
+        (["script.py", "--ranks", "2", "--explore", "3", "--processes", "0"], "argument --processes: '0'"),
+        (["--frob", "script.py", "--ranks", "2"], "unrecognized arguments: --frob"),
+        (
+            ["script.py", "--ranks", "2", "--explore", "3", "--processes", "1", "never"],
+            "without a call of asyncdist.run",
+        ),
+        (["script.py", "--ranks", "2", "--explore", "3", "--processes", "1", "twice"], "more than once"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(sim: Sim, script: str, words: list[str], expected: str) -> None:
+    result = sim(*words)
+    assert result.code == 2
+    assert expected in result.err
+    assert result.err.count("\n") == 1
+    assert "value" not in result.out or "twice" in words
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[{", "the fault plan is no JSON: Input data was truncated"),
+        ("[3]", 'fault 1 of the fault plan is 3; needed is {"kind": "Kill"'),
+        ('[{"rank": 1}]', "fault 1 of the fault plan is of kind None; allowed: Corrupt, Delay, Kill, Partition"),
+        ('[{"kind": "Kil"}]', "fault 1 of the fault plan is of kind 'Kil'; allowed: Corrupt"),
+        ('[{"kind": ["Kill"]}]', "fault 1 of the fault plan is of kind ['Kill']; allowed: Corrupt"),
+        ('[{"kind": "Kill", "rank": 1, "at": 2}]', "Kill has no field 'at'; allowed: rank, at_s, at_turn, at_message"),
+        ('[{"kind": "Kill", "at_s": 1}]', "fault 1 of the fault plan, Kill: Object missing required field `rank`"),
+        ('[{"kind": "Kill", "rank": "1", "at_s": 1}]', "Expected `int`, got `str` - at `$.rank`"),
+        ('[{"kind": "Kill", "rank": 1}]', "give one of at_s, at_turn and at_message"),
+        ('[{"kind": "Kill", "rank": 2, "at_s": 1}]', "names rank 2; ranks go from 0 to 1"),
+        ('[{"kind": "Stall", "rank": 1, "at_s": -1, "duration_s": 1}]', "at_s is -1"),
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_refused(text: str, expected: str) -> None:
+    with pytest.raises(ScriptError) as caught:
+        read_faults(text, ranks=2)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"Kill rank 1", "'plan.json' is no JSON"),
+        (b'{"kind": "Kill"}', "'plan.json' holds no list of faults, but dict"),
+        (b"\xff\xfe", "'plan.json' cannot be read"),
+        (None, "'plan.json' cannot be read: No such file"),
+    ],
+)
+def test_a_file_that_is_no_plan_is_one_line(sim: Sim, script: str, content: bytes | None, expected: str) -> None:
+    if content is not None:
+        Path("plan.json").write_bytes(content)
+    result = sim(script, "--ranks", 2, "--faults", "plan.json")
+    assert (result.code, result.out) == (2, "")
+    assert expected in result.err
+    assert result.err.count("\n") == 1
+
+
+def test_a_script_as_a_scenario_keeps_its_silence_and_its_plan(script: str, capfd: pytest.CaptureFixture[str]) -> None:
+    plan = (SlowRank(2, 0.0, 5.0),)
+    report = Script(script, ("ranks",), 3, plan)(7)
+    assert (report.results, report.faults) == ((0, 10, 20), plan)
+    assert Script(script, ("ranks",), 3, plan)(7, ()).faults == ()
+    assert capfd.readouterr() == ("", "")
+
+
+# -------------------------------------------------------------------------------------------------------------- signals
+
+ENDLESS = """
+import os, pathlib, sys
+import asyncdist as ad
+
+async def main(world):
+    pathlib.Path(sys.argv[1], f"{os.getpid()}.pid").touch()
+    while True:
+        await world.safe_point()
+
+if __name__ == "__main__":
+    ad.run(main)
+"""
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; a zombie that nobody has reaped does not."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except ProcessLookupError:
+        return False
+    except FileNotFoundError:
+        return not Path("/proc/self").exists()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+@pytest.mark.parametrize("process_count", [0, 1, 2], ids=["one run", "explore here", "explore in 2 processes"])
+def test_ctrl_c_ends_it_at_once_with_code_130(tmp_path: Path, process_count: int) -> None:
+    script = tmp_path / "endless.py"
+    script.write_text(ENDLESS)
+    options = ["--explore", "9", "--processes", str(process_count)] if process_count else []
+    process = subprocess.Popen(
+        [sys.executable, "-m", "asyncdist", "sim", str(script), "--ranks", "3", *options, str(tmp_path)],
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    try:
+        assert wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == max(1, process_count))
+        pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
+        os.killpg(process.pid, signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert error == "asyncdist sim: interrupted\n"
+    assert wait_until(lambda: not any(map(is_alive, pids)))

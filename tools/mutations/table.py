@@ -1,0 +1,288 @@
+"""The mutants: each one of the defects of DESIGN section 11, put back by a small replacement in the source.
+
+A mutant is what a hurried change might leave behind: the program starts, trains and mostly works. The old text of
+each edit must be in its file exactly once, so that a mutant whose place has changed is an error and not a survivor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+#: The suite's scenario, and this folder's for defects where that one does not look.
+SUITE: Final = "simulation.scenarios:scenario"
+AVERAGING: Final = "scenarios:averaging"
+TROUBLE: Final = "scenarios:trouble"
+LATENESS: Final = "scenarios:lateness"
+SLOW_WORDS: Final = "scenarios:slow_words"
+FAREWELL: Final = "scenarios:farewell"
+LEAVING: Final = "scenarios:leaving"
+SUBGROUP: Final = "scenarios:subgroup"
+ABSENT: Final = "scenarios:absent"
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One defect in one place.
+
+    Attributes:
+        name: for the command line.
+        defect: its number in DESIGN section 11, or in words what else it is.
+        what: what goes wrong, in one line.
+        file: from the top of the repository.
+        old: in the file, exactly once.
+        new: in its place.
+        scenario: ``module:function`` that is to find it.
+    """
+
+    name: str
+    defect: int | str
+    what: str
+    file: str
+    old: str
+    new: str
+    scenario: str = AVERAGING
+
+
+MUTANTS: Final = (
+    Mutant(
+        "never-applied",
+        1,
+        "with momentum the new weights are computed and not written back",
+        "asyncdist/flat.py",
+        "        own.copy_(kept.add_(other.to(wide) * (1.0 - momentum)))",
+        "        own = kept.add_(other.to(wide) * (1.0 - momentum)).to(own.dtype)",
+        SUITE,
+    ),
+    Mutant(
+        "own-rank-unheard",
+        2,
+        "the coordinator does not send to its own rank",
+        "protocols/selective_coordinator.py",
+        "        for send in sends:\n            try:",
+        "        for send in sends:\n"
+        "            if send.dest == self._world.rank:\n                continue\n            try:",
+    ),
+    Mutant(
+        "never-done",
+        3,
+        "a send that waits for its receiver is polled, and never turns true",
+        "asyncdist/simulation/medium.py",
+        "        if not message.done:\n            message.done = True\n",
+        "        if not message.done and message.eager:\n            message.done = True\n",
+        SUITE,
+    ),
+    Mutant(
+        "send-request-dropped",
+        4,
+        "nobody keeps the request of send_nowait",
+        "asyncdist/channels.py",
+        '            self._engine.watch(request, f"{self.name}: send to {dest}", self._on_sent)',
+        "            self._sending_count -= 1",
+        FAREWELL,
+    ),
+    Mutant(
+        "buffer-freed-early",
+        4,
+        "a snapshot is given back while chunks of it are under way",
+        "asyncdist/streams.py",
+        '                self._post(memoryview(b""))\n        await self._until(lambda: self.under_way_count == 0)\n'
+        "        return complete",
+        '                self._post(memoryview(b""))\n        return complete',
+        LATENESS,
+    ),
+    Mutant(
+        "old-model-object",
+        5,
+        "the model's tensors are looked up once, before training replaces some",
+        "asyncdist/flat.py",
+        "        now = dict(_named_tensors(self._model))",
+        '        now = self.__dict__.setdefault("_found", dict(_named_tensors(self._model)))',
+    ),
+    Mutant(
+        "weights-of-others",
+        6,
+        "weighted mean: a donor gets the weight of another, often the best that of the worst",
+        "protocols/selective_core.py",
+        "    candidates.sort()\n    weights = averaging_weights(\n        metrics, candidates, ",
+        "    judged = candidates[:]\n    candidates.sort()\n"
+        "    weights = averaging_weights(\n        metrics, judged, ",
+    ),
+    Mutant(
+        "worst-weighs-most",
+        6,
+        'weighted mean of losses (metric_mode="min") weighs the larger ones more',
+        "protocols/selective_core.py",
+        "averaging_strategy=rules.averaging_strategy, metric_mode=rules.metric_mode\n",
+        "averaging_strategy=rules.averaging_strategy\n",
+    ),
+    Mutant(
+        "quorum-of-all",
+        7,
+        "the quorum counts members that have left, so no round is decided without them",
+        "protocols/selective_rounds.py",
+        "        exact = Decimal(repr(self._rules.quorum)) * len(live)",
+        "        exact = Decimal(repr(self._rules.quorum)) * len(self._members)",
+        LEAVING,
+    ),
+    Mutant(
+        "incomplete-round-leaks",
+        7,
+        "the accumulator of an average that is not applied is never given back",
+        "protocols/selective_averaging.py",
+        '            self._counts["unapplied"] += 1\n            self._release_accumulator(role.average)',
+        '            self._counts["unapplied"] += 1',
+        SUITE,
+    ),
+    Mutant(
+        "slot-reused",
+        8,
+        "a stream's slot is free again before the sender has answered: its late chunks land in the next round",
+        "asyncdist/streams.py",
+        "            self._slots.discarding_count += 1\n",
+        "            self._slots.discarding_count += 1\n            self._slots.give_back(self._peer, self.slot)\n",
+        LATENESS,
+    ),
+    Mutant(
+        "any-round",
+        8,
+        "a donor answers a grant of one round with its snapshot of another",
+        "protocols/parameter_stream.py",
+        "            if offer.round == envelope.round and not offer.withdrawn:",
+        "            if not offer.withdrawn:",
+        SLOW_WORDS,
+    ),
+    Mutant(
+        "message-per-tensor",
+        9,
+        "one message per parameter in place of one flat tensor",
+        "protocols/parameter_stream.py",
+        "    parts = list(buffers.averaged().items())\n",
+        "    parts = zip(buffers.entries, buffers.views, strict=True)\n"
+        "    parts = [(entry.dtype, view.view(-1)) for entry, view in parts if entry.averaged]\n",
+    ),
+    Mutant(
+        "float32-iterations",
+        10,
+        "iteration and metric travel through a float32 tensor",
+        "protocols/selective_averaging.py",
+        "        report = Report(self.iteration, value, ",
+        "        packed = torch.tensor([float(self.iteration), value])\n"
+        "        report = Report(int(packed[0]), float(packed[1]), ",
+    ),
+    Mutant(
+        "float32-staleness",
+        10,
+        "a donor's iteration travels as float32",
+        "protocols/selective_averaging.py",
+        "        self._tell(Ready(self.iteration), round=role.round)",
+        "        self._tell(Ready(int(torch.tensor(float(self.iteration)))), round=role.round)",
+    ),
+    Mutant(
+        "ratio-zero-replaces",
+        11,
+        "replacement_ratio 0 replaces one rank",
+        "protocols/selective_core.py",
+        "    if participant_count < 2 or replacement_ratio == 0:",
+        "    if participant_count < 2:",
+    ),
+    Mutant(
+        "ratio-one-takes-all",
+        11,
+        "replacement_ratio 1 leaves no donor",
+        "protocols/selective_core.py",
+        "    return min(max(int(exact.to_integral_value(ROUND_HALF_UP)), 1), participant_count - 1)",
+        "    return min(max(int(exact.to_integral_value(ROUND_HALF_UP)), 1), participant_count)",
+    ),
+    Mutant(
+        "buffers-lost",
+        12,
+        "the state has no buffers: averaged weights meet running statistics of another model",
+        "asyncdist/flat.py",
+        "((module._parameters, ()), (module._buffers, module._non_persistent_buffers_set))",
+        "((module._parameters, ()),)",
+    ),
+    Mutant(
+        "integers-of-any-donor",
+        12,
+        "integer entries come from the first donor, not from the best",
+        "protocols/selective_averaging.py",
+        "                    exact=donor == frozen.best,",
+        "                    exact=donor == frozen.donors[0],",
+        SUITE,
+    ),
+    Mutant(
+        "optimizer-state-lost",
+        12,
+        "whoever passes a model_builder loses the optimizer's state at each average",
+        "protocols/selective_averaging.py",
+        '        self._resets_optimizer = optimizer_state == "reset" or averaging_strategy == "reset_weights"',
+        '        self._resets_optimizer = optimizer_state == "reset" or model_builder is not None',
+        SUITE,
+    ),
+    Mutant(
+        "infinity-is-best",
+        13,
+        "a metric that diverged to infinity is taken as good",
+        "protocols/selective_core.py",
+        "        finite = math.isfinite(metrics[rank])\n        return finite,",
+        "        finite = not math.isnan(metrics[rank])\n        return finite,",
+    ),
+    Mutant(
+        "nan-donates",
+        13,
+        "a rank whose metric is NaN gives its weights to others",
+        "protocols/selective_core.py",
+        "    candidates = [rank for rank in order[count:] if math.isfinite(metrics[rank])]",
+        "    candidates = list(order[count:])",
+    ),
+    Mutant(
+        "world-size-divisor",
+        15,
+        "the synchronous average divides by the world's size",
+        "protocols/average_all.py",
+        "                tensor.div_(group.size)",
+        "                tensor.div_(self._world.size)",
+        SUBGROUP,
+    ),
+    Mutant(
+        "overtaking-network",
+        "network",
+        "messages of one source and tag overtake each other on their way",
+        "asyncdist/simulation/medium.py",
+        "        if arrival <= last:  # never overtake within one source and tag\n"
+        "            arrival = math.nextafter(last, math.inf)\n",
+        "",
+        TROUBLE,
+    ),
+    Mutant(
+        "overtaking-receive",
+        "network",
+        "a wildcard receive takes the newest message of a source that has several waiting",
+        "asyncdist/simulation/medium.py",
+        "            firsts.setdefault(message.source, message)",
+        "            firsts[message.source] = message",
+        TROUBLE,
+    ),
+    Mutant(
+        "dropped-deadline",
+        "deadline",
+        "waiting for a condition has no timer: the deadline is judged when something else happens",
+        "asyncdist/progress.py",
+        "            timer = self.loop.call_at(deadline, settle, waiter, None) if deadline is not None else None\n",
+        "            timer = None\n",
+        ABSENT,
+    ),
+    Mutant(
+        "dropped-stream-deadline",
+        "deadline",
+        "a replacer waits for a donor's chunks without its deadline",
+        "asyncdist/streams.py",
+        "            await self._until(functools.partial(self._arrived.__contains__, index), deadline)",
+        "            await self._until(functools.partial(self._arrived.__contains__, index))",
+        LATENESS,
+    ),
+)
+
+#: Defects without a mutant, and why.
+LEFT_OUT: Final = {14: "it is the one-sided policy's, which is not here yet"}

@@ -1,0 +1,91 @@
+"""The hunt for bugs in the policies: scenario seeds, one after the other, until time is up or one fails.
+
+Seeds below 2,000 are the test suite's; the hunt begins after them, and goes on where ``--seed-start`` says. A seed that
+fails is shrunk, its story printed with the one line that repeats it, and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+TESTS: Final = Path(__file__).resolve().parents[1] / "tests"
+sys.path[:0] = [str(TESTS), str(TESTS.parent)]
+
+from simulation.scenarios import Recorder  # noqa: E402 the path is set above
+
+from asyncdist.simulation import ExploreReport, explore  # noqa: E402 as above
+
+PROGRESS_PERIOD_S: Final = 5.0
+
+
+def main() -> int:
+    """Hunt."""
+    options = _parse()
+    ends_at = time.monotonic() + 60.0 * options.minutes
+
+    def seeds() -> Iterator[int]:
+        for seed in itertools.count(options.seed_start):
+            if time.monotonic() >= ends_at:
+                return
+            yield seed
+
+    with tempfile.TemporaryDirectory(prefix="soak") as folder:
+        recorder = Recorder(folder)
+        progress = _Progress(recorder)
+        report = explore(recorder, seeds(), processes=options.processes, on_progress=progress)
+        progress.print(report)
+        for name, count in sorted((+recorder.seen()).items()):
+            print(f"  {name}: {count}")
+    if report.failure is None:
+        print(f"no failure; go on with --seed-start {options.seed_start + report.seed_count}")
+    return 0 if report.failure is None else 1
+
+
+class _Progress:
+    """Prints a line now and then."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._next_at = time.monotonic() + PROGRESS_PERIOD_S
+
+    def __call__(self, report: ExploreReport) -> None:
+        if time.monotonic() >= self._next_at:
+            self._next_at = time.monotonic() + PROGRESS_PERIOD_S
+            self.print(report)
+
+    def print(self, report: ExploreReport) -> None:
+        """The line."""
+        seen = self._recorder.seen()
+        fired = ", ".join(f"{kind} {seen[f'fault {kind}']}" for kind in sorted(report.faults_fired))
+        print(
+            f"{report.seed_count} seeds, {report.seeds_per_s:.1f}/s, {len(report.digests)} distinct digests, "
+            f"{seen['rounds']} rounds, {seen['applied']} averages applied; seeds with faults: {fired or 'none yet'}",
+            flush=True,
+        )
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="tools/soak", description=__doc__)
+    parser.add_argument("--minutes", type=_positive, default=10.0, help="how long (default: 10)")
+    parser.add_argument("--seed-start", type=int, default=2000, help="the first seed (default: 2000)")
+    parser.add_argument("--processes", type=int, default=None, help="default: one per core")
+    return parser.parse_args()
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of minutes above 0")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
