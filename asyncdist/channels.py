@@ -276,11 +276,11 @@ class Channel(Generic[MessageT]):
         self._start_send = lane.engine.transport.start_send
         self._send_routes = self._routes_of(self._peer_scope)
         self._capacity = capacity
-        self._size = size = lane.engine.transport.size
+        self._size = lane.engine.transport.size
         self._handler = handler
         self._mailbox: _Mailbox[MessageT] = _LatestMailbox() if overflow == "latest" else deque()
         self._waiters: deque[asyncio.Future[None]] = deque()
-        self._last_sequence = [0] * size
+        self._last_sequence: dict[int, int] = {}
         self._sequence = 0
         self._sent_count = self._received_count = self._sending_count = 0
         # Where a doorbell rings, nothing arrives while this rank runs on.
@@ -447,8 +447,9 @@ class Channel(Generic[MessageT]):
 
     def deliver(self, decode: wire.Decode, payload: memoryview, source: int, round: int, sequence: int) -> bool:
         """Take one frame of this scope; whether the lane must stall now."""
-        if sequence <= self._last_sequence[source]:
-            self.lane.drop(source, f"{self.name}: sequence {sequence} after {self._last_sequence[source]}")
+        last = self._last_sequence.get(source, 0)
+        if sequence <= last:
+            self.lane.drop(source, f"{self.name}: sequence {sequence} after {last}")
             return False
         self._last_sequence[source] = sequence
         try:

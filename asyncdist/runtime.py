@@ -232,12 +232,17 @@ async def _task_group(world: World, guard: _PeerGuard) -> AsyncIterator[None]:
 
 async def _handshake(transport: Transport, engine: Engine, loop: asyncio.AbstractEventLoop) -> World:
     """Agree on the version and on the job's nonce, unless the transport knows it."""
-    ranks = tuple(range(transport.size))
-    group = Group(ranks, transport.rank, tags.COLLECTIVE_FIRST, transport.world_group)
+    group = Group(_everybody(transport.size), transport.rank, tags.COLLECTIVE_FIRST, transport.world_group)
     nonce = transport.job_nonce
     if nonce is None:
         nonce = await _exchange_hellos(transport.rank, group, Collectives(engine, transport.rank, loop.create_task))
     return World(transport, loop, nonce=nonce, group=group, engine=engine)
+
+
+@functools.lru_cache(8)
+def _everybody(size: int) -> tuple[int, ...]:
+    """The same tuple for all ranks of a process: in a simulation there may be thousands."""
+    return tuple(range(size))
 
 
 async def _exchange_hellos(own_rank: int, group: Group, collectives: Collectives) -> int:

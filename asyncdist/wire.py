@@ -189,4 +189,9 @@ def _check_type(annotation: Any, where: str) -> None:
 
 def scope_of(group: Sequence[int], name: str, index: int) -> int:
     """The 32-bit scope of the ``index``-th user of ``name`` on ``group``; equal on all ranks."""
-    return zlib.crc32(repr((tuple(group), name, index)).encode())
+    return _scope_of(tuple(group), name, index)
+
+
+@functools.lru_cache(1024)  # writing down a group of thousands takes a millisecond
+def _scope_of(group: tuple[int, ...], name: str, index: int) -> int:
+    return zlib.crc32(repr((group, name, index)).encode())

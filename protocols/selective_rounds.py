@@ -163,6 +163,9 @@ class RoundCoordinator:
         self._rules = rules
         self._stream_safe_points = stream_safe_points
         self._members = {rank: _Member() for rank in ranks}
+        self._live_count = len(self._members)
+        self._fresh_count = 0
+        self._quorum = Decimal(repr(rules.quorum))
         self._round: _Round | None = None
         self._overdue: dict[int, deque[int]] = {}  # replacer to the rounds whose time was up before it answered
         self._quorum_since: float | None = None
@@ -193,7 +196,7 @@ class RoundCoordinator:
             self._ignore("Report from before the average was applied")
             return ()
         member.report = _Report(iteration, value, step_time_s, now)
-        member.fresh = True
+        self._mark(member, fresh=True)
         self._window_start = now if self._window_start is None else self._window_start
         return self._advance(now)
 
@@ -246,7 +249,8 @@ class RoundCoordinator:
         member.applied_count += 1
         member.applied_iteration = max(iteration, -1 if member.applied_iteration is None else member.applied_iteration)
         if member.report is not None and member.report.iteration <= member.applied_iteration:
-            member.report, member.fresh = None, False
+            member.report = None
+            self._mark(member, fresh=False)
         return self._advance(now)
 
     def on_abandoned(self, rank: int, round: int, reason: str, now: float) -> tuple[Send, ...]:
@@ -343,10 +347,8 @@ class RoundCoordinator:
 
     def _watch_quorum(self, now: float) -> None:
         """Start the grace period when the quorum is met, stop it when reports went with a rank or became void."""
-        live = self._live_ranks()
-        fresh_count = sum(self._members[rank].fresh for rank in live)
-        exact = Decimal(repr(self._rules.quorum)) * len(live)
-        if not live or fresh_count < max(1, int(exact.to_integral_value(ROUND_CEILING))):
+        needed = (self._quorum * self._live_count).to_integral_value(ROUND_CEILING)
+        if not self._live_count or self._fresh_count < max(1, int(needed)):
             self._quorum_since = None
         elif self._quorum_since is None:
             self._quorum_since = now
@@ -355,7 +357,7 @@ class RoundCoordinator:
         """Tell whether all live members have reported, or enough of them long enough ago."""
         if self._quorum_since is None:
             return False
-        if all(self._members[rank].fresh for rank in self._live_ranks()):
+        if self._fresh_count == self._live_count:
             return True
         return timers and now >= self._quorum_since + self._rules.grace_s
 
@@ -370,7 +372,7 @@ class RoundCoordinator:
                 self._stragglers.append((Straggler(self._decision_count, rank, None), start))
             if member.report is not None and now - member.report.received_at <= self._rules.max_report_age_s:
                 usable[rank] = member.report
-            member.fresh = False
+            self._mark(member, fresh=False)
         self._window_start = None
         decision = decide({rank: report.value for rank, report in usable.items()}, self._rules)
         if decision is None or self._is_cooling_down():
@@ -485,7 +487,9 @@ class RoundCoordinator:
         if member is None or not member.live:
             return ()
         self._tell(f"{now:.6f} rank {rank} {how}")
-        member.live, member.report, member.fresh = False, None, False
+        self._mark(member, fresh=False)
+        member.live, member.report = False, None
+        self._live_count -= 1
         self._overdue.pop(rank, None)
         state = self._round
         if state is not None and rank in state.waiting_replacers:
@@ -495,6 +499,11 @@ class RoundCoordinator:
         return self._advance(now)
 
     # ---------------------------------------------------------------- helpers
+
+    def _mark(self, member: _Member, *, fresh: bool) -> None:
+        """Whether the member's report has come since the last decision. The sum is kept: there may be thousands."""
+        self._fresh_count += fresh - member.fresh
+        member.fresh = fresh
 
     def _live_ranks(self) -> list[int]:
         return [rank for rank, member in self._members.items() if member.live]

@@ -111,6 +111,44 @@ class _Receive:
             self._medium.withdraw(self)
 
 
+class _Inbox:
+    """Messages of one tag that have come to one rank, and that nobody has asked for yet."""
+
+    def __init__(self) -> None:
+        self._by_source: dict[int, deque[_Message]] = {}
+        self._sources: list[int] = []  # those with a message, in any order
+
+    def __bool__(self) -> bool:
+        return bool(self._sources)
+
+    def add(self, message: _Message) -> None:
+        """The last of its source."""
+        of_source = self._by_source.setdefault(message.source, deque())
+        if not of_source:
+            self._sources.append(message.source)
+        of_source.append(message)
+
+    def of(self, source: int) -> Iterable[_Message]:
+        """Those of ``source``, oldest first."""
+        return self._by_source.get(source, ())
+
+    def take(self, wanted: int, rng: random.Random) -> _Message | None:
+        """The first of a source: of any, drawn, for a wildcard."""
+        sources = self._sources
+        if wanted != ANY_SOURCE:
+            if not self._by_source.get(wanted):
+                return None
+            position = sources.index(wanted)
+        else:
+            position = int(rng.random() * len(sources)) if len(sources) > 1 else 0
+        of_source = self._by_source[sources[position]]
+        message = of_source.popleft()
+        if not of_source:
+            sources[position] = sources[-1]
+            sources.pop()
+        return message
+
+
 class _Path:
     """From one rank to another."""
 
@@ -158,7 +196,7 @@ class Medium:
         self._eager_nbytes = rng.choice(_EAGER_CHOICES) if network.eager_nbytes is None else network.eager_nbytes
         self._paths: dict[tuple[int, int], _Path] = {}
         self._posted: list[dict[int, deque[_Receive]]] = [{} for _ in range(size)]
-        self._unexpected: list[dict[int, deque[_Message]]] = [{} for _ in range(size)]
+        self._unexpected: list[dict[int, _Inbox]] = [{} for _ in range(size)]
         self._doorbells: list[Callable[[], None] | None] = [None] * size
         self._listeners: list[Callable[[int], object] | None] = [None] * size
         self._known_lost: list[set[int]] = [set() for _ in range(size)]
@@ -241,7 +279,7 @@ class Medium:
                     posted.remove(receive)
                     self._match(receive, message)
                     return
-        self._unexpected[message.dest].setdefault(message.tag, deque()).append(message)
+        self._unexpected[message.dest].setdefault(message.tag, _Inbox()).add(message)
         self._ring(message.dest)  # a lane posts its receive when it is polled
 
     # -- receiving --------------------------------------------------------------------------------------------------
@@ -249,26 +287,14 @@ class Medium:
     def post(self, receive: _Receive) -> None:
         waiting = self._unexpected[receive.dest].get(receive.tag)
         if waiting:
-            message = self._choose(receive, waiting)
+            message = waiting.take(receive.wanted, self._rng)
             if message is not None:
-                waiting.remove(message)
                 self._match(receive, message, is_running=True)
                 return
         if receive.wanted in self._known_lost[receive.dest]:
             receive.error = RankLostError(f"rank {receive.wanted} is gone", rank=receive.wanted)
             return
         self._posted[receive.dest].setdefault(receive.tag, deque()).append(receive)
-
-    def _choose(self, receive: _Receive, waiting: Iterable[_Message]) -> _Message | None:
-        """Any sender's first message will do for a wildcard; the first of its source for another."""
-        if receive.wanted != ANY_SOURCE:
-            return next((message for message in waiting if message.source == receive.wanted), None)
-        firsts: dict[int, _Message] = {}
-        for message in waiting:
-            firsts.setdefault(message.source, message)
-        if len(firsts) == 1:
-            return next(iter(firsts.values()))
-        return self._rng.choice(list(firsts.values())) if firsts else None
 
     def _match(self, receive: _Receive, message: _Message, *, is_running: bool = False) -> None:
         """A receive and a message have met; ``is_running`` if the receiver posts this moment, and needs no bell."""
@@ -294,7 +320,7 @@ class Medium:
             message.error = RankLostError(f"rank {dest} is gone", rank=dest)
             self._ring(source)
         else:
-            self._unexpected[dest].setdefault(message.tag, deque()).append(message)
+            self._unexpected[dest].setdefault(message.tag, _Inbox()).add(message)
 
     def _complete(self, receive: _Receive, message: _Message, *, is_running: bool = False) -> None:
         if message.dest in self._dead:
@@ -392,8 +418,8 @@ class Medium:
                 posted.remove(receive)
                 receive.error = error
         for messages in self._unexpected[lost].values():
-            for message in messages:
-                if message.source == observer and not message.done:
+            for message in messages.of(observer):
+                if not message.done:
                     message.error = error
         listen = self._listeners[observer]
         if listen is not None:

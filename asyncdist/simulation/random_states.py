@@ -11,11 +11,14 @@ torch's grad mode is swapped with them: a rank that awaits under ``no_grad`` is 
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from typing import Any, Final
 
 import numpy as np
 import torch
 
+#: What may begin with the caller's state.
+INHERITABLE: Final = frozenset({"random", "numpy", "torch"})
 _RANDOM_NAMES: Final = [
     name for name in dir(random) if getattr(getattr(random, name), "__self__", None) is random._inst
 ]
@@ -40,9 +43,11 @@ class RandomStates:
         seed: a fresh process has random states that differ each time; here they follow from seed and rank, so that a
             simulation is a function of its arguments. What the caller has drawn or seeded does not count: a program
             that wants certain numbers seeds inside main, as it must to have different ones on each rank.
+        inherited: names among ``"random"``, ``"numpy"`` and ``"torch"`` whose state every rank has from the caller all
+            the same: those of a script that seeded them before it called ``run``.
     """
 
-    def __init__(self, size: int, seed: int) -> None:
+    def __init__(self, size: int, seed: int, inherited: Collection[str] = ()) -> None:
         entropy = [random.Random(f"{seed} random state {rank}").getrandbits(63) for rank in range(size)]
         self._torch = [torch.Generator().manual_seed(number).get_state() for number in entropy]
         self._generators: list[Any] = [np.random.MT19937(number) for number in entropy]
@@ -50,6 +55,14 @@ class RandomStates:
         python_states = [random.Random(number) for number in entropy]
         self._random = [{name: getattr(state, name) for name in _RANDOM_NAMES} for state in python_states]
         self._numpy = [{name: getattr(state, of) for name, of in _NUMPY_NAMES.items()} for state in numpy_states]
+        if "random" in inherited:
+            for python_state in python_states:
+                python_state.setstate(random.getstate())
+        if "numpy" in inherited:
+            for numpy_state in numpy_states:
+                numpy_state.set_state(np.random.get_state(legacy=False))
+        if "torch" in inherited:
+            self._torch = [torch.get_rng_state() for _ in entropy]
         # The last entries are the outside's.
         self._torch.append(torch.get_rng_state())
         self._grad_modes = [True] * size + [torch.is_grad_enabled()]

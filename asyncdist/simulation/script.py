@@ -178,6 +178,7 @@ class _Host:
         self._script = script
         self._seed = seed
         self._faults = faults
+        self._states = _random_states()
         self.call_count = 0
         self.report: SimReport | None = None
         self.interrupt: KeyboardInterrupt | None = None
@@ -188,7 +189,13 @@ class _Host:
             raise _ran_twice(self._script)
         try:
             self.report = simulate(
-                main, *args, ranks=self._script.ranks, seed=self._seed, faults=self._faults, strict=strict
+                main,
+                *args,
+                ranks=self._script.ranks,
+                seed=self._seed,
+                faults=self._faults,
+                strict=strict,
+                inherited_random=self._seeded(),
             )
         except KeyboardInterrupt as interrupt:
             self.interrupt = interrupt
@@ -198,6 +205,22 @@ class _Host:
         if isinstance(value, BaseException):
             raise value
         return value
+
+    def remember_random(self) -> None:
+        """The script begins now."""
+        self._states = _random_states()
+
+    def _seeded(self) -> list[str]:
+        """What the script has seeded or drawn from; torch begins alike in every process, seeded or not."""
+        now = _random_states()
+        return [name for name, state in self._states.items() if name == "torch" or state != now[name]]
+
+
+def _random_states() -> dict[str, str]:
+    """The process's random states, in a form that can be compared."""
+    with np.printoptions(threshold=sys.maxsize):
+        numpy_state = repr(np.random.get_state(legacy=False))
+    return {"random": repr(random.getstate()), "numpy": numpy_state, "torch": ""}
 
 
 def _execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
@@ -210,6 +233,7 @@ def _execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
             random.seed(seed)
             np.random.seed(seed % 2**32)
             torch.manual_seed(seed % 2**63)
+            host.remember_random()
             runpy.run_path(script.path, run_name="__main__")
             if not host.call_count:
                 raise _never_ran(script)

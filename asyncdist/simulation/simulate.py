@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import contextvars
 import functools
+import gc
 import inspect
 import logging
 import math
@@ -19,7 +20,7 @@ import sys
 import threading
 import types
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -31,7 +32,7 @@ from asyncdist.simulation.faults import Fault, Kill, SlowRank, Stall, check_plan
 from asyncdist.simulation.loop import RankLoop, Scheduler
 from asyncdist.simulation.medium import Medium, SimTransport
 from asyncdist.simulation.models import Compute, Network, check_number
-from asyncdist.simulation.random_states import RandomStates
+from asyncdist.simulation.random_states import INHERITABLE, RandomStates
 from asyncdist.simulation.trace import Trace, TraceEvent, unpack
 from asyncdist.world import World, WorldStatistics
 
@@ -105,6 +106,7 @@ def simulate(
     strict: bool = False,
     until_s: float | None = None,
     after_event: Callable[[], object] | None = None,
+    inherited_random: Collection[str] = (),
 ) -> SimReport:
     """Run ``main(world, *args)`` on ``ranks`` simulated ranks.
 
@@ -121,6 +123,9 @@ def simulate(
         until_s: stop at this virtual time, whoever is still running.
         after_event: called after every event, to check what must always hold; what it raises is raised here, and if it
             returns something true, the simulation stops, whoever is still running.
+        inherited_random: names among ``"random"``, ``"numpy"`` and ``"torch"``. Each rank begins with the caller's
+            state of these, as processes do whose script has seeded them; of the others it has one of its own, which
+            follows from seed and rank.
 
     Raises:
         DeadlockError: nothing was left to happen, and some main had not returned: who waits for what.
@@ -150,9 +155,23 @@ def simulate(
         pass
     else:
         raise LocalProtocolError("a loop is running already: no simulation inside a simulation, or inside a coroutine")
-    simulation = _Simulation(ranks, seed, network or Network(), compute or Compute(), tuple(faults))
-    with simulation.interruptible():
+    if not set(inherited_random) <= INHERITABLE:
+        raise ValueError(f"inherited_random is {inherited_random!r}; allowed: {', '.join(sorted(INHERITABLE))}")
+    states = RandomStates(ranks, seed, inherited_random)
+    simulation = _Simulation(ranks, seed, network or Network(), compute or Compute(), tuple(faults), states)
+    with simulation.interruptible(), _rare_collections():
         return simulation.run(main, args, strict=strict, until_s=until_s, after_event=after_event)
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Thousands of ranks are millions of objects that live to the end: looking through them takes half of the time."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 1000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class _Clock:
@@ -182,7 +201,15 @@ class _Clock:
 class _Simulation:
     """One run."""
 
-    def __init__(self, size: int, seed: int, network: Network, compute: Compute, faults: tuple[Fault, ...]) -> None:
+    def __init__(
+        self,
+        size: int,
+        seed: int,
+        network: Network,
+        compute: Compute,
+        faults: tuple[Fault, ...],
+        states: RandomStates,
+    ) -> None:
         self._size = size
         self._seed = seed
         self._compute = compute
@@ -206,7 +233,7 @@ class _Simulation:
             self._fire,
             self._kill,
         )
-        self._states = RandomStates(size, seed)
+        self._states = states
         self._turn_counts: Counter[int] = Counter()
         self._turn_kills = {
             (f.rank, f.at_turn): index

@@ -148,6 +148,8 @@ def draw_plan(seed: int) -> Plan:
         streams=_pair(rng, ranks) if not exits and rng.random() < 0.2 else None,
         habits=tuple(habit for habit in ("sleep", "safe_point", "progress", "compute", "nan") if rng.random() < 0.2),
     )
+    if any(isinstance(fault, Corrupt) for fault in plan.faults):
+        plan = replace(plan, streams=None)  # as with a synchronous policy: the frame that never comes is waited for
     return _calmed(plan) if seed % 20 == 10 else plan
 
 

@@ -300,6 +300,45 @@ def test_an_abort_that_completes_before_the_chunk_ahead_of_it(monkeypatch: pytes
     assert overtaken >= 5, "hardly any stream was given up halfway"
 
 
+def test_seed_3_what_came_before_its_channel_was_opened_is_heard() -> None:
+    """Found by the conformance suite on 3 ranks: its bell had rung before anybody listened, and did not ring again."""
+
+    async def main(world: ad.World) -> int:
+        if world.rank == 0:
+            await world.sleep(1.0)
+        first, second = (world.channel(Number, tag=5) for _ in range(2))
+        if world.rank:
+            for i in range(20):
+                await second.send(Number(i), 0)
+                await first.send(Number(i), 0)
+            return 0
+        return sum([(await channel.receive()).message.value for channel in (first, second) for _ in range(20)])
+
+    for seed in SEEDS:
+        assert simulate(main, ranks=2, seed=seed, strict=True).value() == 2 * sum(range(20))
+
+
+@pytest.mark.parametrize("count", [63, 64, 65, 128, 500])
+def test_more_messages_than_one_pass_takes_are_all_heard(count: int) -> None:
+    async def main(world: ad.World, call: Callable[[ad.World], Awaitable[None]]) -> int:
+        channel = world.channel(Number, tag=5)
+        if world.rank:
+            for i in range(count):
+                await channel.send(Number(i), 0)
+            return 0
+        await call(world)  # all of them come while it computes
+        handled = 0
+        while handled < count:
+            await world.engine.until(lambda: channel.is_ready)
+            while channel.receive_nowait() is not None:
+                handled += 1
+        return handled
+
+    for seed in range(5):
+        for call in (by_safe_point, by_progress):
+            assert simulate(main, call, ranks=2, seed=seed, compute=Compute(step_s=1.0)).value() == count
+
+
 # -- deadlocks ------------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -505,6 +506,47 @@ def test_no_process_outlives_a_signal(tmp_path: Path, processes: int, number: si
     assert wait_until(lambda: not any(map(is_alive, pids)))
     if number == signal.SIGINT:
         assert error.count("Traceback") == 1, "that of the process itself"
+
+
+BEGUN: list[int] = []
+
+
+def interrupted(seed: int) -> ad.SimReport:
+    BEGUN.append(seed)
+    return simulate(interrupts, ranks=3, seed=seed)
+
+
+async def interrupts(world: ad.World) -> str:
+    """Would go on for ever after a signal that it took for an error of its own."""
+    with contextlib.suppress(BaseException):
+        if world.rank == 1:
+            signal.raise_signal(signal.SIGINT)
+    while not HANDLED:
+        await world.safe_point()
+    return "went on"
+
+
+HANDLED: list[int] = []
+
+
+def test_an_interrupt_ends_a_simulation_between_two_events() -> None:
+    BEGUN.clear()
+    HANDLED.clear()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(KeyboardInterrupt):
+        explore(interrupted, [5, 6], processes=1)
+    assert BEGUN == [5]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_whoever_handles_interrupts_goes_on_doing_so() -> None:
+    HANDLED.clear()
+    own = signal.signal(signal.SIGINT, lambda number, _: HANDLED.append(number))
+    try:
+        assert interrupted(5).results == ("went on",) * 3
+    finally:
+        signal.signal(signal.SIGINT, own)
+    assert HANDLED == [signal.SIGINT]
 
 
 def test_random_numbers_of_the_outside_are_left_alone() -> None:

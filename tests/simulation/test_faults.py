@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import torch
 from scripts.population import Mixed, sgd
 
 import asyncdist as ad
@@ -19,6 +21,7 @@ from asyncdist.simulation import (
     Compute,
     Corrupt,
     Delay,
+    Exponential,
     Fault,
     Kill,
     Link,
@@ -28,6 +31,7 @@ from asyncdist.simulation import (
     SlowLink,
     SlowRank,
     Stall,
+    Uniform,
     simulate,
 )
 from asyncdist.simulation.loop import TURN_S
@@ -251,6 +255,46 @@ def test_what_had_left_before_the_death_arrives() -> None:
     assert told == [(7, pytest.approx(1.0, abs=CLOSE_S))]
 
 
+def test_every_send_receive_and_stream_of_the_survivors_ends() -> None:
+    """With what it was for, or with RankLostError: nothing waits for a dead rank for ever, and nothing else is lost."""
+    outcomes: Counter[str] = Counter()
+
+    async def main(world: ad.World, seed: int) -> None:
+        draw = random.Random(f"{seed} {world.rank}")
+
+        async def attempt(peer: int, function: Any, *args: Any) -> None:
+            await world.sleep(draw.random() * 3e-3)
+            try:
+                await function(*args)
+                outcomes["done"] += 1
+            except ad.RankLostError as error:
+                assert error.rank == 1 == peer, f"with rank {peer}: {error}"
+                outcomes["lost"] += 1
+
+        work = []
+        for peer in range(world.size):
+            for _ in range(4):
+                nbytes = draw.choice((1, 300, 5000, 90_000))
+                work.append(attempt(peer, world.engine.send, bytes(nbytes), peer, 1))
+                work.append(attempt(peer, world.engine.receive, bytearray(90_000), peer, 1))
+            if peer != world.rank:
+                work.append(attempt(peer, world.send_stream, torch.zeros(100_000), peer))
+                work.append(attempt(peer, world.receive_stream, torch.zeros(100_000), peer))
+        await asyncio.gather(*work)
+
+    network = Network(
+        link=Link(latency_s=Exponential(3e-4), bandwidth_nbytes_per_s=1e9), loss_detection_s=Uniform(0.0, 2e-3)
+    )
+    for seed in range(40):
+        draw = random.Random(seed)
+        kill = draw.choice([Kill(1, at_s=draw.random() * 5e-3), Kill(1, at_message=draw.randrange(1, 25))])
+        with quiet():
+            report = simulate(main, seed, ranks=4, seed=seed, faults=[kill], network=network)
+        report.value()
+        report.check_faults()
+    assert outcomes["done"] > 500 and outcomes["lost"] > 100, outcomes
+
+
 @pytest.mark.parametrize("victim", [0, 2], ids=["coordinator", "member"])
 def test_nobody_hangs_when_a_rank_of_a_policy_dies_at_any_turn(victim: int) -> None:
     """Coordinator or member, in a round, between rounds or at the start: the others train on, and all of them end."""
@@ -414,8 +458,6 @@ def test_only_frames_are_counted_for_corruption() -> None:
     """Bulk and collectives have no CRC of their own; a flipped byte there would be a change that nobody can see."""
 
     async def main(world: ad.World) -> list[int]:
-        import torch
-
         for _ in range(5):
             tensor = await ad.broadcast(torch.tensor([world.rank]), 0)
             assert tensor.item() == 0

@@ -20,8 +20,8 @@ import pytest
 
 TOP = Path(__file__).resolve().parents[2]
 DEFECTS = set(range(1, 16))
-#: One of the policies, one of the decisions, one of the network and one of the synchronous average.
-QUICK = ("own-rank-unheard", "ratio-one-takes-all", "overtaking-network", "world-size-divisor")
+#: One of selective averaging, one of the network and one of the synchronous average.
+QUICK = ("own-rank-unheard", "overtaking-network", "world-size-divisor")
 
 
 def run_tool(top: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -112,6 +112,9 @@ def test_quick_mutants_are_found(tmp_path: Path) -> None:
         assert hunt["trouble"] == "" and hunt["seed"] in range(60) and hunt["error"], hunt
         assert len(hunt["faults"]) <= 2, hunt
         assert f"{hunt['mutant']}: found: ./tools/mutants {hunt['mutant']} --seed {hunt['seed']}" in completed.stdout
+    repeated = run_tool(TOP, hunts[0]["mutant"], "--seed", str(hunts[0]["seed"]))
+    assert repeated.returncode == 0, repeated.stdout + repeated.stderr
+    assert hunts[0]["error"] in repeated.stdout
 
 
 def test_a_mutant_that_no_seed_shows_survives(tmp_path: Path) -> None:

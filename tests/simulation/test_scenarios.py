@@ -9,7 +9,7 @@ import gc
 import importlib.util
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -76,7 +76,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Counter[str]:
 
 def test_every_seed_keeps_every_invariant(
     seen: Counter[str],
-    record_property: pytest.RecordProperty,  # type: ignore[name-defined]
+    record_property: Callable[[str, object], None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name, count in sorted(seen.items()):
@@ -102,6 +102,10 @@ def test_every_reason_that_was_given_is_one_that_this_suite_knows(seen: Counter[
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_averages_of_each_strategy_were_applied_and_verified(seen: Counter[str], strategy: str) -> None:
     assert seen[f"strategy {strategy}"] >= 500
+
+
+def test_averages_came_wherever_nothing_was_in_their_way(seen: Counter[str]) -> None:
+    assert seen["populations in which averages had to come"] >= 30
 
 
 def test_thousands_of_averages_were_applied_and_verified(seen: Counter[str]) -> None:

@@ -460,3 +460,34 @@ def test_ctrl_c_ends_it_at_once_with_code_130(tmp_path: Path, process_count: int
     assert process.returncode == 130
     assert error == "asyncdist sim: interrupted\n"
     assert wait_until(lambda: not any(map(is_alive, pids)))
+
+
+SEEDED = """
+import random, sys
+import numpy as np
+import torch
+import asyncdist as ad
+
+def draw():
+    return random.random(), float(torch.rand(1)), float(np.random.rand())
+
+async def main(world):
+    return draw()
+
+random.seed(5)
+torch.manual_seed(6)
+if "plain" in sys.argv:
+    print(draw())
+else:
+    ad.run(main)
+"""
+
+
+def test_what_a_script_seeds_before_run_is_what_every_rank_draws(tmp_path: Path) -> None:
+    path = tmp_path / "seeded.py"
+    path.write_text(SEEDED)
+    plain = subprocess.run([sys.executable, str(path), "plain"], capture_output=True, text=True, check=True)
+    expected = json.loads(plain.stdout.replace("(", "[").replace(")", "]"))
+    report = Script(str(path), (), ranks=3)(seed=1)
+    assert [list(drawn[:2]) for drawn in report.results] == [expected[:2]] * 3
+    assert len({drawn[2] for drawn in report.results}) == 3, "nobody seeded numpy: each rank has numbers of its own"

@@ -156,7 +156,7 @@ async def _step_until_decided(world: ad.World, decided: list[int], round_count: 
 
 def _large_world(rank_count: int) -> Results:
     torch.set_num_threads(1)
-    options = {"average_every": 1, "replacement_ratio": 0.5, "averaging_strategy": "best_only"}
+    options = {"average_every": 10, "replacement_ratio": 0.5, "averaging_strategy": "best_only"}
     decided: list[int] = []
     began_at = time.perf_counter()
     took_s: list[float] = []

@@ -12,7 +12,6 @@ import argparse
 import importlib
 import itertools
 import json
-import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -39,7 +38,6 @@ def main() -> int:
         found = Path(str(package.__file__)).resolve()
         assert found.is_relative_to(options.top.resolve()), f"{found} is not in the copy {options.top}"
     torch.set_num_threads(1)
-    logging.disable(logging.CRITICAL)
     module, _, function = options.scenario.partition(":")
     scenario = getattr(importlib.import_module(module), function)
     seeds = itertools.count(options.start)

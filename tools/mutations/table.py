@@ -164,11 +164,10 @@ MUTANTS: Final = (
     Mutant(
         "float32-iterations",
         10,
-        "iteration and metric travel through a float32 tensor",
+        "the iteration of a report travels as float32",
         "protocols/selective_averaging.py",
         "        report = Report(self.iteration, value, ",
-        "        packed = torch.tensor([float(self.iteration), value])\n"
-        "        report = Report(int(packed[0]), float(packed[1]), ",
+        "        report = Report(int(torch.tensor(float(self.iteration))), value, ",
     ),
     Mutant(
         "float32-staleness",
