@@ -280,18 +280,25 @@ async def _last_barrier(world: World, transport: Transport) -> None:
 
 async def _leave(world: World, transport: Transport) -> list[str]:
     """The clean end: farewells, services, barrier, receives. Returns what was left over."""
-    loop = asyncio.get_running_loop()
     world.announce(Leave())
     world.refuse_streams()
     await world.engine.until(lambda: world.service_count == 0, "the services of this rank to end")
     # Before the barrier, while the peers still take what comes; after it a message may find nobody.
-    await world.engine.until(lambda: world.engine.is_idle, "requests under way", deadline=loop.time() + _FLUSH_S)
+    await _flush(world)
     await _last_barrier(world, transport)
-    await world.engine.until(lambda: world.engine.is_idle, "requests under way", deadline=loop.time() + _FLUSH_S)
+    await _flush(world)
     leftovers = world.leftovers()
     world.close_lanes()
-    await world.engine.until(lambda: world.engine.is_idle, "requests under way", deadline=loop.time() + _FLUSH_S)
+    await _flush(world)
     return leftovers
+
+
+async def _flush(world: World) -> None:
+    """Wait, within a bound, until no request of this rank is under way, nor the answer to a peer's late one."""
+    deadline = world.time() + _FLUSH_S
+    await world.engine.until(
+        lambda: world.engine.is_idle and world.service_count == 0, "requests under way", deadline=deadline
+    )
 
 
 def _report_leftovers(world: World, leftovers: Sequence[str], *, strict: bool) -> None:

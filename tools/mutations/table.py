@@ -121,8 +121,8 @@ MUTANTS: Final = (
         7,
         "the quorum counts members that have left, so no round is decided without them",
         "protocols/selective_rounds.py",
-        "        exact = Decimal(repr(self._rules.quorum)) * len(live)",
-        "        exact = Decimal(repr(self._rules.quorum)) * len(self._members)",
+        "        needed = (self._quorum * self._live_count).to_integral_value(ROUND_CEILING)",
+        "        needed = (self._quorum * len(self._members)).to_integral_value(ROUND_CEILING)",
         LEAVING,
     ),
     Mutant(
@@ -259,8 +259,8 @@ MUTANTS: Final = (
         "network",
         "a wildcard receive takes the newest message of a source that has several waiting",
         "asyncdist/simulation/medium.py",
-        "            firsts.setdefault(message.source, message)",
-        "            firsts[message.source] = message",
+        "        message = of_source.popleft()",
+        "        message = of_source.popleft() if wanted != ANY_SOURCE else of_source.pop()",
         TROUBLE,
     ),
     Mutant(
