@@ -111,3 +111,11 @@ def test_an_unknown_benchmark_is_one_line() -> None:
     completed = subprocess.run([sys.executable, str(RUN), "speed"], capture_output=True, text=True, check=False)
     assert completed.returncode == 2
     assert "'speed'" in completed.stderr and "latency" in completed.stderr
+
+
+def test_sim(scratch: Path) -> None:
+    results = bench("sim", scratch)
+    messages, large, seeds = results["messages"], results["large"], results["seeds"]
+    assert messages["ratio"] == pytest.approx(messages["messages_per_s"] / messages["bare_messages_per_s"])
+    assert large["ranks"] == 30 and large["messages"] >= 30 and large["seconds"] > 0
+    assert seeds["rounds"] == 2 and seeds["digests"] == 2

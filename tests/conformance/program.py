@@ -8,6 +8,8 @@ import traceback
 from support.mpi import report
 
 import asyncdist as ad
+from asyncdist import streams
+from conformance.cases_streams import CHUNK_NBYTES
 from conformance.endpoint import all_cases, run_case
 
 
@@ -25,4 +27,5 @@ async def main(world: ad.World, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    streams.USER_CHUNK_NBYTES = CHUNK_NBYTES
     ad.run(main, sys.argv[1:] or list(all_cases()), strict=True)
