@@ -15,13 +15,14 @@ have entered it; its result is lost.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
 import torch
 
-from asyncdist.errors import LocalProtocolError
+from asyncdist.errors import LocalProtocolError, RankLostError
 from asyncdist.groups import Group
 from asyncdist.progress import Engine
 from asyncdist.streams import byte_view
@@ -162,23 +163,39 @@ class Collectives:
         if receive is None:
             await self._engine.send(send, root, group.tag)
             return
+        lost: RankLostError | None = None
         for position, rank in enumerate(group.ranks):
             if rank == root:
                 byte_view(receive[position])[:] = send
-            else:
+                continue
+            try:
                 await self._receive_exactly(byte_view(receive[position]), rank, group.tag)
+            except RankLostError as error:  # the others have sent, or will, and wait for that to arrive
+                lost = lost or error
+        if lost is not None:
+            raise lost
+
+    async def _gather_or_give_up(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
+        """Gather; where a member is lost, the root tells the others: no bytes in place of the result."""
+        try:
+            await self._gather_bytes(group, send, receive, root)
+        except RankLostError:
+            if receive is not None:
+                with contextlib.suppress(RankLostError):
+                    await self._broadcast_bytes(group, memoryview(b""), root)
+            raise
 
     async def _all_gather_bytes(self, group: Group, send: torch.Tensor) -> torch.Tensor:
         root = group.ranks[0]
         receive = _room(send, group.size)
-        await self._gather_bytes(group, byte_view(send), receive if self._rank == root else None, root)
+        await self._gather_or_give_up(group, byte_view(send), receive if self._rank == root else None, root)
         await self._broadcast_bytes(group, byte_view(receive), root)
         return receive
 
     async def _all_reduce_in_order(self, group: Group, work: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         root = group.ranks[0]
         receive = _room(work, group.size) if self._rank == root else None
-        await self._gather_bytes(group, byte_view(work), receive, root)
+        await self._gather_or_give_up(group, byte_view(work), receive, root)
         if receive is not None:
             total = receive[0].clone()
             for part in receive[1:]:
@@ -196,6 +213,11 @@ class Collectives:
 
     async def _receive_exactly(self, view: memoryview, source: int, tag: int) -> None:
         _, nbytes = await self._engine.receive(view, source, tag)
+        if not nbytes and len(view):
+            lost = sorted(self._engine.transport.lost_ranks())
+            raise RankLostError(
+                f"rank {source} gave a collective up: a member is lost (known here: {lost})", rank=source
+            )
         if nbytes != len(view):
             raise LocalProtocolError(
                 f"rank {source} takes part with {nbytes} bytes, this rank with {len(view)}", rank=source
