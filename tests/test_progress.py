@@ -12,7 +12,7 @@ from support.local import engines, eventually, yields
 
 from asyncdist import progress
 from asyncdist.errors import AsyncdistError, RankLostError, TruncationError
-from asyncdist.progress import Engine
+from asyncdist.progress import TALK_PASS_COUNT_MAX, Engine
 from asyncdist.transports.base import ANY_SOURCE, Capabilities
 
 
@@ -672,3 +672,18 @@ async def test_a_lost_rank_fails_the_requests_that_involve_it_and_no_others() ->
         await made[1].send(b"to any", 0, 3)
         assert await wildcard == (1, 6)
         assert made[0].outstanding() == made[1].outstanding() == ()
+
+
+async def test_peers_that_never_stop_talking_do_not_hold_a_safe_point(engine: Engine) -> None:
+    class Chatter:
+        polls = 0
+
+        def poll(self) -> int:
+            self.polls += 1
+            return 1
+
+    chatter = Chatter()
+    engine.stop()  # only progress polls
+    engine.add_inlet(chatter)
+    await engine.progress(budget_s=60.0)
+    assert chatter.polls == 1 + TALK_PASS_COUNT_MAX

@@ -331,3 +331,16 @@ def test_statistics_count_the_bytes() -> None:
         return world.statistics().stream_sent_nbytes, world.statistics().stream_received_nbytes
 
     assert ad.run_local(main, ranks=2, strict=True) == [(4000, 0), (0, 4000)]
+
+
+async def test_a_stream_whose_first_chunks_arrive_while_they_are_posted_comes_whole() -> None:
+    async with engines(2) as (_, made):
+        slots, targets = Slots(made[1]), rooms(10)
+        sending = asyncio.ensure_future(OutboundStream(made[0], chunks_of(10), 1, slot=0).run())
+        await yields(3)
+        async with asyncio.timeout(20), slots.inbound(0, targets, lambda slot: None) as stream:
+            assert stream.slot == 0
+            await stream.whole()
+        assert await sending
+        assert [bytes(target) for target in targets] == [bytes(chunk) for chunk in chunks_of(10)]
+        assert slots.taken_count == 0
