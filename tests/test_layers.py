@@ -13,7 +13,15 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_version", "errors", "flat"),
     ("tags", "transports.base"),
-    ("wire", "progress", "transports.local", "transports.mpi", "transports.__init__", "supervision"),
+    (
+        "wire",
+        "progress",
+        "transports.local",
+        "transports.mpi",
+        "transports.planes",
+        "transports.__init__",
+        "supervision",
+    ),
     ("channels", "streams"),
     ("groups",),
     ("collectives",),

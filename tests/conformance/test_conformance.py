@@ -1,7 +1,8 @@
-"""Every case on the local transport, on the simulated one with several seeds, and, for real, under mpirun."""
+"""Every case: local, on two planes of it, simulated with several seeds, and, for real, under mpirun."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,10 @@ from support.mpi import Result, require_mpi, run_ranks
 
 import asyncdist as ad
 from asyncdist import streams
+from asyncdist.runtime import Outcome, host_rank
+from asyncdist.tags import TAG_MAX
+from asyncdist.transports.local import LocalHub
+from asyncdist.transports.planes import TwoPlaneTransport
 from conformance.cases_streams import CHUNK_NBYTES
 from conformance.endpoint import all_cases, run_case
 
@@ -42,6 +47,20 @@ def test_local(name: str, ranks: int) -> None:
 def test_local_on_uvloop(name: str) -> None:
     pytest.importorskip("uvloop")
     ad.run_local(run_case, name, ranks=3, loop="uvloop", strict=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_planes(name: str) -> None:
+    """Odd tags on one hub, even ones on another: neighbours that every case uses together."""
+    control, bulk = LocalHub(3), LocalHub(3)
+
+    async def job() -> list[Outcome]:
+        ranks = (TwoPlaneTransport(control.transport(r), bulk.transport(r), range(1, TAG_MAX + 1, 2)) for r in range(3))
+        return await asyncio.gather(*(host_rank(run_case, (name,), transport, strict=True) for transport in ranks))
+
+    for outcome in asyncio.run(job()):
+        if outcome.error is not None:
+            raise outcome.error
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("collectives.")])
