@@ -9,6 +9,7 @@ from names, shapes and dtypes alone, so equal fingerprints mean equal layouts; e
 separately rounded, so results do not depend on how a stream was cut into chunks.
 """
 
+import functools
 import hashlib
 import json
 import math
@@ -174,6 +175,7 @@ class FlatState:
             entries.append(Entry(names, tuple(tensor.shape), tensor.dtype, _is_averaged(tensor.dtype), offset))
         self.entries = tuple(entries)
         self._sizes = {dtype: sizes[dtype] for dtype in sorted(sizes, key=_dtype_name)}
+        self._devices = {group[0][1].device for group in shared.values() if group[0][1].is_cuda}
         self.fingerprint = Fingerprint(tuple((e.names, e.shape, _dtype_name(e.dtype)) for e in self.entries))
 
     @property
@@ -186,10 +188,13 @@ class FlatState:
 
         Args:
             accumulate: Widen floating dtypes to float32 and complex ones to complex64, at least, to sum in.
-            device: Where; the host by default, which every transport can send from.
+            device: Where; the host by default, which every transport can send from, pinned for a model in CUDA memory.
         """
+        pinned = bool(self._devices) and torch.device(device).type == "cpu"
         tensors = {
-            dtype: torch.zeros(size, dtype=accumulate_dtype(dtype) if accumulate else dtype, device=device)
+            dtype: torch.zeros(
+                size, dtype=accumulate_dtype(dtype) if accumulate else dtype, device=device, pin_memory=pinned
+            )
             for dtype, size in self._sizes.items()
         }
         views = []
@@ -207,6 +212,43 @@ class FlatState:
         with torch.no_grad():
             for tensor, view in self._pairs(into):
                 view.copy_(tensor)
+
+    def start_snapshot(self, into: FlatBuffers) -> "DeviceCopy | None":
+        """Begin a snapshot without waiting for a device; its values are those of this moment.
+
+        Tensors in CUDA memory are copied on a stream of their own, after what is queued on the current one and before
+        what will be: a later optimizer step writes the weights when the copy has read them. Nobody waits on the host.
+
+        Args:
+            into: Flat buffers in host memory, pinned (as `new_buffers` makes them for such a model); not to be read,
+                released or written before the copy is done.
+
+        Returns:
+            What to test, or None where the snapshot is complete: none of the model is in CUDA memory.
+
+        Raises:
+            ValueError: As `snapshot`.
+        """
+        if not self._devices:
+            self.snapshot(into)
+            return None
+        pairs = list(self._pairs(into))
+        streams = {device: _copy_stream(device) for device in {tensor.device for tensor, _ in pairs if tensor.is_cuda}}
+        for device, stream in streams.items():
+            stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.no_grad():
+            for tensor, view in pairs:
+                if tensor.is_cuda:
+                    with torch.cuda.stream(streams[tensor.device]):
+                        view.copy_(tensor, non_blocking=True)
+                    tensor.record_stream(streams[tensor.device])
+                else:
+                    view.copy_(tensor)
+        events = []
+        for device, stream in streams.items():
+            events.append(stream.record_event())
+            torch.cuda.current_stream(device).wait_event(events[-1])
+        return DeviceCopy(events)
 
     @staticmethod
     def all_finite(buffers: FlatBuffers) -> bool:
@@ -280,6 +322,37 @@ class FlatState:
                 if tensor.numel() and now[name] is not tensor and _identity(now[name]) != _identity(tensor):
                     raise ValueError(f"{name!r} and {entry.names[0]!r} no longer share their memory: {_CHANGED}")
             yield tensor, view
+
+
+class DeviceCopy:
+    """Copies from device to host memory under way, with the face of a transport's request: the engine polls it.
+
+    Args:
+        events: One per device, recorded behind its copies.
+    """
+
+    cancelled: Final = False
+    source: Final = -1
+    nbytes: Final = 0
+    #: No transport's doorbell tells its end.
+    rings: Final = False
+
+    def __init__(self, events: "Sequence[torch.cuda.Event]") -> None:
+        """Nothing is waited for."""
+        self._events = events
+
+    def test(self) -> bool:
+        """Tell whether all copies are done, without waiting."""
+        return all(event.query() for event in self._events)  # type: ignore[no-untyped-call]
+
+    def cancel(self) -> None:
+        """A copy cannot be taken back; it ends by itself."""
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> "torch.cuda.Stream":
+    """One per device and process, beside the streams that train."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def reset_optimizer_state(optimizer: torch.optim.Optimizer) -> None:

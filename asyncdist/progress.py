@@ -444,6 +444,8 @@ class Engine:
             if self._rung or (quiet <= 1 and self._misses_wakes):
                 return self.loop.call_soon(self._tick)
             self._asleep = True
+            if any(not getattr(operation.request, "rings", True) for operation in self._operations):
+                return self.loop.call_later(IDLE_PERIOD_S, self._tick)  # a device: its events come from no transport
             return self.loop.call_later(SAFETY_PERIOD_S, self._tick) if self._misses_wakes else None
         if quiet <= HOT_PASS_COUNT:
             return self.loop.call_soon(self._tick)

@@ -104,9 +104,10 @@ class SelectiveStatistics:
 
 @dataclass(slots=True, eq=False)
 class _DonorRole:
-    """From ``Assign`` to ``End``. There is an offer once a step has taken the snapshot."""
+    """From ``Assign`` to ``End``. A step starts to copy the weights; there is an offer when they are copied."""
 
     round: int
+    is_copying: bool = False
     offer: Offer | None = None
 
 
@@ -163,7 +164,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         drain_timeout_s: how long leaving waits for streams under way.
         start_timeout_s: how long the start waits for the last member.
         coordinator: the rank that runs :func:`protocols.coordinate`; the group's first member by default.
-        on_event: told of each snapshot and each application, inside ``step``.
+        on_event: told of each snapshot and each application, inside ``step``; of the snapshot of a model in CUDA memory
+            when it has been copied, at one of the next safe points.
         timing: collects seconds by name (``snapshot``, ``apply``), in the form of torchgfn's option.
         name, group, world: see :class:`SpawnPolicy`.
 
@@ -367,7 +369,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         """What the roles wait for ``step`` to do."""
         self._needs_step = False
         donor, replacer = self._donor, self._replacer
-        if donor is not None and donor.offer is None:
+        if donor is not None and not donor.is_copying:
             self._take_snapshot(donor)
         given_up, self._given_up = self._given_up, NOTHING
         return self._apply(replacer) if replacer is not None and replacer.complete else given_up
@@ -391,9 +393,24 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
                 self._counts["skipped reports"] += 1
 
     def _take_snapshot(self, role: _DonorRole) -> None:
-        began_at = self._world.time()
+        """Copy the weights of this moment. From a GPU that goes on behind the next steps; the engine sees its end."""
+        role.is_copying = True
+        began_at, iteration = self._world.time(), self.iteration
         snapshot = self._snapshots.acquire()
-        self._flat.snapshot(snapshot)
+        copy = self._flat.start_snapshot(snapshot)
+        if copy is None:
+            self._offer_snapshot(role, snapshot, iteration, began_at)
+        else:
+            self._world.engine.watch(
+                copy,
+                f"a snapshot for round {role.round}",
+                lambda _: self._offer_snapshot(role, snapshot, iteration, began_at),
+            )
+
+    def _offer_snapshot(self, role: _DonorRole, snapshot: FlatBuffers, iteration: int, began_at: float) -> None:
+        if self._donor is not role:  # the round has ended while a device copied
+            self._snapshots.release(snapshot)
+            return
         if not self._flat.all_finite(snapshot):
             self._snapshots.release(snapshot)
             self._donor = None
@@ -403,8 +420,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._counts["snapshots"] += 1
         self._timing.add("snapshot", self._world.time() - began_at)
         if self._on_event is not None:
-            self._on_event(SnapshotTaken(role.round, self.iteration, snapshot.by_name()))
-        self._tell(Ready(self.iteration), round=role.round)
+            self._on_event(SnapshotTaken(role.round, iteration, snapshot.by_name()))
+        self._tell(Ready(iteration), round=role.round)
 
     def _apply(self, role: _ReplacerRole) -> StepInfo:
         """New weights, in place."""

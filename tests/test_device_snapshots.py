@@ -1,0 +1,167 @@
+"""Snapshots of models on a GPU: begun by one step, offered when the copy is done, with the values of that step.
+
+The policy's part runs everywhere, over a stand-in for a slow device; the device's own part needs one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from scripts.population import Mixed, Story, fill, flat_state, sgd
+from torch import nn
+
+import asyncdist as ad
+from asyncdist.flat import FlatBuffers, FlatState
+from protocols import AsyncSelectiveAveragingPolicy
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+
+
+class SlowCopy:
+    """Keeps the values of its moment to itself; they appear in the buffers with the n-th test, and not before."""
+
+    cancelled = False
+    source = -1
+    nbytes = 0
+    rings = False
+
+    def __init__(self, state: FlatState, into: FlatBuffers, test_count: int) -> None:
+        self._hidden = state.new_buffers()
+        state.snapshot(self._hidden)
+        self._into = into
+        self._tests_left = test_count
+        for tensor in into.tensors.values():
+            tensor.fill_(99)
+
+    def test(self) -> bool:
+        self._tests_left -= 1
+        if self._tests_left == 0:
+            for dtype, tensor in self._into.tensors.items():
+                tensor.copy_(self._hidden.tensors[dtype])
+        return self._tests_left <= 0
+
+    def cancel(self) -> None:
+        raise AssertionError("a copy cannot be taken back")
+
+
+@pytest.fixture
+def slow_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[SlowCopy]]:
+    def install(test_count: int) -> list[SlowCopy]:
+        copies: list[SlowCopy] = []
+
+        def start_snapshot(state: FlatState, into: FlatBuffers) -> SlowCopy:
+            copies.append(SlowCopy(state, into, test_count))
+            return copies[-1]
+
+        monkeypatch.setattr(FlatState, "start_snapshot", start_snapshot)
+        return copies
+
+    return install
+
+
+async def train(world: ad.World, story: Story, steps: int) -> None:
+    """Weights change in every step, to a number that says whose and when."""
+    model = Mixed(world.rank)
+    policy = AsyncSelectiveAveragingPolicy(
+        model, sgd(model), average_every=2, replacement_ratio=0.25, on_event=story.listener(world.rank)
+    )
+    async with policy:
+        for step in range(steps):
+            fill(model, world.rank + step / 1024)
+            story.before[world.rank] = flat_state(model)
+            await policy.step(float(world.rank))
+
+
+@pytest.mark.parametrize("test_count", [2, 5, 40])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_offered_is_what_the_step_saw(
+    slow_device: Callable[[int], list[SlowCopy]], test_count: int, seed: int
+) -> None:
+    copies = slow_device(test_count)
+    story = Story()
+    report = ad.simulate(train, story, 300, ranks=4, seed=seed, strict=True)
+    report.value()
+    assert story.verify() >= 2, "averages, of values that came late and whole"
+    assert len(copies) >= 6
+    for (_, rank), state in story.snapshots.items():
+        values = set(state["float32"].tolist())
+        assert len(values) == 1, "of one step"
+        assert rank <= min(values) < rank + 1
+
+
+def test_a_round_that_ends_before_the_copy_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``strict`` would name a snapshot in use and a request under way."""
+    copies: list[SlowCopy] = []
+
+    class LateCopy(SlowCopy):
+        """Done when all ranks have left their policies."""
+
+        def test(self) -> bool:
+            return len(left) == 3 and super().test()
+
+    def start_snapshot(state: FlatState, into: FlatBuffers) -> SlowCopy:
+        copies.append(LateCopy(state, into, 1))
+        return copies[-1]
+
+    monkeypatch.setattr(FlatState, "start_snapshot", start_snapshot)
+    story = Story()
+    left: list[int] = []
+
+    async def main(world: ad.World) -> None:
+        await train(world, story, 40)
+        left.append(world.rank)
+
+    ad.run_local(main, ranks=3, strict=True)
+    assert copies
+    assert not story.snapshots
+
+
+def test_a_model_in_host_memory_needs_no_device() -> None:
+    model = nn.Linear(3, 2)
+    state = FlatState(model)
+    buffers = state.new_buffers()
+    assert state.start_snapshot(buffers) is None
+    assert torch.equal(buffers.views[0], model.weight)
+    assert not any(tensor.is_pinned() for tensor in buffers.tensors.values()) or torch.cuda.is_available()
+
+
+@needs_gpu
+def test_a_copy_from_the_gpu_has_the_weights_of_its_moment() -> None:
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).cuda()
+    state = FlatState(model)
+    buffers = state.new_buffers()
+    assert all(tensor.is_pinned() for tensor in buffers.tensors.values())
+    expected = [parameter.detach().cpu().clone() for parameter in model.parameters()]
+    copy = state.start_snapshot(buffers)
+    assert copy is not None
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)  # queued behind the copy, whatever the host does meanwhile
+    torch.cuda.synchronize()
+    assert copy.test()
+    for view, tensor in zip(buffers.views, expected, strict=True):
+        assert torch.equal(view, tensor)
+
+
+@needs_gpu
+def test_averages_between_models_on_the_gpu_are_exact() -> None:
+    story = Story()
+
+    async def main(world: ad.World) -> None:
+        model = nn.Linear(64, 64).cuda()
+        nn.init.constant_(model.weight, float(world.rank))
+        policy = AsyncSelectiveAveragingPolicy(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.0),
+            average_every=2,
+            replacement_ratio=0.25,
+            on_event=story.listener(world.rank),
+        )
+        async with policy:
+            for _ in range(200):
+                await policy.step(float(world.rank))
+
+    ad.run_local(main, ranks=4, strict=True)
+    assert story.verify() >= 1
