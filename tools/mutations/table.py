@@ -174,8 +174,8 @@ MUTANTS: Final = (
         10,
         "a donor's iteration travels as float32",
         "protocols/selective_averaging.py",
-        "        self._tell(Ready(self.iteration), round=role.round)",
-        "        self._tell(Ready(int(torch.tensor(float(self.iteration)))), round=role.round)",
+        "        self._tell(Ready(iteration), round=role.round)",
+        "        self._tell(Ready(int(torch.tensor(float(iteration)))), round=role.round)",
     ),
     Mutant(
         "ratio-zero-replaces",
