@@ -486,7 +486,8 @@ def _loop_of(name: LoopName | None) -> Iterator[asyncio.AbstractEventLoop]:
 def _open_transport(name: str, started: launch.Launch) -> Transport:
     """The transport, with launcher and library known to belong together."""
     if name == "torch":
-        from asyncdist.transports.torch import TorchTransport, is_group_initialised
+        from asyncdist.transports.meeting import is_group_initialised
+        from asyncdist.transports.torch import TorchTransport
 
         return TorchTransport(None if is_group_initialised() else launch.torch_rendezvous(), launch.torch_job())
     from asyncdist.transports.mpi import MpiTransport

@@ -23,8 +23,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "supervision",
     ),
     ("channels", "streams", "transports.gloo"),
-    ("groups", "transports.torch"),
-    ("collectives",),
+    ("groups", "transports.meeting"),
+    ("collectives", "transports.torch"),
     ("world",),
     ("launch",),
     ("runtime", "api"),
@@ -107,7 +107,7 @@ def test_mpi4py_is_imported_in_the_mpi_transport_and_the_launcher_alone() -> Non
 
 def test_torch_distributed_is_imported_in_the_torch_transport_alone() -> None:
     users = {name for name, tree in ASYNCDIST.items() if uses(tree, "torch.distributed")}
-    assert users == {"transports.gloo", "transports.torch"}
+    assert users == {"transports.gloo", "transports.meeting", "transports.torch"}
     assert not any(uses(tree, "torch.distributed") for tree in PROTOCOLS.values())
 
 

@@ -27,6 +27,7 @@ import contextlib
 import itertools
 import os
 import queue
+import re
 import struct
 import sys
 import threading
@@ -76,6 +77,12 @@ _ABORT_S: Final = 0.05
 def _bytes_tensor(buffer: Any) -> torch.Tensor:
     """A tensor over the buffer's own memory."""
     return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def reason(error: RuntimeError) -> str:
+    """What torch says, without the place in its source, its advice and its stack."""
+    text = str(error).partition("\n")[0].partition(". This is typically")[0]
+    return re.sub(r"^\[[^]]*\.(cc|cpp|h):\d+\] ", "", text)
 
 
 class _Transfer:
@@ -319,7 +326,7 @@ class Link:
         try:
             yield
         except RuntimeError as error:
-            why = str(error).splitlines()[0]
+            why = reason(error)
         finally:
             self._ended[name].set()
             self._ended[other].wait(_LINGER_S)
@@ -460,8 +467,7 @@ def make_group(store: Any, name: str, rank: int, size: int, timeout: timedelta) 
     try:
         return dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, timeout)
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
         raise TransportError(
-            f"gloo found no way between the {size} ranks ({reason}); it uses the interface of this host's name, or the "
-            "one in GLOO_SOCKET_IFNAME"
+            f"gloo found no way between the {size} ranks ({reason(error)}); it uses the interface of this host's name, "
+            "or the one in GLOO_SOCKET_IFNAME"
         ) from error

@@ -43,7 +43,7 @@ import pytest
 from asyncdist import launch
 
 ROOT = Path(__file__).resolve().parents[2]
-REPORTS = "ASYNCDIST_TESTREPORTS"
+REPORTS = "ASYNCDIST_TEST_REPORTS"
 
 
 @dataclass(frozen=True, slots=True)
