@@ -5,14 +5,15 @@ C++ and without the GIL, and hand what has come to the loop through an inbox. Th
 Two private groups, apart from the user's: *control* carries frames of at most ``SLOT_NBYTES``, *bulk* everything
 larger, so that a small message does not queue behind a large one.
 
-- **Small messages** travel inside a control frame, into a ring of receives of one size that are always posted.
+- **Small messages** travel inside control frames, into a ring of receives of one size that are always posted. At most
+  ``WINDOW_COUNT`` frames are unacknowledged; what comes meanwhile shares the next one. So a rank that is slow to take
+  frames, as one is whose training holds the GIL, is sent fuller ones, and no queue builds up behind it.
 - **Large ones** are announced by a frame, and sent on bulk at once. gloo moves the bytes when the receiver, having
   found the receive that they belong to, posts its own buffer: nothing is copied, and no message is ever longer than
   its receive, which would end the process. Eight bytes follow, the *trailer*: they are what is waited for, since a wait
   for data that is on its way does not end when the peer dies.
 - **Acknowledgements**, cumulative, in every frame, say which sends are complete: only then does the loop call
-  ``wait()`` on them, which returns at once. No handle is dropped before, which would wedge the pair. A sender keeps at
-  most ``WINDOW_COUNT`` messages unacknowledged; the others queue here.
+  ``wait()`` on them, which returns at once. No handle is dropped before, which would wedge the pair.
 - **Loss**: a peer's death fails the receives that are always posted to it, one on each group. Whichever thread ends
   second tells the loop, so that everything the peer has sent comes first, and nothing writes to a buffer afterwards.
 - **The end**: waiters can be woken only by closing their connections, which a wait that runs into its timeout does; a
@@ -44,21 +45,22 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from asyncdist.errors import RankLostError, TransportError
 from asyncdist.transports.matching import InlineMessage, Matcher, Receive, Send
 
-SLOT_NBYTES: Final = 8192
-#: kind, tag, acknowledged frames, number of the transfer, bytes of the message.
-_HEADER: Final = struct.Struct("<B3xIQQQ")
-INLINE_NBYTES_MAX: Final = SLOT_NBYTES - _HEADER.size
-#: Messages that may be unacknowledged, and receives posted for them and for the frames that have no limit.
-WINDOW_COUNT: Final = 32
+SLOT_NBYTES: Final = 16384
+#: Of a frame: acknowledged frames, and bytes of the frame. Then come entries.
+_FRAME: Final = struct.Struct("<QQ")
+#: Of an entry: kind, tag, number of the transfer, bytes of the message. Then come the bytes, if it has them with it.
+_ENTRY: Final = struct.Struct("<B3xIQQ")
+INLINE_NBYTES_MAX: Final = SLOT_NBYTES - _FRAME.size - _ENTRY.size
+WINDOW_COUNT: Final = 8
+#: Twice the window: some frames have no limit.
 _RING_COUNT: Final = 2 * WINDOW_COUNT
 _ACK_AFTER_COUNT: Final = WINDOW_COUNT // 2
 
 _MESSAGE: Final = 1
 _ANNOUNCE: Final = 2
 _LANDED: Final = 3
-_ACK: Final = 4
-_GOODBYE: Final = 5
-_ABORT: Final = 6
+_GOODBYE: Final = 4
+_ABORT: Final = 5
 
 _CONTROL_TAG: Final = 1
 _WATCH_TAG: Final = 0x7FFFFFFD
@@ -67,6 +69,9 @@ _BULK_TAG_COUNT: Final = 0x40000000
 _TRAILER_NBYTES: Final = 8
 
 _FOREVER: Final = timedelta(days=3650)
+#: How long the training thread may keep the GIL from a thread that has something to hand over. Python's 5 ms add up:
+#: a frame takes the GIL twice, a large message four times at each end.
+_SWITCH_INTERVAL_S: Final = 0.0002
 #: Between the two ends of a dead peer's connections.
 _LINGER_S: Final = 0.1
 _GOODBYE_S: Final = 0.5
@@ -178,7 +183,7 @@ class Link:
         self._acknowledged_count = 0
         self._received_count = 0
         self._reported_count = 0
-        self._queued: deque[tuple[int, int, int, int, bytearray, Send | None]] = deque()
+        self._queued: deque[tuple[bytes, Send | None]] = deque()
         self._transfer_count = 0
         self._uploads: dict[int, _Upload] = {}
         self._downloads: dict[int, _Download] = {}
@@ -198,41 +203,51 @@ class Link:
         if send.error is not None:
             return send
         if view.nbytes <= INLINE_NBYTES_MAX:
-            frame = bytearray(_HEADER.size + view.nbytes)
-            frame[_HEADER.size :] = view
-            self._queue(_MESSAGE, tag, 0, view.nbytes, frame, send)
+            self._queue(_ENTRY.pack(_MESSAGE, tag, 0, view.nbytes) + view, send)
             return send
         self._transfer_count += 1
         number = self._transfer_count
         upload = self._uploads[number] = _Upload(number, view, send)
-        self._queue(_ANNOUNCE, tag, number, view.nbytes, bytearray(_HEADER.size), None)
+        self._queue(_ENTRY.pack(_ANNOUNCE, tag, number, view.nbytes))
         self._start("post", self._run_post)
         self._to_post.put(upload)
         return send
 
-    def _queue(self, kind: int, tag: int, number: int, nbytes: int, frame: bytearray, send: Send | None) -> None:
-        self._queued.append((kind, tag, number, nbytes, frame, send))
+    def _queue(self, entry: bytes, send: Send | None = None) -> None:
+        self._queued.append((entry, send))
         self._post_queued()
 
     def _post_queued(self) -> None:
-        while self._queued and len(self._unacknowledged) < WINDOW_COUNT:
-            kind, tag, number, nbytes, frame, send = self._queued[0]
-            if not self._post(kind, tag, number, nbytes, frame):
+        """Fill frames while the window has room."""
+        queued = self._queued
+        while queued and len(self._unacknowledged) < WINDOW_COUNT:
+            frame = bytearray(_FRAME.size)
+            count = 0
+            for entry, _ in queued:
+                if len(frame) + len(entry) > SLOT_NBYTES:
+                    break
+                frame += entry
+                count += 1
+            if not self._post(frame):
                 return
-            self._queued.popleft()
-            if send is not None:
-                send.done = True
+            for _ in range(count):
+                _, send = queued.popleft()
+                if send is not None:
+                    send.done = True
 
-    def _post(self, kind: int, tag: int = 0, number: int = 0, nbytes: int = 0, frame: bytearray | None = None) -> bool:
+    def _post(self, frame: bytearray) -> bool:
         """Give a frame to gloo; False where the connection is closed, which the threads are about to report."""
-        frame = frame or bytearray(_HEADER.size)
-        _HEADER.pack_into(frame, 0, kind, tag, self._received_count, number, nbytes)
+        _FRAME.pack_into(frame, 0, self._received_count, len(frame))
         try:
             self._unacknowledged.append(self._control.send([_bytes_tensor(frame)], self.peer, _CONTROL_TAG))
         except RuntimeError:
             return False
         self._reported_count = self._received_count
         return True
+
+    def _post_alone(self, entry: bytes = b"") -> None:
+        """A frame that waits for no room."""
+        self._post(bytearray(_FRAME.size) + entry)
 
     # -- receiving --------------------------------------------------------------------------------------------------
 
@@ -243,27 +258,35 @@ class Link:
         self._start("land", self._run_land)
         self._to_post.put(download)
 
-    def _on_frame(self, frame: bytes) -> None:
-        kind, tag, acknowledged_count, number, nbytes = _HEADER.unpack_from(frame)
+    def _on_frame(self, frame: memoryview) -> None:
+        acknowledged_count, _ = _FRAME.unpack_from(frame)
         self._received_count += 1
         while self._acknowledged_count < acknowledged_count:
             self._acknowledged_count += 1
             with contextlib.suppress(RuntimeError):  # the peer has it, and has died since
                 self._unacknowledged.popleft().wait(_FOREVER)
-        if kind == _MESSAGE:
-            self._matcher.deliver(InlineMessage(self.peer, tag, memoryview(frame)[_HEADER.size :]))
-        elif kind == _ANNOUNCE:
-            self._matcher.deliver(_Announced(self, tag, number, nbytes))
-        elif kind == _LANDED:
-            upload = self._uploads.pop(number)
-            with contextlib.suppress(RuntimeError):
-                upload.wait()
-            upload.send.done = True
-        elif kind == _GOODBYE:
-            self.said_goodbye = True
+        position = _FRAME.size
+        while position < len(frame):
+            kind, tag, number, nbytes = _ENTRY.unpack_from(frame, position)
+            position += _ENTRY.size
+            if kind == _MESSAGE:
+                self._matcher.deliver(InlineMessage(self.peer, tag, frame[position : position + nbytes]))
+                position += nbytes
+            elif kind == _ANNOUNCE:
+                self._matcher.deliver(_Announced(self, tag, number, nbytes))
+            elif kind == _LANDED:
+                self._on_taken(self._uploads.pop(number))
+            elif kind == _GOODBYE:
+                self.said_goodbye = True
         self._post_queued()
         if self._received_count - self._reported_count >= _ACK_AFTER_COUNT:
-            self._post(_ACK)
+            self._post_alone()
+
+    def _on_taken(self, upload: _Upload) -> None:
+        """The peer has all of it."""
+        with contextlib.suppress(RuntimeError):
+            upload.wait()
+        upload.send.done = True
 
     def _on_landed(self, download: _Download) -> None:
         if self.error is not None:
@@ -271,17 +294,17 @@ class Link:
         del self._downloads[download.number]
         if download.receive is not None:
             download.receive.complete()
-        self._post(_LANDED, number=download.number)
+        self._queue(_ENTRY.pack(_LANDED, 0, download.number, 0))
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def say_goodbye(self) -> None:
         """Tell the peer that the connections will be closed."""
-        self._post(_GOODBYE)
+        self._post_alone(_ENTRY.pack(_GOODBYE, 0, 0, 0))
 
     def abort(self, exit_code: int) -> None:
         """End the peer's process."""
-        self._post(_ABORT, tag=exit_code)
+        self._post_alone(_ENTRY.pack(_ABORT, exit_code, 0, 0))
 
     def _on_ended(self, why: str) -> None:
         """The peer is gone: fail what involves it.
@@ -292,7 +315,7 @@ class Link:
             return
         how = "it has closed its connections" if self.said_goodbye else f"its connection was closed ({why})"
         self.error = RankLostError(f"rank {self.peer} is gone: {how}", rank=self.peer)
-        for *_, send in self._queued:
+        for _, send in self._queued:
             if send is not None:
                 send.error = self.error
         self._queued.clear()
@@ -341,10 +364,12 @@ class Link:
             for slot in itertools.cycle(range(_RING_COUNT)):
                 works[slot].wait(_FOREVER)
                 buffer = buffers[slot]
-                kind, tag, _, _, nbytes = _HEADER.unpack_from(buffer)
-                frame = bytes(memoryview(buffer)[: _HEADER.size + (nbytes if kind == _MESSAGE else 0)])
-                if kind == _ABORT:
-                    _end_process(self.peer, tag)
+                _, nbytes = _FRAME.unpack_from(buffer)
+                frame = memoryview(bytes(memoryview(buffer)[:nbytes]))
+                if nbytes == _FRAME.size + _ENTRY.size:
+                    kind, exit_code, _, _ = _ENTRY.unpack_from(frame, _FRAME.size)
+                    if kind == _ABORT:
+                        _end_process(self.peer, exit_code)
                 self._inbox.put(self._on_frame, frame)
                 works[slot] = self._control.recv(tensors[slot], self.peer, _CONTROL_TAG)
 
@@ -398,7 +423,9 @@ class Mesh:
         self.lost: frozenset[int] = frozenset()
         self.links: dict[int, Link] = {}
         self._groups: list[Any] = []
+        self._switch_interval_s = sys.getswitchinterval()
         if size > 1:
+            sys.setswitchinterval(min(self._switch_interval_s, _SWITCH_INTERVAL_S))
             control, bulk = make_group("control"), make_group("bulk")
             self._groups = [control, bulk]
             peers = (peer for peer in range(size) if peer != rank)
@@ -440,6 +467,7 @@ class Mesh:
         for group in self._groups:
             _close_connections(group)
         deadline = time.monotonic() + _JOIN_S
+        sys.setswitchinterval(self._switch_interval_s)
         alive = [name for link in self.links.values() for name in link.join(deadline)]
         if alive:
             raise TransportError(f"threads that wait for gloo did not end: {', '.join(alive)}")
