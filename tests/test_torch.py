@@ -375,6 +375,20 @@ def test_the_inbox_rings_once_for_all_that_came_and_again_after_a_look() -> None
     assert (len(rung), seen) == (2, [1, 2])
 
 
+def test_a_look_between_a_call_and_its_bell_does_not_silence_the_next_one() -> None:
+    """It did: a rank slept for ever with a message in its inbox."""
+    inbox, rung, seen = Inbox(), list[None](), list[int]()
+
+    def look_then_ring() -> None:
+        inbox.empty()
+        rung.append(None)
+
+    inbox.set_bell(look_then_ring)
+    for number in range(3):
+        inbox.put(seen.append, number)
+    assert (len(rung), seen) == (3, [0, 1, 2])
+
+
 def test_what_gloo_says_is_cut_to_the_fact() -> None:
     text = "[/gloo/pair.cc:7] Read error [127.0.0.1]:51409: Connection reset by peer. This is typically caused by\nx"
     assert reason(RuntimeError(text)) == "Read error [127.0.0.1]:51409: Connection reset by peer"

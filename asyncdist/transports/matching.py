@@ -10,6 +10,7 @@ whenever it tests a request.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, Protocol
@@ -24,8 +25,9 @@ EAGER_NBYTES: Final = 65536
 class Inbox:
     """Calls that threads want made on the loop, in order.
 
-    The bell is rung once for all that have come since the loop looked last. No wake-up is missed: the loop takes the
-    mark away before it takes the calls, so what comes after its last look rings again.
+    The bell is rung when something comes and nothing lay here; what comes later is found by the same look. So no
+    wake-up is missed: a look ends only when nothing is left. (A mark that says whether the bell has been rung is not
+    enough. A look may come between the call and the mark, which then stays for ever.)
 
     Attributes:
         calls: what waits; whoever tests a request looks here first.
@@ -34,28 +36,28 @@ class Inbox:
     def __init__(self) -> None:
         self.calls: deque[tuple[Callable[[Any], None], Any]] = deque()
         self._ring: Callable[[], None] = lambda: None
-        self._is_rung = False
+        self._putting = threading.Lock()
 
     def set_bell(self, ring: Callable[[], None]) -> None:
         """``ring`` is called from any thread when something has come; at once if something is here."""
         self._ring = ring
         if self.calls:
-            self.ring()
+            ring()
 
     def put(self, call: Callable[[Any], None], argument: Any) -> None:
         """Have ``call(argument)`` made on the loop. From any thread."""
-        self.calls.append((call, argument))
-        if not self._is_rung:
-            self.ring()
+        with self._putting:
+            self.calls.append((call, argument))
+            is_first = len(self.calls) == 1
+        if is_first:
+            self._ring()
 
     def ring(self) -> None:
-        """Make the loop look, also at what has completed without a call."""
-        self._is_rung = True
+        """Make the loop look at what has completed without a call."""
         self._ring()
 
     def empty(self) -> None:
         """Make the calls. On the loop alone."""
-        self._is_rung = False
         calls = self.calls
         while calls:
             call, argument = calls.popleft()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Final
@@ -16,6 +17,7 @@ from typing import Final
 import torch
 from torch import distributed as dist
 
+from asyncdist.errors import TransportError
 from asyncdist.transports import gloo
 from asyncdist.transports.base import (
     ANY_SOURCE,
@@ -29,6 +31,8 @@ from asyncdist.transports.base import (
 )
 from asyncdist.transports.matching import Inbox, Matcher, OwnMessage, Receive, Send
 from asyncdist.transports.meeting import Rendezvous, meet
+
+logger = logging.getLogger("asyncdist.transports.torch")
 
 #: How long the ranks wait for each other at the start.
 START_TIMEOUT_S = 300.0
@@ -57,7 +61,12 @@ class TorchTransport(Transport):
         timeout_s = START_TIMEOUT_S if start_timeout_s is None else start_timeout_s
         store = meet(rendezvous, job, self.rank, self.size, timeout_s) if self.size > 1 else None
         self.capabilities = Capabilities(
-            native_collectives=False, survives_rank_loss=True, wakes=True, tag_max=2**31 - 1, rings_from_threads=True
+            native_collectives=False,
+            survives_rank_loss=True,
+            wakes=True,
+            tag_max=2**31 - 1,
+            misses_wakes=False,
+            rings_from_threads=True,
         )
         self._inbox = Inbox()
         self._matcher = Matcher(self._inbox)
@@ -100,7 +109,10 @@ class TorchTransport(Transport):
             self._mesh.close()
 
     def close_failed(self) -> None:
-        self.close()
+        try:
+            self.close()
+        except TransportError as error:  # there is a failure already, and it is the one to be told
+            logger.warning("%s", error)
 
     def set_doorbell(self, ring: Callable[[], None]) -> None:
         self._inbox.set_bell(ring)
