@@ -106,6 +106,52 @@ def _detect_torch(environ: Mapping[str, str], source: str) -> Launch:
     return dataclasses.replace(launch, transport="torch", source=source)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class TorchRendezvous:
+    """Where the ranks of a torch.distributed job meet.
+
+    Attributes:
+        rank: This process's rank.
+        size: The number of ranks.
+        address: Of the host with the store.
+        port: Of the store.
+        is_store_served: Whether torchrun's agent serves it; else rank 0 does.
+    """
+
+    rank: int
+    size: int
+    address: str
+    port: int
+    is_store_served: bool
+
+
+def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous:
+    """Read what torchrun sets, or whoever takes its place.
+
+    Raises:
+        ValueError: Variables are missing, are no numbers or contradict each other; names all of them.
+    """
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if not environ.get(name)]
+    if missing:
+        raise ValueError(
+            f"the torch transport needs {', '.join(names)}, which torchrun sets; unset: {', '.join(missing)}. It also "
+            "works beside a process group made by torch.distributed.init_process_group"
+        )
+    launch = _detect_torch(environ, "WORLD_SIZE")
+    port = _number(environ, "MASTER_PORT")
+    if not 0 < port < 1 << 16:
+        raise ValueError(f"MASTER_PORT={port} is not a port; allowed are 1 to 65535")
+    assert launch.expected_size is not None
+    is_served = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # as torch.distributed compares it
+    return TorchRendezvous(launch.rank, launch.expected_size, environ["MASTER_ADDR"], port, is_served)
+
+
+def torch_job(environ: Mapping[str, str] = os.environ) -> str:
+    """The name of a torch.distributed job: workers that torchrun has started again are another one."""
+    return f"{environ.get('TORCHELASTIC_RUN_ID', 'job')}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
 def _detect_slurm(environ: Mapping[str, str]) -> Launch | None:
     """A step of several tasks started by srun; a shell of sbatch or salloc, or one task, is one plain process."""
     if not (environ.get("SLURM_STEP_NUM_TASKS") and environ.get("SLURM_PROCID")):

@@ -17,6 +17,7 @@ The engine knows no frame, channel or protocol.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import os
 import time
@@ -126,7 +127,7 @@ class Engine:
         self._misses_wakes = transport.capabilities.misses_wakes
         self._context = contextvars.copy_context()
         self._rung = False
-        transport.set_doorbell(self.ring)
+        transport.set_doorbell(self._ring_from_a_thread if transport.capabilities.rings_from_threads else self.ring)
 
     # -- passes -----------------------------------------------------------------------------------------------------
 
@@ -403,6 +404,10 @@ class Engine:
             self._rung = True
             self._passed_since_tick = False
         self.wake()
+
+    def _ring_from_a_thread(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self.loop.call_soon_threadsafe(self.ring)
 
     def wake(self) -> None:
         """Be hot: something is waited for, or has arrived."""

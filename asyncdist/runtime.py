@@ -28,7 +28,7 @@ import torch
 from asyncdist import launch, tags, wire
 from asyncdist._version import __version__
 from asyncdist.collectives import Collectives
-from asyncdist.errors import DisagreementError, LocalProtocolError, RankLostError, TransportError
+from asyncdist.errors import DisagreementError, LocalProtocolError, RankLostError
 from asyncdist.groups import Group
 from asyncdist.progress import Engine
 from asyncdist.supervision import (
@@ -46,7 +46,7 @@ from asyncdist.world import Failed, Farewell, Leave, World, _current_world
 logger = logging.getLogger("asyncdist.runtime")
 
 T = TypeVar("T")
-TransportName: TypeAlias = Literal["auto", "local", "mpi"]
+TransportName: TypeAlias = Literal["auto", "local", "mpi", "torch"]
 LoopName: TypeAlias = Literal["uvloop", "asyncio"]
 
 #: How long a failure waits for the peers to stop by themselves.
@@ -79,7 +79,8 @@ def run(
 
     Args:
         main: a coroutine function; its first argument is the :class:`World`.
-        transport: ``"mpi"``, ``"local"``, or ``"auto"``: MPI under an MPI launcher, else local.
+        transport: ``"mpi"``, ``"torch"``, ``"local"``, or ``"auto"``: MPI under an MPI launcher, torch under torchrun
+            or where RANK, WORLD_SIZE and MASTER_ADDR say so, else local.
         ranks: with ``"local"``, how many ranks to host on one loop of this process; rank 0's value is returned.
         loop: ``"uvloop"`` (the default where it is installed) or ``"asyncio"``.
         grace_s: seconds that the peers of a failed rank get to stop by themselves before they are aborted.
@@ -313,7 +314,7 @@ async def _fail(world: World, transport: Transport, error: BaseException, grace_
     """The other end: say so, wait for the peers to stop, abort those that do not."""
     loop = asyncio.get_running_loop()
     from_peer = isinstance(error, RankLostError) and error is world.engine.failure
-    in_process = transport.capabilities.wakes  # ranks of one process: run_local raises for all of them
+    in_process = transport.capabilities.shares_process  # run_local raises for all of them
     if not in_process:
         _print_failure(world.rank, error, from_peer)
     if world.engine.failure is None:
@@ -346,6 +347,7 @@ async def _fail(world: World, transport: Transport, error: BaseException, grace_
         transport.abort(1)
         exit_immediately(1)
     world.close_lanes()
+    transport.close_failed()
 
 
 def _fail_alone(transport: Transport, error: BaseException) -> None:
@@ -353,7 +355,7 @@ def _fail_alone(transport: Transport, error: BaseException) -> None:
 
     All of them see a disagreement, so that ends by itself.
     """
-    if transport.size > 1 and not transport.capabilities.wakes and not isinstance(error, DisagreementError):
+    if transport.size > 1 and not transport.capabilities.shares_process and not isinstance(error, DisagreementError):
         _print_failure(transport.rank, error, from_peer=False)
         transport.abort(1)
         exit_immediately(1)
@@ -484,10 +486,10 @@ def _loop_of(name: LoopName | None) -> Iterator[asyncio.AbstractEventLoop]:
 def _open_transport(name: str, started: launch.Launch) -> Transport:
     """The transport, with launcher and library known to belong together."""
     if name == "torch":
-        raise TransportError(
-            f"{started.source} says that torchrun started this process; the torch transport is not here yet: start "
-            "the script with mpirun -n N python script.py, or asyncdist run -n N script.py"
-        )
+        from asyncdist.transports.meeting import is_group_initialised
+        from asyncdist.transports.torch import TorchTransport
+
+        return TorchTransport(None if is_group_initialised() else launch.torch_rendezvous(), launch.torch_job())
     from asyncdist.transports.mpi import MpiTransport
 
     transport = MpiTransport(functools.partial(launch.check_library, started))
@@ -509,8 +511,8 @@ def _limit_threads() -> None:
 def _check_options(main: Any, transport: str, ranks: int | None, loop: str | None, grace_s: float) -> None:
     if not inspect.iscoroutinefunction(main):
         raise TypeError(f"main must be a coroutine function (async def), not {main!r}")
-    if transport not in ("auto", "local", "mpi"):
-        raise ValueError(f"transport is {transport!r}; allowed are 'auto', 'local', 'mpi'")
+    if transport not in ("auto", "local", "mpi", "torch"):
+        raise ValueError(f"transport is {transport!r}; allowed are 'auto', 'local', 'mpi', 'torch'")
     if ranks is not None and (type(ranks) is not int or ranks < 1):
         raise ValueError(f"ranks is {ranks!r}; at least 1 is needed")
     if ranks is not None and transport != "local":

@@ -521,7 +521,7 @@ async def nothing(world: ad.World) -> None:
     ("main", "options", "words"),
     [
         (print, {}, "main must be a coroutine function"),
-        (nothing, {"transport": "tcp"}, "transport is 'tcp'; allowed are 'auto', 'local', 'mpi'"),
+        (nothing, {"transport": "tcp"}, "transport is 'tcp'; allowed are 'auto', 'local', 'mpi', 'torch'"),
         (nothing, {"transport": "local", "ranks": 0}, "ranks is 0; at least 1 is needed"),
         (nothing, {"ranks": 3}, "ranks=3 needs transport='local'"),
         (nothing, {"loop": "trio"}, "loop is 'trio'; allowed are 'uvloop', 'asyncio'"),

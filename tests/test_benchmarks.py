@@ -43,22 +43,26 @@ def numbers(value: Any) -> Iterator[float]:
     if isinstance(value, dict):
         for item in value.values():
             yield from numbers(item)
-    else:
+    elif value not in ("mpi", "torch"):  # the transport
         assert isinstance(value, (int, float)), f"{value!r} is no figure"
         yield value
 
 
-def test_latency(scratch: Path) -> None:
-    results = bench("latency", scratch)
+@pytest.mark.parametrize("transport", ["mpi", "torch"])
+def test_latency(scratch: Path, transport: str) -> None:
+    results = bench("latency", scratch, "--transport", transport)
+    assert results.pop("transport") == transport
     assert results["ours_us"] > 0 and results["raw_us"] > 0
     assert results["ratio"] == pytest.approx(results["ours_us"] / results["raw_us"])
     assert 32 < results["frame_nbytes"] < 100
 
 
-def test_bandwidth(scratch: Path) -> None:
-    results = bench("bandwidth", scratch)
-    assert list(results) == ["1 MiB", "4 MiB"]
-    for figures in results.values():
+@pytest.mark.parametrize("transport", ["mpi", "torch"])
+def test_bandwidth(scratch: Path, transport: str) -> None:
+    results = bench("bandwidth", scratch, "--transport", transport)
+    assert results.pop("transport") == transport
+    assert list(results["sizes"]) == ["1 MiB", "4 MiB"]
+    for figures in results["sizes"].values():
         assert figures["ratio"] == pytest.approx(figures["ours_gb_s"] / figures["raw_gb_s"])
 
 
@@ -89,8 +93,10 @@ def test_straggler(scratch: Path) -> None:
     assert results["slow_reports"] >= 1
 
 
-def test_idle(scratch: Path) -> None:
-    results = bench("idle", scratch)
+@pytest.mark.parametrize("transport", ["mpi", "torch"])
+def test_idle(scratch: Path, transport: str) -> None:
+    results = bench("idle", scratch, "--transport", transport)
+    assert results.pop("transport") == transport
     assert results.keys() == {"cpu_percent", "wake_us_median", "raw_cpu_percent", "raw_wake_us_median"}
     assert 0 < results["cpu_percent"] <= 100
     assert results["wake_us_median"] > 0

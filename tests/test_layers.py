@@ -17,14 +17,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "wire",
         "progress",
         "transports.local",
+        "transports.matching",
         "transports.mpi",
         "transports.planes",
         "transports.__init__",
         "supervision",
     ),
-    ("channels", "streams"),
-    ("groups",),
-    ("collectives",),
+    ("channels", "streams", "transports.gloo"),
+    ("groups", "transports.meeting"),
+    ("collectives", "transports.torch"),
     ("world",),
     ("launch",),
     ("runtime", "api"),
@@ -105,16 +106,18 @@ def test_mpi4py_is_imported_in_the_mpi_transport_and_the_launcher_alone() -> Non
     assert not any(uses(tree, "mpi4py") for tree in PROTOCOLS.values())
 
 
-@pytest.mark.parametrize("package", ["asyncdist", "protocols"])
-def test_torch_distributed_is_imported_nowhere_yet(package: str) -> None:
-    assert not [name for name, tree in modules(package).items() if uses(tree, "torch.distributed")]
+def test_torch_distributed_is_imported_in_the_torch_transport_alone() -> None:
+    users = {name for name, tree in ASYNCDIST.items() if uses(tree, "torch.distributed")}
+    assert users == {"transports.gloo", "transports.meeting", "transports.torch"}
+    assert not any(uses(tree, "torch.distributed") for tree in PROTOCOLS.values())
 
 
 def test_a_concrete_transport_is_known_to_the_runtime_alone() -> None:
     users = {
         name
         for name, tree in ASYNCDIST.items()
-        if own_imports(tree) & {"transports.local", "transports.mpi"} and not name.startswith("transports.")
+        if own_imports(tree) & {"transports.local", "transports.mpi", "transports.torch"}
+        and not name.startswith("transports.")
     }
     assert users == {"runtime"}
 

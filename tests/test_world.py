@@ -17,8 +17,8 @@ from support.local import yields
 from support.mpi import run_source
 
 import asyncdist as ad
-from asyncdist import launch, runtime
-from asyncdist.errors import BusyError, ClosedError, LocalProtocolError, RankLostError, TransportError
+from asyncdist import runtime
+from asyncdist.errors import BusyError, ClosedError, LocalProtocolError, RankLostError
 
 NO_UVLOOP = importlib.util.find_spec("uvloop") is None
 LOOPS = ["asyncio", pytest.param("uvloop", marks=pytest.mark.skipif(NO_UVLOOP, reason="uvloop is not installed"))]
@@ -86,11 +86,12 @@ async def test_run_inside_a_loop_names_the_other_way() -> None:
         ad.run_local(nothing, ranks=2)
 
 
-def test_torchrun_is_told_that_its_transport_is_not_here_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = launch.Launch("torch", 2, 0, "TORCHELASTIC_RUN_ID")
-    monkeypatch.setattr(launch, "detect", lambda: started)
-    with pytest.raises(TransportError, match=r"TORCHELASTIC_RUN_ID.*mpirun"):
-        ad.run(nothing)
+def test_the_torch_transport_names_the_variables_that_it_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match="unset: WORLD_SIZE, MASTER_ADDR, MASTER_PORT"):
+        ad.run(nothing, transport="torch")
 
 
 # ------------------------------------------------------------------------------------------------------- current_world

@@ -475,7 +475,12 @@ class SimTransport(Transport):
         self.job_nonce = medium.job_nonce
         self.size = medium.size
         self.capabilities = Capabilities(
-            native_collectives=False, survives_rank_loss=True, wakes=True, misses_wakes=False, tag_max=TAG_MAX
+            native_collectives=False,
+            survives_rank_loss=True,
+            wakes=True,
+            misses_wakes=False,
+            tag_max=TAG_MAX,
+            shares_process=True,
         )
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:

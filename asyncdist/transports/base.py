@@ -82,6 +82,8 @@ class Capabilities:
         wakes: whether the transport rings the doorbell when a message arrives, so that nothing need poll by the clock.
         tag_max: the largest tag it takes.
         misses_wakes: whether the doorbell may fail to ring, so that a slow look is needed all the same.
+        rings_from_threads: whether the doorbell may be rung by a thread that does not run the event loop.
+        shares_process: whether all ranks are of this process, so that whoever hosts them ends them together.
     """
 
     native_collectives: bool
@@ -89,6 +91,8 @@ class Capabilities:
     wakes: bool
     tag_max: int
     misses_wakes: bool = True
+    rings_from_threads: bool = False
+    shares_process: bool = False
 
 
 class GroupHandle(Protocol):
@@ -163,6 +167,9 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Release the backend. Every request has completed."""
+
+    def close_failed(self) -> None:  # noqa: B027 a backend that can release nothing alone does nothing
+        """Release, after a failure, what needs neither the peers nor completed requests."""
 
     def set_doorbell(self, ring: Callable[[], None]) -> None:
         """``ring`` is called whenever a message has arrived (transports whose ``capabilities.wakes``)."""

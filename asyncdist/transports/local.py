@@ -197,7 +197,9 @@ class LocalTransport(Transport):
         self._hub = hub
         self.rank = rank
         self.size = hub.size
-        self.capabilities = Capabilities(native_collectives=False, survives_rank_loss=True, wakes=True, tag_max=32767)
+        self.capabilities = Capabilities(
+            native_collectives=False, survives_rank_loss=True, wakes=True, tag_max=32767, shares_process=True
+        )
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         return self._hub.send(buffer, self.rank, dest, tag)

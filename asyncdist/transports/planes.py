@@ -59,6 +59,8 @@ class TwoPlaneTransport(Transport):
             wakes=ours.wakes and theirs.wakes,
             tag_max=ours.tag_max,
             misses_wakes=ours.misses_wakes or theirs.misses_wakes,
+            rings_from_threads=ours.rings_from_threads or theirs.rings_from_threads,
+            shares_process=ours.shares_process and theirs.shares_process,
         )
         self._reported: set[int] = set()
 
@@ -93,6 +95,10 @@ class TwoPlaneTransport(Transport):
     def close(self) -> None:
         self._bulk.close()
         self._control.close()
+
+    def close_failed(self) -> None:
+        self._bulk.close_failed()
+        self._control.close_failed()
 
     def set_doorbell(self, ring: Callable[[], None]) -> None:
         self._control.set_doorbell(ring)

@@ -1,4 +1,4 @@
-"""Every case: local, on two planes of it, simulated with several seeds, and, for real, under mpirun."""
+"""Every case: local, on two planes of it, simulated with several seeds, and between processes, MPI and torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from support import torchrun
 from support.mpi import Result, require_mpi, run_ranks
 
 import asyncdist as ad
@@ -86,7 +87,26 @@ def job(request: pytest.FixtureRequest) -> tuple[int, Result]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_mpi(job: tuple[int, Result], name: str) -> None:
-    ranks, result = job
+    check(name, *job)
+
+
+@pytest.fixture(scope="session", params=[2, 3, 4], ids=lambda ranks: f"{ranks}ranks")
+def torch_job(request: pytest.FixtureRequest) -> tuple[int, torchrun.Result]:
+    """The same for torch.distributed."""
+    return request.param, torchrun.run_ranks(request.param, PROGRAM, timeout_s=110)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torch(torch_job: tuple[int, torchrun.Result], name: str) -> None:
+    check(name, *torch_job)
+
+
+def test_torch_ends_cleanly(torch_job: tuple[int, torchrun.Result]) -> None:
+    _, result = torch_job
+    assert result.check().stderr == ""
+
+
+def check(name: str, ranks: int, result: Result | torchrun.Result) -> None:
     outcomes = [result.reports.get(rank, {}).get(name, "not reached") for rank in range(ranks)]
     if set(outcomes) == {"not reached"}:
         pytest.fail("an earlier case ended the job", pytrace=False)

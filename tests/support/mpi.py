@@ -43,7 +43,7 @@ import pytest
 from asyncdist import launch
 
 ROOT = Path(__file__).resolve().parents[2]
-_REPORTS = "ASYNCDIST_TEST_REPORTS"
+REPORTS = "ASYNCDIST_TEST_REPORTS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def run_ranks(
         paths = Path(folder, "stdout"), Path(folder, "stderr")
         reports = Path(folder, "reports")
         reports.mkdir()
-        environ = {**_base_environment(), _REPORTS: str(reports), **(env or {})}
+        environ = {**base_environment(), REPORTS: str(reports), **(env or {})}
         command = [sys.executable, "-m", "asyncdist", "run", "-n", str(ranks), str(script), *map(str, args)]
         began_at = time.monotonic()
         with paths[0].open("wb") as out, paths[1].open("wb") as err:
@@ -125,7 +125,7 @@ def run_source(ranks: int, source: str, *args: object, **options: Any) -> Result
 
 def report(rank: int, value: Any) -> None:
     """In a rank: hand ``value`` (JSON) to the test; the last one counts."""
-    folder = Path(os.environ[_REPORTS])
+    folder = Path(os.environ[REPORTS])
     partial = folder / f"{rank}.partial"
     partial.write_text(json.dumps(value))
     partial.rename(folder / f"{rank}.json")
@@ -152,9 +152,11 @@ def _why_no_mpi() -> str:
     return ""
 
 
-def _base_environment() -> dict[str, str]:
+def base_environment() -> dict[str, str]:
+    """This process's environment for a job of its own, in which this package can be imported."""
     # A test may itself run under a launcher; its variables are not for the job.
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_COMM_WORLD", "PMIX_", "PMI_"))}
+    foreign = ("OMPI_COMM_WORLD", "PMIX_", "PMI_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "MASTER_")
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
     paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [inherited.get("PYTHONPATH")])]
     return {**inherited, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 

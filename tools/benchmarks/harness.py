@@ -102,22 +102,6 @@ def compute(seconds: float) -> None:
     time.sleep(seconds)
 
 
-async def align(comm: Any) -> None:
-    """Return on all ranks at nearly the same time, with nothing of asyncdist under way.
-
-    A barrier of asyncdist alone leaves up to a millisecond between its ends: that is how often an idle rank looks.
-    """
-    await ad.barrier()
-    spin(comm.Ibarrier())
-
-
-def spin(request: Any) -> None:
-    """The rivals' way to wait: test until done."""
-    test = request.Test
-    while not test():
-        pass
-
-
 def state_nbytes(model: nn.Module) -> int:
     """Bytes of the model's state."""
     return sum(tensor.nbytes for tensor in model.state_dict().values())

@@ -8,7 +8,7 @@ first round warms its buffers up and is left out.
   coordinator sends it in the moment of the decision, so the true figure is longer by one small message (microseconds).
   As a check from outside, ``period_s`` is the time from one application to the next on the wall clock: it holds
   everything, the reports, the decision and the end of the round included.
-- Ideal, before each block, in the same processes: a raw Isend and Irecv of the same bytes (half a ping-pong), a
+- Ideal, before each block, in the same processes: a raw message of the same bytes (half a ping-pong of the rival), a
   snapshot (one copy of the parameters into a flat tensor), one add of a flat tensor, one copy back into the parameters;
   the sum of these. One rank at a time, the other one polls a barrier. No checks, no decision, no message.
 
@@ -28,14 +28,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from harness import MIB, Results, Row, align, collect, main, model_of, optimizer_of, spin, state_nbytes
+from harness import MIB, Results, Row, collect, main, model_of, optimizer_of, state_nbytes
+from rivals import Rival, rival_of
 
 import asyncdist as ad
 from protocols import AsyncSelectiveAveragingPolicy, StepInfo
 
 RANKS: Final = (2, 4)
 TARGET_RATIO: Final = 1.6
-_RAW_TAG: Final = 99
 _AVERAGE_EVERY: Final = 20
 _LAYER_COUNT: Final = 16
 
@@ -71,7 +71,7 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
 
 async def _measure_time(world: ad.World, settings: Settings) -> Results | None:
     model = model_of(settings.model_mib * MIB // 4, _LAYER_COUNT)
-    ideal = Ideal(model)
+    ideal = Ideal(model, rival_of(world))
     channel = world.channel(Stop, tag=100)
     rounds_s: list[float] = []
     periods_s: list[float] = []
@@ -138,7 +138,9 @@ class Ideal:
         parts_s: the durations of each part on this rank, one per call of ``measure``.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, rival: Rival) -> None:
+        self._rival = rival
+        self._is_first = ad.current_world().rank == 0  # the one that sees a whole round trip
         self.parts_s: dict[str, list[float]] = {"transfer": [], "snapshot": [], "add": [], "apply": []}
         self._parameters = list(model.parameters())
         count = sum(parameter.numel() for parameter in self._parameters)
@@ -152,12 +154,10 @@ class Ideal:
 
     async def measure(self, world: ad.World) -> None:
         """Measure each part once; the first time twice, of which one counts. Collective."""
-        from mpi4py import MPI
-
         for _ in range(1 if self._is_warm else 2):
             parts = {name: values[:] for name, values in self.parts_s.items()} if not self._is_warm else None
-            await align(MPI.COMM_WORLD)
-            self._transfer(MPI.COMM_WORLD)
+            await self._rival.align()
+            self._transfer()
             for rank in range(world.size):
                 await ad.barrier()
                 if world.rank == rank:
@@ -167,17 +167,11 @@ class Ideal:
                 self._is_warm = True
         await ad.barrier()
 
-    def _transfer(self, comm: Any) -> None:
-        peer = 1 - comm.rank
+    def _transfer(self) -> None:
         began_at = time.perf_counter()
-        arriving = comm.Irecv(self._received.numpy(), peer, _RAW_TAG)
-        if comm.rank == 0:
-            spin(comm.Isend(self._snapshot.numpy(), peer, _RAW_TAG))
-            spin(arriving)
+        self._rival.round_trip(self._snapshot, self._received)
+        if self._is_first:
             self.parts_s["transfer"].append((time.perf_counter() - began_at) / 2)
-        else:
-            spin(arriving)
-            spin(comm.Isend(self._snapshot.numpy(), peer, _RAW_TAG))
 
     def _copies(self) -> None:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The policies between real processes: 2, 3 and 4 ranks under mpirun, one job each for many stories.
+"""The policies between real processes: 2, 3 and 4 ranks under mpirun and on torch, one job each for many stories.
 
 ``scripts/policies.py`` has the stories and says what they are; its job ends in failure if anything is left over.
 """
@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 from scripts.population import Mixed, Story, flat_state
-from support.mpi import run_ranks
+from support import mpi, torchrun
 
 from protocols import AverageApplied
 
@@ -21,19 +22,25 @@ FLOATING_NBYTES = sum(tensor.nbytes for name, tensor in STATE.items() if name.st
 EXACT_NBYTES = sum(tensor.nbytes for name, tensor in STATE.items() if not name.startswith("float"))
 
 
+Told: TypeAlias = Callable[[int, str], list[dict[str, Any]]]
+STARTERS: dict[str, Callable[..., mpi.Result | torchrun.Result]] = {"mpi": mpi.run_ranks, "torch": torchrun.run_ranks}
+
+
 @functools.cache
-def stories(ranks: int) -> list[dict[str, Any]]:
+def stories(transport: str, ranks: int) -> list[dict[str, Any]]:
     """What each rank saw."""
-    result = run_ranks(ranks, "tests/scripts/policies.py", timeout_s=110).check()
+    result = STARTERS[transport](ranks, "tests/scripts/policies.py", timeout_s=110).check()
     return [result.reports[rank] for rank in range(ranks)]
 
 
-def told(ranks: int, name: str) -> list[dict[str, Any]]:
-    return [report[name] for report in stories(ranks)]
+@pytest.fixture(params=STARTERS)
+def told(request: pytest.FixtureRequest) -> Told:
+    """``told(ranks, name)``: what each of so many ranks saw of one story."""
+    return lambda ranks, name: [report[name] for report in stories(request.param, ranks)]
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_the_worst_becomes_exactly_the_mean_of_the_others_and_nobody_else_changes(ranks: int) -> None:
+def test_the_worst_becomes_exactly_the_mean_of_the_others_and_nobody_else_changes(told: Told, ranks: int) -> None:
     worst, *others = told(ranks, "exactness")
     mean = sum(range(1, ranks)) / (ranks - 1)
     assert worst["replacements"] == 3 and worst["floating"] == [mean]
@@ -45,7 +52,7 @@ def test_the_worst_becomes_exactly_the_mean_of_the_others_and_nobody_else_change
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_every_average_is_the_one_of_its_donors_snapshots(ranks: int) -> None:
+def test_every_average_is_the_one_of_its_donors_snapshots(told: Told, ranks: int) -> None:
     """Recomputed here from what the donors said, bit for bit."""
     reports, story = told(ranks, "walk"), Story()
     for rank, report in enumerate(reports):
@@ -62,7 +69,7 @@ def typed(state: dict[str, list[float]]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_average_all_waits_for_all_and_names_who_left(ranks: int) -> None:
+def test_average_all_waits_for_all_and_names_who_left(told: Told, ranks: int) -> None:
     reports = told(ranks, "together")
     mean = sorted({float(torch.tensor(sum(range(ranks)), dtype=t) / ranks) for t in (torch.float32, torch.float64)})
     for rank, report in enumerate(reports):
@@ -72,7 +79,7 @@ def test_average_all_waits_for_all_and_names_who_left(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_a_policy_that_cannot_start_says_why_on_every_rank(ranks: int) -> None:
+def test_a_policy_that_cannot_start_says_why_on_every_rank(told: Told, ranks: int) -> None:
     *there, absent = told(ranks, "missing")
     assert not absent["error"]
     assert all(f"rank {ranks - 1} did not come within 0.2 s" in report["error"] for report in there)
@@ -80,7 +87,7 @@ def test_a_policy_that_cannot_start_says_why_on_every_rank(ranks: int) -> None:
         assert "the models differ" in report["error"] and "'1.weight'" in report["error"], report
 
 
-def test_64_mib_arrive_whole_and_the_bytes_on_the_wire_are_as_many_as_they_must_be() -> None:
+def test_64_mib_arrive_whole_and_the_bytes_on_the_wire_are_as_many_as_they_must_be(told: Told) -> None:
     """D * R * averaged + R * exact, for 2 donors and 2 replacers."""
     reports = told(4, "large")
     averaged, exact = 4096 * 4096 * 4, 5 * 8
@@ -95,7 +102,7 @@ def test_64_mib_arrive_whole_and_the_bytes_on_the_wire_are_as_many_as_they_must_
     assert sum(sent) == sum(report["received_nbytes"] for report in reports) == 2 * 2 * averaged + 2 * exact
 
 
-def test_a_straggler_is_replaced_and_the_others_keep_their_rate() -> None:
+def test_a_straggler_is_replaced_and_the_others_keep_their_rate(told: Told) -> None:
     reports = told(4, "straggler")
     slow = reports[1]
     assert slow["replacements"] == 3
@@ -105,13 +112,13 @@ def test_a_straggler_is_replaced_and_the_others_keep_their_rate() -> None:
     assert reports[0]["rounds"] >= 3
 
 
-def test_the_others_go_on_when_the_last_rank_leaves() -> None:
+def test_the_others_go_on_when_the_last_rank_leaves(told: Told) -> None:
     reports = told(4, "leaver")
     assert reports[0]["replacements"] == 3 and reports[3]["steps"] == 1 and reports[3]["unchanged"]
     assert reports[0]["donors"][-2:] == [[1, 2], [1, 2]]
 
 
-def test_the_others_go_on_when_the_coordinators_rank_leaves() -> None:
+def test_the_others_go_on_when_the_coordinators_rank_leaves(told: Told) -> None:
     reports = told(4, "headless")
     assert reports[0]["steps"] == 1 and reports[0]["unchanged"]
     assert reports[1]["replacements"] == 3 and reports[1]["donors"][-2:] == [[2, 3], [2, 3]]

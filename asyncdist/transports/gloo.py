@@ -1,0 +1,501 @@
+"""Messages over gloo's blocking point-to-point calls: a mesh of links, one to each peer.
+
+gloo's requests cannot be polled: a ``Work`` turns complete only inside ``wait()`` (pytorch#30723). So threads wait, in
+C++ and without the GIL, and hand what has come to the loop through an inbox. They know no message, tag or receive.
+Two private groups, apart from the user's: *control* carries frames of at most ``SLOT_NBYTES``, *bulk* everything
+larger, so that a small message does not queue behind a large one.
+
+- **Small messages** travel inside control frames, into a ring of receives of one size that are always posted. At most
+  ``WINDOW_COUNT`` frames are unacknowledged; what comes meanwhile shares the next one. So a rank that is slow to take
+  frames, as one is whose training holds the GIL, is sent fuller ones, and no queue builds up behind it.
+- **Large ones** are announced by a frame, and sent on bulk at once. gloo moves the bytes when the receiver, having
+  found the receive that they belong to, posts its own buffer: nothing is copied, and no message is ever longer than
+  its receive, which would end the process. Eight bytes follow, the *trailer*: they are what is waited for, since a wait
+  for data that is on its way does not end when the peer dies.
+- **Acknowledgements**, cumulative, in every frame, say which sends are complete: only then does the loop call
+  ``wait()`` on them, which returns at once. No handle is dropped before, which would wedge the pair.
+- **Loss**: a peer's death fails the receives that are always posted to it, one on each group. Whichever thread ends
+  second tells the loop, so that everything the peer has sent comes first, and nothing writes to a buffer afterwards.
+- **The end**: waiters can be woken only by closing their connections, which a wait that runs into its timeout does; a
+  thread that still waits while the interpreter exits aborts the process.
+
+Waits have no timeout otherwise: one that passes closes every connection of its group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import re
+import struct
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+from torch import distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from asyncdist.errors import RankLostError, TransportError
+from asyncdist.transports.matching import InlineMessage, Matcher, Receive, Send
+
+SLOT_NBYTES: Final = 16384
+#: Of a frame: acknowledged frames, and bytes of the frame. Then come entries.
+_FRAME: Final = struct.Struct("<QQ")
+#: Of an entry: kind, tag, number of the transfer, bytes of the message. Then come the bytes, if it has them with it.
+_ENTRY: Final = struct.Struct("<B3xIQQ")
+INLINE_NBYTES_MAX: Final = SLOT_NBYTES - _FRAME.size - _ENTRY.size
+WINDOW_COUNT: Final = 8
+#: Twice the window: some frames have no limit.
+_RING_COUNT: Final = 2 * WINDOW_COUNT
+_ACK_AFTER_COUNT: Final = WINDOW_COUNT // 2
+
+_MESSAGE: Final = 1
+_ANNOUNCE: Final = 2
+_LANDED: Final = 3
+_GOODBYE: Final = 4
+_ABORT: Final = 5
+
+_CONTROL_TAG: Final = 1
+_WATCH_TAG: Final = 0x7FFFFFFD
+_POISON_TAG: Final = 0x7FFFFFFE
+_BULK_TAG_COUNT: Final = 0x40000000
+_TRAILER_NBYTES: Final = 8
+
+_FOREVER: Final = timedelta(days=3650)
+#: How long the training thread may keep the GIL from a thread that has something to hand over. Python's 5 ms add up:
+#: a frame takes the GIL twice, a large message four times at each end.
+_SWITCH_INTERVAL_S: Final = 0.0002
+#: Between the two ends of a dead peer's connections.
+_LINGER_S: Final = 0.1
+_GOODBYE_S: Final = 0.5
+_JOIN_S: Final = 0.4
+_ABORT_S: Final = 0.05
+
+
+def _bytes_tensor(buffer: Any) -> torch.Tensor:
+    """A tensor over the buffer's own memory."""
+    return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def reason(error: RuntimeError) -> str:
+    """What torch says, without the place in its source, its advice and its stack."""
+    text = str(error).partition("\n")[0].partition(". This is typically")[0]
+    return re.sub(r"^\[[^]]*\.(cc|cpp|h):\d+\] ", "", text)
+
+
+class _Transfer:
+    """A large message on its way, at either end.
+
+    Attributes:
+        number: its place among those from this sender to this receiver; both ends derive the tag from it.
+        works: gloo's handles, data first.
+        is_posted: set once gloo has them.
+    """
+
+    def __init__(self, number: int, data: torch.Tensor) -> None:
+        self.number = number
+        self.works: list[Any] = []
+        self.is_posted = threading.Event()
+        self._tensors = data, torch.zeros(_TRAILER_NBYTES, dtype=torch.uint8)
+
+    def post(self, start: Callable[[list[torch.Tensor], int, int], Any], peer: int) -> None:
+        """Give gloo the data and the trailer. May block for as long as another transfer is being read or written."""
+        for tensor in self._tensors:
+            self.works.append(start([tensor], peer, self.number % _BULK_TAG_COUNT))
+        self.is_posted.set()
+
+    def wait(self) -> None:
+        """Until it is complete. The trailer first: see the module's text."""
+        self.is_posted.wait()
+        for work in reversed(self.works):
+            work.wait(_FOREVER)
+
+
+class _Upload(_Transfer):
+    def __init__(self, number: int, view: memoryview, send: Send) -> None:
+        super().__init__(number, _bytes_tensor(bytearray(view) if view.readonly else view))  # torch wants it writable
+        self.send = send
+
+
+class _Download(_Transfer):
+    def __init__(self, number: int, view: memoryview, receive: Receive | None) -> None:
+        super().__init__(number, _bytes_tensor(view))
+        self.receive = receive
+
+
+class _Announced:
+    """A large message that is still with its sender."""
+
+    __slots__ = ("_link", "_number", "nbytes", "source", "tag")
+
+    is_here: Final = False
+
+    def __init__(self, link: Link, tag: int, number: int, nbytes: int) -> None:
+        self._link = link
+        self._number = number
+        self.source = link.peer
+        self.tag = tag
+        self.nbytes = nbytes
+
+    def fill(self, receive: Receive) -> None:
+        self._link.fetch(_Download(self._number, receive.view[: self.nbytes], receive))
+
+    def discard(self) -> None:
+        self._link.fetch(_Download(self._number, memoryview(bytearray(self.nbytes)), None))
+
+
+class Link:
+    """This rank's end of the connections to one peer.
+
+    Everything belongs to the loop but the methods that are threads, ``_run_*``.
+
+    Args:
+        peer: its rank.
+        control: the group for frames.
+        bulk: the group for large messages.
+        matcher: takes what comes.
+        on_lost: called once, on the loop, when the peer is gone.
+
+    Attributes:
+        error: why nothing goes any more, or None.
+        said_goodbye: whether the peer has said that it closes.
+    """
+
+    def __init__(
+        self, peer: int, control: Any, bulk: Any, matcher: Matcher, on_lost: Callable[[int, RankLostError], None]
+    ) -> None:
+        self.peer = peer
+        self.error: RankLostError | None = None
+        self.said_goodbye = False
+        self._control = control
+        self._bulk = bulk
+        self._matcher = matcher
+        self._inbox = matcher.inbox
+        self._on_lost = on_lost
+        self._unacknowledged: deque[Any] = deque()
+        self._acknowledged_count = 0
+        self._received_count = 0
+        self._reported_count = 0
+        self._queued: deque[tuple[bytes, Send | None]] = deque()
+        self._transfer_count = 0
+        self._uploads: dict[int, _Upload] = {}
+        self._downloads: dict[int, _Download] = {}
+        self._to_post: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
+        self._to_land: queue.SimpleQueue[_Download | None] = queue.SimpleQueue()
+        self._ended = {name: threading.Event() for name in ("control", "watch")}
+        self._threads: dict[str, threading.Thread] = {}
+        self._start("control", self._run_control)
+        self._start("watch", self._run_watch)
+
+    # -- sending ----------------------------------------------------------------------------------------------------
+
+    def send(self, view: memoryview, tag: int) -> Send:
+        """Start sending; a small message has left when the window has room."""
+        send = Send(self._inbox, view.nbytes)
+        send.error = self.error
+        if send.error is not None:
+            return send
+        if view.nbytes <= INLINE_NBYTES_MAX:
+            self._queue(_ENTRY.pack(_MESSAGE, tag, 0, view.nbytes) + view, send)
+            return send
+        self._transfer_count += 1
+        number = self._transfer_count
+        upload = self._uploads[number] = _Upload(number, view, send)
+        self._queue(_ENTRY.pack(_ANNOUNCE, tag, number, view.nbytes))
+        self._start("post", self._run_post)
+        self._to_post.put(upload)
+        return send
+
+    def _queue(self, entry: bytes, send: Send | None = None) -> None:
+        self._queued.append((entry, send))
+        self._post_queued()
+
+    def _post_queued(self) -> None:
+        """Fill frames while the window has room."""
+        queued = self._queued
+        while queued and len(self._unacknowledged) < WINDOW_COUNT:
+            frame = bytearray(_FRAME.size)
+            count = 0
+            for entry, _ in queued:
+                if len(frame) + len(entry) > SLOT_NBYTES:
+                    break
+                frame += entry
+                count += 1
+            if not self._post(frame):
+                return
+            for _ in range(count):
+                _, send = queued.popleft()
+                if send is not None:
+                    send.done = True
+
+    def _post(self, frame: bytearray) -> bool:
+        """Give a frame to gloo; False where the connection is closed, which the threads are about to report."""
+        _FRAME.pack_into(frame, 0, self._received_count, len(frame))
+        try:
+            self._unacknowledged.append(self._control.send([_bytes_tensor(frame)], self.peer, _CONTROL_TAG))
+        except RuntimeError:
+            return False
+        self._reported_count = self._received_count
+        return True
+
+    def _post_alone(self, entry: bytes = b"") -> None:
+        """A frame that waits for no room."""
+        self._post(bytearray(_FRAME.size) + entry)
+
+    # -- receiving --------------------------------------------------------------------------------------------------
+
+    def fetch(self, download: _Download) -> None:
+        """Bring an announced message here."""
+        self._downloads[download.number] = download
+        self._start("post", self._run_post)
+        self._start("land", self._run_land)
+        self._to_post.put(download)
+
+    def _on_frame(self, frame: memoryview) -> None:
+        acknowledged_count, _ = _FRAME.unpack_from(frame)
+        self._received_count += 1
+        while self._acknowledged_count < acknowledged_count:
+            self._acknowledged_count += 1
+            with contextlib.suppress(RuntimeError):  # the peer has it, and has died since
+                self._unacknowledged.popleft().wait(_FOREVER)
+        position = _FRAME.size
+        while position < len(frame):
+            kind, tag, number, nbytes = _ENTRY.unpack_from(frame, position)
+            position += _ENTRY.size
+            if kind == _MESSAGE:
+                self._matcher.deliver(InlineMessage(self.peer, tag, frame[position : position + nbytes]))
+                position += nbytes
+            elif kind == _ANNOUNCE:
+                self._matcher.deliver(_Announced(self, tag, number, nbytes))
+            elif kind == _LANDED:
+                self._on_taken(self._uploads.pop(number))
+            elif kind == _GOODBYE:
+                self.said_goodbye = True
+        self._post_queued()
+        if self._received_count - self._reported_count >= _ACK_AFTER_COUNT:
+            self._post_alone()
+
+    def _on_taken(self, upload: _Upload) -> None:
+        """The peer has all of it."""
+        with contextlib.suppress(RuntimeError):
+            upload.wait()
+        upload.send.done = True
+
+    def _on_landed(self, download: _Download) -> None:
+        if self.error is not None:
+            return
+        del self._downloads[download.number]
+        if download.receive is not None:
+            download.receive.complete()
+        self._queue(_ENTRY.pack(_LANDED, 0, download.number, 0))
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def say_goodbye(self) -> None:
+        """Tell the peer that the connections will be closed."""
+        self._post_alone(_ENTRY.pack(_GOODBYE, 0, 0, 0))
+
+    def abort(self, exit_code: int) -> None:
+        """End the peer's process."""
+        self._post_alone(_ENTRY.pack(_ABORT, exit_code, 0, 0))
+
+    def _on_ended(self, why: str) -> None:
+        """The peer is gone: fail what involves it.
+
+        Handles and buffers of what was under way stay until the groups are closed.
+        """
+        if self.error is not None:
+            return
+        how = "it has closed its connections" if self.said_goodbye else f"its connection was closed ({why})"
+        self.error = RankLostError(f"rank {self.peer} is gone: {how}", rank=self.peer)
+        for _, send in self._queued:
+            if send is not None:
+                send.error = self.error
+        self._queued.clear()
+        for upload in self._uploads.values():
+            upload.send.error = self.error
+        for download in self._downloads.values():
+            if download.receive is not None:
+                download.receive.error = self.error
+        self._matcher.lose(self.peer, self.error)
+        self._on_lost(self.peer, self.error)
+
+    def join(self, deadline: float) -> list[str]:
+        """Wait for the threads, whose connections have been closed; the names of those that did not end."""
+        self._to_post.put(None)
+        self._to_land.put(None)
+        for thread in self._threads.values():
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return [thread.name for thread in self._threads.values() if thread.is_alive()]
+
+    # -- threads ----------------------------------------------------------------------------------------------------
+
+    def _start(self, name: str, run: Callable[[], None]) -> None:
+        if name not in self._threads:
+            thread = threading.Thread(target=run, name=f"asyncdist-gloo-{name}-{self.peer}", daemon=True)
+            self._threads[name] = thread
+            thread.start()
+
+    @contextlib.contextmanager
+    def _until_closed(self, name: str, other: str) -> Iterator[None]:
+        why = "the thread ended"
+        try:
+            yield
+        except RuntimeError as error:
+            why = reason(error)
+        finally:
+            self._ended[name].set()
+            self._ended[other].wait(_LINGER_S)
+            self._inbox.put(self._on_ended, why)
+
+    def _run_control(self) -> None:
+        """Take frames out of the ring."""
+        buffers = [bytearray(SLOT_NBYTES) for _ in range(_RING_COUNT)]
+        tensors = [[_bytes_tensor(buffer)] for buffer in buffers]
+        with self._until_closed("control", "watch"):
+            works = [self._control.recv(tensor, self.peer, _CONTROL_TAG) for tensor in tensors]
+            for slot in itertools.cycle(range(_RING_COUNT)):
+                works[slot].wait(_FOREVER)
+                buffer = buffers[slot]
+                _, nbytes = _FRAME.unpack_from(buffer)
+                frame = memoryview(bytes(memoryview(buffer)[:nbytes]))
+                if nbytes == _FRAME.size + _ENTRY.size:
+                    kind, exit_code, _, _ = _ENTRY.unpack_from(frame, _FRAME.size)
+                    if kind == _ABORT:
+                        _end_process(self.peer, exit_code)
+                self._inbox.put(self._on_frame, frame)
+                works[slot] = self._control.recv(tensors[slot], self.peer, _CONTROL_TAG)
+
+    def _run_watch(self) -> None:
+        """Wait for what never comes: the connection ends first."""
+        with self._until_closed("watch", "control"):
+            nothing = torch.zeros(_TRAILER_NBYTES, dtype=torch.uint8)
+            self._bulk.recv([nothing], self.peer, _WATCH_TAG).wait(_FOREVER)
+
+    def _run_post(self) -> None:
+        """Hand transfers to gloo. The loop cannot: it may take as long as another transfer."""
+        with contextlib.suppress(RuntimeError):  # closed: the other threads report it
+            while (transfer := self._to_post.get()) is not None:
+                if isinstance(transfer, _Download):
+                    transfer.post(self._bulk.recv, self.peer)
+                    self._to_land.put(transfer)
+                else:
+                    transfer.post(self._bulk.send, self.peer)
+
+    def _run_land(self) -> None:
+        """Wait for the downloads, in the order in which they were posted."""
+        with contextlib.suppress(RuntimeError):
+            while (download := self._to_land.get()) is not None:
+                download.wait()
+                self._inbox.put(self._on_landed, download)
+
+
+def _end_process(peer: int, exit_code: int) -> None:
+    """What an abort does, from a thread: the loop may be blocked, which is why there are aborts."""
+    sys.stderr.write(f"asyncdist: rank {peer} aborted the job\n")
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+class Mesh:
+    """The links to all peers, and the two groups below them.
+
+    Args:
+        make_group: makes a gloo group of all ranks, given a name that is the same on all of them.
+        rank: this one.
+        size: how many there are.
+        matcher: takes what comes.
+
+    Raises:
+        TransportError: the groups cannot be made.
+    """
+
+    def __init__(self, make_group: Callable[[str], Any], rank: int, size: int, matcher: Matcher) -> None:
+        self._inbox = matcher.inbox
+        self._listen: Callable[[int], None] = lambda _: None
+        self.lost: frozenset[int] = frozenset()
+        self.links: dict[int, Link] = {}
+        self._groups: list[Any] = []
+        self._switch_interval_s = sys.getswitchinterval()
+        if size > 1:
+            sys.setswitchinterval(min(self._switch_interval_s, _SWITCH_INTERVAL_S))
+            control, bulk = make_group("control"), make_group("bulk")
+            self._groups = [control, bulk]
+            peers = (peer for peer in range(size) if peer != rank)
+            self.links = {peer: Link(peer, control, bulk, matcher, self._on_lost) for peer in peers}
+
+    def set_loss_listener(self, listen: Callable[[int], None]) -> None:
+        """``listen(rank)`` on the loop for each peer that is gone, those of before at once."""
+        self._listen = listen
+        for rank in sorted(self.lost):
+            listen(rank)
+
+    def _on_lost(self, rank: int, error: RankLostError) -> None:
+        del error
+        self.lost |= {rank}
+        self._listen(rank)
+
+    def abort(self, exit_code: int) -> None:
+        """End the processes of all peers."""
+        for link in self._live():
+            link.abort(exit_code)
+        time.sleep(_ABORT_S)
+
+    def close(self) -> None:
+        """Say goodbye, wait for the peers to do so, and close the connections. Blocks for a second at most.
+
+        Raises:
+            TransportError: a thread did not end.
+        """
+        self._listen = lambda _: None
+        arrived = threading.Event()
+        self._inbox.set_bell(arrived.set)
+        for link in self._live():
+            link.say_goodbye()
+        deadline = time.monotonic() + _GOODBYE_S
+        while any(not link.said_goodbye for link in self._live()) and time.monotonic() < deadline:
+            arrived.wait(deadline - time.monotonic())
+            arrived.clear()
+            self._inbox.empty()
+        for group in self._groups:
+            _close_connections(group)
+        deadline = time.monotonic() + _JOIN_S
+        sys.setswitchinterval(self._switch_interval_s)
+        alive = [name for link in self.links.values() for name in link.join(deadline)]
+        if alive:
+            raise TransportError(f"threads that wait for gloo did not end: {', '.join(alive)}")
+        self.links = {}
+        self._groups = []
+
+    def _live(self) -> list[Link]:
+        return [link for link in self.links.values() if link.error is None]
+
+
+def _close_connections(group: Any) -> None:
+    """Every pair of the group at once: what a wait that times out does (pytorch wraps gloo's own behaviour)."""
+    with contextlib.suppress(RuntimeError):
+        group.recv_anysource([torch.zeros(1, dtype=torch.uint8)], _POISON_TAG).wait(timedelta(milliseconds=1))
+
+
+def make_group(store: Any, name: str, rank: int, size: int, timeout: timedelta) -> Any:
+    """A gloo group that nobody else uses.
+
+    Raises:
+        TransportError: this torch has no gloo, or the ranks do not reach each other.
+    """
+    if not (dist.is_available() and dist.is_gloo_available()):
+        raise TransportError(f"torch {torch.__version__} was built without gloo, which the torch transport needs")
+    try:
+        return dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, timeout)
+    except RuntimeError as error:
+        raise TransportError(
+            f"gloo found no way between the {size} ranks ({reason(error)}); it uses the interface of this host's name, "
+            "or the one in GLOO_SOCKET_IFNAME"
+        ) from error

@@ -1,0 +1,188 @@
+"""Ways in which a torch job can end; ``test_torch.py`` runs them: ``torch_ends.py WAY``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+from support.mpi import report
+
+import asyncdist as ad
+from asyncdist import runtime
+from asyncdist.errors import RankLostError
+from asyncdist.transports.base import ANY_SOURCE
+
+MIB = 1 << 20
+VICTIM = 2
+#: Longer than any test waits: whoever is still here then has not been ended.
+FOR_EVER_S = 300.0
+
+
+def survivors(world: ad.World) -> list[int]:
+    return [rank for rank in range(world.size) if rank != VICTIM]
+
+
+async def talk(world: ad.World, tag: int, nbytes: int) -> int:
+    """Every survivor sends to every other; how many bytes arrived."""
+    others = [rank for rank in survivors(world) if rank != world.rank]
+    buffers = {rank: bytearray(nbytes) for rank in others}
+    work = [world.engine.send(bytes([world.rank]) * nbytes, rank, tag) for rank in others]
+    work += [world.engine.receive(buffers[rank], rank, tag) for rank in others]  # type: ignore[misc]
+    await asyncio.gather(*work)
+    return sum(buffer.count(rank) for rank, buffer in buffers.items())
+
+
+async def lost(world: ad.World) -> None:
+    """The victim is killed while everything that can be under way with it is."""
+    engine = world.engine
+    tensor, room = torch.zeros(16 * MIB), torch.zeros(16 * MIB)
+    if world.rank == VICTIM:
+        sending = asyncio.ensure_future(world.send_stream(tensor, 0))  # one that is under way, to rank 0
+        for rank in survivors(world):
+            await engine.send(b"last words", rank, 9)
+        report(world.rank, {"at": time.monotonic()})
+        await asyncio.sleep(0)
+        assert not sending.done()
+        os.kill(os.getpid(), signal.SIGKILL)
+    involved: dict[str, Any] = {
+        "receive": engine.receive(bytearray(10), VICTIM, 1),
+        "large receive": engine.receive(bytearray(MIB), VICTIM, 2),
+        "large send": engine.send(bytearray(MIB), VICTIM, 3),
+    }
+    if world.rank == 0:
+        involved["stream"] = world.receive_stream(room, VICTIM)
+    tasks = {name: asyncio.ensure_future(work) for name, work in involved.items()}
+    for task in tasks.values():
+        task.add_done_callback(lambda _: ended_at.append(time.monotonic()))
+    ended_at: list[float] = []
+    apart = asyncio.ensure_future(engine.receive(bytearray(10), ANY_SOURCE, 4))
+    told = asyncio.ensure_future(engine.receive(bytearray(3), (world.rank + 1) % 4 if world.rank != 1 else 3, 5))
+    await asyncio.wait(tasks.values())
+    errors = {name: task.exception() for name, task in tasks.items()}
+    assert not apart.done() and not told.done(), "a receive that does not involve the lost rank has ended"
+    last_words = bytearray(10)
+    await engine.receive(last_words, VICTIM, 9)
+    later: list[str] = []
+    for work in (engine.send(b"x", VICTIM, 6), engine.receive(bytearray(1), VICTIM, 6), talk(world, 7, 100)):
+        try:
+            await work
+        except RankLostError as error:
+            later.append(f"{error.rank}")
+    arrived = await talk(world, 7, 2 * MIB)
+    await engine.send(b"any", world.rank, 4)
+    await apart
+    left = {0: 3, 1: 0, 3: 1}[world.rank]
+    await engine.send(b"yes", left, 5)
+    await told
+    report(
+        world.rank,
+        {
+            "errors": {name: [type(error).__name__, getattr(error, "rank", None)] for name, error in errors.items()},
+            "text": str(errors["receive"]),
+            "ended_at": ended_at,
+            "last_words": last_words.decode(),
+            "later": later,
+            "arrived": arrived,
+            "lost": sorted(engine.transport.lost_ranks()),
+            "gone": sorted(world.gone),
+        },
+    )
+
+
+async def lost_at_rest(world: ad.World) -> None:
+    """The victim dies while nobody waits for it; the others leave later."""
+    await ad.barrier()
+    if world.rank == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    await world.engine.until(lambda: VICTIM in world.gone, "the loss")
+    began_at = time.monotonic()
+    report(world.rank, {"lost": sorted(world.engine.transport.lost_ranks()), "at": began_at})
+
+
+async def raises(world: ad.World) -> None:
+    await ad.barrier()
+    if world.rank == 1:
+        raise ValueError("boom-7")
+    await world.engine.receive(bytearray(1), 1, 1)
+
+
+async def raises_beside_a_blocked_peer(world: ad.World) -> None:
+    """Rank 0 sits in a long call and cannot hear that rank 1 has failed."""
+    await ad.barrier()
+    if world.rank == 0:
+        time.sleep(FOR_EVER_S)  # noqa: ASYNC251 that is the point
+    raise ValueError("boom-7")
+
+
+async def exits(world: ad.World) -> None:
+    await ad.barrier()
+    if world.rank == 1:
+        sys.exit(3)
+    await world.engine.receive(bytearray(1), 1, 1)
+
+
+async def leaves_all_kinds_of_work(world: ad.World) -> None:
+    """Main returns with messages under way that nobody will ever receive."""
+    runtime._FLUSH_S = 0.2  # type: ignore[misc]
+    for peer in range(world.size):
+        if peer != world.rank:
+            world.engine.watch(world.engine.transport.isend(bytearray(MIB), peer, 1), "left over")
+            world.engine.watch(world.engine.transport.isend(b"small", peer, 2), "left over")
+    await ad.barrier()
+
+
+async def quiet(world: ad.World) -> None:
+    await ad.barrier()
+
+
+def closes() -> None:
+    """How long the transport takes to close, with every thread started, and what is left of it."""
+    took: list[float] = []
+
+    async def main(world: ad.World) -> None:
+        peer = (world.rank + 1) % world.size
+        await asyncio.gather(
+            world.engine.send(bytearray(MIB), peer, 1), world.engine.receive(bytearray(MIB), ANY_SOURCE, 1)
+        )
+        transport = world.engine.transport
+        close = transport.close
+
+        def timed() -> None:
+            began_at = time.monotonic()
+            close()
+            took.append(time.monotonic() - began_at)
+
+        transport.close = timed  # type: ignore[method-assign]
+
+    ad.run(main, transport="torch")
+    alive = [thread.name for thread in threading.enumerate() if thread.name.startswith("asyncdist")]
+    report(int(os.environ["RANK"]), {"took": took, "alive": alive})
+
+
+def caught() -> None:
+    """A failure that the script survives: the next world works."""
+    try:
+        ad.run(raises)
+    except (ValueError, RankLostError) as error:
+        kind = type(error).__name__
+    alive = [thread.name for thread in threading.enumerate() if thread.name.startswith("asyncdist")]
+    ad.run(quiet)
+    report(int(os.environ["RANK"]), {"kind": kind, "alive": alive})
+
+
+def main() -> None:
+    way = sys.argv[1]
+    if way in ("closes", "caught"):
+        globals()[way]()
+    else:
+        ad.run(globals()[way], transport="torch", grace_s=1.0 if "blocked" in way else 20.0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Run Python on several ranks of torch.distributed: the same as ``support.mpi``, without MPI.
+
+    result = run_ranks(3, "tests/support/some_program.py", "--option", timeout_s=60)
+    assert result.check().reports == {0: 2, 1: 2}
+
+- The ranks are started here, with the variables that torchrun sets, and no agent over them: a rank that is killed takes
+  nobody along. ``run_torchrun`` starts the real one, which takes some seconds more.
+- ``support.mpi.report(rank, value)`` in a rank brings values back, as under MPI.
+- At the timeout everything that was started is killed, and the call raises AssertionError with the output so far.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from support.mpi import REPORTS, ROOT, base_environment
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How the job ended.
+
+    Attributes:
+        returncodes: of each process that was started: the ranks in order, or torchrun alone.
+        stdout: of all of them, one after the other.
+        stderr: the same.
+        seconds: wall-clock time.
+        reports: what the ranks gave to ``report``, by rank.
+    """
+
+    returncodes: tuple[int, ...]
+    stdout: str
+    stderr: str
+    seconds: float
+    reports: Mapping[int, Any] = field(default_factory=dict)
+
+    def check(self, *returncodes: int) -> Result:
+        """Fail unless the processes ended with these codes, or all with 0. Returns itself."""
+        wanted = returncodes or (0,) * len(self.returncodes)
+        if self.returncodes != wanted:
+            raise AssertionError(f"the processes ended with {self.returncodes}, expected {wanted}\n{self.output()}")
+        return self
+
+    def output(self) -> str:
+        """Everything that was printed, for a message."""
+        return f"--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """What torchrun tells a rank, without an agent."""
+    names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in names.items()}}
+
+
+def run_ranks(
+    ranks: int,
+    script: str | os.PathLike[str],
+    *args: object,
+    timeout_s: float = 100.0,
+    env: Mapping[str, str] | None = None,
+    missing: Sequence[int] = (),
+) -> Result:
+    """Run a Python script on ``ranks`` ranks; see the module's text.
+
+    Args:
+        ranks: how many processes.
+        script: a path.
+        args: the script's arguments.
+        timeout_s: of wall-clock time, for everything.
+        env: added to this process's environment.
+        missing: ranks that are not started.
+    """
+    port = free_port()
+    command = [sys.executable, str(script), *map(str, args)]
+    started = [rank for rank in range(ranks) if rank not in missing]
+    return _run([(command, {**rank_environment(rank, ranks, port), **(env or {})}) for rank in started], timeout_s)
+
+
+def run_source(ranks: int, source: str, *args: object, **options: Any) -> Result:
+    """``run_ranks`` of a program given as text."""
+    with tempfile.TemporaryDirectory(prefix="asyncdist-test-") as folder:
+        script = Path(folder, "program.py")
+        script.write_text(textwrap.dedent(source))
+        return run_ranks(ranks, script, *args, **options)
+
+
+def run_torchrun(ranks: int, source: str, *args: object, options: Sequence[str] = (), timeout_s: float = 100) -> Result:
+    """A program given as text, under the torchrun of this interpreter."""
+    with tempfile.TemporaryDirectory(prefix="asyncdist-test-") as folder:
+        script = Path(folder, "program.py")
+        script.write_text(textwrap.dedent(source))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        return _run([([*command, *options, str(script), *map(str, args)], {})], timeout_s)
+
+
+def _run(jobs: Sequence[tuple[list[str], Mapping[str, str]]], timeout_s: float) -> Result:
+    with tempfile.TemporaryDirectory(prefix="asyncdist-test-") as folder, contextlib.ExitStack() as stack:
+        reports = Path(folder, "reports")
+        reports.mkdir()
+        began_at = time.monotonic()
+        processes = []
+        for number, (command, variables) in enumerate(jobs):
+            environ = {**base_environment(), REPORTS: str(reports), **variables}
+            out, err = (stack.enter_context(Path(folder, f"{number}.{name}").open("wb")) for name in ("out", "err"))
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    env=environ,
+                    cwd=ROOT,
+                    start_new_session=True,
+                )
+            )
+        finished = _await_end(processes, began_at + timeout_s)
+        outputs = [
+            "".join(Path(folder, f"{number}.{name}").read_text(errors="replace") for number in range(len(jobs)))
+            for name in ("out", "err")
+        ]
+        values = {int(path.stem): json.loads(path.read_text()) for path in sorted(reports.glob("*.json"))}
+        codes = tuple(process.returncode for process in processes)
+        result = Result(codes, *outputs, seconds=time.monotonic() - began_at, reports=values)
+        if not finished:
+            raise AssertionError(f"{jobs[0][0]} did not end in {timeout_s:g} s: {codes}\n{result.output()}")
+        return result
+
+
+def _await_end(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> bool:
+    """Whether all ended by themselves; nothing of them lives on either way."""
+    try:
+        for process in processes:
+            process.wait(max(0.1, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return True

@@ -1,0 +1,395 @@
+"""The torch transport where conformance does not look: how ranks meet, die and end, and what runs beside them."""
+
+from __future__ import annotations
+
+import functools
+import socket
+
+import pytest
+from support.torchrun import Result, rank_environment, run_ranks, run_source, run_torchrun
+
+from asyncdist import launch
+from asyncdist.errors import RankLostError, TruncationError
+from asyncdist.transports.base import ANY_SOURCE
+from asyncdist.transports.gloo import reason
+from asyncdist.transports.matching import Inbox, InlineMessage, Matcher, OwnMessage, Receive, Send
+
+MIB = 1 << 20
+VICTIM = 2
+SURVIVORS = (0, 1, 3)
+KILLED = -9
+ENDS = "tests/scripts/torch_ends.py"
+
+
+# ------------------------------------------------------------------------------------------------ a rank that is killed
+
+
+@functools.cache
+def loss() -> Result:
+    return run_ranks(4, ENDS, "lost").check(0, 0, KILLED, 0)
+
+
+@pytest.mark.parametrize("rank", SURVIVORS)
+def test_what_involves_a_killed_rank_fails_and_names_it(rank: int) -> None:
+    found = loss().reports[rank]
+    kinds = ["receive", "large receive", "large send", *(["stream"] if rank == 0 else [])]
+    assert found["errors"] == {kind: ["RankLostError", VICTIM] for kind in kinds}
+    assert found["text"].startswith("rank 2 is gone: its connection was closed (")
+    assert "GLHF" not in found["text"] and ".cc" not in found["text"], "gloo's own words to its developers"
+    assert found["later"] == ["2", "2"], "a send and a receive posted afterwards"
+    assert (found["lost"], VICTIM in found["gone"]) == ([VICTIM], True)
+
+
+@pytest.mark.parametrize("rank", SURVIVORS)
+def test_what_a_killed_rank_has_sent_before_is_received(rank: int) -> None:
+    assert loss().reports[rank]["last_words"] == "last words"
+
+
+@pytest.mark.parametrize("rank", SURVIVORS)
+def test_the_others_go_on_talking(rank: int) -> None:
+    assert loss().reports[rank]["arrived"] == 2 * 2 * MIB
+
+
+def test_the_others_end_cleanly() -> None:
+    assert loss().stderr == ""
+
+
+def test_a_loss_that_nobody_waits_for_is_noticed() -> None:
+    result = run_ranks(4, ENDS, "lost_at_rest").check(0, 0, KILLED, 0)
+    assert {rank: found["lost"] for rank, found in result.reports.items()} == {rank: [VICTIM] for rank in SURVIVORS}
+
+
+# -------------------------------------------------------------------------------------------------------------- the end
+
+
+def test_an_exception_ends_the_job_everywhere() -> None:
+    result = run_ranks(3, ENDS, "raises").check(1, 1, 1)
+    assert result.stderr.count("ValueError: boom-7") == 3
+    assert result.stderr.count("Traceback") == 1
+    for rank in (0, 2):
+        assert f"asyncdist: rank {rank} stopped: rank 1 failed: ValueError: boom-7" in result.stderr
+
+
+def test_a_peer_that_cannot_listen_is_aborted() -> None:
+    result = run_ranks(2, ENDS, "raises_beside_a_blocked_peer").check(1, 1)
+    assert "ranks [0] did not stop within 1 s; aborting the job" in result.stderr
+    assert "rank 1 aborted the job" in result.stderr
+
+
+def test_an_exit_code_is_kept() -> None:
+    run_ranks(3, ENDS, "exits").check(1, 3, 1)
+
+
+def test_messages_that_nobody_receives_do_not_hold_the_end() -> None:
+    result = run_ranks(3, ENDS, "leaves_all_kinds_of_work").check()
+    assert result.stderr.count("request: left over") == 2 * 3
+
+
+def test_closing_leaves_no_thread() -> None:
+    for found in run_ranks(4, ENDS, "closes").check().reports.values():
+        assert found["alive"] == [] and len(found["took"]) == 1
+
+
+def test_a_world_after_one_that_failed() -> None:
+    reports = run_ranks(3, ENDS, "caught").check().reports
+    assert [reports[rank]["kind"] for rank in range(3)] == ["RankLostError", "ValueError", "RankLostError"]
+    assert all(found["alive"] == [] for found in reports.values())
+
+
+# ------------------------------------------------------------------------------------------------------------ the start
+
+BESIDE_A_GROUP = """
+    import os, sys
+    import torch
+    from torch import distributed as dist
+    from support.mpi import report
+    import asyncdist as ad
+
+    sums = []
+
+    def users_sum():
+        tensor = torch.tensor([float(os.environ["RANK"])])
+        dist.all_reduce(tensor)
+        sums.append(tensor.item())
+
+    async def main(world):
+        for step in ("ours", "init", "users", "ours", "destroy", "ours", "init", "users", "ours", "destroy"):
+            if sys.argv[1] == "inside" and step == "init":
+                dist.init_process_group("gloo")
+            elif sys.argv[1] == "inside" and step == "users":
+                users_sum()
+            elif sys.argv[1] in ("inside", "destroyed inside") and step == "destroy" and dist.is_initialized():
+                dist.destroy_process_group()
+            elif step == "ours":
+                tensor = await ad.all_reduce(torch.tensor([float(world.rank)]))
+                sums.append(tensor.item())
+        return world.describe()
+
+    def around():
+        dist.init_process_group("gloo")
+        users_sum()
+        ad.run(main)
+        users_sum()
+        dist.destroy_process_group()
+
+    def destroyed():
+        dist.init_process_group("gloo")
+        users_sum()
+        ad.run(main)
+
+    def after():
+        ad.run(main)
+        dist.init_process_group("gloo")
+        users_sum()
+        ad.run(main)
+        dist.destroy_process_group()
+        ad.run(main)
+
+    {"around": around, "destroyed inside": destroyed, "inside": lambda: ad.run(main), "after": after}[sys.argv[1]]()
+    report(int(os.environ["RANK"]), sums)
+"""
+SUM_COUNTS = {"around": 6, "destroyed inside": 5, "inside": 6, "after": 13}
+
+
+@pytest.mark.parametrize("order", SUM_COUNTS)
+def test_beside_a_process_group_of_the_user(order: str) -> None:
+    """Both use the same MASTER_PORT."""
+    result = run_source(3, BESIDE_A_GROUP, order).check()
+    assert result.reports == dict.fromkeys(range(3), [3.0] * SUM_COUNTS[order])
+
+
+@pytest.mark.parametrize("order", ["around", "after"])
+def test_beside_a_process_group_of_the_user_under_torchrun(order: str) -> None:
+    result = run_torchrun(2, BESIDE_A_GROUP, order).check()
+    assert result.reports == dict.fromkeys(range(2), [1.0] * SUM_COUNTS[order])
+
+
+def test_a_group_without_variables_is_enough() -> None:
+    source = """
+        import os, sys
+        from torch import distributed as dist
+        from support.mpi import report
+        import asyncdist as ad
+
+        rank, size = int(os.environ.pop("RANK")), int(os.environ.pop("WORLD_SIZE"))
+        address = "tcp://127.0.0.1:" + os.environ.pop("MASTER_PORT")
+        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
+
+        async def main(world):
+            await ad.barrier()
+            return [world.rank, world.size, world.transport_name]
+
+        report(rank, ad.run(main, transport="torch"))
+    """
+    assert run_source(2, source).check().reports == {0: [0, 2, "torch"], 1: [1, 2, "torch"]}
+
+
+def test_torchrun_starts_workers_again_as_another_job() -> None:
+    """The first time rank 1 dies while messages of that job are under way."""
+    source = """
+        import os
+        import asyncdist as ad
+        from support.mpi import report
+
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+        async def main(world):
+            await ad.barrier()
+            peer = 1 - world.rank
+            if attempt == 0:
+                world.engine.watch(world.engine.transport.isend(b"old", peer, 1), "old")
+                world.engine.watch(world.engine.transport.isend(bytearray(1 << 20), peer, 1), "old")
+                if world.rank == 1:
+                    os._exit(7)
+                await world.engine.receive(bytearray(1), peer, 2)
+            buffer = bytearray(3)
+            await world.engine.send(b"new", peer, 1)
+            await world.engine.receive(buffer, peer, 1)
+            report(world.rank, [attempt, buffer.decode()])
+
+        ad.run(main)
+    """
+    result = run_torchrun(2, source, options=("--max-restarts", "1")).check()
+    assert result.reports == {0: [1, "new"], 1: [1, "new"]}
+
+
+SHORT_START = """
+    from asyncdist.transports import torch as transport
+    transport.START_TIMEOUT_S = 3.0
+    import asyncdist as ad
+
+    async def main(world):
+        await ad.barrier()
+
+    ad.run(main, transport="torch")
+"""
+
+
+def test_ranks_that_never_come_are_named() -> None:
+    result = run_source(4, SHORT_START, missing=(1, 3)).check(1, 1)
+    for rank in (0, 2):
+        assert f"rank {rank} waits for ranks [1, 3], which did not come" in result.stderr
+
+
+def test_a_missing_rank_0_is_named() -> None:
+    result = run_source(2, SHORT_START, missing=(0,)).check(1)
+    assert "rank 1 waits for rank 0, but nobody serves a store at 127.0.0.1:" in result.stderr
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        result = run_source(2, SHORT_START, missing=(1,), env={"MASTER_PORT": str(port)}).check(1)
+    assert f"rank 0 cannot serve a store at 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT)" in result.stderr
+    assert "address already in use" in result.stderr.lower()
+
+
+def test_sizes_that_differ_are_named() -> None:
+    source = """
+    import os
+    if os.environ["RANK"] == "1":
+        os.environ["WORLD_SIZE"] = "2"
+    """
+    result = run_source(3, source + SHORT_START)
+    assert result.returncodes == (1, 1, 1)
+    assert "rank 1 is one of 2 ranks (WORLD_SIZE), rank 0 one of 3" in result.stderr
+
+
+def test_one_rank_needs_no_store() -> None:
+    run_source(1, SHORT_START, env={"MASTER_PORT": "1"}).check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"MASTER_PORT": ""}, "unset: MASTER_PORT"),
+        ({"RANK": "", "MASTER_ADDR": ""}, "unset: RANK, MASTER_ADDR"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT='http' is not a whole number"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536 is not a port; allowed are 1 to 65535"),
+        ({"RANK": "4"}, r"RANK=4 is outside 0\.\.3, which WORLD_SIZE=4 allows"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 is not a number of ranks"),
+    ],
+)
+def test_variables_that_make_no_sense_are_named(changes: dict[str, str], match: str) -> None:
+    environ = {**rank_environment(1, 4, 29500), **changes}
+    with pytest.raises(ValueError, match=match):
+        launch.torch_rendezvous(environ)
+
+
+def test_the_rendezvous_is_what_torchrun_says() -> None:
+    environ = rank_environment(1, 4, 29500)
+    assert launch.torch_rendezvous(environ) == launch.TorchRendezvous(1, 4, "127.0.0.1", 29500, False)
+    assert launch.torch_rendezvous({**environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}).is_store_served
+    again = {"TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_RESTART_COUNT": "1"}
+    jobs = [launch.torch_job(environ), launch.torch_job({**environ, **again, "TORCHELASTIC_RESTART_COUNT": "0"})]
+    assert len({*jobs, launch.torch_job({**environ, **again})}) == 3
+
+
+# ------------------------------------------------------------------------------------------------------------- matching
+
+
+@pytest.fixture
+def matcher() -> Matcher:
+    return Matcher(Inbox())
+
+
+def inline(source: int, tag: int, data: bytes) -> InlineMessage:
+    return InlineMessage(source, tag, memoryview(data))
+
+
+def post(matcher: Matcher, nbytes: int, source: int, tag: int) -> tuple[Receive, bytearray]:
+    buffer = bytearray(nbytes)
+    receive = Receive(matcher, buffer, source, tag)
+    matcher.post(receive)
+    return receive, buffer
+
+
+def test_the_first_receive_that_fits_takes_the_message(matcher: Matcher) -> None:
+    other_tag, _ = post(matcher, 1, 1, 6)
+    other_source, _ = post(matcher, 1, 2, 5)
+    anybody, buffer = post(matcher, 1, ANY_SOURCE, 5)
+    late, _ = post(matcher, 1, 1, 5)
+    matcher.deliver(inline(1, 5, b"x"))
+    assert [r.test() for r in (other_tag, other_source, anybody, late)] == [False, False, True, False]
+    assert (anybody.source, anybody.nbytes, buffer) == (1, 1, b"x")
+
+
+def test_the_first_message_that_fits_is_taken(matcher: Matcher) -> None:
+    for source, data in ((1, b"a"), (2, b"b"), (1, b"c")):
+        matcher.deliver(inline(source, 5, data))
+    found = [post(matcher, 1, source, 5)[1] for source in (2, ANY_SOURCE, 1)]
+    assert found == [b"b", b"a", b"c"]
+
+
+def test_a_message_above_its_buffer_names_both_sizes(matcher: Matcher) -> None:
+    receive, buffer = post(matcher, 3, ANY_SOURCE, 5)
+    matcher.deliver(inline(7, 5, b"four"))
+    with pytest.raises(TruncationError, match="4 bytes arrived for a buffer of 3 bytes"):
+        receive.test()
+    assert buffer == bytes(3)
+
+
+def test_a_large_message_to_oneself_is_sent_when_it_is_received(matcher: Matcher) -> None:
+    rung: list[None] = []
+    matcher.inbox.set_bell(lambda: rung.append(None))
+    data = bytearray(b"y" * 100_000)
+    send = Send(matcher.inbox, len(data))
+    matcher.deliver(OwnMessage(matcher.inbox, send, 0, 5, memoryview(data)))
+    assert not send.test() and not rung
+    receive, buffer = post(matcher, 100_000, 0, 5)
+    assert receive.test() and send.test() and rung and buffer == data
+
+
+def test_a_lost_rank_fails_its_receives_alone_and_keeps_what_came_whole(matcher: Matcher) -> None:
+    matcher.deliver(inline(1, 5, b"z"))
+    mine, others, anybodys = (post(matcher, 1, source, 6)[0] for source in (1, 2, ANY_SOURCE))
+    matcher.lose(1, RankLostError("rank 1 is gone", rank=1))
+    with pytest.raises(RankLostError, match="rank 1 is gone"):
+        mine.test()
+    assert not others.test() and not anybodys.test()
+    assert post(matcher, 1, 1, 5)[1] == b"z"
+    with pytest.raises(RankLostError):
+        post(matcher, 1, 1, 5)[0].test()
+
+
+def test_a_matched_receive_cannot_be_withdrawn(matcher: Matcher) -> None:
+    receive, _ = post(matcher, 1, 1, 5)
+    receive.cancel()
+    assert receive.test() and receive.cancelled
+    matcher.deliver(inline(1, 5, b"k"))
+    receive, buffer = post(matcher, 1, 1, 5)
+    receive.cancel()
+    assert receive.test() and not receive.cancelled and buffer == b"k"
+
+
+def test_the_inbox_rings_once_for_all_that_came_and_again_after_a_look() -> None:
+    inbox, rung, seen = Inbox(), list[None](), list[int]()
+    inbox.put(seen.append, 1)  # before anybody listens
+    inbox.set_bell(lambda: rung.append(None))
+    inbox.put(seen.append, 2)
+    assert (len(rung), seen) == (1, [])
+    inbox.empty()
+    inbox.put(seen.append, 3)
+    assert (len(rung), seen) == (2, [1, 2])
+
+
+def test_a_look_between_a_call_and_its_bell_does_not_silence_the_next_one() -> None:
+    """It did: a rank slept for ever with a message in its inbox."""
+    inbox, rung, seen = Inbox(), list[None](), list[int]()
+
+    def look_then_ring() -> None:
+        inbox.empty()
+        rung.append(None)
+
+    inbox.set_bell(look_then_ring)
+    for number in range(3):
+        inbox.put(seen.append, number)
+    assert (len(rung), seen) == (3, [0, 1, 2])
+
+
+def test_what_gloo_says_is_cut_to_the_fact() -> None:
+    text = "[/gloo/pair.cc:7] Read error [127.0.0.1]:51409: Connection reset by peer. This is typically caused by\nx"
+    assert reason(RuntimeError(text)) == "Read error [127.0.0.1]:51409: Connection reset by peer"
+    assert reason(RuntimeError("plain")) == "plain"

@@ -1,0 +1,107 @@
+"""The rivals: what a script would do without asyncdist, on the same ranks and beside it.
+
+On MPI nonblocking calls of mpi4py, tested until they are done; on torch the blocking ``send`` and ``recv`` of a gloo
+group of their own. Neither packs, checks or decodes anything, and neither yields to the loop, so nothing of asyncdist
+polls meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final, Protocol
+
+import torch
+
+import asyncdist as ad
+
+_TAG: Final = 99
+_PERIOD_S: Final = 0.001
+
+
+class Rival(Protocol):
+    """Messages between the two ranks of a benchmark."""
+
+    async def align(self) -> None:
+        """Return on all ranks at nearly the same time, with nothing of asyncdist under way."""
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """To the other rank."""
+
+    def round_trip(self, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+        """Rank 0 sends first, rank 1 answers."""
+
+    def await_message(self, incoming: torch.Tensor) -> None:
+        """Wait for it, for seconds maybe, without spinning."""
+
+
+def rival_of(world: ad.World) -> Rival:
+    """The one for the world's transport. Collective."""
+    return TorchRival(world) if world.transport_name == "torch" else MpiRival()
+
+
+class MpiRival:
+    """Raw mpi4py on MPI.COMM_WORLD."""
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self._comm = MPI.COMM_WORLD
+        self._peer = 1 - self._comm.rank
+
+    async def align(self) -> None:
+        # A barrier of asyncdist alone leaves up to a millisecond between its ends: so often does an idle rank look.
+        await ad.barrier()
+        _spin(self._comm.Ibarrier())
+
+    def send(self, tensor: torch.Tensor) -> None:
+        _spin(self._comm.Isend(tensor.numpy(), self._peer, _TAG))
+
+    def round_trip(self, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+        arriving = self._comm.Irecv(incoming.numpy(), self._peer, _TAG)
+        if self._comm.rank == 0:
+            self.send(outgoing)
+            _spin(arriving)
+        else:
+            _spin(arriving)
+            self.send(outgoing)
+
+    def await_message(self, incoming: torch.Tensor) -> None:
+        request = self._comm.Irecv(incoming.numpy(), self._peer, _TAG)
+        while not request.Test():
+            time.sleep(_PERIOD_S)
+
+
+class TorchRival:
+    """Blocking calls on the process group that a script would make."""
+
+    def __init__(self, world: ad.World) -> None:
+        from torch import distributed as dist
+
+        self._dist: Any = dist
+        self._rank = world.rank
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+
+    async def align(self) -> None:
+        await ad.barrier()
+        self._dist.barrier()
+
+    def send(self, tensor: torch.Tensor) -> None:
+        self._dist.send(tensor, 1 - self._rank, tag=_TAG)
+
+    def round_trip(self, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+        if self._rank == 0:
+            self.send(outgoing)
+            self.await_message(incoming)
+        else:
+            self.await_message(incoming)
+            self.send(outgoing)
+
+    def await_message(self, incoming: torch.Tensor) -> None:
+        self._dist.recv(incoming, 1 - self._rank, tag=_TAG)
+
+
+def _spin(request: Any) -> None:
+    test = request.Test
+    while not test():
+        pass
