@@ -19,7 +19,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("collectives",),
     ("world",),
     ("launch",),
-    ("runtime", "api"),
+    ("runtime", "api", "mpirun", "processes"),
+    ("parallel",),
+    ("process_groups",),
+    ("doctor",),
     ("simulation.trace", "simulation.loop", "simulation.models", "simulation.random_states"),
     ("simulation.faults",),
     ("simulation.medium",),
@@ -91,15 +94,16 @@ def test_there_is_something_to_prove() -> None:
     assert uses(ASYNCDIST["transports.mpi"], "mpi4py")
 
 
-def test_mpi4py_is_imported_in_the_mpi_transport_and_the_launcher_alone() -> None:
+def test_mpi4py_is_imported_in_the_mpi_transport_and_the_doctor_alone() -> None:
     users = {name for name, tree in ASYNCDIST.items() if uses(tree, "mpi4py")}
-    assert users <= {"transports.mpi", "launch"}
+    assert users <= {"transports.mpi", "doctor"}
     assert not any(uses(tree, "mpi4py") for tree in PROTOCOLS.values())
 
 
-@pytest.mark.parametrize("package", ["asyncdist", "protocols"])
-def test_torch_distributed_is_imported_nowhere_yet(package: str) -> None:
-    assert not [name for name, tree in modules(package).items() if uses(tree, "torch.distributed")]
+def test_torch_distributed_is_imported_where_process_groups_are_made_alone() -> None:
+    """Plain functions of ``launch_subprocesses`` bring collectives of their own and need a process group of torch."""
+    assert {name for name, tree in ASYNCDIST.items() if uses(tree, "torch.distributed")} == {"process_groups"}
+    assert not [name for name, tree in PROTOCOLS.items() if uses(tree, "torch.distributed")]
 
 
 def test_a_concrete_transport_is_known_to_the_runtime_alone() -> None:

@@ -88,7 +88,7 @@ async def test_run_inside_a_loop_names_the_other_way() -> None:
 
 def test_torchrun_is_told_that_its_transport_is_not_here_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     started = launch.Launch("torch", 2, 0, "TORCHELASTIC_RUN_ID")
-    monkeypatch.setattr(launch, "detect", lambda: started)
+    monkeypatch.setattr(launch, "detect", lambda **_: started)
     with pytest.raises(TransportError, match=r"TORCHELASTIC_RUN_ID.*mpirun"):
         ad.run(nothing)
 
