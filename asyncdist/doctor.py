@@ -34,7 +34,8 @@ _STARTERS: Final[Mapping[str, str]] = {
     "WORLD_SIZE": "whoever set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
 }
 _PROBE_LEVEL: Final = (
-    "import mpi4py; mpi4py.rc.initialize = False\nfrom mpi4py import MPI; print(MPI.Init_thread(MPI.THREAD_FUNNELED))"
+    "import mpi4py; mpi4py.rc.initialize, mpi4py.rc.finalize = False, True\n"
+    "from mpi4py import MPI; print(MPI.Init_thread(MPI.THREAD_FUNNELED))"
 )
 _PROBE_TIMEOUT_S: Final = 60.0
 _LEVELS: Final = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")

@@ -387,18 +387,14 @@ def with_parent(environ: Mapping[str, str]) -> dict[str, str]:
     return {**environ, _PARENT_VARIABLE: str(os.getpid())}
 
 
-def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent ends; elsewhere than on Linux, nothing.
-
-    Args:
-        parent: which process that is, if not the present one; that it is gone already is seen by it.
-    """
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the process ``parent`` ends; elsewhere than on Linux, nothing."""
     if not sys.platform.startswith("linux"):
         return
     import ctypes
 
     ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # 1 is PR_SET_PDEATHSIG, see prctl(2)
-    if parent is not None and os.getppid() != parent:
+    if os.getppid() != parent:  # it has ended before the kernel was told
         os._exit(1)
 
 

@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime", "api", "mpirun", "processes"),
     ("parallel",),
     ("process_groups",),
-    ("doctor",),
+    ("subprocesses", "doctor"),
     ("simulation.trace", "simulation.loop", "simulation.models", "simulation.random_states"),
     ("simulation.faults",),
     ("simulation.medium",),
