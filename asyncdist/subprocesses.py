@@ -396,7 +396,7 @@ def _start_all(
     kwargs: dict[str, Any],
 ) -> None:
     context = multiprocessing.get_context(configs[0].launch_method)
-    # The server imports torch once for all ranks and launches: 4 ranks on 2 busy cores were up in 4 s in place of 14,
+    # The server imports torch once for all ranks and launches: 4 ranks on 2 busy cores were up in 4 s in place of 15,
     # and in 0.3 s the next time. Not the script itself, which may start threads, and threads do not survive a fork.
     context.set_forkserver_preload([__name__])
     for cfg in configs:
