@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import signal
@@ -353,6 +354,29 @@ def test_a_coroutine_function_is_run_with_a_world_on_the_torch_transport(
     ad.init_and_run(coroutine, MultiprocessConfig(world_size=1, master_port=7777), str(tmp_path), name="x")
     assert asked == [("torch", launch.Launch("torch", 1, 0, "TORCHELASTIC_RUN_ID"))]
     assert reports(tmp_path) == [["x", 0, [0], "0", "0", "1", "1", "127.0.0.1", "False"]]
+
+
+async def talk(world: ad.World, folder: str, *, fails: bool) -> None:
+    total = await ad.all_reduce(torch.tensor([world.rank]), group=ad.parallel_groups().data)
+    report(folder, [world.rank, world.size, total.item()])
+    await ad.barrier()
+    if fails and world.rank == 1:
+        raise ValueError("story of rank 1")
+    await ad.barrier()
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("asyncdist.transports.torch") is None, reason="needs the torch transport, not here yet"
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_that_are_coroutines_talk(tmp_path: Path, fails: bool) -> None:
+    cfg = config(4, model_parallelism=2)
+    if fails:
+        with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed:.*ValueError: story of rank 1"):
+            launch_here(talk, cfg, str(tmp_path), fails=True)
+    else:
+        launch_here(talk, cfg, str(tmp_path), fails=False)
+    assert reports(tmp_path) == [[0, 4, 2], [1, 4, 4], [2, 4, 2], [3, 4, 4]]
 
 
 def test_a_coroutine_function_has_no_process_group_to_choose_a_backend_for() -> None:
