@@ -34,9 +34,19 @@ if TYPE_CHECKING:
     from asyncdist.api import all_gather, all_reduce, all_to_all, barrier, broadcast, gather, new_group
     from asyncdist.channels import Channel, ChannelStatistics, Envelope
     from asyncdist.groups import Group
+    from asyncdist.parallel import ParallelGroups, ParallelLayout, new_parallel_groups, parallel_groups
+    from asyncdist.process_groups import (
+        default_backend,
+        get_distributed_backend,
+        init_dist,
+        init_parallel_groups,
+        init_process_group_from_backend,
+        set_distributed_backend,
+    )
     from asyncdist.runtime import open_world, run, run_local
     from asyncdist.simulation.explore import explore
     from asyncdist.simulation.simulate import SimReport, simulate
+    from asyncdist.subprocesses import MultiprocessConfig, init_and_run, launch_subprocesses
     from asyncdist.world import World, WorldStatistics, current_world
 
 launch.explain_shadowing()
@@ -52,6 +62,9 @@ __all__ = [
     "Envelope",
     "Group",
     "LocalProtocolError",
+    "MultiprocessConfig",
+    "ParallelGroups",
+    "ParallelLayout",
     "RankLostError",
     "RemoteProtocolError",
     "SimReport",
@@ -67,12 +80,22 @@ __all__ = [
     "barrier",
     "broadcast",
     "current_world",
+    "default_backend",
     "explore",
     "gather",
+    "get_distributed_backend",
+    "init_and_run",
+    "init_dist",
+    "init_parallel_groups",
+    "init_process_group_from_backend",
+    "launch_subprocesses",
     "new_group",
+    "new_parallel_groups",
     "open_world",
+    "parallel_groups",
     "run",
     "run_local",
+    "set_distributed_backend",
     "simulate",
 ]
 
@@ -81,9 +104,19 @@ _NAMES: Final = {
     "api": ("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "new_group"),
     "channels": ("Channel", "ChannelStatistics", "Envelope"),
     "groups": ("Group",),
+    "parallel": ("ParallelGroups", "ParallelLayout", "new_parallel_groups", "parallel_groups"),
+    "process_groups": (
+        "default_backend",
+        "get_distributed_backend",
+        "init_dist",
+        "init_parallel_groups",
+        "init_process_group_from_backend",
+        "set_distributed_backend",
+    ),
     "runtime": ("open_world", "run", "run_local"),
     "simulation.explore": ("explore",),
     "simulation.simulate": ("SimReport", "simulate"),
+    "subprocesses": ("MultiprocessConfig", "init_and_run", "launch_subprocesses"),
     "world": ("World", "WorldStatistics", "current_world"),
 }
 _HOMES: Final = {name: home for home, names in _NAMES.items() for name in names}

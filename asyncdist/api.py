@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 
@@ -87,9 +88,47 @@ async def all_reduce(
     return await world.collectives.all_reduce(tensor, group, op)
 
 
+@overload
 async def all_to_all(
-    tensors: Sequence[torch.Tensor], *, group: Group | None = None, world: World | None = None
-) -> list[torch.Tensor]:
-    """Send tensor i to member i, and return what each member sent here. One shape and dtype throughout."""
+    tensors: torch.Tensor, group: Group | None = None, *, world: World | None = None
+) -> torch.Tensor: ...
+
+
+@overload
+async def all_to_all(
+    tensors: Sequence[torch.Tensor], group: Group | None = None, *, world: World | None = None
+) -> list[torch.Tensor]: ...
+
+
+async def all_to_all(
+    tensors: torch.Tensor | Sequence[torch.Tensor], group: Group | None = None, *, world: World | None = None
+) -> torch.Tensor | list[torch.Tensor]:
+    """Send the i-th of ``tensors`` to member i, and return what each member sent here.
+
+    Args:
+        tensors: one for each member, of one shape and dtype throughout; or a single tensor, of one shape and dtype on
+            all members, whose first dimension is split evenly among them.
+        group: all ranks of the world by default. Process groups of torch.distributed, with gradients, are for
+            :func:`asyncdist.process_groups.all_to_all`.
+
+    Returns:
+        A list, or a tensor like the one that was given, in the group's order.
+
+    Raises:
+        ValueError: the first dimension cannot be split evenly.
+    """
+    if group is not None and not isinstance(group, Group):
+        raise TypeError(
+            f"group is {group!r}; it must be a group of a world. asyncdist.process_groups.all_to_all takes process "
+            "groups of torch.distributed"
+        )
     world, group = _place(world, group)
-    return await world.collectives.all_to_all(tensors, group)
+    if not isinstance(tensors, torch.Tensor):
+        return await world.collectives.all_to_all(tensors, group)
+    if not tensors.dim() or tensors.shape[0] % group.size:
+        raise ValueError(
+            f"the tensor has shape {tuple(tensors.shape)}; its first dimension must be a multiple of {group.size} ranks"
+        )
+    if not tensors.shape[0]:
+        return tensors.detach().clone()
+    return torch.cat(await world.collectives.all_to_all(tensors.chunk(group.size), group))

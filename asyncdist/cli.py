@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final, NoReturn
 
-from asyncdist import launch
+from asyncdist import launch, mpirun, processes
 from asyncdist._version import __version__
 
 _SIM_OPTIONS: Final = ("-n", "--ranks", "--seed", "--faults", "--explore", "--processes")
@@ -44,12 +44,19 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
     run = commands.add_parser(
         "run",
-        help="start a script on several ranks of this host, with the MPI that is installed",
-        usage="asyncdist run -n RANKS [--mpi openmpi|mpich] [--threads-per-rank N] script.py [arguments]",
-        description="Start a script on several ranks of this host, with the MPI that is installed.",
+        help="start a script on several ranks of this host",
+        usage=(
+            "asyncdist run -n RANKS [--transport mpi|torch] [--mpi openmpi|mpich] [--threads-per-rank N] "
+            "script.py [arguments]"
+        ),
+        description=(
+            "Start a script on several ranks of this host: with the MPI that is installed, or as torchrun would, for "
+            "torch.distributed."
+        ),
         allow_abbrev=False,
     )
     run.add_argument("-n", "--ranks", type=_count, required=True, metavar="RANKS", help="how many processes")
+    run.add_argument("--transport", choices=("mpi", "torch"), default="mpi", help="what they talk over (default: mpi)")
     run.add_argument("--mpi", choices=launch.FLAVOURS, help="which MPI, where two are installed")
     run.add_argument(
         "--threads-per-rank",
@@ -61,6 +68,15 @@ def _parser() -> argparse.ArgumentParser:
     rest = run.add_argument("arguments", nargs=argparse.REMAINDER, help="passed to the script as they are")
     rest.required = False  # argparse would list it as missing
     _add_sim(commands)
+    commands.add_parser(
+        "doctor",
+        help="say what is detected here and why, what is wrong, and what to do about it",
+        description=(
+            "Say what is detected here and why, what is wrong, and what to do about it; also under a launcher, as in "
+            "mpirun -n 2 asyncdist doctor. Exit code 0 when all is well, 1 when something is wrong."
+        ),
+        allow_abbrev=False,
+    )
     return parser
 
 
@@ -128,13 +144,26 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     options = parser.parse_args(words)
     if options.command == "sim":
         sys.exit(_sim(options, rest))
+    if options.command == "doctor":
+        from asyncdist import doctor  # imports torch
+
+        sys.exit(doctor.run())
     try:
-        launch.run(
-            options.script, options.arguments, ranks=options.ranks, mpi=options.mpi, threads=options.threads_per_rank
-        )
+        sys.exit(_run(options))
     except launch.LaunchError as error:
         print(f"asyncdist {options.command}: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Returns the exit code, where it does not become mpirun."""
+    script, arguments, ranks, threads = options.script, options.arguments, options.ranks, options.threads_per_rank
+    environ = launch.environment()
+    if options.transport == "mpi":
+        mpirun.run(script, arguments, ranks=ranks, mpi=options.mpi, threads=threads, environ=environ)
+    if options.mpi is not None:
+        raise launch.LaunchError(f"--mpi {options.mpi} is for --transport mpi")
+    return processes.run(script, arguments, ranks=ranks, threads=threads, environ=environ)
 
 
 def _sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:

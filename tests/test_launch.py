@@ -12,14 +12,112 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist import cli, launch
+from asyncdist import cli, launch, mpirun
 from asyncdist.errors import TransportError
-from asyncdist.launch import Installation, Launch
+from asyncdist.launch import Launch
+from asyncdist.mpirun import Installation
+
+# What each launcher really sets, of the variables that say something about ranks and places.
+RECORDED: dict[str, tuple[dict[str, str], Launch]] = {
+    "mpirun of Open MPI 5.0.11": (
+        {
+            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            "OMPI_COMM_WORLD_NODE_RANK": "1",
+            "OMPI_COMM_WORLD_RANK": "1",
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_UNIVERSE_SIZE": "2",
+            "OMPI_WORLD_LOCAL_SIZE": "2",
+            "OMPI_WORLD_SIZE": "2",
+            "PMIX_HOSTNAME": "host",
+            "PMIX_NAMESPACE": "prterun-host-16584@1",
+            "PMIX_RANK": "1",
+            "PMIX_SERVER_URI41": "prterun-host-16584@0.0;tcp4://127.0.0.1:44547",
+            "PRTE_LAUNCHED": "1",
+        },
+        Launch("mpi", 2, 1, "OMPI_COMM_WORLD_SIZE"),
+    ),
+    "mpiexec of MPICH 5.0.2": (
+        {
+            "HYDI_CONTROL_FD": "7",
+            "MPI_LOCALNRANKS": "2",
+            "MPI_LOCALRANKID": "1",
+            "PMI_FD": "9",
+            "PMI_HOSTNAME": "host",
+            "PMI_RANK": "1",
+            "PMI_SIZE": "2",
+        },
+        Launch("mpi", 2, 1, "PMI_SIZE"),
+    ),
+    "torchrun of torch 2.13": (
+        {
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "41755",
+            "OMP_NUM_THREADS": "1",
+            "RANK": "1",
+            "ROLE_NAME": "default",
+            "ROLE_RANK": "1",
+            "ROLE_WORLD_SIZE": "2",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_RUN_ID": "c3e6518d-a13e-4bc5-a734-6afbe35028a1",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "WORLD_SIZE": "2",
+        },
+        Launch("torch", 2, 1, "TORCHELASTIC_RUN_ID"),
+    ),
+    # The three of Slurm are put together from what users and Open MPI's sources show; there is no Slurm here.
+    "srun -n 2 without MPI": (
+        {
+            "SLURM_GTIDS": "0,1",
+            "SLURM_JOB_ID": "38749",
+            "SLURM_LOCALID": "1",
+            "SLURM_NODEID": "0",
+            "SLURM_NPROCS": "2",
+            "SLURM_PROCID": "1",
+            "SLURM_STEP_ID": "1",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_TASKS_PER_NODE": "2",
+            "SLURM_TASKS_PER_NODE": "2",
+        },
+        Launch("mpi", 2, 1, "SLURM_STEP_NUM_TASKS"),
+    ),
+    "srun --mpi=pmix -n 2": (
+        {
+            "PMIX_NAMESPACE": "slurm.pmix.1731563.0",
+            "PMIX_RANK": "1",
+            "SLURM_LOCALID": "1",
+            "SLURM_MPI_TYPE": "pmix",
+            "SLURM_PMIX_MAPPING_SERV": "(vector,(0,1,2))",
+            "SLURM_PROCID": "1",
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NUM_TASKS": "2",
+        },
+        Launch("mpi", 2, 1, "PMIX_RANK"),
+    ),
+    "srun --mpi=pmi2 -n 2": (
+        {
+            "PMI_FD": "12",
+            "PMI_RANK": "1",
+            "PMI_SIZE": "2",
+            "SLURM_LOCALID": "1",
+            "SLURM_PROCID": "1",
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NUM_TASKS": "2",
+        },
+        Launch("mpi", 2, 1, "PMI_SIZE"),
+    ),
+}
 
 OPENMPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}
 HYDRA = {"PMI_SIZE": "4", "PMI_RANK": "2"}
 SLURM = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURM_STEP_ID": "0"}
-TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "TORCHELASTIC_RUN_ID": "none"}
+BY_HAND = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+TORCHRUN = BY_HAND | {"TORCHELASTIC_RUN_ID": "none"}
 
 # ------------------------------------------------------------------------------------------------------- detection
 
@@ -35,9 +133,14 @@ TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "TORCHEL
         ({"PMIX_RANK": "2"} | SLURM, Launch("mpi", 4, 2, "PMIX_RANK")),
         (SLURM, Launch("mpi", 4, 2, "SLURM_STEP_NUM_TASKS")),
         (TORCHRUN, Launch("torch", 4, 2, "TORCHELASTIC_RUN_ID")),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, Launch("torch", 2, 0, "WORLD_SIZE")),
-        # A variable that other tools set too says nothing alone.
-        ({"RANK": "5"}, Launch("local", 1, 0, "no launcher")),
+        (BY_HAND, Launch("torch", 4, 2, "WORLD_SIZE")),
+        # Batch scripts set these for whoever is started later.
+        ({"MASTER_ADDR": "h", "MASTER_PORT": "29500"}, Launch("local", 1, 0, "no launcher")),
+        ({"LOCAL_RANK": "1"}, Launch("local", 1, 0, "no launcher")),
+        # Who sets all four inside an srun step means torch; who sets some of them for all steps does not.
+        (BY_HAND | SLURM, Launch("torch", 4, 2, "WORLD_SIZE")),
+        (SLURM | {"WORLD_SIZE": "4", "MASTER_ADDR": "h"}, Launch("mpi", 4, 2, "SLURM_STEP_NUM_TASKS")),
+        (BY_HAND | OPENMPI, Launch("mpi", 4, 2, "OMPI_COMM_WORLD_SIZE")),
         # mpirun's daemons inside Slurm leave one task per host behind.
         (
             OPENMPI | SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
@@ -49,6 +152,41 @@ TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "TORCHEL
 )
 def test_launcher_is_detected(environ: dict[str, str], expected: Launch) -> None:
     assert launch.detect(environ) == expected
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_launcher_is_detected_from_all_that_it_sets(name: str) -> None:
+    environ, expected = RECORDED[name]
+    assert launch.detect(environ) == expected
+    assert name.startswith("srun") or launch.local_size(environ) == 2
+    assert launch.local_rank(environ) == 1 or "pmi2" in name
+
+
+@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("wanted", ["mpi", "torch", "local"])
+@pytest.mark.parametrize("by", ["argument", "variable"])
+def test_the_transport_that_is_named_wins(name: str, wanted: str, by: str) -> None:
+    environ, found = RECORDED[name]
+    if by == "argument":
+        launched = launch.detect(environ | {"ASYNCDIST_TRANSPORT": "never looked at"}, wanted=wanted)
+    else:
+        launched = launch.detect(environ | {"ASYNCDIST_TRANSPORT": wanted})
+    assert launched.transport == wanted
+    if wanted == found.transport:
+        assert (launched.expected_size, launched.rank) == (2, 1)
+
+
+@pytest.mark.parametrize("value", ["", "auto"])
+def test_a_variable_that_names_no_transport_changes_nothing(value: str) -> None:
+    assert launch.detect(OPENMPI | {"ASYNCDIST_TRANSPORT": value}) == launch.detect(OPENMPI)
+
+
+def test_a_named_transport_is_not_hindered_by_what_others_left_behind() -> None:
+    """The variables of launchers that it has nothing to do with may be nonsense."""
+    nonsense = {"RANK": "5", "PMI_SIZE": "many", "PMI_RANK": "7", "SLURM_STEP_NUM_TASKS": "x", "SLURM_PROCID": "y"}
+    assert launch.detect(nonsense, wanted="local") == Launch("local", 1, 0, "no launcher")
+    assert launch.detect(nonsense | {"WORLD_SIZE": "6"}, wanted="torch").expected_size == 6
+    assert launch.detect(BY_HAND | {"WORLD_SIZE": "1"}, wanted="mpi") == Launch("mpi", None, 0, "no launcher")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +210,31 @@ def test_a_shell_or_one_task_in_slurm_is_one_process(environ: dict[str, str]) ->
         ({"PMI_SIZE": "4", "PMI_RANK": "4"}, ["PMI_RANK=4", "0..3", "PMI_SIZE=4"]),
         ({"PMI_SIZE": "0", "PMI_RANK": "0"}, ["PMI_SIZE=0"]),
         ({"OMPI_COMM_WORLD_SIZE": "4"}, ["OMPI_COMM_WORLD_SIZE='4'", "OMPI_COMM_WORLD_RANK"]),
-        ({"TORCHELASTIC_RUN_ID": "x"}, ["TORCHELASTIC_RUN_ID='x'", "RANK"]),
+        (
+            {"TORCHELASTIC_RUN_ID": "x"},
+            ["TORCHELASTIC_RUN_ID='x'", "RANK and WORLD_SIZE and MASTER_ADDR and MASTER_PORT are not"],
+        ),
+        (
+            {"RANK": "5"},
+            ["RANK='5'", "WORLD_SIZE and MASTER_ADDR and MASTER_PORT are not", "ASYNCDIST_TRANSPORT=local"],
+        ),
+        ({"WORLD_SIZE": "5", "MASTER_ADDR": "h"}, ["WORLD_SIZE='5'", "RANK and MASTER_PORT are not"]),
+        (BY_HAND | {"RANK": "4"}, ["RANK=4", "0..3", "WORLD_SIZE=4"]),
+        (BY_HAND | {"MASTER_PORT": "http"}, ["MASTER_PORT='http'"]),
+        (BY_HAND | {"MASTER_PORT": "65536"}, ["MASTER_PORT=65536", "1..65535"]),
+        (BY_HAND | {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, ["LOCAL_RANK=2", "0..1", "LOCAL_WORLD_SIZE=2"]),
+        (BY_HAND | {"LOCAL_WORLD_SIZE": "5"}, ["LOCAL_WORLD_SIZE=5", "WORLD_SIZE=4"]),
+        (
+            OPENMPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            ["OMPI_COMM_WORLD_LOCAL_RANK=3", "0..1"],
+        ),
+        ({"ASYNCDIST_TRANSPORT": "tcp"}, ["ASYNCDIST_TRANSPORT is 'tcp'", "'auto', 'local', 'mpi', 'torch'"]),
+        ({"PMIX_RANK": "first"}, ["PMIX_RANK='first'"]),
+        # All of them at once.
+        (
+            TORCHRUN | {"RANK": "9", "MASTER_PORT": "0", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "one"},
+            ["RANK=9", "MASTER_PORT=0", "LOCAL_WORLD_SIZE='one'"],
+        ),
         (OPENMPI | {"PMI_SIZE": "2", "PMI_RANK": "0"}, ["OMPI_COMM_WORLD_SIZE=4", "PMI_SIZE=2"]),
     ],
 )
@@ -140,7 +302,7 @@ def test_launchers_are_found_by_what_they_say_and_the_first_wins(tmp_path: Path)
     hydra = make_program(tmp_path / "system", "mpiexec.hydra", "HYDRA build details:")
     make_program(tmp_path / "strange", "mpirun", "something else")
     directories = [str(tmp_path / name) for name in ("missing", "strange", "own", "system")]
-    assert launch.find_launchers(directories) == {"openmpi": own, "mpich": hydra}
+    assert mpirun.find_launchers(directories) == {"openmpi": own, "mpich": hydra}
 
 
 def installed(**changes: object) -> Installation:
@@ -156,7 +318,7 @@ def installed(**changes: object) -> Installation:
 @pytest.mark.parametrize("wanted", [None, "openmpi"])
 def test_the_library_decides_the_flavour(wanted: launch.Flavour | None) -> None:
     both = {"openmpi": "/venv/bin/mpirun", "mpich": "/usr/bin/mpirun"}
-    assert launch.choose_flavour(installed(launchers=both), wanted) == "openmpi"
+    assert mpirun.choose_flavour(installed(launchers=both), wanted) == "openmpi"
 
 
 @pytest.mark.parametrize(
@@ -181,23 +343,23 @@ def test_no_usable_mpi_is_explained(
     installation: Installation, wanted: launch.Flavour | None, words: list[str]
 ) -> None:
     with pytest.raises(launch.LaunchError) as caught:
-        launch.choose_flavour(installation, wanted)
+        mpirun.choose_flavour(installation, wanted)
     assert [word for word in words if word not in str(caught.value)] == []
     assert "\n" not in str(caught.value)
 
 
 def test_ranks_get_a_share_of_the_cores_and_the_users_settings_win() -> None:
-    environment = launch.build_environment("openmpi", {"PATH": "p"}, ranks=4, threads=None, cores=8)
+    environment = mpirun.build_environment("openmpi", {"PATH": "p"}, ranks=4, threads=None, cores=8)
     assert (environment["OMP_NUM_THREADS"], environment["OMPI_MCA_osc"], environment["PATH"]) == ("2", "^ucx", "p")
-    environment = launch.build_environment("openmpi", {"OMP_NUM_THREADS": "5"}, ranks=4, threads=None, cores=8)
+    environment = mpirun.build_environment("openmpi", {"OMP_NUM_THREADS": "5"}, ranks=4, threads=None, cores=8)
     assert environment["OMP_NUM_THREADS"] == "5"
-    environment = launch.build_environment("openmpi", {"OMP_NUM_THREADS": "5"}, ranks=4, threads=3, cores=8)
+    environment = mpirun.build_environment("openmpi", {"OMP_NUM_THREADS": "5"}, ranks=4, threads=3, cores=8)
     assert environment["OMP_NUM_THREADS"] == "3"
 
 
 def test_mpich_yields_only_when_there_are_more_ranks_than_cores() -> None:
-    assert "MPIR_CVAR_POLLS_BEFORE_YIELD" in launch.build_environment("mpich", {}, ranks=4, threads=None, cores=2)
-    assert "MPIR_CVAR_POLLS_BEFORE_YIELD" not in launch.build_environment("mpich", {}, ranks=2, threads=None, cores=2)
+    assert "MPIR_CVAR_POLLS_BEFORE_YIELD" in mpirun.build_environment("mpich", {}, ranks=4, threads=None, cores=2)
+    assert "MPIR_CVAR_POLLS_BEFORE_YIELD" not in mpirun.build_environment("mpich", {}, ranks=2, threads=None, cores=2)
 
 
 # --------------------------------------------------------------------------------------------------- bad command lines

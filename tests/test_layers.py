@@ -28,7 +28,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("collectives", "transports.torch"),
     ("world",),
     ("launch",),
-    ("runtime", "api"),
+    ("runtime", "api", "mpirun", "processes"),
+    ("parallel",),
+    ("process_groups",),
+    ("subprocesses", "doctor"),
     ("simulation.trace", "simulation.loop", "simulation.models", "simulation.random_states"),
     ("simulation.faults",),
     ("simulation.medium",),
@@ -100,15 +103,16 @@ def test_there_is_something_to_prove() -> None:
     assert uses(ASYNCDIST["transports.mpi"], "mpi4py")
 
 
-def test_mpi4py_is_imported_in_the_mpi_transport_and_the_launcher_alone() -> None:
+def test_mpi4py_is_imported_in_the_mpi_transport_and_the_doctor_alone() -> None:
     users = {name for name, tree in ASYNCDIST.items() if uses(tree, "mpi4py")}
-    assert users <= {"transports.mpi", "launch"}
+    assert users <= {"transports.mpi", "doctor"}
     assert not any(uses(tree, "mpi4py") for tree in PROTOCOLS.values())
 
 
-def test_torch_distributed_is_imported_in_the_torch_transport_alone() -> None:
+def test_torch_distributed_is_imported_where_processes_meet_alone() -> None:
+    """Plain functions of ``launch_subprocesses`` bring collectives of their own and need a process group of torch."""
     users = {name for name, tree in ASYNCDIST.items() if uses(tree, "torch.distributed")}
-    assert users == {"transports.gloo", "transports.meeting", "transports.torch"}
+    assert users == {"process_groups", "transports.gloo", "transports.meeting", "transports.torch"}
     assert not any(uses(tree, "torch.distributed") for tree in PROTOCOLS.values())
 
 

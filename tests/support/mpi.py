@@ -40,7 +40,7 @@ from typing import Any
 
 import pytest
 
-from asyncdist import launch
+from asyncdist import mpirun
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORTS = "ASYNCDIST_TEST_REPORTS"
@@ -141,12 +141,12 @@ def require_mpi() -> None:
 @functools.cache
 def flavour() -> str:
     """``"openmpi"`` or ``"mpich"``: what the jobs run on; empty where there is none."""
-    return launch.find_installation(os.environ).library or ""
+    return mpirun.find_installation(os.environ).library or ""
 
 
 @functools.cache
 def _why_no_mpi() -> str:
-    installation = launch.find_installation(os.environ)
+    installation = mpirun.find_installation(os.environ)
     if installation.library is None and not installation.launchers:
         return f"no MPI is installed: {installation.version}"
     return ""

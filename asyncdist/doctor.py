@@ -1,0 +1,383 @@
+"""``asyncdist doctor``: what this process would run on, why, what is wrong with it, and what to do about that.
+
+Facts are gathered first, which may take a few seconds and start MPI; what they mean is decided by ``find_problems``,
+which looks at nothing else. Under a launcher every rank examines itself. Rank 0 prints what it found; the first rank of
+every other host prints what is wrong there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from asyncdist import launch, mpirun
+from asyncdist._version import __version__
+from asyncdist.errors import TransportError
+from asyncdist.launch import Launch
+from asyncdist.mpirun import Installation
+
+_STARTERS: Final[Mapping[str, str]] = {
+    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
+    "PMI_SIZE": "an MPI launcher that speaks PMI (MPICH's, Intel's, srun)",
+    "PMIX_RANK": "a launcher that speaks PMIx",
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "TORCHELASTIC_RUN_ID": "torchrun, or asyncdist run --transport torch",
+    "WORLD_SIZE": "whoever set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+}
+_PROBE_LEVEL: Final = (
+    "import mpi4py; mpi4py.rc.initialize, mpi4py.rc.finalize = False, True\n"
+    "from mpi4py import MPI; print(MPI.Init_thread(MPI.THREAD_FUNNELED))"
+)
+_PROBE_TIMEOUT_S: Final = 60.0
+_LEVELS: Final = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that is wrong, and what to do about it."""
+
+    what: str
+    cure: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mpi:
+    """What came of starting MPI.
+
+    Attributes:
+        level: the thread level that the library grants, as MPI numbers them from least to most; None when unknown.
+        error: why it did not start, or what is wrong with the world that it made.
+    """
+
+    level: int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What was found.
+
+    Attributes:
+        started: how this process was started; as if by nobody when ``detection_error`` says why that is unknown.
+        detection_error: what is wrong with the launcher's variables.
+        override: what ASYNCDIST_TRANSPORT says.
+        versions: of Python and of packages; None for one that is not installed.
+        installation: library and mpirun.
+        path_mpirun: the ``mpirun`` that a shell finds, and its flavour.
+        mpi: what came of starting MPI.
+        host_cores: cores of this host.
+        own_cores: those that this process may use.
+        local_size: ranks on this host; None when the launcher does not say.
+        omp_threads: OMP_NUM_THREADS, as it is set.
+        backends: what torch.distributed offers.
+        gpus: the names of those that torch sees.
+        gpu_error: why torch sees none where there are some.
+        address_error: why MASTER_ADDR does not lead to a host.
+        notes: what else is wrong, each with its cure in the text.
+    """
+
+    started: Launch
+    installation: Installation
+    versions: Mapping[str, str | None]
+    detection_error: str | None = None
+    override: str | None = None
+    path_mpirun: tuple[str, launch.Flavour | None] | None = None
+    mpi: Mpi = Mpi()
+    host_cores: int = 1
+    own_cores: int = 1
+    local_size: int | None = None
+    omp_threads: str | None = None
+    backends: Sequence[str] = ()
+    gpus: Sequence[str] = ()
+    gpu_error: str | None = None
+    address_error: str | None = None
+    notes: Sequence[str] = field(default=())
+
+    @property
+    def threads(self) -> int:
+        """The threads per rank that fit the cores."""
+        return max(1, min(self.own_cores, self.host_cores // (self.local_size or 1)))
+
+
+# -- what the facts mean ----------------------------------------------------------------------------------------------
+
+
+def find_problems(facts: Facts) -> list[Problem]:
+    """What is wrong, most fundamental first."""
+    problems = []
+    if facts.detection_error is not None:
+        problems.append(
+            Problem(facts.detection_error, "start with one launcher, or name the transport: ad.run(..., transport=...)")
+        )
+    if facts.versions.get("torch") is None:
+        problems.append(Problem("torch is not installed", "pip install torch, the build for this machine"))
+    elif "gloo" not in facts.backends:
+        problems.append(Problem("this torch was built without gloo", "install another build of torch"))
+    problems += _mpi_problems(facts)
+    problems += _thread_problems(facts)
+    if facts.address_error is not None:
+        problems.append(Problem(facts.address_error, "set MASTER_ADDR to a name that all hosts know, or to an address"))
+    if facts.gpu_error is not None:
+        problems.append(Problem(facts.gpu_error, "install a build of torch that fits the driver, see pytorch.org"))
+    for note in facts.notes:
+        what, _, cure = note.partition(": ")
+        problems.append(Problem(what, cure))
+    return problems
+
+
+def _mpi_problems(facts: Facts) -> list[Problem]:
+    """None where MPI is not what this process would run on: it was started for torch, or told to use something else."""
+    if facts.started.transport == "torch" or facts.override == "local":
+        return []
+    if facts.versions.get("mpi4py") is None:
+        return [Problem("mpi4py is not installed", "pip install mpi4py, or start with torchrun")]
+    problems = []
+    try:
+        mpirun.choose_flavour(facts.installation, None)
+    except launch.LaunchError as error:
+        what, _, cure = str(error).rpartition(": ")
+        problems.append(Problem(what, cure))
+    library = facts.installation.library
+    if facts.path_mpirun is not None and library is not None and facts.path_mpirun[1] != library:
+        path, flavour = facts.path_mpirun
+        whose = f"{mpirun.TITLES[flavour]}'s" if flavour is not None else "of an MPI that is not known here"
+        own = facts.installation.launchers.get(library, f"that of {mpirun.TITLES[library]}")
+        problems.append(
+            Problem(
+                f"the mpirun that a shell finds, {path}, is {whose}, and mpi4py loads {mpirun.TITLES[library]}",
+                f"start with asyncdist run, which takes the right one, or with {own}",
+            )
+        )
+    if facts.mpi.error is not None and library is not None:
+        cure = "start with the mpirun of the library that mpi4py loads: asyncdist run finds it"
+        if facts.started.source == "SLURM_STEP_NUM_TASKS":
+            cure = "srun --mpi=pmix or --mpi=pmi2, whichever the library was built for (srun --mpi=list)"
+        problems.append(Problem(facts.mpi.error, cure))
+    return problems
+
+
+def _thread_problems(facts: Facts) -> list[Problem]:
+    if facts.omp_threads is None:
+        return []
+    if not (facts.omp_threads.isdecimal() and int(facts.omp_threads) >= 1):
+        return [Problem(f"OMP_NUM_THREADS is {facts.omp_threads!r}, no number of threads", "unset it")]
+    count, ranks = int(facts.omp_threads), facts.local_size or 1
+    if count * ranks <= facts.host_cores and count <= facts.own_cores:
+        return []
+    if count == 1:  # more ranks than cores may be meant, and less than one thread there is not
+        return []
+    place = f"{facts.host_cores} cores" if count * ranks > facts.host_cores else f"a rank bound to {facts.own_cores}"
+    return [
+        Problem(
+            f"OMP_NUM_THREADS={count} with {ranks} {_plural('rank', ranks)} on this host is too much for {place}",
+            f"set OMP_NUM_THREADS={facts.threads}, or unset it",
+        )
+    ]
+
+
+def describe(facts: Facts) -> list[tuple[str, str]]:
+    """What was found, as a name and a text each."""
+    started = facts.started
+    how = _STARTERS.get(started.source, "no launcher")
+    if started.expected_size is not None and started.source in _STARTERS:
+        how += f": rank {started.rank} of {started.expected_size}"
+    why = f"from {started.source}" if started.source in _STARTERS else "no launcher's variables are set"
+    if facts.override is not None:
+        why = f"from ASYNCDIST_TRANSPORT={facts.override}"
+    versions = {name: version or "not installed" for name, version in facts.versions.items()}
+    level = facts.mpi.level
+    granted = "unknown" if level is None else _LEVELS[level] if level < len(_LEVELS) else str(level)
+    ranks = facts.local_size
+    threads = (
+        f"{facts.threads} for {ranks} {_plural('rank', ranks)} on this host" if ranks else f"{facts.threads} alone"
+    )
+    own = "" if facts.own_cores == facts.host_cores else f", of which this process may use {facts.own_cores}"
+    return [
+        ("started by", how),
+        ("transport", f"{started.transport}, {why}"),
+        *versions.items(),
+        ("MPI library", facts.installation.version),
+        ("mpirun", _describe_mpirun(facts)),
+        ("thread level", f"{granted} (asked for: {_LEVELS[1]})"),
+        ("cores", f"{facts.host_cores}{own}"),
+        ("threads per rank", f"{threads}; OMP_NUM_THREADS is {facts.omp_threads or 'not set'}"),
+        ("torch backends", ", ".join(facts.backends) or "none"),
+        ("GPUs", f"{len(facts.gpus)}: {', '.join(facts.gpus)}" if facts.gpus else "none that torch sees"),
+    ]
+
+
+def _describe_mpirun(facts: Facts) -> str:
+    launchers = facts.installation.launchers
+    if not launchers:
+        return "none found"
+    library = facts.installation.library
+    return ", ".join(
+        f"{path} ({mpirun.TITLES[flavour]}{', the library matches' if flavour == library else ''})"
+        for flavour, path in launchers.items()
+    )
+
+
+def format_report(facts: Facts, problems: Sequence[Problem]) -> str:
+    """All of it, for a terminal."""
+    rows = describe(facts)
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:<{width}}  {text}" for name, text in rows]
+    return "\n".join([*lines, "", *format_problems(problems)])
+
+
+def format_problems(problems: Sequence[Problem]) -> list[str]:
+    """What is wrong, in lines."""
+    if not problems:
+        return ["all is well"]
+    lines = [f"{len(problems)} {_plural('thing', len(problems))} to mend:"]
+    for number, problem in enumerate(problems, 1):
+        lines += [f"  {number}. {problem.what}", f"     -> {problem.cure}"]
+    return lines
+
+
+def _plural(word: str, count: int) -> str:
+    return word if count == 1 else f"{word}s"
+
+
+# -- gathering them ---------------------------------------------------------------------------------------------------
+
+
+def run() -> int:
+    """Examine, print, and return the exit code: 0 when all is well, else 1."""
+    environ = launch.environment()
+    facts = gather(environ)
+    problems = find_problems(facts)
+    if facts.started.rank == 0:
+        print(format_report(facts, problems), flush=True)
+    elif problems and launch.local_rank(environ) == 0:
+        head = f"rank {facts.started.rank} on {socket.gethostname()}: "
+        print(head + "\n".join(format_problems(problems)), flush=True)
+    return 1 if problems else 0
+
+
+def gather(environ: Mapping[str, str]) -> Facts:
+    """Look at everything. Under an MPI launcher this starts MPI, as a run would."""
+    started, detection_error = Launch("local", 1, 0, "no launcher"), None
+    try:
+        started = launch.detect(environ)
+    except ValueError as error:
+        detection_error = str(error)
+    installation = mpirun.find_installation(environ)
+    ours = shutil.which("mpirun", path=environ.get("PATH", os.defpath))
+    notes = [note for note in (launch.oversubscription_hint(environ), launch.find_shadowing()) if note is not None]
+    backends, gpus, torch_version = _ask_torch()
+    local_size = None
+    with contextlib.suppress(ValueError):  # detection has said so
+        local_size = launch.local_size(environ)
+    return Facts(
+        started=started,
+        detection_error=detection_error,
+        override=environ.get(launch.TRANSPORT_VARIABLE) or None,
+        versions={
+            "Python": f"{platform.python_version()} ({sys.executable})",
+            "asyncdist": __version__,
+            "torch": torch_version,
+            **{name: _version(name) for name in ("mpi4py", "uvloop")},
+        },
+        installation=installation,
+        path_mpirun=None if ours is None else (ours, mpirun.launcher_flavour(ours)),
+        mpi=_start_mpi(started, installation, environ),
+        host_cores=os.cpu_count() or 1,
+        own_cores=launch.available_cores(),
+        local_size=local_size,
+        omp_threads=environ.get("OMP_NUM_THREADS") or None,
+        backends=backends,
+        gpus=gpus,
+        gpu_error=None if gpus else _explain_no_gpu(),
+        address_error=_check_address(environ) if started.transport == "torch" else None,
+        notes=notes,
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _ask_torch() -> tuple[list[str], list[str], str | None]:
+    try:
+        import torch
+    except ImportError:
+        return [], [], None
+    from asyncdist import process_groups
+
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs"
+    return process_groups.available_backends(), names, f"{torch.__version__} ({built})"
+
+
+def _start_mpi(started: Launch, installation: Installation, environ: Mapping[str, str]) -> Mpi:
+    """Start it here where a launcher waits for it, else in a process that is thrown away."""
+    if installation.library is None:
+        return Mpi()
+    if started.transport == "mpi" and started.source != "no launcher":
+        try:
+            return _start_mpi_here(started)
+        except (ImportError, RuntimeError, TransportError) as error:
+            return Mpi(error=str(error))
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-c", _PROBE_LEVEL],
+            env=dict(environ),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_PROBE_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return Mpi(error=f"MPI did not start in a single process within {_PROBE_TIMEOUT_S:g} s")
+    if probe.returncode == 0 and probe.stdout.strip().isdecimal():
+        return Mpi(level=int(probe.stdout))
+    last = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
+    return Mpi(error=f"MPI does not start in a single process: {last}")
+
+
+def _start_mpi_here(started: Launch) -> Mpi:
+    import mpi4py
+
+    mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+    from mpi4py import MPI
+
+    library = MPI.Get_library_version()
+    launch.check_library(started, library)  # one that does not fit would end this process in MPI_Init
+    MPI.Init_thread(MPI.THREAD_FUNNELED)
+    launch.check_world_size(started.expected_size, MPI.COMM_WORLD.size, library.split(",")[0].splitlines()[0])
+    levels = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE)
+    return Mpi(level=levels.index(MPI.Query_thread()))
+
+
+def _explain_no_gpu() -> str | None:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    try:
+        listing = subprocess.run([program, "-L"], capture_output=True, text=True, check=False, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    count = listing.count("GPU ")
+    return f"nvidia-smi lists {count} {_plural('GPU', count)}, of which this torch sees none" if count else None
+
+
+def _check_address(environ: Mapping[str, str]) -> str | None:
+    address = environ.get("MASTER_ADDR", "")
+    try:
+        socket.getaddrinfo(address, None)
+    except (OSError, UnicodeError) as error:
+        return f"MASTER_ADDR={address!r} leads to no host ({error})"
+    return None

@@ -1,0 +1,160 @@
+"""Model, pipeline and data parallel groups, from two numbers.
+
+The ranks are laid out as a box of three axes, data, pipeline and model, the last one varying fastest, as Megatron-LM
+lays them out: ranks that split a layer exchange most and stand next to each other, on one host where there are several.
+With 8 ranks, model parallelism 2 and pipeline parallelism 2::
+
+    model     [0 1] [2 3] [4 5] [6 7]       who share the layers of one stage
+    pipeline  [0 2] [1 3] [4 6] [5 7]       who pass activations on, first stage first
+    data      [0 4] [1 5] [2 6] [3 7]       who hold the same weights and see different data
+
+The arithmetic is :class:`ParallelLayout`. A coroutine gets groups of its world from :func:`new_parallel_groups`, a
+plain function groups of torch.distributed from :func:`asyncdist.process_groups.init_parallel_groups`.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from asyncdist import api
+from asyncdist.errors import LocalProtocolError
+from asyncdist.groups import Group
+from asyncdist.world import World, current_world
+
+G = TypeVar("G")
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayout:
+    """Which ranks belong together. Pure arithmetic.
+
+    Attributes:
+        world_size: the number of ranks.
+        model_parallelism: ranks that share one stage of a model.
+        pipeline_parallelism: stages of a model.
+
+    Raises:
+        TypeError: a number is not an int.
+        ValueError: a number is below 1, or the parallelisms do not divide the world.
+    """
+
+    world_size: int
+    model_parallelism: int = 1
+    pipeline_parallelism: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "model_parallelism", "pipeline_parallelism"):
+            check_count(name, getattr(self, name))
+        replica_size = self.model_parallelism * self.pipeline_parallelism
+        if self.world_size % replica_size:
+            raise ValueError(
+                f"world_size is {self.world_size}; model_parallelism={self.model_parallelism} times "
+                f"pipeline_parallelism={self.pipeline_parallelism} needs a multiple of {replica_size}"
+            )
+
+    @property
+    def data_parallelism(self) -> int:
+        """Copies of the model."""
+        return self.world_size // (self.model_parallelism * self.pipeline_parallelism)
+
+    def model_groups(self) -> list[list[int]]:
+        """Ranks that share a stage, one list for each stage of each copy."""
+        width = self.model_parallelism
+        return [list(range(first, first + width)) for first in range(0, self.world_size, width)]
+
+    def pipeline_groups(self) -> list[list[int]]:
+        """Ranks that hold the stages of one copy, first stage first."""
+        replica_size = self.model_parallelism * self.pipeline_parallelism
+        return [
+            list(range(copy + shard, copy + replica_size, self.model_parallelism))
+            for copy in range(0, self.world_size, replica_size)
+            for shard in range(self.model_parallelism)
+        ]
+
+    def data_groups(self) -> list[list[int]]:
+        """Ranks that hold the same weights."""
+        replica_size = self.model_parallelism * self.pipeline_parallelism
+        return [list(range(place, self.world_size, replica_size)) for place in range(replica_size)]
+
+    def ranks_of(self, rank: int) -> tuple[list[int], list[int], list[int]]:
+        """The model, pipeline and data group that ``rank`` belongs to."""
+        if type(rank) is not int or not 0 <= rank < self.world_size:
+            raise ValueError(f"rank is {rank!r}; allowed are 0..{self.world_size - 1}")
+        model, pipeline, data = (
+            next(ranks for ranks in groups if rank in ranks)
+            for groups in (self.model_groups(), self.pipeline_groups(), self.data_groups())
+        )
+        return model, pipeline, data
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelGroups(Generic[G]):
+    """The three groups that one rank belongs to.
+
+    Attributes:
+        layout: the arithmetic behind them.
+        model: who share a stage with this rank.
+        pipeline: who hold the stages of its copy of the model, first stage first.
+        data: who hold the same weights.
+    """
+
+    layout: ParallelLayout
+    model: G
+    pipeline: G
+    data: G
+
+
+#: Whose groups :func:`parallel_groups` returns; set where they are made.
+current_groups: ContextVar[ParallelGroups[Any]] = ContextVar("current_groups")
+
+
+async def new_parallel_groups(
+    model_parallelism: int = 1, pipeline_parallelism: int = 1, *, world: World | None = None
+) -> ParallelGroups[Group]:
+    """Make the model, pipeline and data group of this rank. Collective among all ranks of the world.
+
+    Args:
+        model_parallelism: ranks that share one stage of a model.
+        pipeline_parallelism: stages of a model; with the other it divides the world's size.
+        world: the current one by default.
+
+    Returns:
+        This rank's groups, which :func:`parallel_groups` returns in this task from now on.
+
+    Raises:
+        TypeError: a number is not an int.
+        ValueError: a number is below 1, or they do not divide the world.
+        DisagreementError: ranks disagree about the groups.
+    """
+    world = world or current_world()
+    layout = ParallelLayout(world.size, model_parallelism, pipeline_parallelism)
+    # A rank is in three groups; all make them in the same order, so nobody waits for somebody who waits elsewhere.
+    model, pipeline, data = [await api.new_group(ranks, world=world) for ranks in layout.ranks_of(world.rank)]
+    groups = ParallelGroups(layout, model, pipeline, data)
+    current_groups.set(groups)
+    return groups
+
+
+def parallel_groups() -> ParallelGroups[Any]:
+    """The groups of this rank: of its world in a coroutine, of torch.distributed in a plain function.
+
+    Raises:
+        LocalProtocolError: none have been made here.
+    """
+    try:
+        return current_groups.get()
+    except LookupError:
+        raise LocalProtocolError(
+            "no parallel groups have been made here: await asyncdist.new_parallel_groups(...), or start with "
+            "asyncdist.launch_subprocesses"
+        ) from None
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise unless ``value`` is a whole number of 1 or more."""
+    if type(value) is not int:
+        raise TypeError(f"{name} is {value!r}; it must be an int of 1 or more")
+    if value < 1:
+        raise ValueError(f"{name} is {value}; at least 1 is needed")

@@ -1,0 +1,280 @@
+"""Process groups of torch.distributed, for plain functions that bring their own collectives.
+
+A coroutine has no need of this: its world speaks over the torch transport. Everything here blocks, as torch.distributed
+does. Besides the torch transport the only module that imports torch.distributed.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from asyncdist import launch
+from asyncdist.errors import LocalProtocolError
+from asyncdist.parallel import ParallelGroups, ParallelLayout, check_count, current_groups
+
+#: Hand-made device types that a backend may be named for, as in ``"cpu:gloo,cuda:nccl"``.
+_FAKE_BACKENDS = ("undefined", "fake")
+
+
+# -- backends ---------------------------------------------------------------------------------------------------------
+
+
+def default_backend() -> str:
+    """``"nccl"`` where torch sees a GPU and was built with NCCL, else ``"gloo"``."""
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        return "nccl"
+    return "gloo"
+
+
+def get_distributed_backend() -> dist.Backend:
+    """The backend that new process groups get: the one that was set, else :func:`default_backend`.
+
+    Raises:
+        ValueError: the one that was set is not available.
+    """
+    return dist.Backend(check_backend(launch.backend_name() or default_backend()))
+
+
+def set_distributed_backend(backend: str) -> None:
+    """Choose the backend of process groups to come, in this process and in those that it starts.
+
+    Args:
+        backend: one that torch has registered, or ``"device:backend,..."``.
+
+    Raises:
+        ValueError: torch has no such backend, or was built without it.
+    """
+    launch.set_backend_name(check_backend(backend))
+
+
+def available_backends() -> list[str]:
+    """What torch was built with, and what extensions have registered."""
+    names = [name for name in dist.Backend.backend_list if name not in _FAKE_BACKENDS]
+    return [name for name in names if dist.is_backend_available(name)]
+
+
+def check_backend(backend: object, name: str = "backend") -> str:
+    """Return a backend in lower case, or raise ValueError saying which there are.
+
+    Args:
+        backend: ``"gloo"``, or one for each type of device: ``"cpu:gloo,cuda:nccl"``.
+        name: what the caller calls it.
+    """
+    available = available_backends()
+    if isinstance(backend, str) and backend:
+        parts = [part.rpartition(":") for part in backend.lower().split(",")]
+        if all(part[2] in available and (part[0] or len(parts) == 1) for part in parts):
+            return backend.lower()
+    raise ValueError(
+        f"{name} is {backend!r}; torch {torch.__version__} has {', '.join(map(repr, available))} here, "
+        "or one for each type of device, as in 'cpu:gloo,cuda:nccl'"
+    )
+
+
+# -- starting ---------------------------------------------------------------------------------------------------------
+
+
+def init_process_group_from_backend(
+    backend: str | dist.Backend | None = None,
+    *,
+    init_method: str = "env://",
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout_s: float | None = None,
+) -> None:
+    """Make torch.distributed's default process group. Blocks until all ranks have come.
+
+    Args:
+        backend: None takes :func:`get_distributed_backend`.
+        init_method: where ranks meet: ``"env://"``, ``"tcp://address:port"`` or ``"file://path"``.
+        rank: of this process; None reads RANK.
+        world_size: the number of ranks; None reads WORLD_SIZE.
+        timeout_s: for meeting and for every collective, in seconds; None is torch's own.
+
+    Raises:
+        ValueError: the backend is not available.
+        RuntimeError: there is a default process group already, or the ranks cannot meet.
+    """
+    chosen = get_distributed_backend() if backend is None else check_backend(str(backend))
+    dist.init_process_group(
+        chosen,
+        init_method=init_method,
+        rank=-1 if rank is None else rank,
+        world_size=-1 if world_size is None else world_size,
+        timeout=None if timeout_s is None else datetime.timedelta(seconds=timeout_s),
+    )
+
+
+def init_dist(
+    rank: int,
+    local_rank: int,
+    world_size: int,
+    local_world_size: int,
+    master_addr: str,
+    master_port: int,
+    init_method: str = "env://",
+    backend: str | dist.Backend | None = None,
+) -> None:
+    """Make this process a rank of torch.distributed: its variables, its GPU and the default process group.
+
+    Args:
+        rank: of this process among all.
+        local_rank: of this process on its host; it takes the GPU of this number, modulo their number.
+        world_size: ranks in all.
+        local_world_size: ranks on this host.
+        master_addr: name or address of the host of rank 0.
+        master_port: a free TCP port there.
+        init_method: where ranks meet: ``"env://"``, ``"tcp://address:port"`` or ``"file://path"``.
+        backend: None takes :func:`get_distributed_backend`.
+
+    Raises:
+        ValueError: a number is out of its range, or the backend is not available.
+        RuntimeError: there is a default process group already, or the ranks cannot meet.
+    """
+    check_place(rank, local_rank, world_size, local_world_size, master_port)
+    if dist.is_initialized():
+        raise RuntimeError("torch.distributed has a default process group already; destroy_process_group() ends it")
+    launch.set_variables(
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(local_world_size),
+            "MASTER_ADDR": master_addr,
+            "MASTER_PORT": str(master_port),
+        }
+    )
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    init_process_group_from_backend(backend, init_method=init_method, rank=rank, world_size=world_size)
+
+
+def end_dist() -> None:
+    """End the default process group and all others, unless somebody has."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def check_place(rank: int, local_rank: int, world_size: int, local_world_size: int, master_port: int) -> None:
+    """Raise TypeError or ValueError, naming it, for a number that does not fit the others."""
+    check_count("world_size", world_size)
+    check_count("local_world_size", local_world_size)
+    if local_world_size > world_size:
+        raise ValueError(f"local_world_size is {local_world_size}; world_size={world_size} is the most it can be")
+    for name, value, size in (("rank", rank, world_size), ("local_rank", local_rank, local_world_size)):
+        if type(value) is not int or not 0 <= value < size:
+            raise ValueError(f"{name} is {value!r}; allowed are 0..{size - 1}")
+    check_port("master_port", master_port)
+
+
+def check_port(name: str, value: object) -> None:
+    """Raise ValueError unless ``value`` is a TCP port."""
+    if type(value) is not int or not 0 < value < 65536:
+        raise ValueError(f"{name} is {value!r}; allowed are 1..65535")
+
+
+def init_parallel_groups(
+    model_parallelism: int = 1,
+    pipeline_parallelism: int = 1,
+    *,
+    model_backend: str | None = None,
+    pipeline_backend: str | None = None,
+    data_backend: str | None = None,
+) -> ParallelGroups[dist.ProcessGroup]:
+    """Make the model, pipeline and data parallel process groups. Collective; see :mod:`asyncdist.parallel`.
+
+    Args:
+        model_parallelism: ranks that share one stage of a model.
+        pipeline_parallelism: stages of a model; with the other it divides the world's size.
+        model_backend: None takes the default group's; the same holds for the others.
+        pipeline_backend: see ``model_backend``.
+        data_backend: see ``model_backend``.
+
+    Returns:
+        This rank's groups, which :func:`asyncdist.parallel_groups` returns from now on.
+
+    Raises:
+        ValueError: the numbers do not divide the world, or a backend is not available.
+        LocalProtocolError: there is no default process group.
+    """
+    _check_initialized()
+    backends = [
+        None if backend is None else check_backend(backend, name)
+        for name, backend in (
+            ("model_backend", model_backend),
+            ("pipeline_backend", pipeline_backend),
+            ("data_backend", data_backend),
+        )
+    ]
+    layout = ParallelLayout(dist.get_world_size(), model_parallelism, pipeline_parallelism)
+    model, pipeline, data = (
+        _new_subgroup(ranks, backend)
+        for ranks, backend in zip(
+            (layout.model_groups(), layout.pipeline_groups(), layout.data_groups()), backends, strict=True
+        )
+    )
+    groups = ParallelGroups(layout, model, pipeline, data)
+    current_groups.set(groups)
+    return groups
+
+
+def _new_subgroup(ranks: Sequence[Sequence[int]], backend: str | None) -> dist.ProcessGroup:
+    mine: dist.ProcessGroup | None
+    mine, _ = dist.new_subgroups_by_enumeration(ranks, backend=backend)  # type: ignore[no-untyped-call]
+    assert mine is not None, "every rank is in one group of each kind"
+    return mine
+
+
+def _check_initialized() -> None:
+    if not dist.is_initialized():
+        raise LocalProtocolError("torch.distributed has no process group here; asyncdist.init_dist(...) makes one")
+
+
+# -- all to all -------------------------------------------------------------------------------------------------------
+
+
+def all_to_all(input: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Send the i-th part of ``input`` to member i, and return the parts that came here. Blocks; differentiable.
+
+    The awaitable one, over the group of a world, is :func:`asyncdist.all_to_all`.
+
+    Args:
+        input: of one shape and dtype on all members, on a device that the group's backend takes; its first dimension is
+            split evenly among them.
+        group: None is the default process group.
+
+    Returns:
+        A tensor like ``input``: member i's part in i-th place. Its gradient takes the same way back.
+
+    Raises:
+        ValueError: the first dimension cannot be split so.
+        LocalProtocolError: there is no process group, or this rank is not in it.
+    """
+    _check_initialized()
+    size = dist.get_world_size(group)
+    if size < 1:
+        raise LocalProtocolError(f"rank {dist.get_rank()} is no member of this process group")
+    if not input.dim() or input.shape[0] % size:
+        raise ValueError(
+            f"input has shape {tuple(input.shape)}; its first dimension must be a multiple of {size} ranks"
+        )
+    result: torch.Tensor = _AllToAll.apply(input, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        ctx.group = group
+        output = torch.empty_like(input, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(output, input.contiguous(), group=group)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _AllToAll.apply(gradients[0], ctx.group), None  # type: ignore[no-untyped-call]

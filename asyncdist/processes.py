@@ -1,0 +1,170 @@
+"""``asyncdist run --transport torch``: N ranks of a script on this host, with the variables that torchrun sets.
+
+What it keeps to:
+
+- A rank leads a process group of its own. So Ctrl-C in a terminal reaches the launcher alone, which passes it on, once;
+  and what a rank has started (the workers of a data loader) goes when the rank does.
+- The first rank to fail decides the exit code, as with mpirun. The others are asked to stop, and killed if they have
+  not done so after ``STOP_S``. No process is left behind, also when the launcher itself is killed (on Linux).
+- Nothing here imports torch: the launcher is up in 0.1 s and waits without using a core.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, Literal, TypeAlias
+
+from asyncdist import launch
+
+#: How long ranks that were asked to stop may take.
+STOP_S: Final = 10.0
+
+_FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: What happened: a signal came, by its number, or a rank ended, by its rank.
+_Event: TypeAlias = tuple[Literal["signal", "ended"], int]
+
+
+def run(
+    script: str,
+    arguments: Sequence[str],
+    *,
+    ranks: int,
+    threads: int | None = None,
+    environ: Mapping[str, str],
+) -> int:
+    """Run ``ranks`` ranks of a script on this host, and return the job's exit code when the last one has ended.
+
+    Args:
+        script: path of a Python script.
+        arguments: the script's own arguments.
+        ranks: how many processes.
+        threads: OMP_NUM_THREADS of each rank; None keeps the user's, else gives each rank its share of the cores.
+        environ: the environment to start from.
+
+    Returns:
+        0 if all ranks ended with it; else the code of the first that did not, 128 and the signal's number if it was
+        killed; or 128 and the number of the signal that the launcher was given.
+
+    Raises:
+        launch.LaunchError: the script is no file, or a process cannot be started.
+    """
+    launch.check_script(script)
+    command = [sys.executable, launch.PROGRAM, script, *arguments]
+    environments = build_environments(environ, ranks=ranks, threads=threads)
+    events: queue.SimpleQueue[_Event] = queue.SimpleQueue()  # the one queue whose put may interrupt its own get
+    processes: list[subprocess.Popen[bytes]] = []
+    with _signals_as_events(events):
+        try:
+            for environment in environments:
+                processes.append(_start(command, environment, rank=len(processes), events=events))
+            return _supervise(processes, events)
+        finally:
+            for process in processes:
+                _kill(process)
+
+
+def build_environments(
+    environ: Mapping[str, str], *, ranks: int, threads: int | None, cores: int | None = None
+) -> list[dict[str, str]]:
+    """The environment of each rank; what the user has set for threads is kept (not with ``threads``)."""
+    share = str(max(1, (cores or launch.available_cores()) // ranks))
+    chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    port, run_id = launch.find_free_port(), launch.new_run_id()
+    return [
+        {
+            "OMP_NUM_THREADS": share,
+            **launch.with_parent(environ),
+            **launch.rank_variables(
+                rank, ranks, local_rank=rank, local_size=ranks, address="127.0.0.1", port=port, run_id=run_id
+            ),
+            **chosen,
+        }
+        for rank in range(ranks)
+    ]
+
+
+def _start(
+    command: Sequence[str], environment: Mapping[str, str], *, rank: int, events: queue.SimpleQueue[_Event]
+) -> subprocess.Popen[bytes]:
+    try:
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
+    except OSError as error:
+        raise launch.LaunchError(f"rank {rank} cannot be started: {error}") from error
+
+    def await_end() -> None:
+        process.wait()
+        events.put(("ended", rank))
+
+    threading.Thread(target=await_end, name=f"rank {rank}", daemon=True).start()
+    return process
+
+
+@contextlib.contextmanager
+def _signals_as_events(events: queue.SimpleQueue[_Event]) -> Iterator[None]:
+    """Nothing is interrupted by a signal here; one that is ignored (nohup) stays so."""
+    previous = {number: signal.getsignal(number) for number in _FORWARDED}
+    for number, handler in previous.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, lambda caught, _: events.put(("signal", caught)))
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _supervise(processes: Sequence[subprocess.Popen[bytes]], events: queue.SimpleQueue[_Event]) -> int:
+    """Wait for all of them, and stop those that are left when one fails or a signal comes. Returns the exit code."""
+    living = set(range(len(processes)))
+    code = 0
+    deadline: float | None = None
+    while living:
+        try:
+            kind, number = events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            deadline = None
+            for rank in living:
+                _kill(processes[rank])
+            continue
+        stop_with = number if kind == "signal" else 0
+        if kind == "signal":
+            code = code or 128 + number
+        else:
+            living.discard(number)
+            _kill(processes[number])  # what it left behind
+            returncode = processes[number].returncode
+            if returncode and not code:
+                code = returncode if returncode > 0 else 128 - returncode
+                stop_with = signal.SIGTERM
+                _explain(number, returncode, others=bool(living))
+        if stop_with:
+            deadline = deadline or time.monotonic() + STOP_S
+            for rank in living:
+                processes[rank].send_signal(stop_with)
+    return code
+
+
+def _explain(rank: int, returncode: int, *, others: bool) -> None:
+    how = f"ended with exit code {returncode}" if returncode > 0 else f"was killed by {_signal_name(-returncode)}"
+    print(f"asyncdist run: rank {rank} {how}{'; stopping the others' if others else ''}", file=sys.stderr, flush=True)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a rank, if it has not ended, and all that it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses a group of zombies
+        os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,553 @@
+"""Ranks started from Python: a function in several processes of this host, joined by torch.distributed.
+
+A plain function finds a process group, a coroutine function is given a world. What the launcher keeps to:
+
+- What can be wrong is found before a process is started: the config, and a function that does not pickle.
+- The first failure decides: its traceback is what the caller sees, and the others are stopped. A rank that failed only
+  because it lost another one is not the first, whatever the order in which they tell.
+- No rank outlives the call, however it ends; nor, on Linux, the process that made it.
+
+What travels to the children goes through multiprocessing, which pickles it: it comes from this program and goes to
+another copy of it. Threads and MPI do not survive a fork, so ranks are spawned, or forked by a server that has neither.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import fcntl
+import functools
+import inspect
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, Final, ParamSpec, cast
+
+import torch
+
+from asyncdist import launch, process_groups, runtime
+from asyncdist.errors import RankLostError
+from asyncdist.parallel import ParallelLayout, check_count, new_parallel_groups
+from asyncdist.world import World
+
+P = ParamSpec("P")
+
+LAUNCH_METHODS: Final = ("forkserver", "spawn")
+
+#: How long a child may take until it runs: importing torch, and the script's own imports.
+START_TIMEOUT_S: Final = 300.0
+#: How long children may take to stop when they are asked to.
+STOP_S: Final = 5.0
+#: How long a rank that has lost another one leaves that one to tell its story.
+_STORY_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class MultiprocessConfig:
+    """How many ranks there are, where they meet, how they are split into groups. None is missing: see :meth:`resolve`.
+
+    Attributes:
+        rank: of this process among all; :func:`launch_subprocesses` gives each child its own.
+        local_rank: of this process on its host; likewise.
+        world_size: ranks in all.
+        local_world_size: ranks on this host.
+        master_addr: name or address of rank 0's host.
+        master_port: a free TCP port there.
+        init_method: where the ranks of process groups meet: ``"env://"`` is ``master_addr`` and ``master_port``; else
+            ``"tcp://address:port"`` or ``"file://path"``.
+        model_parallelism: ranks that share one stage of a model.
+        pipeline_parallelism: stages of a model; with the other it divides ``world_size``.
+        backend: of the default process group, one that torch has registered; None is
+            :func:`asyncdist.get_distributed_backend`.
+        model_parallel_backend: of the model parallel group; None is the default group's.
+        pipeline_parallel_backend: of the pipeline parallel group, likewise.
+        data_parallel_backend: of the data parallel group, likewise.
+        launch_method: ``"forkserver"`` or ``"spawn"``.
+
+    Raises:
+        TypeError: a number is not an int.
+        ValueError: a value is not allowed, or two contradict each other; names them and what is allowed.
+    """
+
+    rank: int | None = None
+    local_rank: int | None = None
+    world_size: int | None = None
+    local_world_size: int | None = None
+    master_addr: str = "127.0.0.1"
+    master_port: int | None = None
+    init_method: str = "env://"
+    model_parallelism: int = 1
+    pipeline_parallelism: int = 1
+    backend: str | None = None
+    model_parallel_backend: str | None = None
+    pipeline_parallel_backend: str | None = None
+    data_parallel_backend: str | None = None
+    launch_method: str = "forkserver"
+
+    def __post_init__(self) -> None:
+        self._check_places()
+        if self.world_size is not None:
+            ParallelLayout(self.world_size, self.model_parallelism, self.pipeline_parallelism)
+        if not self.master_addr:
+            raise ValueError(f"master_addr is {self.master_addr!r}; it must be the name or address of rank 0's host")
+        if self.master_port is not None:
+            process_groups.check_port("master_port", self.master_port)
+        if "://" not in self.init_method:
+            raise ValueError(
+                f"init_method is {self.init_method!r}; allowed are 'env://', 'tcp://address:port' and 'file://path'"
+            )
+        for name, backend in self._backends().items():
+            if backend is not None:
+                process_groups.check_backend(backend, name)
+        if self.launch_method not in LAUNCH_METHODS:
+            why = ": threads and MPI do not survive it" if self.launch_method == "fork" else ""
+            allowed = ", ".join(map(repr, LAUNCH_METHODS))
+            raise ValueError(f"launch_method is {self.launch_method!r}{why}; allowed are {allowed}")
+
+    def _check_places(self) -> None:
+        for name in ("world_size", "local_world_size"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+        for name in ("model_parallelism", "pipeline_parallelism"):
+            check_count(name, getattr(self, name))
+        if self.world_size is not None and (self.local_world_size or 0) > self.world_size:
+            raise ValueError(
+                f"local_world_size is {self.local_world_size}; world_size={self.world_size} is the most it can be"
+            )
+        for name, size_name in (("rank", "world_size"), ("local_rank", "local_world_size")):
+            value, size = getattr(self, name), getattr(self, size_name)
+            if value is not None and (type(value) is not int or not 0 <= value < (size or value + 1)):
+                allowed = "0 or more" if size is None else f"0..{size - 1}, since {size_name}={size}"
+                raise ValueError(f"{name} is {value!r}; allowed are {allowed}")
+        if self.rank is not None and (self.local_rank or 0) > self.rank:
+            raise ValueError(f"local_rank is {self.local_rank}; rank={self.rank} is the most it can be")
+
+    def _backends(self) -> dict[str, str | None]:
+        names = ("backend", "model_parallel_backend", "pipeline_parallel_backend", "data_parallel_backend")
+        return {name: getattr(self, name) for name in names}
+
+    def resolve(self) -> MultiprocessConfig:
+        """A config with what is missing filled in, as far as it can be known before ranks exist.
+
+        Ranks on this host: as many as in all, if that is given, else the GPUs that torch sees, and one where there are
+        none. The port: a free one of this host. Rank and local rank: 0 if there is but one, the local rank else what
+        follows from the rank; otherwise they stay missing.
+
+        Raises:
+            ValueError: what is filled in contradicts the rest, or several hosts need a port that all of them know.
+        """
+        local_size = self.local_world_size or self.world_size or max(1, torch.cuda.device_count())
+        size = self.world_size or local_size
+        if self.master_port is None and size > local_size and self.init_method == "env://":
+            raise ValueError(
+                f"master_port is missing: {size} ranks, {local_size} of them on this host, must all be told the same"
+            )
+        rank = 0 if size == 1 else self.rank
+        return dataclasses.replace(
+            self,
+            rank=rank,
+            local_rank=rank % local_size if self.local_rank is None and rank is not None else self.local_rank,
+            world_size=size,
+            local_world_size=local_size,
+            master_port=self.master_port or launch.find_free_port(),
+        )
+
+
+# -- in a rank --------------------------------------------------------------------------------------------------------
+
+
+def init_and_run(func: Callable[P, Any], cfg: MultiprocessConfig, *args: P.args, **kwargs: P.kwargs) -> None:
+    """Be one rank: join the others, run ``func(*args, **kwargs)``, and leave.
+
+    A plain function finds a default process group, and its parallel groups by :func:`asyncdist.parallel_groups`. A
+    coroutine function runs under :func:`asyncdist.run` on the torch transport, with a world before its arguments; its
+    parallel groups are the world's.
+
+    Args:
+        func: what to run. What it returns is dropped.
+        cfg: with this process's rank.
+        args: of ``func``.
+        kwargs: of ``func``.
+
+    Raises:
+        ValueError: the config lacks a rank, or names backends for a coroutine function, which has no process group.
+        Exception: what ``func`` raised.
+    """
+    cfg = cfg.resolve()
+    if cfg.rank is None:
+        raise ValueError(
+            f"rank is missing; allowed are 0..{(cfg.world_size or 1) - 1}, since this process is to be one"
+        )
+    _check_backends(func, cfg)
+    if inspect.iscoroutinefunction(func):
+        _run_coroutine(func, cfg, args, kwargs)
+    else:
+        contextvars.copy_context().run(_run_function, func, cfg, args, kwargs)  # its parallel groups end with it
+
+
+def _run_function(
+    func: Callable[..., Any], cfg: MultiprocessConfig, args: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
+    facts = cast("Any", cfg)  # resolved: no number is missing
+    process_groups.init_dist(
+        facts.rank,
+        facts.local_rank,
+        facts.world_size,
+        facts.local_world_size,
+        cfg.master_addr,
+        facts.master_port,
+        cfg.init_method,
+        cfg.backend,
+    )
+    try:
+        process_groups.init_parallel_groups(
+            cfg.model_parallelism,
+            cfg.pipeline_parallelism,
+            model_backend=cfg.model_parallel_backend,
+            pipeline_backend=cfg.pipeline_parallel_backend,
+            data_backend=cfg.data_parallel_backend,
+        )
+        func(*args, **kwargs)
+    finally:
+        process_groups.end_dist()
+
+
+def _run_coroutine(
+    func: Callable[..., Any], cfg: MultiprocessConfig, args: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
+    facts = cast("Any", cfg)  # resolved: no number is missing
+    variables = launch.rank_variables(
+        facts.rank,
+        facts.world_size,
+        local_rank=facts.local_rank,
+        local_size=facts.local_world_size,
+        address=cfg.master_addr,
+        port=facts.master_port,
+        # The same on all hosts, which agree on nothing else.
+        run_id=f"asyncdist-{cfg.master_addr}-{cfg.master_port}",
+    )
+    launch.set_variables(variables)
+    main = functools.partial(_with_groups, func, cfg.model_parallelism, cfg.pipeline_parallelism, kwargs)
+    runtime.run(main, *args, transport=cast("Any", "torch"))
+
+
+async def _with_groups(
+    func: Callable[..., Any], model: int, pipeline: int, kwargs: dict[str, Any], world: World, *args: Any
+) -> None:
+    await new_parallel_groups(model, pipeline, world=world)
+    await func(world, *args, **kwargs)
+
+
+def _check_backends(func: Callable[..., Any], cfg: MultiprocessConfig) -> None:
+    named = {name: backend for name, backend in cfg._backends().items() if backend is not None}
+    if named and inspect.iscoroutinefunction(func):
+        text = ", ".join(f"{name}={backend!r}" for name, backend in named.items())
+        raise ValueError(f"{text}: a coroutine function is given a world in place of process groups; leave it away")
+
+
+# -- in the launcher --------------------------------------------------------------------------------------------------
+
+
+def launch_subprocesses(
+    func: Callable[P, Any],
+    cfg: MultiprocessConfig | None = None,
+    setup: Callable[[], Any] | None = None,
+    rank_offset: int = 0,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> None:
+    """Run a function on ``local_world_size`` ranks, each a process of this host, and wait for all of them.
+
+    Call it under ``if __name__ == "__main__":``, since a child imports the script. **Ownership**: tensors among the
+    arguments come to the ranks in shared memory, as everywhere in torch.multiprocessing: clone what a rank changes.
+
+    Args:
+        func: a function that can be imported by its name. A coroutine function is given a world before the arguments;
+            a plain one finds a process group; see :func:`init_and_run`.
+        cfg: what is missing in it is filled in by :meth:`MultiprocessConfig.resolve`; it names no rank.
+        setup: called here, once, before the first process is started.
+        rank_offset: the first rank of this host, where there are several hosts.
+        args: of ``func``.
+        kwargs: of ``func``.
+
+    Raises:
+        RuntimeError: ``func`` failed on a rank, and the text holds that rank's traceback; or a rank was killed, by a
+            signal that is named, or exited with another code than 0, or did not start within 300 s. The other ranks
+            have been stopped.
+        TypeError: ``func`` or an argument cannot be taken to another process; nothing has been started.
+        ValueError: the config does not allow it.
+        KeyboardInterrupt: at Ctrl-C, when all ranks have been stopped.
+    """
+    if not callable(func):
+        raise TypeError(f"func is {func!r}; it must be a function or a coroutine function")
+    cfg = MultiprocessConfig() if cfg is None else cfg
+    for name, value in (("rank", cfg.rank), ("local_rank", cfg.local_rank)):
+        if value is not None and cfg.world_size != 1:
+            raise ValueError(f"{name} is {value}; every child is given its own: leave it away, or call init_and_run")
+    resolved = _resolve_for(cfg, rank_offset)
+    _check_backends(func, resolved)
+    _check_reachable(func)
+    if setup is not None:
+        setup()
+    size = cast("int", resolved.local_world_size)
+    configs = [
+        dataclasses.replace(resolved, rank=rank_offset + local_rank, local_rank=local_rank)
+        for local_rank in range(size)
+    ]
+    ranks: list[_Child] = []
+    try:
+        _start_all(ranks, func, configs, args, kwargs)
+        _wait_for_all(ranks)
+    finally:
+        _stop_all(ranks)
+
+
+def _resolve_for(cfg: MultiprocessConfig, rank_offset: int) -> MultiprocessConfig:
+    cfg = cfg.resolve()
+    size, local_size = cast("int", cfg.world_size), cast("int", cfg.local_world_size)
+    if type(rank_offset) is not int or not 0 <= rank_offset <= size - local_size:
+        raise ValueError(
+            f"rank_offset is {rank_offset!r}; with world_size={size} and local_world_size={local_size} allowed are "
+            f"0..{size - local_size}"
+        )
+    if cfg.backend is None and launch.backend_name() is not None:
+        # A server that forks the children has the environment of its own start.
+        return dataclasses.replace(cfg, backend=process_groups.get_distributed_backend())
+    return cfg
+
+
+def _check_reachable(func: Callable[..., Any]) -> None:
+    """What a child would find out only after it has been started."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)  # "<stdin>" in a script that is piped
+    is_interactive = getattr(main, "__spec__", None) is None and not (file and os.path.exists(file))
+    if is_interactive and getattr(func, "__module__", None) == "__main__":
+        raise TypeError(
+            f"{func!r} was defined in an interactive session, which no other process can import: put it in a file"
+        )
+
+
+@dataclass(slots=True)
+class _Child:
+    """A rank seen from its launcher.
+
+    Attributes:
+        rank: among all.
+        process: the child.
+        pipe: an empty message when it runs, and later perhaps why it failed.
+        started: whether it runs.
+        failure: what it told, or what became of it.
+        is_cause: whether that failure can have come by itself.
+    """
+
+    rank: int
+    process: BaseProcess
+    pipe: Connection
+    started: bool = False
+    failure: str | None = None
+    is_cause: bool = True
+
+    def read(self) -> None:
+        """Take what has arrived."""
+        try:
+            while self.pipe.poll():
+                message = self.pipe.recv_bytes()
+                if message:
+                    self.is_cause = message[:1] == _CAUSE
+                    self.failure = message[1:].decode()
+                self.started = True
+        except (EOFError, OSError):
+            self.pipe.close()
+
+    def reap(self) -> bool:
+        """Whether it has ended; then a failure that it could not tell is described."""
+        self.process.join(0)
+        code = self.process.exitcode
+        if code is None:
+            return False
+        if not self.pipe.closed:
+            self.read()
+        if code and self.failure is None:
+            how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
+            hint = (
+                "" if self.started else ' before it ran: is launch_subprocesses called under if __name__ == "__main__"?'
+            )
+            self.failure = how + hint
+        return True
+
+
+_CAUSE: Final = b"!"
+_CONSEQUENCE: Final = b"-"
+
+
+def _start_all(
+    ranks: list[_Child],
+    func: Callable[..., Any],
+    configs: Sequence[MultiprocessConfig],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> None:
+    context = multiprocessing.get_context(configs[0].launch_method)
+    # The server imports torch once for all ranks and launches: 4 ranks on 2 busy cores were up in 4 s in place of 15,
+    # and in 0.3 s the next time. Not the script itself, which may start threads, and threads do not survive a fork.
+    context.set_forkserver_preload([__name__])
+    for cfg in configs:
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(  # type: ignore[attr-defined]
+            target=_be_child, args=(theirs, func, cfg, args, kwargs), name=f"rank {cfg.rank}"
+        )
+        try:
+            process.start()
+        except OSError as error:
+            raise RuntimeError(f"rank {cfg.rank} cannot be started: {error}") from error
+        except Exception as error:  # pickling fails with whatever the object raises, and for the first rank
+            ours.close()
+            raise TypeError(
+                f"{func!r} and its arguments must be taken to another process, which fails ({type(error).__name__}: "
+                f"{error}); allowed are functions that can be imported by name, and arguments that can be pickled"
+            ) from error
+        finally:
+            theirs.close()
+        ranks.append(_Child(cast("int", cfg.rank), process, ours))
+
+
+def _wait_for_all(ranks: Sequence[_Child]) -> None:
+    """Return when all have ended well. Raises RuntimeError at the first failure."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    living = list(ranks)
+    while living:
+        is_starting = not all(child.started for child in living)
+        _wait_for_news(living, max(0.0, deadline - time.monotonic()) if is_starting else None)
+        living = [child for child in living if not child.reap()]
+        if any(child.failure is not None for child in ranks):
+            raise RuntimeError(_describe(_find_cause(ranks)))
+        late = [str(child.rank) for child in living if not child.started]
+        if late and time.monotonic() >= deadline:
+            raise RuntimeError(f"rank {', '.join(late)} did not start within {START_TIMEOUT_S:g} s")
+
+
+def _wait_for_news(living: Sequence[_Child], timeout_s: float | None) -> None:
+    pipes = {child.pipe: child for child in living if not child.pipe.closed}
+    ready = multiprocessing.connection.wait([*pipes, *(child.process.sentinel for child in living)], timeout_s)
+    for pipe in pipes.keys() & set(ready):
+        pipes[pipe].read()
+
+
+def _find_cause(ranks: Sequence[_Child]) -> _Child:
+    """The rank that failed by itself, for which those that lost it leave a moment; else the first of those."""
+    deadline = time.monotonic() + _STORY_S
+    failed = [child for child in ranks if child.failure is not None]
+    while not any(child.is_cause for child in failed) and time.monotonic() < deadline:
+        living = [child for child in ranks if not child.reap()]
+        if not living:
+            break
+        _wait_for_news(living, max(0.0, deadline - time.monotonic()))
+        failed = [child for child in ranks if child.failure is not None]
+    return next((child for child in failed if child.is_cause), failed[0])
+
+
+def _describe(child: _Child) -> str:
+    assert child.failure is not None
+    return (
+        f"rank {child.rank} failed:\n\n{child.failure}"
+        if "\n" in child.failure
+        else f"rank {child.rank} {child.failure}"
+    )
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _stop_all(ranks: Sequence[_Child]) -> None:
+    """Leave none behind: ask, wait, kill."""
+    try:
+        for child in ranks:
+            if child.process.is_alive():
+                child.process.terminate()
+        deadline = time.monotonic() + STOP_S
+        for child in ranks:
+            child.process.join(max(0.0, deadline - time.monotonic()))
+    finally:  # also at a second Ctrl-C
+        for child in ranks:
+            if child.process.is_alive():
+                child.process.kill()
+        for child in ranks:
+            child.process.join()
+            child.pipe.close()
+
+
+# -- in the child -----------------------------------------------------------------------------------------------------
+
+
+def _be_child(
+    pipe: Connection, func: Callable[..., Any], cfg: MultiprocessConfig, args: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
+    """What a child runs: tell that it lives, be a rank, tell why it failed."""
+    _end_with_launcher()
+    pipe.send_bytes(b"")
+    threads = launch.threads_per_rank({**launch.environment(), "LOCAL_WORLD_SIZE": str(cfg.local_world_size)})
+    if threads is not None:
+        torch.set_num_threads(threads)
+    story = _Story(pipe)
+    told = func if inspect.iscoroutinefunction(func) else functools.partial(_call, story, func)
+    try:
+        init_and_run(told, cfg, *args, **kwargs)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        story.tell(error)
+        sys.exit(1)
+
+
+def _end_with_launcher() -> None:
+    """Have the kernel kill this process when the launcher's end of a pipe closes; elsewhere than on Linux, nothing.
+
+    The signal for a parent's death does not do: the parent may be the server that forks, and that lives until its last
+    child has ended. Nor is it a thread's business to watch the pipe: a rank may fork, for the workers of a data loader.
+    """
+    parent = multiprocessing.parent_process()
+    if not sys.platform.startswith("linux") or parent is None:
+        return
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+    if not parent.is_alive():  # it has ended before the kernel was told
+        os._exit(1)
+
+
+def _call(story: _Story, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Tell of a failure before the process group goes, which the others would notice first."""
+    try:
+        func(*args, **kwargs)
+    except Exception as error:
+        story.tell(error)
+        raise
+
+
+class _Story:
+    """Why this rank failed; told once."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._told = False
+
+    def tell(self, error: Exception) -> None:
+        if self._told:
+            return
+        self._told = True
+        kind = _CONSEQUENCE if isinstance(error, RankLostError) else _CAUSE
+        trace = error.__traceback__ and error.__traceback__.tb_next  # without the frame that caught it
+        text = "".join(traceback.format_exception(type(error), error, trace))
+        self._pipe.send_bytes(kind + text.encode(errors="replace"))

@@ -1,0 +1,321 @@
+"""``asyncdist run --transport torch``: processes with torchrun's variables, their ends, signals and exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from asyncdist import cli, launch, processes
+
+#: Generous: what hangs is a failure, what is slow is not.
+TIMEOUT_S = 90.0
+
+PRINT_VARIABLES = """
+import json, os, sys
+names = [name for name in os.environ if name.startswith(
+    ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_", "ASYNCDIST_"))]
+print(json.dumps({"variables": {name: os.environ[name] for name in names}, "arguments": sys.argv[1:],
+                  "input": sys.stdin.read(), "main": __name__, "torch": "torch" in sys.modules}))
+"""
+
+
+@contextmanager
+def running(
+    tmp_path: Path, source: str, *arguments: str, ranks: int = 3, environ: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """``asyncdist run --transport torch``, as a shell would start it."""
+    script = tmp_path / "script.py"
+    script.write_text(source)
+    own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "asyncdist", "run", "--transport", "torch", "-n", str(ranks), str(script), *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=own | dict(environ or {}),
+        cwd=tmp_path,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    output, error = process.communicate(timeout=TIMEOUT_S)
+    return process.returncode, output, error
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def pids_in(folder: Path, count: int) -> list[int]:
+    """Wait until so many ranks have written down who they are."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(found := list(folder.glob("*.pid"))) < count:
+        assert time.monotonic() < deadline, f"{len(found)} of {count} ranks have started"
+        time.sleep(0.02)
+    return [int(path.stem) for path in found]
+
+
+def check_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while left := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < deadline, f"{left} are left"
+        time.sleep(0.02)
+
+
+def test_ranks_get_the_variables_of_torchrun_and_are_the_script(tmp_path: Path) -> None:
+    with running(tmp_path, PRINT_VARIABLES, "--flag", "-n", "7") as process:
+        code, output, error = finish(process)
+    assert (code, error) == (0, "")
+    reports = sorted((json.loads(line) for line in output.splitlines()), key=lambda one: one["variables"]["RANK"])
+    port, run_id = (reports[0]["variables"][name] for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID"))
+    assert 0 < int(port) < 65536
+    assert run_id
+    for rank, report in enumerate(reports):
+        variables = report["variables"]
+        assert variables == {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "3",
+            "LOCAL_WORLD_SIZE": "3",
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": "3",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "TORCHELASTIC_RUN_ID": run_id,
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "OMP_NUM_THREADS": str(max(1, launch.available_cores() // 3)),
+        }
+        facts = {name: report[name] for name in ("arguments", "input", "main", "torch")}
+        assert facts == {"arguments": ["--flag", "-n", "7"], "input": "", "main": "__main__", "torch": False}
+        assert launch.detect(variables) == launch.Launch("torch", 3, rank, "TORCHELASTIC_RUN_ID")
+
+
+def test_every_job_has_a_port_and_a_name_of_its_own() -> None:
+    jobs = [processes.build_environments({}, ranks=2, threads=None)[1] for _ in range(3)]
+    assert len({job["TORCHELASTIC_RUN_ID"] for job in jobs}) == 3
+    assert all(0 < int(job["MASTER_PORT"]) < 65536 for job in jobs)
+
+
+@pytest.mark.parametrize(
+    ("environ", "threads", "expected"),
+    [({}, None, "2"), ({"OMP_NUM_THREADS": "5"}, None, "5"), ({"OMP_NUM_THREADS": "5"}, 3, "3")],
+)
+def test_threads_are_a_share_of_the_cores_unless_the_user_chose(
+    environ: dict[str, str], threads: int | None, expected: str
+) -> None:
+    made = processes.build_environments({"PATH": "p"} | environ, ranks=4, threads=threads, cores=8)
+    assert [(one["OMP_NUM_THREADS"], one["PATH"]) for one in made] == [(expected, "p")] * 4
+
+
+def test_the_variables_of_another_launcher_do_not_win(tmp_path: Path) -> None:
+    source = "import asyncdist as ad; print(ad.launch.detect())"
+    around = {"RANK": "7", "WORLD_SIZE": "9", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}
+    with running(tmp_path, source, ranks=1, environ=around) as process:
+        code, output, _ = finish(process)
+    assert (code, output) == (0, f"{launch.Launch('torch', 1, 0, 'TORCHELASTIC_RUN_ID')}\n")
+
+
+# --------------------------------------------------------------------------------------------------------- ends
+
+WAITS = """
+import os, pathlib, sys, time
+folder, rank = pathlib.Path(sys.argv[1]), int(os.environ["RANK"])
+{before}
+(folder / f"{{os.getpid()}}.pid").touch()
+if rank == 1:
+    while len(list(folder.glob("*.pid"))) < 3:
+        time.sleep(0.01)
+    {failure}
+time.sleep(600)
+"""
+DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)"
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "words"),
+    [
+        (
+            "raise RuntimeError('story')",
+            1,
+            ["RuntimeError: story", "rank 1 ended with exit code 1; stopping the others"],
+        ),
+        ("sys.exit(7)", 7, ["rank 1 ended with exit code 7"]),
+        ("sys.exit('what went wrong')", 1, ["what went wrong"]),
+        ("os.kill(os.getpid(), 9)", 137, ["rank 1 was killed by SIGKILL"]),
+        ("os._exit(3)", 3, ["rank 1 ended with exit code 3"]),
+    ],
+    ids=["exception", "exit", "exit with words", "killed", "gone"],
+)
+def test_a_failing_rank_ends_the_others_with_its_exit_code(
+    tmp_path: Path, failure: str, code: int, words: list[str]
+) -> None:
+    with running(tmp_path, WAITS.format(before="", failure=failure), str(tmp_path)) as process:
+        pids = pids_in(tmp_path, 3)
+        ended, _, error = finish(process)
+    assert ended == code
+    assert [error.count(word) for word in words] == [1] * len(words), error
+    assert "launch.py" not in error
+    check_gone(pids)
+
+
+def test_ranks_that_do_not_stop_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "STOP_S", 0.2)
+    script = tmp_path / "script.py"
+    script.write_text(WAITS.format(before=DEAF, failure="sys.exit(7)"))
+    code = processes.run(str(script), [str(tmp_path)], ranks=3, environ=launch.environment())
+    assert code == 7
+    check_gone(pids_in(tmp_path, 3))
+
+
+def test_what_a_rank_has_started_ends_with_it(tmp_path: Path) -> None:
+    source = """
+        import os, pathlib, subprocess, sys
+        helper = subprocess.Popen(["sleep", "600"])
+        pathlib.Path(sys.argv[1], f"{helper.pid}.pid").touch()
+    """
+    source = "\n".join(line.strip() for line in source.splitlines())
+    with running(tmp_path, source, str(tmp_path), ranks=2) as process:
+        helpers = pids_in(tmp_path, 2)
+        process.wait(TIMEOUT_S)
+        check_gone(helpers)
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_launcher_ends_all(tmp_path: Path, number: signal.Signals) -> None:
+    with running(tmp_path, WAITS.format(before="", failure="pass"), str(tmp_path)) as process:
+        pids = pids_in(tmp_path, 3)
+        process.send_signal(number)
+        code, _, error = finish(process)
+    assert code == 128 + number
+    assert "stopping the others" not in error
+    check_gone(pids)
+
+
+def test_a_signal_reaches_a_rank_once_and_leaves_it_time(tmp_path: Path) -> None:
+    source = """
+import os, pathlib, signal, sys, time
+caught = []
+signal.signal(signal.SIGINT, lambda *_: caught.append(1))
+pathlib.Path(sys.argv[1], f"{os.getpid()}.pid").touch()
+while not caught:
+    time.sleep(0.01)
+time.sleep(0.5)
+print("caught", len(caught))
+"""
+    with running(tmp_path, source, str(tmp_path)) as process:
+        pids_in(tmp_path, 3)
+        process.send_signal(signal.SIGINT)
+        code, output, _ = finish(process)
+    assert (code, output.splitlines()) == (130, ["caught 1"] * 3)
+
+
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="elsewhere nothing tells a process of its parent's end"
+)
+def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    with running(tmp_path, WAITS.format(before=DEAF, failure="pass"), str(tmp_path)) as process:
+        pids = pids_in(tmp_path, 3)
+        process.kill()
+        check_gone(pids)
+
+
+def test_starting_ranks_imports_no_torch(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("")
+    source = (
+        "import sys; from asyncdist import cli\n"
+        f"try: cli.main(['run', '--transport', 'torch', '-n', '1', {str(script)!r}])\n"
+        "except SystemExit as error: print(error.code, 'torch' in sys.modules)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+    )
+    assert ended.stdout == "0 False\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-n", "2", "--transport", "tcp", "script.py"], "'tcp'"),
+        (["-n", "2", "--transport", "torch", "no_such_script.py"], "'no_such_script.py' does not exist"),
+        (["-n", "2", "--transport", "torch", "."], "'.' is a directory"),
+        (["-n", "2", "--transport", "torch", "--mpi", "openmpi", __file__], "--mpi openmpi is for --transport mpi"),
+        (["-n", "0", "--transport", "torch", __file__], "'0'"),
+        (["--transport", "torch", __file__], "-n/--ranks"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["run", *arguments])
+    error = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_a_process_that_cannot_be_started_ends_those_that_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(WAITS.format(before="", failure="pass"))
+    real, started = subprocess.Popen, []
+
+    def refuse_the_third(*arguments: object, **options: object) -> object:
+        if len(started) == 2:
+            pids_in(tmp_path, 2)
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        started.append(real(*arguments, **options))  # type: ignore[call-overload]
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", refuse_the_third)
+    with pytest.raises(launch.LaunchError, match=r"rank 2 cannot be started: .*Resource temporarily unavailable"):
+        processes.run(str(script), [str(tmp_path)], ranks=3, environ=launch.environment())
+    check_gone(pids_in(tmp_path, 2))
+
+
+def test_mpi_stays_the_default() -> None:
+    options = cli._parser().parse_args(["run", "-n", "2", "script.py"])
+    assert options.transport == "mpi"
+
+
+# ---------------------------------------------------------------------------------------------- torch.distributed in it
+
+
+def test_process_groups_meet_in_it_as_under_torchrun(tmp_path: Path) -> None:
+    source = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+print(dist.get_rank(), dist.get_world_size(), total.item())
+dist.destroy_process_group()
+"""
+    with running(tmp_path, source) as process:
+        code, output, error = finish(process)
+    assert (code, sorted(output.splitlines())) == (0, ["0 3 6.0", "1 3 6.0", "2 3 6.0"]), error

@@ -1,0 +1,613 @@
+"""``launch_subprocesses`` and what belongs to it: configs, process groups, parallel groups; failures of every kind."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import asyncdist as ad
+from asyncdist import launch, process_groups, runtime, subprocesses
+from asyncdist.errors import LocalProtocolError, RankLostError
+from asyncdist.parallel import ParallelLayout
+from asyncdist.subprocesses import MultiprocessConfig
+
+#: Generous: what hangs is a failure, what is slow is not.
+TIMEOUT_S = 100.0
+
+METHODS = ("forkserver", "spawn")
+
+
+def config(world_size: int = 2, **options: Any) -> MultiprocessConfig:
+    return MultiprocessConfig(world_size=world_size, **options)
+
+
+def launch_here(func: Callable[..., Any], cfg: MultiprocessConfig, *args: Any, **kwargs: Any) -> None:
+    ad.launch_subprocesses(func, cfg, None, 0, *args, **kwargs)
+
+
+# ----------------------------------------------------------------------------------------------------------- configs
+
+
+def test_what_is_missing_is_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    cfg = MultiprocessConfig().resolve()
+    assert (cfg.world_size, cfg.local_world_size, cfg.rank, cfg.local_rank) == (4, 4, None, None)
+    assert cfg.master_port is not None
+    assert 0 < cfg.master_port < 65536
+    assert MultiprocessConfig.resolve(MultiprocessConfig(world_size=2, rank=1)).local_rank == 1
+    assert MultiprocessConfig(local_world_size=3).resolve().world_size == 3
+    on_the_second_host = MultiprocessConfig(world_size=8, local_world_size=4, rank=6, master_port=1).resolve()
+    assert on_the_second_host.local_rank == 2
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    alone = MultiprocessConfig().resolve()
+    assert (alone.world_size, alone.local_world_size, alone.rank, alone.local_rank) == (1, 1, 0, 0)
+
+
+def test_resolving_changes_nothing_that_is_there() -> None:
+    cfg = MultiprocessConfig(
+        rank=1,
+        local_rank=0,
+        world_size=4,
+        local_world_size=2,
+        master_addr="10.0.0.1",
+        master_port=29500,
+        model_parallelism=2,
+        backend="gloo",
+        launch_method="spawn",
+    )
+    assert cfg.resolve() == cfg
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"world_size": 0}, "world_size is 0; at least 1 is needed"),
+        ({"world_size": 2.0}, "world_size is 2.0; it must be an int"),
+        ({"world_size": 2, "local_world_size": 3}, "local_world_size is 3; world_size=2 is the most"),
+        (
+            {"world_size": 6, "model_parallelism": 4},
+            "world_size is 6; model_parallelism=4 times pipeline_parallelism=1",
+        ),
+        ({"world_size": 6, "model_parallelism": 2, "pipeline_parallelism": 2}, "needs a multiple of 4"),
+        ({"model_parallelism": 0}, "model_parallelism is 0"),
+        ({"pipeline_parallelism": True}, "pipeline_parallelism is True"),
+        ({"rank": 2, "world_size": 2}, "rank is 2; allowed are 0..1, since world_size=2"),
+        ({"rank": -1}, "rank is -1; allowed are 0 or more"),
+        ({"local_rank": 2, "local_world_size": 2}, "local_rank is 2; allowed are 0..1, since local_world_size=2"),
+        ({"rank": 0, "local_rank": 1}, "local_rank is 1; rank=0 is the most"),
+        ({"master_port": 65536}, "master_port is 65536; allowed are 1..65535"),
+        ({"master_port": "http"}, "master_port is 'http'"),
+        ({"master_addr": ""}, "master_addr is ''"),
+        ({"init_method": "env"}, "init_method is 'env'; allowed are 'env://'"),
+        (
+            {"launch_method": "fork"},
+            "launch_method is 'fork': threads and MPI do not survive it; allowed are 'forkserver'",
+        ),
+        ({"launch_method": "thread"}, "launch_method is 'thread'; allowed are 'forkserver', 'spawn'"),
+        ({"backend": "ccl"}, "backend is 'ccl'; torch"),
+        ({"backend": "cpu:gloo,gloo"}, "backend is 'cpu:gloo,gloo'"),
+        ({"model_parallel_backend": "smoke"}, "model_parallel_backend is 'smoke'"),
+        ({"data_parallel_backend": ""}, "data_parallel_backend is ''"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        MultiprocessConfig(**options)
+    assert words in str(caught.value)
+
+
+def test_hosts_must_agree_on_a_port() -> None:
+    with pytest.raises(ValueError, match="master_port is missing: 8 ranks, 4 of them on this host"):
+        MultiprocessConfig(world_size=8, local_world_size=4).resolve()
+
+
+# ---------------------------------------------------------------------------------------------------------- backends
+
+
+def test_the_backend_is_the_one_that_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ASYNCDIST_BACKEND", raising=False)
+    assert ad.default_backend() == ("nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo")
+    assert ad.get_distributed_backend() == ad.default_backend()
+    monkeypatch.setenv("ASYNCDIST_BACKEND", "")  # so that it is taken back afterwards
+    ad.set_distributed_backend("CPU:gloo")
+    assert ad.get_distributed_backend() == dist.Backend("cpu:gloo")
+
+
+@pytest.mark.parametrize("backend", ["ccl", "", None, "gloo,nccl", "undefined"])
+def test_a_backend_that_torch_does_not_have_is_named_with_those_it_has(backend: Any) -> None:
+    with pytest.raises(ValueError, match=f"backend is {backend!r}; torch .*'gloo'"):
+        ad.set_distributed_backend(backend)
+
+
+def test_a_backend_that_somebody_registers_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist.Backend, "backend_list", [*dist.Backend.backend_list, "ccl"])
+    assert MultiprocessConfig(backend="ccl").backend == "ccl"
+
+
+# ---------------------------------------------------------------------------------------------------- parallel groups
+
+
+def test_the_layout_of_8_ranks() -> None:
+    layout = ParallelLayout(8, model_parallelism=2, pipeline_parallelism=2)
+    assert layout.model_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert layout.pipeline_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert layout.data_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert layout.data_parallelism == 2
+    assert layout.ranks_of(5) == ([4, 5], [5, 7], [1, 5])
+
+
+@pytest.mark.parametrize("size", [1, 2, 6, 12, 24])
+@pytest.mark.parametrize("model", [1, 2, 3])
+@pytest.mark.parametrize("pipeline", [1, 2, 4])
+def test_every_rank_is_in_one_group_of_each_kind(size: int, model: int, pipeline: int) -> None:
+    if size % (model * pipeline):
+        with pytest.raises(ValueError, match="needs a multiple of"):
+            ParallelLayout(size, model, pipeline)
+        return
+    layout = ParallelLayout(size, model, pipeline)
+    kinds = (
+        (layout.model_groups(), model),
+        (layout.pipeline_groups(), pipeline),
+        (layout.data_groups(), layout.data_parallelism),
+    )
+    for groups, width in kinds:
+        assert sorted(rank for group in groups for rank in group) == list(range(size))
+        assert {len(group) for group in groups} == {width}
+    for rank in range(size):
+        shared = set.intersection(*map(set, layout.ranks_of(rank)))
+        assert shared == {rank}
+
+
+@pytest.mark.parametrize("rank", [-1, 8, "0"])
+def test_a_rank_outside_the_layout_is_refused(rank: Any) -> None:
+    with pytest.raises(ValueError, match=r"allowed are 0\.\.7"):
+        ParallelLayout(8).ranks_of(rank)
+
+
+async def use_groups(world: ad.World) -> None:
+    groups = await ad.new_parallel_groups(2, 2)
+    assert ad.parallel_groups() is groups
+    expected = ParallelLayout(world.size, 2, 2).ranks_of(world.rank)
+    assert [list(group.ranks) for group in (groups.model, groups.pipeline, groups.data)] == list(expected)
+    for group in (groups.data, groups.model, groups.pipeline):
+        total = await ad.all_reduce(torch.tensor([world.rank]), group=group)
+        assert total.item() == sum(group.ranks)
+
+
+def test_a_coroutine_gets_groups_of_its_world() -> None:
+    ad.run_local(use_groups, ranks=8, strict=True)
+    ad.simulate(use_groups, ranks=8, seed=3)
+    with pytest.raises(LocalProtocolError, match="no parallel groups have been made here"):
+        ad.parallel_groups()
+
+
+# --------------------------------------------------------------------------------------------------------- all to all
+
+
+def test_all_to_all_of_one_tensor() -> None:
+    async def main(world: ad.World) -> None:
+        mine = torch.arange(6).reshape(6, 1) + 10 * world.rank
+        parts = await ad.all_to_all(mine)
+        assert parts.tolist() == [[2 * world.rank + i + 10 * source] for source in range(3) for i in range(2)]
+        listed = await ad.all_to_all(list(mine.chunk(3)))
+        assert torch.equal(torch.cat(listed), parts)
+        assert (await ad.all_to_all(torch.empty(0, 2))).shape == (0, 2)
+        for wrong in (torch.zeros(4), torch.tensor(1.0)):
+            with pytest.raises(ValueError, match="must be a multiple of 3 ranks"):
+                await ad.all_to_all(wrong)
+        with pytest.raises(TypeError, match=r"asyncdist\.process_groups\.all_to_all"):
+            await ad.all_to_all(mine, object())  # type: ignore[call-overload]
+
+    ad.run_local(main, ranks=3, strict=True)
+
+
+def test_without_a_process_group_it_says_how_to_get_one() -> None:
+    with pytest.raises(LocalProtocolError, match="init_dist"):
+        process_groups.all_to_all(torch.zeros(2))
+    with pytest.raises(LocalProtocolError, match="init_dist"):
+        ad.init_parallel_groups()
+
+
+# ------------------------------------------------------------------------------------------------- real ranks that work
+
+
+def report(folder: str, value: object) -> None:
+    partial = Path(folder, f"{os.getpid()}.partial")
+    partial.write_text(json.dumps(value))
+    partial.rename(Path(folder, f"{dist.get_rank() if dist.is_initialized() else os.environ['RANK']}.json"))
+
+
+def reports(folder: Path) -> list[Any]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def use_process_groups(folder: str, *args: Any, **kwargs: Any) -> None:
+    rank = dist.get_rank()
+    groups = ad.parallel_groups()
+    members = [dist.get_process_group_ranks(group) for group in (groups.model, groups.pipeline, groups.data)]
+    assert tuple(members) == groups.layout.ranks_of(rank)
+    total = torch.tensor([rank])
+    dist.all_reduce(total, group=groups.data)
+    mine = (torch.arange(4.0) + 10 * rank).requires_grad_()
+    parts = process_groups.all_to_all(mine)
+    (parts * torch.arange(4.0)).sum().backward()
+    pair = process_groups.all_to_all(torch.tensor([[rank], [rank]]), groups.model)
+    try:
+        process_groups.all_to_all(torch.zeros(3))
+        refused = "nothing"
+    except ValueError as error:
+        refused = str(error)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    values = {
+        "variables": [os.environ[name] for name in names],
+        "total": total.item(),
+        "parts": parts.tolist(),
+        "gradient": mine.grad.tolist() if mine.grad is not None else None,
+        "pair": pair.flatten().tolist(),
+        "refused": refused,
+        "backend": dist.get_backend(),
+        "given": [args, kwargs],
+        "threads": torch.get_num_threads(),
+    }
+    report(folder, values)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_plain_function_finds_its_process_groups(tmp_path: Path, method: str) -> None:
+    cfg = config(4, model_parallelism=2, launch_method=method)
+    launch_here(use_process_groups, cfg, str(tmp_path), 7, name="x")
+    found = reports(tmp_path)
+    assert len(found) == 4
+    for rank, values in enumerate(found):
+        assert values == {
+            "variables": [str(rank), str(rank), "4", "4", "127.0.0.1"],
+            "total": (2, 4)[rank % 2],
+            "parts": [rank + 10.0 * source for source in range(4)],
+            "gradient": [float(rank)] * 4,
+            "pair": [rank // 2 * 2, rank // 2 * 2 + 1],
+            "refused": "input has shape (3,); its first dimension must be a multiple of 4 ranks",
+            "backend": ad.default_backend(),
+            "given": [[7], {"name": "x"}],
+            "threads": values["threads"]
+            if os.environ.get("OMP_NUM_THREADS")
+            else max(1, launch.available_cores() // 4),
+        }
+
+
+def note_rank(folder: str) -> None:
+    report(folder, [dist.get_rank(), int(os.environ["LOCAL_RANK"]), dist.get_world_size(), dist.get_backend()])
+
+
+def test_two_hosts_make_one_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two launchers, each with its offset; and a backend that was set goes to the ranks of both."""
+    monkeypatch.setenv("ASYNCDIST_BACKEND", "")
+    ad.set_distributed_backend("cpu:gloo")
+    cfg = MultiprocessConfig(world_size=4, local_world_size=2, master_port=launch.find_free_port())
+    first = threading.Thread(target=ad.launch_subprocesses, args=(note_rank, cfg, None, 0, str(tmp_path)))
+    first.start()
+    ad.launch_subprocesses(note_rank, cfg, None, 2, str(tmp_path))
+    first.join(TIMEOUT_S)
+    assert [value[:3] for value in reports(tmp_path)] == [[0, 0, 4], [1, 1, 4], [2, 0, 4], [3, 1, 4]]
+    assert {value[3] for value in reports(tmp_path)} <= {"gloo", "cpu:gloo"}
+
+
+def test_setup_runs_here_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError("no data here")
+
+    monkeypatch.setattr(subprocesses, "_start_all", lambda *_: pytest.fail("a rank was started"))
+    with pytest.raises(OSError, match="no data here"):
+        ad.launch_subprocesses(note_rank, config(), fail, 0, str(tmp_path))
+
+
+def test_init_and_run_is_one_rank_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in launch.rank_variables(0, 1, local_rank=0, local_size=1, address="", port=1, run_id=""):
+        monkeypatch.setenv(name, "")  # so that they are taken back afterwards
+    cfg = MultiprocessConfig(world_size=1, init_method=f"file://{tmp_path / 'store'}")
+    ad.init_and_run(note_rank, cfg, str(tmp_path))
+    assert [value[:3] for value in reports(tmp_path)] == [[0, 0, 1]]
+    assert not dist.is_initialized()
+    with pytest.raises(LocalProtocolError, match="no parallel groups"):
+        ad.parallel_groups()
+    with pytest.raises(ValueError, match=r"rank is missing; allowed are 0\.\.1"):
+        ad.init_and_run(note_rank, config(2), str(tmp_path))
+    with pytest.raises(ValueError, match=r"rank is 2; allowed are 0\.\.1"):
+        ad.init_dist(2, 0, 2, 2, "127.0.0.1", 1)
+
+
+# -------------------------------------------------------------------------------------------------- coroutine functions
+
+
+async def coroutine(world: Any, folder: str, *, name: str) -> None:
+    groups = ad.parallel_groups()
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE")
+    report(folder, [name, world.rank, list(groups.model.ranks), *(os.environ[one] for one in names)])
+
+
+def test_a_coroutine_function_is_run_with_a_world_on_the_torch_transport(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, with the local transport in place of torch's: the variables and the call are what is shown."""
+    for name in launch.rank_variables(0, 1, local_rank=0, local_size=1, address="", port=1, run_id=""):
+        monkeypatch.setenv(name, "")
+    asked = []
+
+    def stand_in(main: Any, *args: Any, transport: str) -> None:
+        asked.append((transport, launch.detect()))
+        runtime.run_local(main, *args, ranks=1)
+
+    monkeypatch.setattr(runtime, "run", stand_in)
+    ad.init_and_run(coroutine, MultiprocessConfig(world_size=1, master_port=7777), str(tmp_path), name="x")
+    assert asked == [("torch", launch.Launch("torch", 1, 0, "TORCHELASTIC_RUN_ID"))]
+    assert reports(tmp_path) == [["x", 0, [0], "0", "0", "1", "1", "127.0.0.1", "False"]]
+
+
+async def talk(world: ad.World, folder: str, *, fails: bool) -> None:
+    total = await ad.all_reduce(torch.tensor([world.rank]), group=ad.parallel_groups().data)
+    report(folder, [world.rank, world.size, total.item()])
+    await ad.barrier()
+    if fails and world.rank == 1:
+        raise ValueError("story of rank 1")
+    await ad.barrier()
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("asyncdist.transports.torch") is None, reason="needs the torch transport, not here yet"
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_that_are_coroutines_talk(tmp_path: Path, fails: bool) -> None:
+    cfg = config(4, model_parallelism=2)
+    if fails:
+        with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed:.*ValueError: story of rank 1"):
+            launch_here(talk, cfg, str(tmp_path), fails=True)
+    else:
+        launch_here(talk, cfg, str(tmp_path), fails=False)
+    assert reports(tmp_path) == [[0, 4, 2], [1, 4, 4], [2, 4, 2], [3, 4, 4]]
+
+
+def test_a_coroutine_function_has_no_process_group_to_choose_a_backend_for() -> None:
+    with pytest.raises(ValueError, match="data_parallel_backend='gloo': a coroutine function is given a world"):
+        launch_here(coroutine, config(data_parallel_backend="gloo"))
+
+
+# ------------------------------------------------------------------------------------------------------------ failures
+
+
+def note_pid(folder: str) -> None:
+    Path(folder, f"{os.getpid()}.pid").touch()
+
+
+def fail_on_rank_1(folder: str, how: str) -> None:
+    note_pid(folder)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        if how == "raise":
+            raise RuntimeError("story of rank 1")
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        sys.exit(7)
+    if how == "raise":
+        dist.barrier()  # fails, for rank 1 has gone: not the story that the caller needs
+    time.sleep(600)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def wait_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while left := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < deadline, f"{left} are left"
+        time.sleep(0.02)
+
+
+def pids_in(folder: Path, count: int) -> list[int]:
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(found := list(folder.glob("*.pid"))) < count:
+        assert time.monotonic() < deadline, f"{len(found)} of {count} ranks have started"
+        time.sleep(0.02)
+    return [int(path.stem) for path in found]
+
+
+@pytest.mark.parametrize(
+    ("method", "how", "words"),
+    [
+        ("forkserver", "raise", ["rank 1 failed:", "story of rank 1", "in fail_on_rank_1"]),
+        ("spawn", "raise", ["rank 1 failed:", "story of rank 1", "in fail_on_rank_1"]),
+        ("forkserver", "kill", ["rank 1 was killed by SIGKILL"]),
+        ("spawn", "kill", ["rank 1 was killed by SIGKILL"]),
+        ("forkserver", "exit", ["rank 1 exited with code 7"]),
+    ],
+)
+def test_a_failing_rank_is_the_error_and_the_others_are_stopped(
+    tmp_path: Path, method: str, how: str, words: list[str]
+) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        launch_here(fail_on_rank_1, config(3, launch_method=method), str(tmp_path), how)
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert [pid for pid in pids_in(tmp_path, 3) if is_alive(pid)] == []
+
+
+def lose(folder: str) -> None:
+    """Rank 0 tells first that it lost rank 1, which tells why later."""
+    note_pid(folder)
+    if dist.get_rank() == 0:
+        raise RankLostError("rank 1 is lost", rank=1)
+    pids_in(Path(folder), 2)
+    time.sleep(0.5)
+    raise ValueError("the cause")
+
+
+def test_the_rank_that_failed_by_itself_is_named_and_not_one_that_lost_it(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed:.*ValueError: the cause"):
+        launch_here(lose, config(), str(tmp_path))
+
+
+def ignore_signals(folder: str) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    note_pid(folder)
+    if dist.get_rank() == 0:
+        pids_in(Path(folder), 2)
+        raise ValueError("story")
+    time.sleep(600)
+
+
+def test_a_rank_that_does_not_stop_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocesses, "STOP_S", 0.2)
+    with pytest.raises(RuntimeError, match="story"):
+        launch_here(ignore_signals, config(), str(tmp_path))
+    assert [pid for pid in pids_in(tmp_path, 2) if is_alive(pid)] == []
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_cannot_travel_is_refused_before_a_rank_starts(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocesses, "_wait_for_all", lambda *_: pytest.fail("a rank was started"))
+    with pytest.raises(TypeError, match=r"<lambda>.*must be taken to another process.*can be imported by name"):
+        launch_here(lambda: None, config(launch_method=method))
+    with pytest.raises(TypeError, match=r"note_rank.*must be taken to another process.*arguments that can be pickled"):
+        launch_here(note_rank, config(launch_method=method), threading.Lock())
+
+
+@pytest.mark.parametrize(
+    ("func", "cfg", "offset", "words"),
+    [
+        ("name", config(), 0, "func is 'name'; it must be a function"),
+        (note_rank, config(rank=1), 0, "rank is 1; every child is given its own"),
+        (note_rank, config(), 1, "rank_offset is 1; with world_size=2 and local_world_size=2 allowed are 0..0"),
+        (note_rank, config(), -1, "rank_offset is -1"),
+        (note_rank, config(), 0.0, "rank_offset is 0.0"),
+    ],
+)
+def test_a_launch_that_cannot_be_is_refused(func: Any, cfg: MultiprocessConfig, offset: Any, words: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        ad.launch_subprocesses(func, cfg, None, offset)
+    assert words in str(caught.value)
+
+
+# -------------------------------------------------------------------------------------------- from a script of its own
+
+SCRIPT = """
+import pathlib, os, sys, time
+import asyncdist as ad
+from asyncdist import subprocesses
+
+{top}
+
+def work(folder):
+    pathlib.Path(folder, f"{{os.getpid()}}.pid").touch()
+    time.sleep(600)
+
+{guard}
+    subprocesses.START_TIMEOUT_S = {timeout_s}
+    ad.launch_subprocesses(work, ad.MultiprocessConfig(world_size=2, launch_method={method!r}), None, 0, sys.argv[1])
+"""
+GUARD = 'if __name__ == "__main__":'
+
+
+def start_script(
+    tmp_path: Path, *, top: str = "", guard: str = GUARD, timeout_s: float = 300.0, method: str = "forkserver"
+) -> subprocess.Popen[str]:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(top=top, guard=guard, timeout_s=timeout_s, method=method))
+    root = str(Path(ad.__file__).resolve().parents[1])
+    return subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": root},
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("to", ["terminal", "launcher", "launcher, killed"])
+def test_no_rank_outlives_its_launcher(tmp_path: Path, method: str, to: str) -> None:
+    """Ctrl-C reaches everybody in the terminal's foreground, or the launcher alone, which may be killed besides."""
+    process = start_script(tmp_path, method=method)
+    try:
+        pids = pids_in(tmp_path, 2)
+        if to == "terminal":
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            process.send_signal(signal.SIGKILL if "killed" in to else signal.SIGINT)
+        _, error = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode != 0
+        assert "killed" in to or "KeyboardInterrupt" in error
+        wait_gone(pids)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"top": "if __name__ != '__main__': time.sleep(600)", "timeout_s": 1.0}, "rank 0, 1 did not start within 1 s"),
+        ({"top": "if __name__ != '__main__': sys.exit(3)"}, "exited with code 3 before it ran"),
+        ({"guard": "if True:"}, "exited with code 1 before it ran: is launch_subprocesses called under if __name__"),
+    ],
+    ids=["hangs", "exits", "no guard"],
+)
+def test_a_rank_that_never_starts_is_explained(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    process = start_script(tmp_path, method="spawn", **options)
+    try:
+        _, error = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    assert words in error
+
+
+def test_nothing_of_this_is_imported_with_the_package() -> None:
+    source = (
+        "import sys, asyncdist as ad\n"
+        "heavy = {'torch', 'multiprocessing', 'asyncdist.subprocesses'}\n"
+        "print(sorted(heavy & set(sys.modules)), 'launch_subprocesses' in dir(ad))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+    )
+    assert ended.stdout == "[] True\n"
+
+
+def test_a_function_of_an_interactive_session_is_refused() -> None:
+    source = (
+        "import asyncdist as ad\n"
+        "def work(): pass\n"
+        "try: ad.launch_subprocesses(work, ad.MultiprocessConfig(world_size=2))\n"
+        "except TypeError as error: print(error)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-"], input=source, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+    )
+    assert "was defined in an interactive session" in ended.stdout
+
+
+def test_an_event_loop_may_run_while_ranks_do(tmp_path: Path) -> None:
+    """From a thread of a running program, where no signal arrives."""
+
+    async def main() -> None:
+        await asyncio.to_thread(ad.launch_subprocesses, note_rank, config(), None, 0, str(tmp_path))
+
+    asyncio.run(main())
+    assert len(reports(tmp_path)) == 2
