@@ -99,7 +99,8 @@ class _Receive:
     def take(self) -> tuple[int, int] | None:
         if self.done:
             return self.source, self.nbytes
-        self.test()  # raises what went wrong
+        if self.error is not None:
+            self.test()  # raises it
         return None
 
     def start(self) -> None:
@@ -194,7 +195,7 @@ class Medium:
         self._on_fired = on_fired
         self._on_kill = on_kill
         self._eager_nbytes = rng.choice(_EAGER_CHOICES) if network.eager_nbytes is None else network.eager_nbytes
-        self._paths: dict[tuple[int, int], _Path] = {}
+        self._paths: list[dict[int, _Path]] = [{} for _ in range(size)]
         self._posted: list[dict[int, deque[_Receive]]] = [{} for _ in range(size)]
         self._unexpected: list[dict[int, _Inbox]] = [{} for _ in range(size)]
         self._doorbells: list[Callable[[], None] | None] = [None] * size
@@ -248,20 +249,20 @@ class Medium:
 
     def _arrival(self, message: _Message, delay: float) -> float:
         now = self._scheduler.now
-        pair = (message.source, message.dest)
-        path = self._paths.get(pair)
+        source, dest = message.source, message.dest
+        path = self._paths[source].get(dest)
         if path is None:
-            path = self._paths[pair] = _Path(self._network.between(*pair), self._rng)
+            path = self._paths[source][dest] = _Path(self._network.between(source, dest), self._rng)
         latency = path.draw_latency_s() + delay
         transfer = (message.nbytes if message.eager else 64) / path.bandwidth
         if self._has_link_faults:
-            factor = self._link_factor(pair, now)
+            factor = self._link_factor((source, dest), now)
             latency *= factor
             transfer *= factor
         path.free_at = sent_at = (path.free_at if path.free_at > now else now) + transfer
         arrival = sent_at + latency
         if self._has_link_faults:
-            arrival = self._after_partitions(pair, now, arrival)
+            arrival = self._after_partitions((source, dest), now, arrival)
         last = path.last_arrival.get(message.tag, -1.0)
         if arrival <= last:  # never overtake within one source and tag
             arrival = math.nextafter(last, math.inf)
@@ -276,7 +277,10 @@ class Medium:
         if posted:
             for receive in posted:
                 if receive.wanted == ANY_SOURCE or receive.wanted == message.source:
-                    posted.remove(receive)
+                    if receive is posted[0]:
+                        posted.popleft()
+                    else:
+                        posted.remove(receive)
                     self._match(receive, message)
                     return
         self._unexpected[message.dest].setdefault(message.tag, _Inbox()).add(message)
@@ -303,7 +307,7 @@ class Medium:
             self._complete(receive, message, is_running=is_running)
             return
         pair = (message.source, message.dest)
-        path = self._paths[pair]
+        path = self._paths[message.source][message.dest]
         seconds = 2 * path.draw_latency_s() + message.nbytes / path.bandwidth
         if self._has_link_faults:
             seconds *= self._link_factor(pair, self._scheduler.now)

@@ -212,11 +212,10 @@ class _Simulation:
     ) -> None:
         self._size = size
         self._seed = seed
-        self._compute = compute
         self._faults = faults
         self._fired = [0] * len(faults)
         # Generators of their own, so that one more message does not change every later compute time.
-        self._compute_rngs = [random.Random(f"{seed} compute {rank}") for rank in range(size)]
+        self._compute_samplers = [compute.sampler(r, random.Random(f"{seed} compute {r}")) for r in range(size)]
         self._compute_faults = [
             [(i, f) for i, f in enumerate(faults) if isinstance(f, (SlowRank, Stall)) and f.rank == rank]
             for rank in range(size)
@@ -244,7 +243,7 @@ class _Simulation:
             RankLoop(  # type: ignore[abstract]
                 self._scheduler,
                 rank,
-                before_turn=self._before_turn,
+                before_turn=self._before_turn if self._turn_kills else None,
                 enter=self._states.switch,
                 background=Engine._tick,
             )
@@ -332,7 +331,7 @@ class _Simulation:
 
     def draw_compute_s(self, rank: int) -> float:
         """Virtual seconds that ``rank`` computes now."""
-        seconds = self._compute.draw(rank, self._compute_rngs[rank])
+        seconds = self._compute_samplers[rank]()
         now = self._scheduler.now
         for index, fault in self._compute_faults[rank]:
             if now < fault.at_s:
@@ -349,11 +348,10 @@ class _Simulation:
     # -- turns and deaths -------------------------------------------------------------------------------------------
 
     def _before_turn(self, rank: int) -> None:
-        if self._turn_kills:
-            self._turn_counts[rank] += 1
-            index = self._turn_kills.get((rank, self._turn_counts[rank]))
-            if index is not None:
-                self._kill(rank, index)
+        self._turn_counts[rank] += 1
+        index = self._turn_kills.get((rank, self._turn_counts[rank]))
+        if index is not None:
+            self._kill(rank, index)
 
     def _fire(self, index: int) -> None:
         if not self._fired[index]:
