@@ -298,7 +298,10 @@ class RankLoop(asyncio.AbstractEventLoop):
         handle = _Handle(callback, args, context)
         self._ready.append(handle)
         if not self._running and not self.dead:
-            self._schedule()
+            self._turns_in_a_row = 0
+            if not self._has_turn and not self._deaf:
+                self._has_turn = True
+                self._scheduler.soon(self._take_turn)
         return handle
 
     def call_later(  # type: ignore[override]
