@@ -268,6 +268,7 @@ class RankLoop(asyncio.AbstractEventLoop):
 
         def resume() -> None:
             self._deaf = False
+            self._has_turn = True  # this one
             if not waiter.done():
                 waiter.set_result(None)
                 self._ready.rotate(1)  # the caller's wake-up was appended last
