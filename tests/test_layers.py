@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("world",),
     ("launch",),
     ("runtime", "api"),
+    ("simulation.outside",),
     ("simulation.trace", "simulation.loop", "simulation.models", "simulation.random_states"),
     ("simulation.faults",),
     ("simulation.medium",),

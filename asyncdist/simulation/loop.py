@@ -25,6 +25,7 @@ from heapq import heappop, heappush
 from typing import Any, Final, NoReturn, TypeVar
 
 from asyncdist.errors import LocalProtocolError
+from asyncdist.simulation.outside import refuse
 
 logger = logging.getLogger("asyncdist.simulation")
 
@@ -366,14 +367,6 @@ class RankLoop(asyncio.AbstractEventLoop):
         self, *args: Any, **kwargs: Any
     ) -> NoReturn:
         refuse("a thread or process pool")
-
-
-def refuse(what: str) -> NoReturn:
-    """Raise for what a simulated rank has not."""
-    raise LocalProtocolError(
-        f"{what} is refused in a simulation: its outcome would not follow from the seed (await world.compute(fn) runs "
-        "inline there)"
-    )
 
 
 def _refusing(name: str) -> Any:

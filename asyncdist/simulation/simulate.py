@@ -32,6 +32,7 @@ from asyncdist.simulation.faults import Fault, Kill, SlowRank, Stall, check_plan
 from asyncdist.simulation.loop import RankLoop, Scheduler
 from asyncdist.simulation.medium import Medium, SimTransport
 from asyncdist.simulation.models import Compute, Network, check_number
+from asyncdist.simulation.outside import refused_outside
 from asyncdist.simulation.random_states import INHERITABLE, RandomStates
 from asyncdist.simulation.trace import Trace, TraceEvent, unpack
 from asyncdist.world import World, WorldStatistics
@@ -82,11 +83,14 @@ class SimReport:
         return unpack(self.packed_trace)
 
     def value(self) -> Any:
-        """Rank 0's value. Raises the first failure, if any rank failed: a cause before what it brought about."""
-        failures = [result for result in self.results if isinstance(result, BaseException)]
+        """Rank 0's value. Raises the first failure, if any rank failed: a cause before what it brought about.
+
+        ``sys.exit(0)`` is a way to return, without a value.
+        """
+        failures = [result for result in self.results if isinstance(result, BaseException) and not _is_exit(result)]
         if failures:
             raise next((error for error in failures if not isinstance(error, RankLostError)), failures[0])
-        return self.results[0]
+        return None if _is_exit(self.results[0]) else self.results[0]
 
     def check_faults(self) -> None:
         """Raise AssertionError naming the faults of the plan that did not happen: what they were to test, was not."""
@@ -130,7 +134,8 @@ def simulate(
     Raises:
         DeadlockError: nothing was left to happen, and some main had not returned: who waits for what.
         KeyboardInterrupt: after SIGINT, between two events.
-        LocalProtocolError: simulate inside a simulation, or a task that loops without waiting.
+        LocalProtocolError: simulate inside a simulation, or a task that loops without waiting. On a rank: a thread, a
+            socket or something else that would not follow from the seed.
         TypeError, ValueError: an argument is of the wrong kind or out of range.
     """
     if not inspect.iscoroutinefunction(main):
@@ -159,7 +164,7 @@ def simulate(
         raise ValueError(f"inherited_random is {inherited_random!r}; allowed: {', '.join(sorted(INHERITABLE))}")
     states = RandomStates(ranks, seed, inherited_random)
     simulation = _Simulation(ranks, seed, network or Network(), compute or Compute(), tuple(faults), states)
-    with simulation.interruptible(), _rare_collections():
+    with simulation.interruptible(), _rare_collections(), refused_outside():
         return simulation.run(main, args, strict=strict, until_s=until_s, after_event=after_event)
 
 
@@ -437,6 +442,10 @@ class _Simulation:
             faults_fired=tuple(self._fired),
             statistics=tuple(world.statistics() if world is not None else None for world in worlds),
         )
+
+
+def _is_exit(result: Any) -> bool:
+    return isinstance(result, SystemExit) and not result.code
 
 
 def _close_generator(generator: AsyncGenerator[Any, Any]) -> None:
