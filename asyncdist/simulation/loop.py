@@ -222,16 +222,16 @@ class RankLoop(asyncio.AbstractEventLoop):
         """Take turns until nothing is ready, or something else happens first."""
         self._has_turn = False
         while self._ready and not self._deaf:
-            if self._before_turn is not None:
-                self._before_turn(self.rank)
-            if self.dead:
-                return
             self._run_ready()
             if self._is_silent() or not self._ready or not self._goes_on():
                 return
 
     def _run_ready(self) -> None:
         """Run what is ready now; what becomes ready meanwhile is for the next turn."""
+        if self._before_turn is not None:
+            self._before_turn(self.rank)
+        if self.dead:
+            return
         ready = self._ready
         set_running_loop(self)
         self._running = True
@@ -263,7 +263,11 @@ class RankLoop(asyncio.AbstractEventLoop):
         return self._deaf or self.dead
 
     async def be_deaf(self, seconds: float) -> None:
-        """Compute: get no turn for so long. The caller goes on first when it is over."""
+        """Compute: get no turn for so long.
+
+        The caller goes on first when it is over, and its next turn comes at the same instant: a safe point that finds
+        nothing takes no time.
+        """
         waiter: asyncio.Future[None] = self.create_future()
         self._deaf = True
 
@@ -274,6 +278,7 @@ class RankLoop(asyncio.AbstractEventLoop):
                 waiter.set_result(None)
                 self._ready.rotate(1)  # the caller's wake-up was appended last
             self._turns_in_a_row = 0
+            self._run_ready()
             self._turn()
 
         self._scheduler.at(self._scheduler.now + seconds, resume)
