@@ -10,6 +10,7 @@ all members are known to enter it, and a program that would hang elsewhere gets 
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -217,7 +218,20 @@ class _Gone:
 
 
 def _full(subject: str, ranks: Sequence[int]) -> str:
-    return f"{subject} on ranks {','.join(map(str, ranks))}"
+    """The subject with its group. It travels in every message of an agreement, so runs of ranks are written short."""
+    return f"{subject} on ranks {_runs(tuple(ranks))}"
+
+
+@functools.lru_cache(64)
+def _runs(ranks: tuple[int, ...]) -> str:
+    """``0,2,4-9``: two ranks or more that follow each other as their ends."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    return ",".join("-".join(map(str, run)) for run in runs)
 
 
 def _first_difference(joins: Mapping[int, Join], ranks: Sequence[int]) -> tuple[str, str]:

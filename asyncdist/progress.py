@@ -270,9 +270,7 @@ class Engine:
         waiter = self._new_waiter()
         operation.on_done = lambda error: settle(waiter, error)
         self._operations.append(operation)
-        if self._misses_wakes:
-            self.wake()
-        await self._park(waiter, operation.what)
+        await self.park(waiter, operation.what)
 
     def _abandon(self, operation: Operation, buffer: Buffer, stash: deque[_Abandoned]) -> None:
         """The receiver has gone; the request has not, until the transport says how it ended."""
@@ -305,13 +303,6 @@ class Engine:
 
     def _new_waiter(self) -> asyncio.Future[None]:
         return self.loop.create_future()
-
-    async def _park(self, waiter: asyncio.Future[None], what: str) -> None:
-        self._waiters[waiter] = what
-        try:
-            await waiter
-        finally:
-            del self._waiters[waiter]
 
     def awaited(self, waiter: Any) -> str | None:
         """What ``waiter`` waits for, in words; None if it does not wait for this engine."""
@@ -370,7 +361,11 @@ class Engine:
             raise self._failure
         if self._misses_wakes:
             self.wake()
-        await self._park(waiter, what)
+        self._waiters[waiter] = what
+        try:
+            await waiter
+        finally:
+            del self._waiters[waiter]
 
     def fail(self, error: BaseException) -> None:
         """Make every wait raise ``error`` from now on. Requests stay in the engine's keeping."""
@@ -403,6 +398,8 @@ class Engine:
         if not self._misses_wakes:  # elsewhere the driver looks once more by itself
             self._rung = True
             self._passed_since_tick = False
+            if not self._asleep:
+                return
         self.wake()
 
     def _ring_from_a_thread(self) -> None:

@@ -17,7 +17,7 @@ import logging
 import secrets
 import struct
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -266,17 +266,23 @@ async def _last_barrier(world: World, transport: Transport) -> None:
     if not transport.capabilities.survives_rank_loss:
         await world.collectives.barrier(world.group)
         return
-    others = set(range(world.size)) - {world.rank}
     world.announce(Farewell())
     await world.engine.until(
-        lambda: others <= world.answered | world.left | transport.lost_ranks(), "the other ranks to come to their end"
+        lambda: _is_everybody(world, world.answered, world.left, transport.lost_ranks()),
+        "the other ranks to come to their end",
     )
     # What is left to them is short. Not for ever: the frame that says so may have been spoiled, and dropped.
     await world.engine.until(
-        lambda: others <= world.answered | transport.lost_ranks(),
+        lambda: _is_everybody(world, world.answered, transport.lost_ranks()),
         "the last words of the other ranks",
         deadline=asyncio.get_running_loop().time() + _LAST_WORDS_S,
     )
+
+
+def _is_everybody(world: World, *groups: Collection[int]) -> bool:
+    """Whether every other rank is in one of them. Asked at each message, so the ranks are looked at only at the end."""
+    others = world.size - 1
+    return sum(map(len, groups)) >= others and len(set().union(*groups) - {world.rank}) == others
 
 
 async def _leave(world: World, transport: Transport) -> list[str]:

@@ -124,4 +124,5 @@ def test_sim(scratch: Path) -> None:
     messages, large, seeds = results["messages"], results["large"], results["seeds"]
     assert messages["ratio"] == pytest.approx(messages["messages_per_s"] / messages["bare_messages_per_s"])
     assert large["ranks"] == 30 and large["messages"] >= 30 and large["seconds"] > 0
-    assert seeds["rounds"] == 2 and seeds["digests"] == 2
+    assert list(seeds) == ["best_only", "mean"]
+    assert all(found["rounds"] >= 2 and found["digests"] == 2 for found in seeds.values())

@@ -32,6 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("parallel",),
     ("process_groups",),
     ("subprocesses", "doctor"),
+    ("simulation.outside",),
     ("simulation.trace", "simulation.loop", "simulation.models", "simulation.random_states"),
     ("simulation.faults",),
     ("simulation.medium",),

@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import heapq
 import logging
 import math
 import random
 import weakref
-from asyncio import events
+from asyncio.events import _set_running_loop as set_running_loop
 from collections import deque
 from collections.abc import Callable, Coroutine
+from heapq import heappop, heappush
 from typing import Any, Final, NoReturn, TypeVar
 
 from asyncdist.errors import LocalProtocolError
+from asyncdist.simulation.outside import refuse
 
 logger = logging.getLogger("asyncdist.simulation")
 
@@ -49,6 +50,7 @@ class Scheduler:
         event_count: things that have happened.
         task_count: tasks made on all loops.
         stopped: set by whoever has seen enough; :meth:`run` returns.
+        random: the generator's, from 0 to 1.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -56,7 +58,7 @@ class Scheduler:
         self.event_count = 0
         self.task_count = 0
         self.stopped = False
-        self._random = rng.random
+        self.random = rng.random
         self._heap: list[tuple[float, float, int, Callable[[], None]]] = []
         self._now: list[Callable[[], None]] = []
         self._pushed_count = 0
@@ -64,44 +66,34 @@ class Scheduler:
         self._until_s = math.inf
         self._after_event: Callable[[], object] | None = None
 
-    def draw_turn_s(self) -> float:
-        """How long a turn takes."""
-        return TURN_S * self._random()
-
     def at(self, when: float, action: Callable[[], None]) -> None:
         """Do ``action`` at ``when``, in seconds; what is past is now."""
         self._pushed_count += 1
         now = self.now
-        heapq.heappush(self._heap, (when if when > now else now, self._random(), self._pushed_count, action))
+        heappush(self._heap, (when if when > now else now, self.random(), self._pushed_count, action))
 
     def soon(self, action: Callable[[], None]) -> None:
         """Do ``action`` now, when what is being done has ended; quicker than :meth:`at`."""
         self._now.append(action)
 
-    def _next(self) -> Callable[[], None] | None:
-        """What happens next, after the clock has been set; None if nothing is left, or all of it is too late."""
-        soon = self._now
-        if soon:
-            return soon.pop(int(self._random() * len(soon)) if len(soon) > 1 else 0)
-        if not self._heap or self._heap[0][0] > self._until_s:
-            return None
-        when, _, _, action = heapq.heappop(self._heap)
-        if when > self.now:
-            self.now = when
-            self._count_at_now = 0
-        return action
-
     def run(self, *, until_s: float = math.inf, after_event: Callable[[], object] | None = None) -> bool:
         """Let things happen until somebody sets ``stopped`` or ``until_s`` is reached; False if nothing is left."""
         self._until_s = until_s
         self._after_event = after_event
+        soon, heap = self._now, self._heap
         while not self.stopped:
-            action = self._next()
-            if action is None:
-                if not self._heap:
-                    return False
+            if soon:
+                action = soon.pop(int(self.random() * len(soon)) if len(soon) > 1 else 0)
+            elif not heap:
+                return False
+            elif heap[0][0] > until_s:
                 self.now = until_s
                 return True
+            else:
+                when, _, _, action = heappop(heap)
+                if when > self.now:
+                    self.now = when
+                    self._count_at_now = 0
             self._count_at_now += 1
             if self._count_at_now > EVENT_COUNT_MAX:
                 raise LocalProtocolError(
@@ -129,6 +121,25 @@ class Scheduler:
         return not self.stopped
 
 
+class _Handle(asyncio.Handle):
+    """What asyncio makes of a callback, at half of the cost; there are several in each step of each rank."""
+
+    __slots__ = ()
+
+    def __init__(self, callback: Any, args: tuple[Any, ...], context: contextvars.Context | None) -> None:
+        self._callback = callback
+        self._args = args
+        self._context = contextvars.copy_context() if context is None else context
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._callback = self._args = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<Handle {'cancelled' if self._cancelled else self._callback}>"
+
+
 class SimTask(asyncio.Task[Any]):
     """A task that a set finds by its number, not its address: asyncio cancels and returns tasks in the order of sets.
 
@@ -150,7 +161,7 @@ class RankLoop(asyncio.AbstractEventLoop):
     Args:
         scheduler: shared by all ranks.
         rank: whose loop it is.
-        before_turn: called with the rank before each turn.
+        before_turn: called with the rank before each turn, if it is given.
         enter: called with the rank before a callback that may run user code.
         background: callbacks that are methods of this function run none.
 
@@ -163,7 +174,7 @@ class RankLoop(asyncio.AbstractEventLoop):
         scheduler: Scheduler,
         rank: int,
         *,
-        before_turn: Callable[[int], None],
+        before_turn: Callable[[int], None] | None,
         enter: Callable[[int], None],
         background: Callable[..., None],
     ) -> None:
@@ -200,7 +211,7 @@ class RankLoop(asyncio.AbstractEventLoop):
                 rank=self.rank,
             )
         scheduler = self._scheduler
-        when = scheduler.now + scheduler.draw_turn_s()
+        when = scheduler.now + TURN_S * scheduler.random()
         if scheduler.go_on_until(when):
             return True
         self._has_turn = True
@@ -211,51 +222,63 @@ class RankLoop(asyncio.AbstractEventLoop):
         """Take turns until nothing is ready, or something else happens first."""
         self._has_turn = False
         while self._ready and not self._deaf:
-            self._before_turn(self.rank)
-            if self.dead:
-                return
             self._run_ready()
             if self._is_silent() or not self._ready or not self._goes_on():
                 return
 
     def _run_ready(self) -> None:
         """Run what is ready now; what becomes ready meanwhile is for the next turn."""
+        if self._before_turn is not None:
+            self._before_turn(self.rank)
+        if self.dead:
+            return
         ready = self._ready
-        events._set_running_loop(self)
+        set_running_loop(self)
         self._running = True
         entered = False
         try:
             for _ in range(len(ready)):
-                handle = ready.popleft()
+                handle: Any = ready.popleft()
                 if handle._cancelled:
                     continue
-                callback = handle._callback  # type: ignore[attr-defined]
+                callback = handle._callback
                 if not entered and getattr(callback, "__func__", None) is not self._background:
                     self._enter(self.rank)
                     entered = True
-                handle._run()
-                if self._is_silent():
+                try:
+                    handle._context.run(callback, *handle._args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:
+                    self.call_exception_handler({"message": f"Exception in callback {callback}", "exception": error})
+                if self._deaf or self.dead:
                     break
         except SystemExit:
             logger.debug("rank %d: a task raised SystemExit; whoever awaits it has it", self.rank)
         finally:
             self._running = False
-            events._set_running_loop(None)
+            set_running_loop(None)
 
     def _is_silent(self) -> bool:
         return self._deaf or self.dead
 
     async def be_deaf(self, seconds: float) -> None:
-        """Compute: get no turn for so long. The caller goes on first when it is over."""
+        """Compute: get no turn for so long.
+
+        The caller goes on first when it is over, and its next turn comes at the same instant: a safe point that finds
+        nothing takes no time.
+        """
         waiter: asyncio.Future[None] = self.create_future()
         self._deaf = True
 
         def resume() -> None:
             self._deaf = False
+            self._has_turn = True  # this one
             if not waiter.done():
                 waiter.set_result(None)
                 self._ready.rotate(1)  # the caller's wake-up was appended last
             self._turns_in_a_row = 0
+            self._run_ready()
             self._turn()
 
         self._scheduler.at(self._scheduler.now + seconds, resume)
@@ -279,10 +302,13 @@ class RankLoop(asyncio.AbstractEventLoop):
     def call_soon(  # type: ignore[override]
         self, callback: Any, *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = _Handle(callback, args, context)
         self._ready.append(handle)
         if not self._running and not self.dead:
-            self._schedule()
+            self._turns_in_a_row = 0
+            if not self._has_turn and not self._deaf:
+                self._has_turn = True
+                self._scheduler.soon(self._take_turn)
         return handle
 
     def call_later(  # type: ignore[override]
@@ -346,14 +372,6 @@ class RankLoop(asyncio.AbstractEventLoop):
         self, *args: Any, **kwargs: Any
     ) -> NoReturn:
         refuse("a thread or process pool")
-
-
-def refuse(what: str) -> NoReturn:
-    """Raise for what a simulated rank has not."""
-    raise LocalProtocolError(
-        f"{what} is refused in a simulation: its outcome would not follow from the seed (await world.compute(fn) runs "
-        "inline there)"
-    )
 
 
 def _refusing(name: str) -> Any:

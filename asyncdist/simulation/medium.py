@@ -99,7 +99,8 @@ class _Receive:
     def take(self) -> tuple[int, int] | None:
         if self.done:
             return self.source, self.nbytes
-        self.test()  # raises what went wrong
+        if self.error is not None:
+            self.test()  # raises it
         return None
 
     def start(self) -> None:
@@ -194,7 +195,7 @@ class Medium:
         self._on_fired = on_fired
         self._on_kill = on_kill
         self._eager_nbytes = rng.choice(_EAGER_CHOICES) if network.eager_nbytes is None else network.eager_nbytes
-        self._paths: dict[tuple[int, int], _Path] = {}
+        self._paths: list[dict[int, _Path]] = [{} for _ in range(size)]
         self._posted: list[dict[int, deque[_Receive]]] = [{} for _ in range(size)]
         self._unexpected: list[dict[int, _Inbox]] = [{} for _ in range(size)]
         self._doorbells: list[Callable[[], None] | None] = [None] * size
@@ -225,10 +226,10 @@ class Medium:
     def send(self, buffer: Buffer, source: int, dest: int, tag: int) -> _Message:
         data = buffer if type(buffer) is bytes else as_bytes(buffer)
         nbytes = len(data)
+        message = _Message(data, nbytes, source, dest, tag)
         if not self._muted:
             self.message_count += 1
             self.byte_count += nbytes
-        message = _Message(data, nbytes, source, dest, tag)
         if dest in self._known_lost[source]:
             message.error = RankLostError(f"rank {dest} is gone", rank=dest)
             return message
@@ -242,26 +243,27 @@ class Medium:
         if self._muted:
             return message
         arrival = self._arrival(message, delay)
-        self._trace.add(self._scheduler.now, "send", source, dest, tag, nbytes)
-        self._scheduler.at(arrival, partial(self._arrive, message))
+        scheduler = self._scheduler
+        self._trace.add(scheduler.now, "send", source, dest, tag, nbytes)
+        scheduler.at(arrival, partial(self._arrive, message))
         return message
 
     def _arrival(self, message: _Message, delay: float) -> float:
         now = self._scheduler.now
-        pair = (message.source, message.dest)
-        path = self._paths.get(pair)
+        source, dest = message.source, message.dest
+        path = self._paths[source].get(dest)
         if path is None:
-            path = self._paths[pair] = _Path(self._network.between(*pair), self._rng)
+            path = self._paths[source][dest] = _Path(self._network.between(source, dest), self._rng)
         latency = path.draw_latency_s() + delay
         transfer = (message.nbytes if message.eager else 64) / path.bandwidth
         if self._has_link_faults:
-            factor = self._link_factor(pair, now)
+            factor = self._link_factor((source, dest), now)
             latency *= factor
             transfer *= factor
         path.free_at = sent_at = (path.free_at if path.free_at > now else now) + transfer
         arrival = sent_at + latency
         if self._has_link_faults:
-            arrival = self._after_partitions(pair, now, arrival)
+            arrival = self._after_partitions((source, dest), now, arrival)
         last = path.last_arrival.get(message.tag, -1.0)
         if arrival <= last:  # never overtake within one source and tag
             arrival = math.nextafter(last, math.inf)
@@ -277,7 +279,11 @@ class Medium:
             for receive in posted:
                 if receive.wanted == ANY_SOURCE or receive.wanted == message.source:
                     posted.remove(receive)
-                    self._match(receive, message)
+                    receive.matched = True
+                    if message.eager:
+                        self._complete(receive, message)
+                    else:
+                        self._rendezvous(receive, message)
                     return
         self._unexpected[message.dest].setdefault(message.tag, _Inbox()).add(message)
         self._ring(message.dest)  # a lane posts its receive when it is polled
@@ -289,21 +295,21 @@ class Medium:
         if waiting:
             message = waiting.take(receive.wanted, self._rng)
             if message is not None:
-                self._match(receive, message, is_running=True)
+                receive.matched = True
+                if message.eager:
+                    self._complete(receive, message, is_running=True)
+                else:
+                    self._rendezvous(receive, message)
                 return
         if receive.wanted in self._known_lost[receive.dest]:
             receive.error = RankLostError(f"rank {receive.wanted} is gone", rank=receive.wanted)
             return
         self._posted[receive.dest].setdefault(receive.tag, deque()).append(receive)
 
-    def _match(self, receive: _Receive, message: _Message, *, is_running: bool = False) -> None:
-        """A receive and a message have met; ``is_running`` if the receiver posts this moment, and needs no bell."""
-        receive.matched = True
-        if message.eager:
-            self._complete(receive, message, is_running=is_running)
-            return
+    def _rendezvous(self, receive: _Receive, message: _Message) -> None:
+        """A receive and a large message have met: only now its bytes travel."""
         pair = (message.source, message.dest)
-        path = self._paths[pair]
+        path = self._paths[message.source][message.dest]
         seconds = 2 * path.draw_latency_s() + message.nbytes / path.bandwidth
         if self._has_link_faults:
             seconds *= self._link_factor(pair, self._scheduler.now)
@@ -323,6 +329,7 @@ class Medium:
             self._unexpected[dest].setdefault(message.tag, _Inbox()).add(message)
 
     def _complete(self, receive: _Receive, message: _Message, *, is_running: bool = False) -> None:
+        """The bytes are there; ``is_running`` if the receiver posts this moment, and needs no bell."""
         if message.dest in self._dead:
             self._fail_send(message)
             return
@@ -401,6 +408,7 @@ class Medium:
     def kill(self, rank: int) -> None:
         """The process of ``rank`` is gone; its peers find out one by one."""
         self._dead.add(rank)
+        self._doorbells[rank] = None
         self._posted[rank].clear()
         for dest in range(self.size):
             if dest != rank and dest not in self._dead:
@@ -448,7 +456,7 @@ class Medium:
 
     def _ring(self, rank: int) -> None:
         ring = self._doorbells[rank]
-        if ring is not None and rank not in self._dead:
+        if ring is not None:
             ring()
 
 
@@ -488,7 +496,7 @@ class SimTransport(Transport):
 
     def start_send(self, buffer: Buffer, dest: int, tag: int) -> Request | None:
         message = self._medium.send(buffer, self.rank, dest, tag)
-        return None if message.test() else message
+        return None if message.done or message.test() else message
 
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
         receive = _Receive(self._medium, buffer, self.rank, source, tag)

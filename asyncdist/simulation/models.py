@@ -108,6 +108,9 @@ def sampler(duration: Duration, rng: random.Random) -> Callable[[], float]:
     if isinstance(duration, (float, int)):
         seconds = float(duration)
         return lambda: seconds
+    if isinstance(duration, LogNormal) and duration.median:  # what nearly everything is: half of the time of its draw
+        median, sigma, gauss, exp = duration.median, duration.sigma, rng.gauss, math.exp
+        return lambda: median * exp(gauss(0.0, sigma))
     return functools.partial(duration.draw, rng)
 
 
@@ -202,9 +205,15 @@ class Compute:
         """Refuse factors of ranks that do not exist."""
         check_ranks("Compute.factors", list(self.factors), size)
 
-    def draw(self, rank: int, rng: random.Random) -> float:
-        """Seconds before one safe point of ``rank``."""
-        seconds = draw(self.step_s, rng) * self.factors.get(rank, 1.0)
-        if self.pause_probability and rng.random() < self.pause_probability:
-            seconds += draw(self.pause_s, rng)
-        return seconds
+    def sampler(self, rank: int, rng: random.Random) -> Callable[[], float]:
+        """A function that draws the seconds before a safe point of ``rank``."""
+        draw_step_s, draw_pause_s = sampler(self.step_s, rng), sampler(self.pause_s, rng)
+        factor, probability = self.factors.get(rank, 1.0), self.pause_probability
+        if not probability:
+            return draw_step_s if factor == 1.0 else lambda: draw_step_s() * factor
+
+        def draw_s() -> float:
+            seconds = draw_step_s() * factor
+            return seconds + draw_pause_s() if rng.random() < probability else seconds
+
+        return draw_s

@@ -1,9 +1,11 @@
 """Each simulated rank's own random state, as if it had a process to itself.
 
-torch's global generator is swapped by its state. The functions of ``random`` and of ``numpy.random`` are bound to the
-rank's own instances. A name imported from ``random`` earlier (``from random import random``) stays what it was: shared.
-One imported from ``numpy.random`` draws from the rank's own numbers all the same, since numpy's global generator is
-swapped too; not so the second half of a pair of normal numbers, which numpy keeps elsewhere.
+torch's global generator is swapped by its state, numpy's by its bit generator. The functions of ``random`` and of
+``numpy.random`` are replaced once, for as long as the simulation lasts, by ones that ask the instance of the rank whose
+turn it is: putting the names of each rank in their place at each switch took twice as long as all the rest of it. A
+name imported from ``random`` before the simulation (``from random import random``) stays what it was: shared. One
+imported from ``numpy.random`` draws from the rank's own numbers all the same, since numpy's global generator is
+swapped; not so the second half of a pair of normal numbers, which numpy keeps elsewhere.
 
 torch's grad mode is swapped with them: a rank that awaits under ``no_grad`` is no reason for the others to have none.
 """
@@ -11,7 +13,7 @@ torch's grad mode is swapped with them: a rank that awaits under ``no_grad`` is 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 import numpy as np
@@ -33,6 +35,8 @@ _NUMPY_NAMES: Final = {
     "sample": "random_sample",
     "ranf": "random_sample",
 }
+_get_torch_state: Final = torch.default_generator.get_state
+_set_torch_state: Final = torch.default_generator.set_state
 
 
 class RandomStates:
@@ -51,15 +55,13 @@ class RandomStates:
         entropy = [random.Random(f"{seed} random state {rank}").getrandbits(63) for rank in range(size)]
         self._torch = [torch.Generator().manual_seed(number).get_state() for number in entropy]
         self._generators: list[Any] = [np.random.MT19937(number) for number in entropy]
-        numpy_states = [np.random.RandomState(generator) for generator in self._generators]
-        python_states = [random.Random(number) for number in entropy]
-        self._random = [{name: getattr(state, name) for name in _RANDOM_NAMES} for state in python_states]
-        self._numpy = [{name: getattr(state, of) for name, of in _NUMPY_NAMES.items()} for state in numpy_states]
+        self._numpy = [np.random.RandomState(generator) for generator in self._generators]
+        self._random = [random.Random(number) for number in entropy]
         if "random" in inherited:
-            for python_state in python_states:
+            for python_state in self._random:
                 python_state.setstate(random.getstate())
         if "numpy" in inherited:
-            for numpy_state in numpy_states:
+            for numpy_state in self._numpy:
                 numpy_state.set_state(np.random.get_state(legacy=False))
         if "torch" in inherited:
             self._torch = [torch.get_rng_state() for _ in entropy]
@@ -67,27 +69,52 @@ class RandomStates:
         self._torch.append(torch.get_rng_state())
         self._grad_modes = [True] * size + [torch.is_grad_enabled()]
         self._generators.append(np.random.get_bit_generator())
-        self._random.append({name: getattr(random, name) for name in _RANDOM_NAMES})
-        self._numpy.append({name: getattr(np.random, name) for name in _NUMPY_NAMES})
+        self._numpy.append(np.random.mtrand._rand)
+        self._random.append(random._inst)
         self._numpy_outside = np.random.mtrand._rand.get_state(legacy=False)
+        self._names_outside: tuple[dict[str, Any], ...] = ()
         self._outside = size
         self.current = size
 
     def switch(self, rank: int) -> None:
         """The process's random state is ``rank``'s now."""
-        if rank == self.current:
+        current = self.current
+        if rank == current:
             return
-        self._torch[self.current] = torch.get_rng_state()
-        torch.set_rng_state(self._torch[rank])
-        self._grad_modes[self.current] = torch.is_grad_enabled()
-        torch.set_grad_enabled(self._grad_modes[rank])
+        if not self._names_outside:
+            self._install()
+        self._torch[current] = _get_torch_state()
+        _set_torch_state(self._torch[rank])
+        modes = self._grad_modes
+        modes[current] = is_enabled = torch.is_grad_enabled()
+        if modes[rank] != is_enabled:
+            torch.set_grad_enabled(modes[rank])
         np.random.set_bit_generator(self._generators[rank])
-        np.random.__dict__.update(self._numpy[rank])
-        random.__dict__.update(self._random[rank])
         self.current = rank
+
+    def _install(self) -> None:
+        self._names_outside = (
+            {name: getattr(random, name) for name in _RANDOM_NAMES},
+            {name: getattr(np.random, name) for name in _NUMPY_NAMES},
+        )
+        random.__dict__.update({name: self._asking(self._random, name) for name in _RANDOM_NAMES})
+        np.random.__dict__.update({name: self._asking(self._numpy, of) for name, of in _NUMPY_NAMES.items()})
+
+    def _asking(self, instances: list[Any], name: str) -> Callable[..., Any]:
+        """A function that calls that method of the instance whose turn it is."""
+
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            return getattr(instances[self.current], name)(*args, **kwargs)
+
+        ask.__name__ = ask.__qualname__ = name
+        ask.__doc__ = getattr(instances[-1], name).__doc__
+        return ask
 
     def restore(self) -> None:
         """The process gets back what it had."""
         if self.current != self._outside:
             self.switch(self._outside)
             np.random.mtrand._rand.set_state(self._numpy_outside)  # with its half of a pair of normal numbers
+        for module, names in zip((random, np.random), self._names_outside, strict=False):
+            module.__dict__.update(names)
+        self._names_outside = ()

@@ -32,6 +32,7 @@ from asyncdist.simulation.faults import Fault, Kill, SlowRank, Stall, check_plan
 from asyncdist.simulation.loop import RankLoop, Scheduler
 from asyncdist.simulation.medium import Medium, SimTransport
 from asyncdist.simulation.models import Compute, Network, check_number
+from asyncdist.simulation.outside import refused_outside
 from asyncdist.simulation.random_states import INHERITABLE, RandomStates
 from asyncdist.simulation.trace import Trace, TraceEvent, unpack
 from asyncdist.world import World, WorldStatistics
@@ -82,11 +83,14 @@ class SimReport:
         return unpack(self.packed_trace)
 
     def value(self) -> Any:
-        """Rank 0's value. Raises the first failure, if any rank failed: a cause before what it brought about."""
-        failures = [result for result in self.results if isinstance(result, BaseException)]
+        """Rank 0's value. Raises the first failure, if any rank failed: a cause before what it brought about.
+
+        ``sys.exit(0)`` is a way to return, without a value.
+        """
+        failures = [result for result in self.results if isinstance(result, BaseException) and not _is_exit(result)]
         if failures:
             raise next((error for error in failures if not isinstance(error, RankLostError)), failures[0])
-        return self.results[0]
+        return None if _is_exit(self.results[0]) else self.results[0]
 
     def check_faults(self) -> None:
         """Raise AssertionError naming the faults of the plan that did not happen: what they were to test, was not."""
@@ -130,7 +134,8 @@ def simulate(
     Raises:
         DeadlockError: nothing was left to happen, and some main had not returned: who waits for what.
         KeyboardInterrupt: after SIGINT, between two events.
-        LocalProtocolError: simulate inside a simulation, or a task that loops without waiting.
+        LocalProtocolError: simulate inside a simulation, or a task that loops without waiting. On a rank: a thread, a
+            socket or something else that would not follow from the seed.
         TypeError, ValueError: an argument is of the wrong kind or out of range.
     """
     if not inspect.iscoroutinefunction(main):
@@ -159,7 +164,7 @@ def simulate(
         raise ValueError(f"inherited_random is {inherited_random!r}; allowed: {', '.join(sorted(INHERITABLE))}")
     states = RandomStates(ranks, seed, inherited_random)
     simulation = _Simulation(ranks, seed, network or Network(), compute or Compute(), tuple(faults), states)
-    with simulation.interruptible(), _rare_collections():
+    with simulation.interruptible(), _rare_collections(), refused_outside():
         return simulation.run(main, args, strict=strict, until_s=until_s, after_event=after_event)
 
 
@@ -212,11 +217,10 @@ class _Simulation:
     ) -> None:
         self._size = size
         self._seed = seed
-        self._compute = compute
         self._faults = faults
         self._fired = [0] * len(faults)
         # Generators of their own, so that one more message does not change every later compute time.
-        self._compute_rngs = [random.Random(f"{seed} compute {rank}") for rank in range(size)]
+        self._compute_samplers = [compute.sampler(r, random.Random(f"{seed} compute {r}")) for r in range(size)]
         self._compute_faults = [
             [(i, f) for i, f in enumerate(faults) if isinstance(f, (SlowRank, Stall)) and f.rank == rank]
             for rank in range(size)
@@ -244,7 +248,7 @@ class _Simulation:
             RankLoop(  # type: ignore[abstract]
                 self._scheduler,
                 rank,
-                before_turn=self._before_turn,
+                before_turn=self._before_turn if self._turn_kills else None,
                 enter=self._states.switch,
                 background=Engine._tick,
             )
@@ -332,7 +336,7 @@ class _Simulation:
 
     def draw_compute_s(self, rank: int) -> float:
         """Virtual seconds that ``rank`` computes now."""
-        seconds = self._compute.draw(rank, self._compute_rngs[rank])
+        seconds = self._compute_samplers[rank]()
         now = self._scheduler.now
         for index, fault in self._compute_faults[rank]:
             if now < fault.at_s:
@@ -349,11 +353,10 @@ class _Simulation:
     # -- turns and deaths -------------------------------------------------------------------------------------------
 
     def _before_turn(self, rank: int) -> None:
-        if self._turn_kills:
-            self._turn_counts[rank] += 1
-            index = self._turn_kills.get((rank, self._turn_counts[rank]))
-            if index is not None:
-                self._kill(rank, index)
+        self._turn_counts[rank] += 1
+        index = self._turn_kills.get((rank, self._turn_counts[rank]))
+        if index is not None:
+            self._kill(rank, index)
 
     def _fire(self, index: int) -> None:
         if not self._fired[index]:
@@ -439,6 +442,10 @@ class _Simulation:
             faults_fired=tuple(self._fired),
             statistics=tuple(world.statistics() if world is not None else None for world in worlds),
         )
+
+
+def _is_exit(result: Any) -> bool:
+    return isinstance(result, SystemExit) and not result.code
 
 
 def _close_generator(generator: AsyncGenerator[Any, Any]) -> None:

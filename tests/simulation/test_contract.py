@@ -10,8 +10,10 @@ import random
 import signal
 import socket
 import threading
+import types
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -768,6 +770,23 @@ async def use_socket() -> None:
         await asyncio.get_running_loop().sock_connect(end, ("localhost", 1))
 
 
+async def start_thread() -> None:
+    threading.Thread(target=int).start()
+
+
+async def start_timer() -> None:
+    threading.Timer(0.0, int).start()
+
+
+async def use_pool() -> None:
+    with ThreadPoolExecutor() as pool:
+        pool.submit(int)
+
+
+async def open_connection() -> None:
+    socket.create_connection(("127.0.0.1", 9), timeout=60)
+
+
 async def watch_descriptor() -> None:
     asyncio.get_running_loop().add_reader(0, int)
 
@@ -793,6 +812,10 @@ async def handle_signal() -> None:
         connect,
         serve,
         use_socket,
+        start_thread,
+        start_timer,
+        use_pool,
+        open_connection,
         watch_descriptor,
         start_process,
         start_shell,
@@ -805,3 +828,41 @@ def test_the_world_outside_is_refused(use: Callable[[], Awaitable[None]]) -> Non
 
     with pytest.raises(ad.LocalProtocolError, match=r"refused in a simulation: .*world\.compute"):
         simulate(main, ranks=1).value()
+
+
+def test_threads_and_sockets_are_refused_on_the_simulations_own_thread_and_for_its_time_alone() -> None:
+    asked, answered = threading.Event(), threading.Event()
+    seen: list[object] = []
+
+    def another() -> None:
+        asked.wait(60)
+        with socket.socket() as end:
+            inner = threading.Thread(target=seen.append, args=(end.fileno() >= 0,))
+            inner.start()
+            inner.join()
+        answered.set()
+
+    async def main(world: ad.World) -> None:
+        asked.set()
+        assert answered.wait(60)
+
+    names = threading.Thread.start, socket.socket.__init__
+    beside = threading.Thread(target=another)
+    beside.start()
+    simulate(main, ranks=1).value()
+    beside.join()
+    assert seen == [True]
+    assert (threading.Thread.start, socket.socket.__init__) == names
+
+
+def test_threads_of_torch_and_numpy_are_theirs() -> None:
+    async def main(world: ad.World) -> list[int]:
+        loader = torch.utils.data.DataLoader(range(8), batch_size=4, num_workers=0, pin_memory=False)
+        own = types.ModuleType("torch._of_its_own")
+        exec("import threading\ndef start(target):\n    threading.Thread(target=target).start()", own.__dict__)
+        started = threading.Event()
+        own.start(started.set)
+        assert started.wait(60)
+        return [int(batch.sum()) for batch in loader]
+
+    assert simulate(main, ranks=1).value() == [6, 22]

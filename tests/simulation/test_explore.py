@@ -203,6 +203,18 @@ def test_seeds_that_pass_are_counted_in_silence(processes: int, capfd: pytest.Ca
     assert "ended with" not in capfd.readouterr().err, "what 40 seeds warn of"
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_exits_with_0_has_returned(rank: int) -> None:
+    async def main(world: ad.World) -> str:
+        if world.rank == rank:
+            sys.exit(0)
+        return "value"
+
+    report = simulate(main, ranks=2)
+    assert type(report.results[rank]) is SystemExit
+    assert report.value() == (None if rank == 0 else "value")
+
+
 def raises_on_rank_2(seed: int) -> ad.SimReport:
     return simulate(fails_on_rank_2, ranks=4, seed=seed)
 

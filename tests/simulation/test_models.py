@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,10 +79,11 @@ def test_compute_of_stragglers_and_pauses() -> None:
     compute = Compute(step_s=2.0, factors={1: 5.0, 2: 0.5}, pause_probability=0.25, pause_s=100.0)
     rng = random.Random(1)
     for rank, step_s in ((0, 2.0), (1, 10.0), (2, 1.0)):
-        drawn = Counter(compute.draw(rank, rng) for _ in range(2000))
+        draw_s = compute.sampler(rank, rng)
+        drawn = Counter(draw_s() for _ in range(2000))
         assert set(drawn) == {step_s, step_s + 100.0}
         assert drawn[step_s + 100.0] == pytest.approx(500, rel=0.15)
-    assert Compute(step_s=1.0, pause_probability=1.0, pause_s=1.0).draw(0, rng) == 2.0
+    assert Compute(step_s=1.0, pause_probability=1.0, pause_s=1.0).sampler(0, rng)() == 2.0
 
 
 # -- random numbers -------------------------------------------------------------------------------------------------
@@ -132,6 +134,28 @@ def test_without_a_seed_of_its_own_a_rank_draws_what_follows_from_seed_and_rank(
     other = simulate(draw_on_each_rank, None, ranks=3, seed=6)
     drawn = [tuple(result) for report in (first, other) for result in report.results]
     assert len(set(drawn)) == 6, "ranks or seeds draw alike"
+
+
+def test_a_name_imported_inside_main_draws_for_whoever_calls_it_and_afterwards_for_the_caller() -> None:
+    kept: list[Callable[[], float]] = []
+
+    async def main(world: ad.World) -> list[float]:
+        from random import random as imported
+
+        kept.append(imported)
+        random.seed(world.rank)
+        drawn = []
+        for _ in range(3):
+            await world.progress()
+            drawn.append(kept[0]())  # rank 0's name
+        return drawn
+
+    report = simulate(main, ranks=2)
+    report.value()
+    alone = [random.Random(rank) for rank in range(2)]
+    assert list(report.results) == [[state.random() for _ in range(3)] for state in alone]
+    random.seed(5)
+    assert kept[0]() == random.Random(5).random()
 
 
 def caller_state() -> tuple[Any, ...]:
