@@ -34,6 +34,16 @@ if TYPE_CHECKING:
     from asyncdist.api import all_gather, all_reduce, all_to_all, barrier, broadcast, gather, new_group
     from asyncdist.channels import Channel, ChannelStatistics, Envelope
     from asyncdist.groups import Group
+    from asyncdist.mesh import DP_AXIS_NAME, POP_AXIS_NAME, Mesh, new_mesh
+    from asyncdist.placement import (
+        Sharding,
+        get_global_ranks,
+        get_process_id,
+        is_dist_initialized,
+        split_key_to_devices,
+        tree_device_put,
+    )
+    from asyncdist.population import pmax, pmean, pmin, psum
     from asyncdist.runtime import open_world, run, run_local
     from asyncdist.simulation.explore import explore
     from asyncdist.simulation.simulate import SimReport, simulate
@@ -42,6 +52,8 @@ if TYPE_CHECKING:
 launch.explain_shadowing()
 
 __all__ = [
+    "DP_AXIS_NAME",
+    "POP_AXIS_NAME",
     "AsyncdistError",
     "BusyError",
     "Channel",
@@ -52,8 +64,10 @@ __all__ = [
     "Envelope",
     "Group",
     "LocalProtocolError",
+    "Mesh",
     "RankLostError",
     "RemoteProtocolError",
+    "Sharding",
     "SimReport",
     "StartTimeoutError",
     "TransportError",
@@ -69,11 +83,21 @@ __all__ = [
     "current_world",
     "explore",
     "gather",
+    "get_global_ranks",
+    "get_process_id",
+    "is_dist_initialized",
     "new_group",
+    "new_mesh",
     "open_world",
+    "pmax",
+    "pmean",
+    "pmin",
+    "psum",
     "run",
     "run_local",
     "simulate",
+    "split_key_to_devices",
+    "tree_device_put",
 ]
 
 #: Where the names are that wait for their first use; the same as above, for those who run.
@@ -81,6 +105,16 @@ _NAMES: Final = {
     "api": ("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "new_group"),
     "channels": ("Channel", "ChannelStatistics", "Envelope"),
     "groups": ("Group",),
+    "mesh": ("DP_AXIS_NAME", "POP_AXIS_NAME", "Mesh", "new_mesh"),
+    "placement": (
+        "Sharding",
+        "get_global_ranks",
+        "get_process_id",
+        "is_dist_initialized",
+        "split_key_to_devices",
+        "tree_device_put",
+    ),
+    "population": ("pmax", "pmean", "pmin", "psum"),
     "runtime": ("open_world", "run", "run_local"),
     "simulation.explore": ("explore",),
     "simulation.simulate": ("SimReport", "simulate"),

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: From the bottom up. A module may import those of lower layers alone.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_version", "errors", "flat"),
+    ("_version", "errors", "flat", "trees"),
     ("tags", "transports.base"),
     (
         "wire",
@@ -26,7 +26,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("groups",),
     ("collectives",),
     ("world",),
-    ("launch",),
+    ("launch", "mesh"),
+    ("population", "placement"),
     ("runtime", "api"),
     ("simulation.trace", "simulation.loop", "simulation.models", "simulation.random_states"),
     ("simulation.faults",),
