@@ -33,6 +33,7 @@ from asyncdist.errors import (
 if TYPE_CHECKING:
     from asyncdist.api import all_gather, all_reduce, all_to_all, barrier, broadcast, gather, new_group
     from asyncdist.channels import Channel, ChannelStatistics, Envelope
+    from asyncdist.gradients import agent_gradient_update, gradient_update
     from asyncdist.groups import Group
     from asyncdist.mesh import DP_AXIS_NAME, POP_AXIS_NAME, Mesh, new_mesh
     from asyncdist.placement import (
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     )
     from asyncdist.population import pmax, pmean, pmin, psum
     from asyncdist.runtime import open_world, run, run_local
+    from asyncdist.shards import shmap_map, shmap_vmap
     from asyncdist.simulation.explore import explore
     from asyncdist.simulation.simulate import SimReport, simulate
     from asyncdist.world import World, WorldStatistics, current_world
@@ -75,6 +77,7 @@ __all__ = [
     "World",
     "WorldStatistics",
     "__version__",
+    "agent_gradient_update",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -85,6 +88,7 @@ __all__ = [
     "gather",
     "get_global_ranks",
     "get_process_id",
+    "gradient_update",
     "is_dist_initialized",
     "new_group",
     "new_mesh",
@@ -95,6 +99,8 @@ __all__ = [
     "psum",
     "run",
     "run_local",
+    "shmap_map",
+    "shmap_vmap",
     "simulate",
     "split_key_to_devices",
     "tree_device_put",
@@ -104,6 +110,7 @@ __all__ = [
 _NAMES: Final = {
     "api": ("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "new_group"),
     "channels": ("Channel", "ChannelStatistics", "Envelope"),
+    "gradients": ("agent_gradient_update", "gradient_update"),
     "groups": ("Group",),
     "mesh": ("DP_AXIS_NAME", "POP_AXIS_NAME", "Mesh", "new_mesh"),
     "placement": (
@@ -116,6 +123,7 @@ _NAMES: Final = {
     ),
     "population": ("pmax", "pmean", "pmin", "psum"),
     "runtime": ("open_world", "run", "run_local"),
+    "shards": ("shmap_map", "shmap_vmap"),
     "simulation.explore": ("explore",),
     "simulation.simulate": ("SimReport", "simulate"),
     "world": ("World", "WorldStatistics", "current_world"),

@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("world",),
     ("launch", "mesh"),
     ("population", "placement"),
+    ("gradients", "shards"),
     ("runtime", "api"),
     ("simulation.trace", "simulation.loop", "simulation.models", "simulation.random_states"),
     ("simulation.faults",),
