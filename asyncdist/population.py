@@ -276,9 +276,14 @@ async def _reduce_flat(axis: Axis, flat: Tensor, fold: Fold) -> Tensor:
     if flat.nbytes <= WHOLE_NBYTES:
         return fold(await collectives.all_gather(flat, group))
     share = -(-flat.numel() // axis.size)
-    padded = torch.cat([flat, flat.new_zeros(share * axis.size - flat.numel())])
-    mine = fold(await collectives.all_to_all(list(padded.view(axis.size, share)), group))
+    shares = [flat[place * share : (place + 1) * share] for place in range(axis.size)]
+    shares = [part if len(part) == share else _padded(part, share) for part in shares]
+    mine = fold(await collectives.all_to_all(shares, group))
     return torch.cat(await collectives.all_gather(mine, group))[: flat.numel()]
+
+
+def _padded(part: Tensor, count: int) -> Tensor:
+    return torch.cat([part, part.new_zeros(count - len(part))])
 
 
 def _total(parts: Sequence[Tensor]) -> Tensor:
