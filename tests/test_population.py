@@ -215,6 +215,50 @@ async def test_a_parameter_that_the_loss_does_not_use_stays() -> None:
     assert (params["used"].item(), params["idle"].item()) == (0.0, 5.0)
 
 
+def test_torchs_optimizer_gives_what_jax_answers() -> None:
+    """On one transport: its first import takes seconds, for every process of an mpirun, and it sends nothing itself."""
+
+    async def main(world: ad.World) -> None:
+        await jax_table.check_updates(world, in_place=True)
+
+    ad.run_local(main, ranks=jax_table.RANKS, strict=True)
+
+
+def test_torchs_optimizer_trains_a_module_as_if_one_rank_had_seen_all_data() -> None:
+    inputs = [
+        torch.randn(5, 3, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) for rank in range(3)
+    ]
+
+    def model() -> torch.nn.Linear:
+        made = torch.nn.Linear(3, 1, dtype=torch.float64)
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.fill_(0.5)
+        return made
+
+    async def main(world: ad.World) -> list[torch.Tensor]:
+        module = model()
+        params = dict(module.named_parameters())
+        optimizer = torch.optim.Adam(params.values(), lr=0.1)
+        step = ad.gradient_update(lambda _params, x: (module(x) ** 2).mean(), optimizer, "DP")
+        with await ad.new_mesh({"DP": 3}):
+            for _ in range(3):
+                value, same, state = await step(None, params, inputs[world.rank])
+                assert same is params and state is None and not value.requires_grad
+        assert all(parameter.grad is None for parameter in params.values())
+        return [parameter.detach() for parameter in params.values()]
+
+    alone = model()
+    optimizer = torch.optim.Adam(alone.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.stack([(alone(x) ** 2).mean() for x in inputs]).mean().backward()
+        optimizer.step()
+    for found in ad.run_local(main, ranks=3, strict=True):
+        for mine, theirs in zip(found, alone.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-12, atol=0)
+
+
 async def test_torchs_optimizer_steps_on_these_gradients_alone() -> None:
     weight = torch.nn.Parameter(torch.tensor([2.0]))
     weight.grad = torch.tensor([100.0])

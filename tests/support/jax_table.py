@@ -132,24 +132,23 @@ class Descent:
         return optree.tree_map(lambda v: -v * self._rate, velocity), velocity
 
 
-async def check_updates(world: ad.World) -> None:
-    """Gradients averaged over four ranks, by a functional optimizer and by torch's."""
+async def check_updates(world: ad.World, *, in_place: bool) -> None:
+    """Gradients averaged over four ranks, by torch's optimizer or by a functional one."""
     with await ad.new_mesh({"DP": RANKS}):
         for case in table()["updates"]:
-            loss, data = LOSSES[case["loss"]], tree(case["inputs"][world.rank])
-            functional = Descent(case["rate"], case["momentum"])
-            params = tree(case["params"])
-            state = functional.init(params)
-            owned = optree.tree_map(lambda leaf: leaf.clone().requires_grad_(), params)
-            in_place = torch.optim.SGD(list(owned.values()), lr=case["rate"], momentum=case["momentum"])
+            loss, data, params = LOSSES[case["loss"]], tree(case["inputs"][world.rank]), tree(case["params"])
+            optimizer: Any = Descent(case["rate"], case["momentum"])
+            state = optimizer.init(params)
+            if in_place:
+                params = optree.tree_map(lambda leaf: leaf.requires_grad_(), params)
+                optimizer = torch.optim.SGD(params.values(), lr=case["rate"], momentum=case["momentum"])
+            step = ad.gradient_update(loss, optimizer, "DP")
             for outputs in case["outputs"]:
-                expected = tree(outputs[world.rank])
-                step = ad.gradient_update(loss, functional, "DP")
+                given = params
                 value, params, state = await step(state, params, data["x"], data["y"])
-                assert_equal({"value": value, "params": params}, expected, ulps=1)
-                value, same, _ = await ad.gradient_update(loss, in_place, "DP")(None, owned, data["x"], data["y"])
-                assert same is owned
-                assert_equal({"value": value, "params": optree.tree_map(torch.detach, owned)}, expected, ulps=1)
+                assert (params is given) == in_place
+                found = {"value": value, "params": optree.tree_map(torch.detach, params)}
+                assert_equal(found, tree(outputs[world.rank]), ulps=1)
 
 
 async def check_shards(world: ad.World) -> None:
