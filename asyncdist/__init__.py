@@ -33,8 +33,19 @@ from asyncdist.errors import (
 if TYPE_CHECKING:
     from asyncdist.api import all_gather, all_reduce, all_to_all, barrier, broadcast, gather, new_group
     from asyncdist.channels import Channel, ChannelStatistics, Envelope
+    from asyncdist.gradients import agent_gradient_update, gradient_update
     from asyncdist.groups import Group
+    from asyncdist.mesh import DP_AXIS_NAME, POP_AXIS_NAME, Mesh, new_mesh
     from asyncdist.parallel import ParallelGroups, ParallelLayout, new_parallel_groups, parallel_groups
+    from asyncdist.placement import (
+        Sharding,
+        get_global_ranks,
+        get_process_id,
+        is_dist_initialized,
+        split_key_to_devices,
+        tree_device_put,
+    )
+    from asyncdist.population import pmax, pmean, pmin, psum
     from asyncdist.process_groups import (
         default_backend,
         get_distributed_backend,
@@ -44,6 +55,7 @@ if TYPE_CHECKING:
         set_distributed_backend,
     )
     from asyncdist.runtime import open_world, run, run_local
+    from asyncdist.shards import shmap_map, shmap_vmap
     from asyncdist.simulation.explore import explore
     from asyncdist.simulation.simulate import SimReport, simulate
     from asyncdist.subprocesses import MultiprocessConfig, init_and_run, launch_subprocesses
@@ -52,6 +64,8 @@ if TYPE_CHECKING:
 launch.explain_shadowing()
 
 __all__ = [
+    "DP_AXIS_NAME",
+    "POP_AXIS_NAME",
     "AsyncdistError",
     "BusyError",
     "Channel",
@@ -62,11 +76,13 @@ __all__ = [
     "Envelope",
     "Group",
     "LocalProtocolError",
+    "Mesh",
     "MultiprocessConfig",
     "ParallelGroups",
     "ParallelLayout",
     "RankLostError",
     "RemoteProtocolError",
+    "Sharding",
     "SimReport",
     "StartTimeoutError",
     "TransportError",
@@ -74,6 +90,7 @@ __all__ = [
     "World",
     "WorldStatistics",
     "__version__",
+    "agent_gradient_update",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -84,25 +101,39 @@ __all__ = [
     "explore",
     "gather",
     "get_distributed_backend",
+    "get_global_ranks",
+    "get_process_id",
+    "gradient_update",
     "init_and_run",
     "init_dist",
     "init_parallel_groups",
     "init_process_group_from_backend",
+    "is_dist_initialized",
     "launch_subprocesses",
     "new_group",
+    "new_mesh",
     "new_parallel_groups",
     "open_world",
     "parallel_groups",
+    "pmax",
+    "pmean",
+    "pmin",
+    "psum",
     "run",
     "run_local",
     "set_distributed_backend",
+    "shmap_map",
+    "shmap_vmap",
     "simulate",
+    "split_key_to_devices",
+    "tree_device_put",
 ]
 
 #: Where the names are that wait for their first use; the same as above, for those who run.
 _NAMES: Final = {
     "api": ("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "new_group"),
     "channels": ("Channel", "ChannelStatistics", "Envelope"),
+    "gradients": ("agent_gradient_update", "gradient_update"),
     "groups": ("Group",),
     "parallel": ("ParallelGroups", "ParallelLayout", "new_parallel_groups", "parallel_groups"),
     "process_groups": (
@@ -113,7 +144,18 @@ _NAMES: Final = {
         "init_process_group_from_backend",
         "set_distributed_backend",
     ),
+    "mesh": ("DP_AXIS_NAME", "POP_AXIS_NAME", "Mesh", "new_mesh"),
+    "placement": (
+        "Sharding",
+        "get_global_ranks",
+        "get_process_id",
+        "is_dist_initialized",
+        "split_key_to_devices",
+        "tree_device_put",
+    ),
+    "population": ("pmax", "pmean", "pmin", "psum"),
     "runtime": ("open_world", "run", "run_local"),
+    "shards": ("shmap_map", "shmap_vmap"),
     "simulation.explore": ("explore",),
     "simulation.simulate": ("SimReport", "simulate"),
     "subprocesses": ("MultiprocessConfig", "init_and_run", "launch_subprocesses"),

@@ -5,14 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import overload
+from collections.abc import Coroutine, Sequence
+from typing import Any, Final, TypeVar, overload
 
 import torch
 
+from asyncdist import population
 from asyncdist.groups import Group
+from asyncdist.mesh import Mesh
 from asyncdist.transports.base import ReduceOp
 from asyncdist.world import World, current_world
+
+T = TypeVar("T")
+
+_NO_AXIS: Final[Any] = object()
 
 
 def _place(world: World | None, group: Group | None) -> tuple[World, Group]:
@@ -64,10 +70,56 @@ async def gather(
     return await world.collectives.gather(tensor, group, root)
 
 
-async def all_gather(
+@overload
+def all_gather(
     tensor: torch.Tensor, *, group: Group | None = None, world: World | None = None
-) -> list[torch.Tensor]:
-    """Bring every member's tensor to every member, in the group's order. One shape and dtype on all of them."""
+) -> Coroutine[Any, Any, list[torch.Tensor]]: ...
+
+
+@overload
+def all_gather(
+    tensor: T, axis_name: str | None, *, axis: int = 0, tiled: bool = False, mesh: Mesh | None = None
+) -> Coroutine[Any, Any, T]: ...
+
+
+def all_gather(
+    tensor: Any,
+    axis_name: str | None = _NO_AXIS,
+    *,
+    axis: int = 0,
+    tiled: bool = False,
+    mesh: Mesh | None = None,
+    group: Group | None = None,
+    world: World | None = None,
+) -> Coroutine[Any, Any, Any]:
+    """Bring every member's tensor to every member: those of a group as a list, those along an axis in one; awaitable.
+
+    Without an axis name the members are those of the group, and the list is in its order. With one, None included, it
+    is :func:`asyncdist.population.all_gather`: leaf by leaf, stacked or joined.
+
+    Args:
+        tensor: of one shape and dtype on all members; any device. With an axis name a tree of tensors.
+        axis_name: of a mesh; None returns the tree as it is.
+        axis: the dimension of the results along which the ranks' leaves lie; only with an axis name.
+        tiled: join the leaves along it in place of stacking them; only with an axis name.
+        mesh: the newest open one by default; only with an axis name.
+        group: the whole world by default; only without an axis name.
+        world: the calling task's by default; only without an axis name.
+
+    Raises:
+        TypeError: options of both kinds.
+        Exception: with an axis name what :func:`asyncdist.psum` raises.
+    """
+    if axis_name is _NO_AXIS:
+        if axis != 0 or tiled or mesh is not None:
+            raise TypeError("axis, tiled and mesh belong to all_gather(tree, axis_name); no axis name is given")
+        return _all_gather(tensor, group, world)
+    if group is not None or world is not None:
+        raise TypeError(f"group and world belong to all_gather(tensor); the axis {axis_name!r} has ranks of its own")
+    return population.all_gather(tensor, axis_name, axis=axis, tiled=tiled, mesh=mesh)
+
+
+async def _all_gather(tensor: torch.Tensor, group: Group | None, world: World | None) -> list[torch.Tensor]:
     world, group = _place(world, group)
     return await world.collectives.all_gather(tensor, group)
 

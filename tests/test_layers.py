@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: From the bottom up. A module may import those of lower layers alone.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_version", "errors", "flat"),
+    ("_version", "errors", "flat", "trees"),
     ("tags", "transports.base"),
     (
         "wire",
@@ -27,7 +27,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("groups", "transports.meeting"),
     ("collectives", "transports.torch"),
     ("world",),
-    ("launch",),
+    ("launch", "mesh"),
+    ("population", "placement"),
+    ("gradients", "shards"),
     ("runtime", "api", "mpirun", "processes"),
     ("parallel",),
     ("process_groups",),

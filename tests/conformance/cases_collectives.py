@@ -260,3 +260,8 @@ async def case_a_group_that_some_do_not_join_names_them(end: Endpoint) -> None:
     # The absent one has a count of its own now; a list that nobody has tried yet works.
     group = await ad.new_group(list(reversed(ranks)))
     assert len(await ad.all_gather(torch.zeros(1), group=group)) == end.size
+    if end.rank == absent:  # it is told that it is late, and counts like the others from then on
+        with pytest.raises(StartTimeoutError, match=f"rank {absent} did not come"):
+            await ad.new_group(ranks)
+    group = await ad.new_group(ranks)
+    assert len(await ad.all_gather(torch.zeros(1), group=group)) == end.size

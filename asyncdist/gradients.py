@@ -1,0 +1,236 @@
+"""Training steps as functions: loss, gradients averaged along a named axis, and an optimizer's update.
+
+An optimizer is functional, with ``init(params) -> state`` and ``update(grads, state, params=params) -> (updates,
+state)`` as those of torchopt, or a ``torch.optim.Optimizer``, which keeps its state itself and writes its parameters in
+place. Parameters are a tree of floating tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import optree
+import torch
+from torch import Tensor
+
+from asyncdist import trees
+from asyncdist.population import pmean
+
+#: Takes the optimizer's state, the parameters and what else the loss takes; gives loss, parameters and state.
+Update: TypeAlias = Callable[..., Coroutine[Any, Any, tuple[Any, Any, Any]]]
+
+
+class FunctionalOptimizer(Protocol):
+    """What is asked of an optimizer that keeps no state."""
+
+    def init(self, params: Any, /) -> Any:
+        """The state before the first update."""
+
+    def update(self, updates: Any, state: Any, /, *, params: Any) -> tuple[Any, Any]:
+        """What to add to the parameters, and the next state."""
+
+
+def gradient_update(
+    loss_fn: Callable[..., Any],
+    optimizer: FunctionalOptimizer | torch.optim.Optimizer,
+    dp_axis_name: str | None = None,
+    has_aux: bool = False,
+) -> Update:
+    """Make a training step of a loss and an optimizer.
+
+    Args:
+        loss_fn: ``(params, *args, **kwargs) -> loss``, a floating 0-d tensor, or ``(loss, aux)`` with has_aux. Plain,
+            blocking torch.
+        optimizer: functional, or of ``torch.optim``; see the module's text.
+        dp_axis_name: the axis of the open mesh along which gradients are averaged; None averages nothing.
+        has_aux: whether the loss comes with something else, any tree.
+
+    Returns:
+        ``async (opt_state, params, *args, **kwargs) -> (value, params, opt_state)``. The value is what ``loss_fn``
+        returned, of this rank alone, outside its graph. With a functional optimizer the parameters returned are new
+        tensors, and those given stay as they are. With one of ``torch.optim`` they are those given, changed in place:
+        exactly the optimizer's, which the loss may also reach through their module; the state is returned as it came,
+        and None does. A parameter that the loss does not use gets a gradient of zeros.
+
+        It raises TypeError for parameters or a loss that are not floating tensors (named by path), ValueError if the
+        loss depends on no parameter or the parameters are not the optimizer's, and what :func:`asyncdist.pmean` does.
+
+    Raises:
+        TypeError: the optimizer is none.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return functools.partial(_update_in_place, loss_fn, optimizer, dp_axis_name, has_aux)
+    if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")) or inspect.isclass(optimizer):
+        allowed = "an object with init and update, or a torch.optim.Optimizer"
+        raise TypeError(f"optimizer is {optimizer!r}; allowed: {allowed}")
+    return functools.partial(_update, loss_fn, optimizer, dp_axis_name, has_aux)
+
+
+async def _update(
+    loss_fn: Callable[..., Any],
+    optimizer: FunctionalOptimizer,
+    dp_axis_name: str | None,
+    has_aux: bool,
+    opt_state: Any,
+    params: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Any, Any, Any]:
+    given, spec = _checked_params(params)
+    leaves = [leaf.detach().requires_grad_() for leaf in given]
+    loss = functools.partial(loss_fn, optree.tree_unflatten(spec, leaves), *args, **kwargs)
+    value, gradients = _value_and_gradients(loss, leaves, has_aux)
+    gradients = await pmean(gradients, dp_axis_name)
+    frozen = optree.tree_unflatten(spec, [leaf.detach() for leaf in given])
+    with torch.no_grad():
+        updates, opt_state = optimizer.update(optree.tree_unflatten(spec, gradients), opt_state, params=frozen)
+        return value, optree.tree_map(_added, frozen, updates), opt_state
+
+
+async def _update_in_place(
+    loss_fn: Callable[..., Any],
+    optimizer: torch.optim.Optimizer,
+    dp_axis_name: str | None,
+    has_aux: bool,
+    opt_state: Any,
+    params: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Any, Any, Any]:
+    leaves, spec = _checked_params(params)
+    _check_same(optimizer, leaves, spec)
+    value, gradients = _value_and_gradients(functools.partial(loss_fn, params, *args, **kwargs), leaves, has_aux)
+    _step(optimizer, leaves, await pmean(gradients, dp_axis_name))
+    return value, params, opt_state
+
+
+def agent_gradient_update(
+    loss_fn: Callable[..., Any],
+    optimizer: FunctionalOptimizer | torch.optim.Optimizer,
+    dp_axis_name: str | None = None,
+    has_aux: bool = False,
+    attach_fn: Callable[[Any, Any], Any] | None = None,
+    detach_fn: Callable[[Any], Any] | None = None,
+) -> Update:
+    """Make a training step that updates the parameters inside an agent's state.
+
+    Args:
+        loss_fn: ``(agent_state, *args, **kwargs) -> loss``, or ``(loss, aux)``.
+        optimizer: as for :func:`gradient_update`.
+        dp_axis_name: as for :func:`gradient_update`.
+        has_aux: as for :func:`gradient_update`.
+        attach_fn: ``(agent_state, params) -> agent_state`` with those parameters; the one given does not change. By
+            default it replaces ``params``, of a dataclass, a named tuple or a mapping.
+        detach_fn: ``agent_state -> params``, those to be trained; by default ``params``.
+
+    Returns:
+        ``async (opt_state, agent_state, *args, **kwargs) -> (value, agent_state, opt_state)``.
+
+    Raises:
+        TypeError: the optimizer is none.
+    """
+    attach = attach_fn or _attach_params
+    detach = detach_fn or _detach_params
+
+    def loss_of_params(params: Any, agent_state: Any, *args: Any, **kwargs: Any) -> Any:
+        return loss_fn(attach(agent_state, params), *args, **kwargs)
+
+    update_params = gradient_update(loss_of_params, optimizer, dp_axis_name, has_aux)
+
+    async def update(opt_state: Any, agent_state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        value, params, opt_state = await update_params(opt_state, detach(agent_state), agent_state, *args, **kwargs)
+        return value, attach(agent_state, params), opt_state
+
+    return update
+
+
+def _checked_params(params: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
+    leaves, spec = trees.flatten_tensors(params, "params")
+    for index, leaf in enumerate(leaves):
+        if not leaf.is_floating_point() and not leaf.is_complex():
+            path, kind = trees.leaf_paths(spec, "params")[index], trees.dtype_name(leaf.dtype)
+            raise TypeError(f"{path} is {kind}; allowed: floating tensors, which have gradients")
+    return leaves, spec
+
+
+def _check_same(optimizer: torch.optim.Optimizer, leaves: Sequence[Tensor], spec: optree.PyTreeSpec) -> None:
+    """The optimizer's parameters and those given must be the same objects: it steps all of its own."""
+    name = type(optimizer).__name__
+    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for index, leaf in enumerate(leaves):
+        path = trees.leaf_paths(spec, "params")[index] if id(leaf) not in owned or not leaf.requires_grad else ""
+        if path:
+            what = "does not require a gradient" if id(leaf) in owned else f"is not a parameter of the {name}"
+            raise ValueError(f"{path} {what}; allowed: all of the {name}'s own, each with a gradient")
+    missing = len(owned) - len({id(leaf) for leaf in leaves})
+    if missing:
+        raise ValueError(
+            f"{missing} of the {name}'s {len(owned)} parameters are not in params; allowed: all of its own"
+        )
+
+
+def _value_and_gradients(
+    compute: Callable[[], Any], leaves: Sequence[Tensor], has_aux: bool
+) -> tuple[Any, list[Tensor]]:
+    with torch.enable_grad():
+        value = compute()
+        if has_aux and not (isinstance(value, tuple) and len(value) == 2):
+            raise TypeError(f"with has_aux the loss function returns (loss, aux), not a {type(value).__qualname__}")
+        loss = value[0] if has_aux else value
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"the loss is {loss!r}; allowed: a floating 0-d tensor")
+        if not loss.is_floating_point() or loss.dim():
+            kind = f"{trees.dtype_name(loss.dtype)} of shape {list(loss.shape)}"
+            raise TypeError(f"the loss is {kind}; allowed: a floating 0-d tensor")
+        connected = loss.requires_grad
+        found = torch.autograd.grad(loss, leaves, allow_unused=True) if connected else [None] * len(leaves)
+    if all(gradient is None for gradient in found):
+        raise ValueError("the loss depends on no parameter: the loss function must compute it from its argument")
+    gradients = [
+        torch.zeros_like(leaf, requires_grad=False) if gradient is None else gradient
+        for leaf, gradient in zip(leaves, found, strict=True)
+    ]
+    return optree.tree_map(_outside_graph, value), gradients
+
+
+def _outside_graph(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _added(param: Tensor, update: Tensor) -> Tensor:
+    return (param + update).to(param.dtype)
+
+
+def _step(optimizer: torch.optim.Optimizer, leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """One step on these gradients; what the parameters have accumulated of their own stays."""
+    kept = [leaf.grad for leaf in leaves]
+    try:
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient
+        optimizer.step()
+    finally:
+        for leaf, own in zip(leaves, kept, strict=True):
+            leaf.grad = own
+
+
+def _attach_params(agent_state: Any, params: Any) -> Any:
+    if isinstance(agent_state, Mapping):
+        return {**agent_state, "params": params}
+    if hasattr(agent_state, "_replace"):
+        return agent_state._replace(params=params)
+    return dataclasses.replace(agent_state, params=params)
+
+
+def _detach_params(agent_state: Any) -> Any:
+    if isinstance(agent_state, Mapping) and "params" in agent_state:
+        return agent_state["params"]
+    if hasattr(agent_state, "params") and (dataclasses.is_dataclass(agent_state) or hasattr(agent_state, "_replace")):
+        return agent_state.params
+    raise TypeError(
+        f"the agent's state is of type {type(agent_state).__qualname__}; allowed without attach_fn and detach_fn: "
+        "a dataclass, a named tuple or a mapping that has params"
+    )

@@ -1,0 +1,229 @@
+"""Named axes over ranks: the ranks of a group laid out as a grid, and the groups along its lines.
+
+With the axes ``{"POP": 2, "DP": 3}`` the six ranks of a group stand in two rows of three, the last axis running
+fastest, as in ``numpy.reshape``. An operation along ``"DP"`` is between the three ranks of a row, one along ``"POP"``
+between the two of a column. The groups are made once, with the mesh.
+
+``with mesh:`` makes its axes known by name to everything that the calling task awaits and starts inside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Callable, Coroutine, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, ParamSpec, TypeVar
+
+from asyncdist.errors import LocalProtocolError
+from asyncdist.groups import Group
+from asyncdist.world import World, current_world
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+POP_AXIS_NAME: Final = "POP"
+DP_AXIS_NAME: Final = "DP"
+_MESH_TIMEOUT_S: Final = 60.0
+
+_open_meshes: ContextVar[tuple[Mesh, ...]] = ContextVar("asyncdist_open_meshes", default=())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Axis:
+    """One axis of a mesh, as one of its ranks sees it.
+
+    Attributes:
+        name: as in the mesh.
+        world: this rank's.
+        group: the ranks along the axis that share this rank's place on all the others.
+    """
+
+    name: str
+    world: World
+    group: Group
+    _turn: asyncio.Lock
+
+    @property
+    def size(self) -> int:
+        """Ranks along the axis."""
+        return self.group.size
+
+    @property
+    def index(self) -> int:
+        """This rank's place along it."""
+        return self.group.index
+
+    async def perform(self, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run an operation of several messages to its end, one after the other, even if the caller is cancelled.
+
+        The other members count on this rank's part, and tasks that share an axis must not mix their messages.
+        """
+        return await asyncio.shield(self.begin(work, *args, **kwargs))
+
+    def begin(self, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> asyncio.Task[T]:
+        """Start what :meth:`perform` awaits."""
+        name = f"operation along axis {self.name!r}"
+        return self.world.spawn_service(self._in_turn(work, *args, **kwargs), name=name)
+
+    async def _in_turn(self, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
+        async with self._turn:
+            return await work(*args, **kwargs)
+
+
+class Mesh:
+    """The ranks of a group as a grid with named axes; made by :func:`new_mesh`.
+
+    Attributes:
+        axes: sizes by name, slowest first.
+        ranks: of the world, in the order of the grid.
+        world: this rank's.
+    """
+
+    def __init__(self, axes: Mapping[str, Axis], ranks: tuple[int, ...], world: World) -> None:
+        self.axes: Mapping[str, int] = MappingProxyType({name: axis.size for name, axis in axes.items()})
+        self.ranks = ranks
+        self.world = world
+        self._axes = dict(axes)
+
+    def __repr__(self) -> str:
+        return f"<Mesh {_in_words(self.axes)}, ranks {list(self.ranks)}>"
+
+    def __enter__(self) -> Mesh:
+        """Make the axes known by name here, and in tasks that are started here."""
+        self.check_member()
+        _open_meshes.set((*_open_meshes.get(), self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        *outer, newest = _open_meshes.get()
+        assert newest is self, "meshes are left in the reverse order"
+        _open_meshes.set(tuple(outer))
+
+    def axis(self, name: str) -> Axis:
+        """The axis of that name.
+
+        Raises:
+            LocalProtocolError: there is none, or the calling task runs on a rank for which this mesh was not made.
+        """
+        self.check_member()
+        found = self._axes.get(name)
+        if found is None:
+            raise LocalProtocolError(f"the mesh has no axis {name!r}; it has {_in_words(self.axes)}", axis_name=name)
+        return found
+
+    def axis_size(self, name: str) -> int:
+        """Ranks along an axis."""
+        return self.axis(name).size
+
+    def axis_index(self, name: str) -> int:
+        """This rank's place along an axis, from 0."""
+        return self.axis(name).index
+
+    def check_member(self) -> None:
+        """Refuse callers on other ranks, which may hold this object where ranks share a process.
+
+        Raises:
+            LocalProtocolError: naming both ranks.
+        """
+        world = _calling_world()
+        if world is not None and world is not self.world:
+            outside = "" if world.rank in self.ranks else f", in which rank {world.rank} has no place"
+            raise LocalProtocolError(
+                f"rank {world.rank} uses the mesh that rank {self.world.rank} made of ranks "
+                f"{list(self.ranks)}{outside}",
+                rank=world.rank,
+            )
+
+
+def find_axis(name: str, mesh: Mesh | None) -> Axis:
+    """The axis ``name`` of ``mesh``, or else of the newest open mesh.
+
+    Raises:
+        LocalProtocolError: no mesh is open on this rank, or it has no such axis.
+    """
+    if mesh is not None:
+        return mesh.axis(name)
+    meshes = _open_meshes.get()
+    if not meshes:
+        world = _calling_world()
+        where = "here" if world is None else f"on rank {world.rank}"
+        raise LocalProtocolError(
+            f"axis {name!r} is unknown {where}: no mesh is open; pass mesh=, or enter one: with await new_mesh(...):",
+            axis_name=name,
+        )
+    return meshes[-1].axis(name)
+
+
+async def new_mesh(
+    axes: Mapping[str, int],
+    *,
+    group: Group | None = None,
+    world: World | None = None,
+    timeout_s: float = _MESH_TIMEOUT_S,
+) -> Mesh:
+    """Lay ranks out as a grid with named axes. Collective among them; they must pass the same axes.
+
+    Args:
+        axes: sizes by name, slowest first; their product is the number of ranks.
+        group: whose ranks, in its order; all of the world by default.
+        world: the calling task's by default.
+        timeout_s: how long to wait for the last rank, in seconds.
+
+    Raises:
+        TypeError: a name is no text, or a size is no int.
+        ValueError: no axes, an empty name, a size below 1, or sizes that do not multiply to the number of ranks.
+        LocalProtocolError: this rank is not in the group.
+        DisagreementError: ranks pass different axes; the first difference is named.
+        StartTimeoutError: naming the ranks that did not come in time.
+    """
+    world = world or current_world()
+    world.check()
+    group = group or world.group
+    if group.ranks[group.index] != world.rank:
+        raise LocalProtocolError(f"rank {world.rank} is not in the mesh's group {list(group.ranks)}", rank=world.rank)
+    sizes = _checked(axes, group)
+    await world.agreements.agree(group.ranks, "new mesh", {"axes": _in_words(sizes)}, timeout_s=timeout_s)
+    strides = _strides(tuple(sizes.values()))
+    made = {}
+    for (name, size), stride in zip(sizes.items(), strides, strict=True):
+        first = group.index - group.index // stride % size * stride
+        line = [group.ranks[first + place * stride] for place in range(size)]
+        made[name] = Axis(name, world, await world.new_group(line, timeout_s=timeout_s), asyncio.Lock())
+    return Mesh(made, group.ranks, world)
+
+
+def _calling_world() -> World | None:
+    try:
+        return current_world()
+    except RuntimeError:
+        return None
+
+
+def _checked(axes: Mapping[str, int], group: Group) -> dict[str, int]:
+    if not isinstance(axes, Mapping):
+        raise TypeError(f"axes is a {type(axes).__name__}; allowed: a mapping of names to sizes, like {{'POP': 4}}")
+    for name, size in axes.items():
+        if type(name) is not str or type(size) is not int:
+            raise TypeError(f"axis {name!r} has size {size!r}; allowed: a name and an int of at least 1")
+        if not name or size < 1:
+            raise ValueError(f"axis {name!r} has size {size}; allowed: a name and an int of at least 1")
+    if not axes:
+        raise ValueError("axes is empty; allowed: at least one name with its size, like {'POP': 4}")
+    if math.prod(axes.values()) != group.size:
+        raise ValueError(
+            f"the axes {_in_words(axes)} make {math.prod(axes.values())} places; the group has {group.size} ranks"
+        )
+    return dict(axes)
+
+
+def _in_words(axes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name!r}: {size}" for name, size in axes.items())
+
+
+def _strides(sizes: tuple[int, ...]) -> list[int]:
+    """How far apart neighbours along each axis are, in ranks of the group."""
+    return list(itertools.accumulate(reversed(sizes[1:]), lambda one, two: one * two, initial=1))[::-1]

@@ -1,0 +1,327 @@
+"""Collectives on trees of tensors along a named axis, with the results that ``jax.lax`` gives on the same inputs.
+
+Each takes the tree and the name of an axis of an open mesh (:mod:`asyncdist.mesh`), or None, which returns the tree as
+it is: so one training function serves with and without that axis. Results are new tensors on the leaves' devices,
+outside any autograd graph; trees are as in :mod:`asyncdist.trees`.
+
+Before anything is sent the ranks of the axis compare what they are about to do. If one does something else, or has
+another tree, all of them get a DisagreementError that names the first path that differs, and nobody waits for ever.
+Then there is one exchange per dtype, whatever the number of leaves.
+
+Reductions run in rank order on every transport, so all ranks, and all worlds, get the same bits. What follows from
+``jax.lax`` (as XLA computes it on CPUs, with 64-bit types enabled) where it is not obvious:
+
+- sums begin with +0, so only +0 comes of zeros of any sign; integers wrap; booleans are counted, in int32;
+- means of integers are float32, of int64 float64: the wrapped sum, divided;
+- minima and maxima begin with an infinity that only what is smaller or larger replaces: NaN is passed over (the
+  infinity is left where all are NaN), and of zeros of both signs the first rank's stays.
+
+float16 and bfloat16 are summed in float32 and rounded once.
+
+**Ordering**: the ranks of an axis await the same operations in the same order.
+**Cancellation**: the operation goes on in the background until it completes, since the others have entered it; its
+result is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, Final, TypeVar
+
+import optree
+import torch
+from torch import Tensor
+
+from asyncdist import trees
+from asyncdist.errors import DisagreementError, LocalProtocolError
+from asyncdist.mesh import Axis, Mesh, find_axis
+
+T = TypeVar("T")
+
+#: Turns the ranks' tensors, in rank order, into their reduction.
+Fold = Callable[[Sequence[Tensor]], Tensor]
+
+#: Up to so many bytes each rank gets everything and reduces it all: one exchange in place of two.
+WHOLE_NBYTES: Final = 16 * 1024
+
+_INTEGERS: Final = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_ORDERED: Final = (*_INTEGERS, *_FLOATS)
+_SUMMED: Final = (*_ORDERED, torch.complex64, torch.complex128)
+
+_vectorising: ContextVar[str] = ContextVar("asyncdist_vectorising", default="")
+
+
+@contextlib.contextmanager
+def vectorising(what: str) -> Iterator[None]:
+    """Refuse collectives inside: ``what`` runs once for all elements of a batch, whose tensors have no values."""
+    token = _vectorising.set(what)
+    try:
+        yield
+    finally:
+        _vectorising.reset(token)
+
+
+def refuse_inside_vmap(name: str) -> None:
+    """Raise if the caller is being vectorised.
+
+    Raises:
+        LocalProtocolError: naming the collective and what runs it.
+    """
+    what = _vectorising.get()
+    if what:
+        raise LocalProtocolError(
+            f"{name} is a collective and cannot run inside {what}, which calls its function once for all elements; "
+            "use shmap_map, or reduce what it returns"
+        )
+
+
+def psum(tree: T, axis_name: str | None = None, *, mesh: Mesh | None = None) -> Coroutine[Any, Any, T]:
+    """Sum each leaf over the ranks of an axis; awaitable.
+
+    Args:
+        tree: equal in structure, shapes and dtypes on all ranks of the axis. Boolean, integer, floating or complex.
+        axis_name: of the mesh; None returns the tree.
+        mesh: the newest open one by default.
+
+    Raises:
+        TypeError: a leaf is no dense tensor, or of a dtype without a sum; its path is named.
+        LocalProtocolError: the axis is unknown (the known ones are named), this rank is not in the mesh, or the caller
+            is being vectorised.
+        DisagreementError: another rank has another tree or operation; the first difference is named, on every rank.
+        ClosedError: a rank of the axis has left.
+    """
+    return _reduce("psum", tree, axis_name, mesh, _sum, _SUMMED)
+
+
+def pmean(tree: T, axis_name: str | None = None, *, mesh: Mesh | None = None) -> Coroutine[Any, Any, T]:
+    """Average each leaf over the ranks of an axis; awaitable. Args and Raises: as :func:`psum`."""
+    return _reduce("pmean", tree, axis_name, mesh, _mean, _SUMMED)
+
+
+def pmin(tree: T, axis_name: str | None = None, *, mesh: Mesh | None = None) -> Coroutine[Any, Any, T]:
+    """Take the elementwise minimum over the ranks of an axis; awaitable.
+
+    Args and Raises: as :func:`psum`; no complex leaves.
+    """
+    return _reduce("pmin", tree, axis_name, mesh, _min, _ORDERED)
+
+
+def pmax(tree: T, axis_name: str | None = None, *, mesh: Mesh | None = None) -> Coroutine[Any, Any, T]:
+    """Take the elementwise maximum over the ranks of an axis; awaitable.
+
+    Args and Raises: as :func:`psum`; no complex leaves.
+    """
+    return _reduce("pmax", tree, axis_name, mesh, _max, _ORDERED)
+
+
+def all_gather(
+    tree: T, axis_name: str | None, *, axis: int = 0, tiled: bool = False, mesh: Mesh | None = None
+) -> Coroutine[Any, Any, T]:
+    """Bring each leaf of all ranks of an axis to all of them, in the order of the axis; awaitable.
+
+    Args:
+        tree: as for :func:`psum`, of any dtype.
+        axis_name: of the mesh; None returns the tree.
+        axis: the dimension of the results along which the ranks' leaves lie; negative ones count from the end.
+        tiled: join the leaves along that dimension, which they have, in place of stacking them along a new one.
+        mesh: the newest open one by default.
+
+    Raises:
+        ValueError: some leaf, named by path, has no such dimension.
+        Exception: as :func:`psum`.
+    """
+    refuse_inside_vmap("all_gather")
+    if axis_name is None:
+        return _unchanged(tree)
+    place = find_axis(axis_name, mesh)
+    leaves, outline = trees.outline(tree)
+    trouble = _foreign("all_gather", outline)
+    if trouble is None:
+        for leaf, path in zip(leaves, trees.leaf_paths(outline.spec, "tree"), strict=True):
+            count = leaf.dim() + (not tiled)
+            if not -count <= axis < count:
+                allowed = f"{-count} to {count - 1}" if count else "none, since it has no dimension to join along"
+                trouble = ValueError(f"axis is {axis}; allowed for {path} of shape {list(leaf.shape)}: {allowed}")
+                break
+    what = f"all_gather, axis {axis}{', tiled' if tiled else ''}"
+    return _perform(place, what, outline, trouble, _gather_leaves, leaves, axis, tiled)
+
+
+def _reduce(
+    name: str, tree: T, axis_name: str | None, mesh: Mesh | None, fold: Fold, dtypes: Sequence[torch.dtype]
+) -> Coroutine[Any, Any, T]:
+    refuse_inside_vmap(name)
+    if axis_name is None:
+        return _unchanged(tree)
+    place = find_axis(axis_name, mesh)
+    leaves, outline = trees.outline(tree)
+    trouble = _foreign(name, outline)
+    if trouble is None:
+        wrong = outline.first_leaf(lambda kind: kind[0] not in dtypes)
+        if wrong is not None:
+            allowed = ", ".join(trees.dtype_name(dtype) for dtype in dtypes)
+            trouble = TypeError(f"{name} takes {allowed}; {wrong[0]} is {wrong[1]}")
+    return _perform(place, name, outline, trouble, _reduce_leaves, leaves, fold)
+
+
+async def _unchanged(tree: T) -> T:
+    return tree
+
+
+def _foreign(name: str, outline: trees.Outline) -> Exception | None:
+    wrong = outline.first_leaf(trees.is_foreign)
+    return None if wrong is None else TypeError(f"{name} takes trees of dense tensors; {wrong[0]} is {wrong[1]}")
+
+
+async def _perform(
+    axis: Axis,
+    what: str,
+    outline: trees.Outline,
+    trouble: Exception | None,
+    exchange: Callable[..., Coroutine[Any, Any, list[Tensor]]],
+    *args: Any,
+) -> Any:
+    """Agree, exchange and put the tree together again."""
+    axis.world.check()
+    if trouble is not None:
+        axis.begin(_agree, axis, what, outline)  # the others are told in the background; if all are alike, so is this
+        raise trouble
+    leaves = await axis.perform(_agree_and_exchange, axis, what, outline, exchange, *args)
+    return optree.tree_unflatten(outline.spec, leaves)
+
+
+async def _agree_and_exchange(
+    axis: Axis,
+    what: str,
+    outline: trees.Outline,
+    exchange: Callable[..., Coroutine[Any, Any, list[Tensor]]],
+    *args: Any,
+) -> list[Tensor]:
+    await _agree(axis, what, outline)
+    return await exchange(axis, *args)
+
+
+async def _agree(axis: Axis, what: str, outline: trees.Outline) -> None:
+    """Return once all ranks of the axis are about to do the same with equal trees.
+
+    Digests are compared first. Only if they differ are the outlines themselves exchanged, and the first difference
+    found, by everybody alike.
+
+    Raises:
+        DisagreementError: see the module's text.
+        ClosedError: a rank has left.
+    """
+    if axis.size == 1:
+        return
+    ranks, subject = axis.group.ranks, f"axis {axis.name!r} (group {axis.group.tag})"
+    values = {"operation": what, "tree": outline.digest}
+    try:
+        await axis.world.agreements.agree(ranks, subject, values, timeout_s=None)
+    except DisagreementError as error:
+        if error.facts.get("difference") != "tree":
+            raise
+    else:
+        return
+    path, sentence = trees.first_difference(await _all_lines(axis, outline), ranks)
+    raise DisagreementError(f"{what} along {axis.name!r}: the trees differ: {sentence}", difference=path)
+
+
+async def _all_lines(axis: Axis, outline: trees.Outline) -> list[trees.Lines]:
+    """The outline of every rank's tree."""
+    collectives, group = axis.world.collectives, axis.group
+    text = torch.frombuffer(bytearray(trees.lines_to_text(outline.lines).encode()), dtype=torch.uint8)
+    counts = await collectives.all_gather(torch.tensor([text.numel()]), group)
+    room = torch.zeros(int(max(counts)), dtype=torch.uint8)
+    room[: text.numel()] = text
+    texts = await collectives.all_gather(room, group)
+    return [
+        trees.lines_from_text(found[: int(count)].numpy().tobytes().decode())
+        for found, count in zip(texts, counts, strict=True)
+    ]
+
+
+async def _gather_leaves(axis: Axis, leaves: Sequence[Tensor], dim: int, tiled: bool) -> list[Tensor]:
+    flats = {}
+    for dtype, flat in trees.pack(leaves).items():
+        flats[dtype] = torch.stack(await axis.world.collectives.all_gather(flat, axis.group))
+    return [_placed(stacked, dim, tiled) for stacked in trees.unpack(flats, leaves)]
+
+
+def _placed(stacked: Tensor, dim: int, tiled: bool) -> Tensor:
+    """Move the ranks' dimension, the first, to where it is wanted, or join along it."""
+    if tiled:
+        return torch.cat(list(stacked), dim=dim)
+    return stacked.movedim(0, dim).contiguous()
+
+
+async def _reduce_leaves(axis: Axis, leaves: Sequence[Tensor], fold: Fold) -> list[Tensor]:
+    flats = {}
+    for dtype, flat in trees.pack(leaves).items():
+        flats[dtype] = await _reduce_flat(axis, flat, fold)
+    return trees.unpack(flats, leaves)
+
+
+async def _reduce_flat(axis: Axis, flat: Tensor, fold: Fold) -> Tensor:
+    """Reduce in rank order: a large tensor in as many shares as there are ranks, each by another rank.
+
+    That moves as many bytes as a ring reduction does, while the order of a backend's own reduction depends on its
+    version and on the size, and MPI says nothing about NaN in MPI_MAX.
+    """
+    collectives, group = axis.world.collectives, axis.group
+    if axis.size == 1:
+        return fold([flat])
+    if flat.nbytes <= WHOLE_NBYTES:
+        return fold(await collectives.all_gather(flat, group))
+    share = -(-flat.numel() // axis.size)
+    shares = [flat[place * share : (place + 1) * share] for place in range(axis.size)]
+    shares = [part if len(part) == share else _padded(part, share) for part in shares]
+    mine = fold(await collectives.all_to_all(shares, group))
+    return torch.cat(await collectives.all_gather(mine, group))[: flat.numel()]
+
+
+def _padded(part: Tensor, count: int) -> Tensor:
+    return torch.cat([part, part.new_zeros(count - len(part))])
+
+
+def _total(parts: Sequence[Tensor]) -> Tensor:
+    """The sum, in a dtype that may be wider."""
+    dtype = parts[0].dtype
+    wide = torch.int32 if dtype == torch.bool else torch.float32 if dtype.itemsize < 4 and dtype in _FLOATS else dtype
+    total = torch.zeros_like(parts[0], dtype=wide)
+    for part in parts:
+        total += part
+    return total
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    total = _total(parts)
+    return total if parts[0].dtype == torch.bool else total.to(parts[0].dtype)
+
+
+def _mean(parts: Sequence[Tensor]) -> Tensor:
+    dtype, total = parts[0].dtype, _total(parts)
+    if dtype in _INTEGERS:
+        dtype = torch.float64 if dtype == torch.int64 else torch.float32
+        total = total.to(dtype)
+    return (total / len(parts)).to(dtype)
+
+
+def _min(parts: Sequence[Tensor]) -> Tensor:
+    least = _without_nan(parts[0], torch.inf)
+    for part in parts[1:]:
+        least = torch.where(part < least, part, least)
+    return least
+
+
+def _max(parts: Sequence[Tensor]) -> Tensor:
+    largest = _without_nan(parts[0], -torch.inf)
+    for part in parts[1:]:
+        largest = torch.where(part > largest, part, largest)
+    return largest
+
+
+def _without_nan(part: Tensor, instead: float) -> Tensor:
+    return torch.where(part.isnan(), instead, part) if part.is_floating_point() else part

@@ -1,0 +1,218 @@
+"""Trees of tensors: what they hold, where two of them differ, and their leaves as one flat tensor per dtype.
+
+A tree is whatever `optree` takes for one: a tensor, or dicts, lists, tuples, named tuples and registered dataclasses of
+trees. None is a tree without leaves. Nothing here sends or waits.
+
+Invariants: leaves come in optree's order, in which a dict's keys are sorted, so equal outlines mean equal flat tensors
+on all ranks; nothing that is packed or unpacked belongs to an autograd graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, Final, TypeAlias
+
+import optree
+import torch
+from torch import Tensor
+
+#: A leaf's dtype and shape; in words where it is nothing that can be sent.
+Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]] | str
+
+#: A tree's nodes and leaves in order: the path of each, and what is there.
+Lines: TypeAlias = tuple[tuple[str, str], ...]
+
+_CACHED_COUNT: Final = 64  # outlines; one program reduces few different trees, over and over
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What a tree is made of, without its values.
+
+    Attributes:
+        spec: its nodes.
+        kinds: its leaves.
+    """
+
+    spec: optree.PyTreeSpec
+    kinds: tuple[Kind, ...]
+
+    @property
+    def lines(self) -> Lines:
+        """Each node and leaf, parents first."""
+        return _lines(self.spec, self.kinds)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the lines, in hex."""
+        return _digest(self.spec, self.kinds)
+
+    def first_leaf(self, is_wrong: Callable[[Kind], bool]) -> tuple[str, str] | None:
+        """Path and kind of the first leaf that is wrong; None if all are right."""
+        for index, kind in enumerate(self.kinds):
+            if is_wrong(kind):
+                return _leaf_path(self.spec, index), _kind_in_words(kind)
+        return None
+
+
+def outline(tree: Any) -> tuple[list[Any], Outline]:
+    """Return the leaves of a tree, and what it is made of. :func:`is_foreign` tells leaves that are no tensors."""
+    leaves, spec = optree.tree_flatten(tree)
+    return leaves, Outline(spec, tuple(_kind(leaf) for leaf in leaves))
+
+
+def flatten_tensors(tree: Any, name: str) -> tuple[list[Tensor], optree.PyTreeSpec]:
+    """Return the leaves of a tree of tensors.
+
+    Args:
+        tree: any tree.
+        name: how it is called in the message.
+
+    Raises:
+        TypeError: a leaf is no dense tensor; its path is named.
+    """
+    leaves, found = outline(tree)
+    wrong = found.first_leaf(is_foreign)
+    if wrong is not None:
+        raise TypeError(f"{path_in(name, wrong[0])} is {wrong[1]}; allowed as leaves: dense tensors")
+    return leaves, found.spec
+
+
+def is_foreign(kind: Kind) -> bool:
+    """Whether a leaf cannot be sent: no tensor, or one without plain memory."""
+    return isinstance(kind, str)
+
+
+def path_in(name: str, path: str) -> str:
+    """A path of :class:`Outline`, with the tree called ``name``."""
+    return name + path.removeprefix("tree")
+
+
+def leaf_paths(spec: optree.PyTreeSpec, name: str) -> list[str]:
+    """The paths of all leaves, with the tree called ``name``."""
+    return [path_in(name, path) for path, node in _walk(spec) if node is None]
+
+
+def lines_to_text(lines: Lines) -> str:
+    """As one line of JSON, for a message."""
+    return json.dumps(lines, separators=(",", ":"))
+
+
+def lines_from_text(text: str) -> Lines:
+    """What :func:`lines_to_text` wrote, on another rank."""
+    return tuple((str(path), str(what)) for path, what in json.loads(text))
+
+
+def first_difference(lines: Sequence[Lines], ranks: Sequence[int]) -> tuple[str, str]:
+    """The first path at which some rank's tree differs from that of the first rank, and a sentence about it.
+
+    Args:
+        lines: of each rank's tree; at least one differs from the first.
+        ranks: the ranks, in the same order.
+    """
+    first = lines[0]
+    rank, other = next((r, found) for r, found in zip(ranks, lines, strict=True) if found != first)
+    here, there = dict(first), dict(other)
+    pairs = zip_longest(first, other)
+    mine, theirs = next((mine, theirs) for mine, theirs in pairs if mine != theirs)
+    if theirs is not None and theirs[0] not in here:
+        return theirs[0], f"{theirs[0]} exists on rank {rank} and not on rank {ranks[0]}"
+    assert mine is not None, (first, other)
+    if mine[0] not in there:
+        return mine[0], f"{mine[0]} exists on rank {ranks[0]} and not on rank {rank}"
+    return mine[0], f"{mine[0]} is {mine[1]} on rank {ranks[0]} and {there[mine[0]]} on rank {rank}"
+
+
+# -- leaves as flat tensors -------------------------------------------------------------------------------------------
+
+
+def pack(leaves: Sequence[Tensor]) -> dict[torch.dtype, Tensor]:
+    """Return one contiguous 1-D tensor in CPU memory per dtype, in the order in which the dtypes first appear.
+
+    The values are copied: the caller may change the result.
+    """
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for leaf in leaves:
+        groups.setdefault(leaf.dtype, []).append(leaf.detach().reshape(-1))
+    return {dtype: _joined(parts) for dtype, parts in groups.items()}
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    if len({part.device for part in parts}) > 1:
+        parts = [part.to("cpu") for part in parts]
+    return torch.cat(parts).to("cpu")  # where all lie on one device, one copy from there
+
+
+def unpack(flats: dict[torch.dtype, Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Return what ``pack(leaves)`` has become, each piece with its leaf's trailing shape and device.
+
+    A flat tensor of shape [m, n], n being its length when it was packed, gives leaves with m in front of their shape.
+    Its dtype may be another than the one that it is filed under. The leaves share the flat tensors' memory.
+    """
+    offsets = dict.fromkeys(flats, 0)
+    found = []
+    for leaf in leaves:
+        flat, start, count = flats[leaf.dtype], offsets[leaf.dtype], leaf.numel()
+        offsets[leaf.dtype] = start + count
+        piece = flat.narrow(-1, start, count)
+        found.append(piece.reshape((*flat.shape[:-1], *leaf.shape)).to(leaf.device))
+    return found
+
+
+# -- in words ---------------------------------------------------------------------------------------------------------
+
+
+def _kind(leaf: Any) -> Kind:
+    if not isinstance(leaf, Tensor):
+        name = type(leaf).__qualname__
+        return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+    if leaf.is_meta:
+        return "a meta tensor, which has no values"
+    if leaf.layout != torch.strided or leaf.is_nested or leaf.is_quantized:
+        return "a sparse, nested or quantised tensor"
+    return leaf.dtype, tuple(leaf.shape)
+
+
+def _kind_in_words(kind: Kind) -> str:
+    if isinstance(kind, str):
+        return kind
+    dtype, shape = kind
+    return f"{dtype_name(dtype)} of shape {list(shape)}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _walk(spec: optree.PyTreeSpec, path: str = "tree") -> Iterator[tuple[str, str | None]]:
+    """Each node with its type in words, and each leaf with None; parents first."""
+    if spec.is_leaf():
+        yield path, None
+        return
+    kind = spec.type or type(None)
+    yield path, "None" if kind is type(None) else f"a {kind.__qualname__}"
+    names = getattr(kind, "_fields", None)
+    for entry, child in zip(spec.entries(), spec.children(), strict=True):
+        step = f".{names[entry]}" if names and isinstance(entry, int) else f"[{entry!r}]"
+        yield from _walk(child, path + step)
+
+
+@functools.lru_cache(_CACHED_COUNT)
+def _lines(spec: optree.PyTreeSpec, kinds: tuple[Kind, ...]) -> Lines:
+    leaves = iter(kinds)
+    return tuple((path, _kind_in_words(next(leaves)) if node is None else node) for path, node in _walk(spec))
+
+
+@functools.lru_cache(_CACHED_COUNT)
+def _digest(spec: optree.PyTreeSpec, kinds: tuple[Kind, ...]) -> str:
+    return hashlib.sha256(lines_to_text(_lines(spec, kinds)).encode()).hexdigest()
+
+
+def _leaf_path(spec: optree.PyTreeSpec, index: int) -> str:
+    return [path for path, node in _walk(spec) if node is None][index]

@@ -1,0 +1,365 @@
+"""Operations on trees along named axes. What JAX answers to the same: ``data/jax_table.py``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from support import jax_table
+
+import asyncdist as ad
+from asyncdist.population import WHOLE_NBYTES
+from conformance.endpoint import Endpoint
+
+
+class Point(NamedTuple):
+    x: torch.Tensor
+    y: Any
+
+
+async def case_the_table_of_jax(end: Endpoint) -> None:
+    await jax_table.check_reductions(end.world)
+    await jax_table.check_gathers(end.world)
+    if end.size == jax_table.RANKS:
+        await jax_table.check_grid(end.world)
+        await jax_table.check_updates(end.world, in_place=False)
+        await jax_table.check_shards(end.world)
+
+
+async def case_large_tensors_are_reduced_in_rank_order(end: Endpoint) -> None:
+    """The order shows in the last bits; no length is a multiple of the number of ranks."""
+    count = WHOLE_NBYTES // 2 + 1
+    mesh = await ad.new_mesh({"POP": end.size})
+    for dtype in (torch.float32, torch.float64, torch.int32, torch.bool):
+        parts = []
+        for rank in range(end.size):
+            generator = np.random.default_rng(rank)
+            numbers = generator.normal(size=count) * 10.0 ** generator.integers(-3, 9, count)
+            parts.append([torch.from_numpy(numbers).to(dtype)])
+        for name, operation in jax_table.OPERATIONS.items():
+            found = await operation(parts[end.rank], "POP", mesh=mesh)
+            jax_table.assert_equal(found, jax_table.model(name, parts))
+
+
+async def case_half_precision_is_summed_in_float32(end: Endpoint) -> None:
+    mesh = await ad.new_mesh({"POP": end.size})
+    for dtype in (torch.float16, torch.bfloat16):
+        part = torch.tensor([1.0, 3.0]) / 7
+        found = await ad.psum(part.to(dtype), "POP", mesh=mesh)
+        total = torch.zeros(2)
+        for _ in range(end.size):
+            total = total + part.to(dtype).float()
+        assert found.dtype == dtype and torch.equal(found, total.to(dtype))
+        mean = await ad.pmean(part.to(dtype), "POP", mesh=mesh)
+        assert mean.dtype == dtype and torch.equal(mean, (total / end.size).to(dtype))
+
+
+async def case_every_kind_of_tree(end: Endpoint) -> None:
+    """The structure comes back, with each leaf in its own place, and the input stays as it was."""
+    one = torch.ones(2, 2, requires_grad=True)
+    tree = {
+        "list": [one, (one.detach().int(), None)],
+        "point": Point(torch.tensor(2.0), {"k": torch.tensor([True])}),
+        "ordered": OrderedDict(z=torch.tensor(1 + 1j), a=torch.zeros(0)),
+        "turned": torch.arange(6.0).reshape(2, 3).t(),
+    }
+    with await ad.new_mesh({"POP": end.size}):
+        found = await ad.psum(tree, "POP")
+    assert list(found) == list(tree) and list(found["ordered"]) == ["z", "a"]
+    assert torch.equal(found["list"][0], torch.full((2, 2), float(end.size))) and not found["list"][0].requires_grad
+    assert torch.equal(found["list"][1][0], torch.full((2, 2), end.size, dtype=torch.int32))
+    assert found["list"][1][1] is None and type(found["point"]) is Point
+    assert found["point"].x.shape == () and found["point"].x.item() == 2 * end.size
+    assert found["point"].y["k"].item() == end.size
+    assert found["ordered"]["z"].item() == end.size * (1 + 1j) and found["ordered"]["a"].shape == (0,)
+    assert torch.equal(found["turned"], end.size * torch.arange(6.0).reshape(2, 3).t())
+    assert torch.equal(one, torch.ones(2, 2)) and one.requires_grad
+
+
+async def case_one_exchange_per_dtype(end: Endpoint) -> None:
+    tree = [torch.full((3,), float(number)) for number in range(40)]
+    tree += [torch.full((2,), number) for number in range(40)]
+    mesh = await ad.new_mesh({"POP": end.size})
+    count = 0
+    gather = end.world.collectives.all_gather
+
+    async def counted(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        return await gather(*args)
+
+    end.world.collectives.all_gather = counted  # type: ignore[method-assign]
+    try:
+        found = await ad.psum(tree, "POP", mesh=mesh)
+    finally:
+        end.world.collectives.all_gather = gather  # type: ignore[method-assign]
+    assert count == (2 if end.size > 1 else 0)
+    assert all(torch.equal(mine, leaf * end.size) for mine, leaf in zip(found, tree, strict=True))
+
+
+async def case_no_axis_returns_the_input(end: Endpoint) -> None:
+    tree = {"anything": object()}
+    for operation in jax_table.OPERATIONS.values():
+        assert await operation(tree) is tree
+        assert await operation(tree, None) is tree
+    assert await ad.all_gather(tree, None) is tree
+    found = await ad.all_gather(torch.tensor(end.rank))
+    assert [part.item() for part in found] == list(range(end.size)), "without an axis it is a list, over the world"
+
+
+async def case_a_grid_of_ranks(end: Endpoint) -> None:
+    shape = {4: (2, 2), 3: (1, 3), 2: (2, 1), 1: (1, 1)}[end.size]
+    ranks = np.arange(end.size).reshape(shape)
+    mesh = await ad.new_mesh({"POP": shape[0], "DP": shape[1]})
+    row, column = np.argwhere(ranks == end.rank)[0]
+    assert (mesh.axis_index("POP"), mesh.axis_index("DP")) == (row, column)
+    assert (mesh.axis_size("POP"), mesh.axis_size("DP")) == shape
+    mine = torch.tensor([end.rank])
+    with mesh:
+        assert (await ad.all_gather(mine, "POP", tiled=True)).tolist() == ranks[:, column].tolist()
+        assert (await ad.all_gather(mine, "DP", tiled=True)).tolist() == ranks[row].tolist()
+        both = await ad.psum(await ad.psum(mine, "POP"), "DP")
+        assert both.item() == ranks.sum()
+    inner = await ad.new_mesh({"X": end.size})
+    with mesh, inner:  # the newest open one counts
+        assert (await ad.psum(mine, "X")).item() == ranks.sum()
+        with pytest.raises(ad.LocalProtocolError, match="no axis 'POP'; it has 'X'"):
+            ad.psum(mine, "POP")
+    with mesh:
+        task = asyncio.ensure_future(ad.psum(mine, "DP"))
+    assert (await task).item() == ranks[row].sum()
+
+
+async def case_tasks_share_an_axis(end: Endpoint) -> None:
+    with await ad.new_mesh({"POP": end.size}):
+        results = await asyncio.gather(*(ad.psum({"n": torch.tensor([number])}, "POP") for number in range(6)))
+    assert [result["n"].item() for result in results] == [number * end.size for number in range(6)]
+
+
+async def case_a_cancelled_operation_ends_in_the_background(end: Endpoint) -> None:
+    mesh = await ad.new_mesh({"POP": end.size})
+    task = asyncio.ensure_future(ad.psum(torch.ones(9000), "POP", mesh=mesh))
+    await end.yields(2)
+    if end.rank == end.size - 1:
+        task.cancel()
+    await asyncio.wait([task])
+    assert (await ad.psum(torch.tensor([1]), "POP", mesh=mesh)).item() == end.size
+
+
+def variants(one: torch.Tensor) -> dict[str, tuple[Any, Any, str]]:
+    """What most ranks and the last one pass, and what everybody is told, by path."""
+    usual = "float32 of shape [3] on rank 0"
+    return {
+        "a key less": ({"a": one, "b": one}, {"a": one}, "tree['b'] exists on rank 0 and not on LAST"),
+        "a key more": ({"a": one}, {"a": one, "b": one}, "tree['b'] exists on LAST and not on rank 0"),
+        "another key": ({"a": one, "b": one}, {"a": one, "c": one}, "tree['c'] exists on LAST and not on rank 0"),
+        "shorter": ([one, [one, one]], [one, [one]], "tree[1][1] exists on rank 0 and not on LAST"),
+        "a shape": ([[one]], [[one[:2]]], f"tree[0][0] is {usual} and float32 of shape [2] on LAST"),
+        "a dtype": (Point(one, one), Point(one, one.int()), f"tree.y is {usual} and int32 of shape [3] on LAST"),
+        "a tuple": ({"a": [one]}, {"a": (one,)}, "tree['a'] is a list on rank 0 and a tuple on LAST"),
+        "a leaf": ({"a": [one]}, {"a": one}, "tree['a'] is a list on rank 0 and float32 of shape [3] on LAST"),
+        "nothing": ([one, one], [None, one], f"tree[0] is {usual} and None on LAST"),
+        "no tensor": ([one, one], [one, 3.0], f"tree[1] is {usual} and a float on LAST"),
+    }
+
+
+async def case_trees_that_differ(end: Endpoint) -> None:
+    """Everybody is told the same, at the same operation, and the next one works."""
+    mesh = await ad.new_mesh({"POP": end.size})
+    is_last = end.rank == end.size - 1
+    for name, (usual, other, told) in variants(torch.ones(3)).items():
+        if end.size == 1:
+            continue
+        if is_last and name == "no tensor":
+            with pytest.raises(TypeError, match=r"psum takes trees of dense tensors; tree\[1\] is a float"):
+                await ad.psum(other, "POP", mesh=mesh)
+        else:
+            with pytest.raises(ad.DisagreementError) as caught:
+                await ad.psum(other if is_last else usual, "POP", mesh=mesh)
+            assert told.replace("LAST", f"rank {end.size - 1}") in str(caught.value), name
+            assert "psum along 'POP'" in str(caught.value)
+        assert (await ad.psum(torch.tensor([1]), "POP", mesh=mesh)).item() == end.size
+
+
+async def case_operations_that_differ(end: Endpoint) -> None:
+    mesh = await ad.new_mesh({"POP": end.size})
+    if end.size > 1:
+        operation = ad.pmean if end.rank == end.size - 1 else ad.psum
+        with pytest.raises(ad.DisagreementError, match=f"operation is psum on rank 0 and pmean on rank {end.size - 1}"):
+            await operation(torch.ones(2), "POP", mesh=mesh)
+        with pytest.raises(ad.DisagreementError, match=r"all_gather, axis 0 on rank 0 and all_gather, axis -?\d"):
+            await ad.all_gather(torch.ones(2), "POP", axis=1 if end.rank == end.size - 1 else 0, mesh=mesh)
+    assert (await ad.psum(torch.tensor([1]), "POP", mesh=mesh)).item() == end.size
+
+
+async def case_what_is_refused_on_every_rank(end: Endpoint) -> None:
+    mesh = await ad.new_mesh({"POP": end.size})
+    one = torch.ones(2)
+    for tree, told in (
+        ({"a": [one, "text"]}, r"tree\['a'\]\[1\] is a str"),
+        ([one, torch.ones(2, device="meta")], r"tree\[1\] is a meta tensor"),
+        (torch.eye(2).to_sparse(), "tree is a sparse, nested or quantised tensor"),
+        (3, "tree is an int"),
+    ):
+        for operation in (ad.psum, ad.pmax, ad.all_gather):
+            with pytest.raises(TypeError, match=told):
+                await operation(tree, "POP", mesh=mesh)
+    with pytest.raises(TypeError, match=r"pmin takes bool, .*float64; tree\['z'\] is complex64 of shape \[2\]"):
+        await ad.pmin({"z": one.to(torch.complex64)}, "POP", mesh=mesh)
+    with pytest.raises(TypeError, match=r"psum takes bool, .*complex128; tree is float8_e5m2"):
+        await ad.psum(one.to(torch.float8_e5m2), "POP", mesh=mesh)
+    with pytest.raises(ValueError, match=r"axis is 2; allowed for tree of shape \[2\]: -2 to 1"):
+        await ad.all_gather(one, "POP", axis=2, mesh=mesh)
+    with pytest.raises(ValueError, match=r"allowed for tree of shape .*: none"):
+        await ad.all_gather(one[0], "POP", tiled=True, mesh=mesh)
+    with pytest.raises(ad.LocalProtocolError, match="no axis 'DP'; it has 'POP': "):
+        ad.psum(one, "DP", mesh=mesh)
+    with pytest.raises(ad.LocalProtocolError, match=f"axis 'POP' is unknown on rank {end.rank}: no mesh is open"):
+        ad.psum(one, "POP")
+    with pytest.raises(TypeError, match="belong to all_gather"):
+        ad.all_gather(one, tiled=True)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="group and world belong to"):
+        ad.all_gather(one, "POP", group=end.world.group)  # type: ignore[call-overload]
+    assert (await ad.psum(torch.tensor([1]), "POP", mesh=mesh)).item() == end.size
+
+
+async def case_meshes_that_cannot_be(end: Endpoint) -> None:
+    for axes, told in (
+        ({}, "axes is empty"),
+        ({"POP": end.size, "DP": 2}, f"make {2 * end.size} places; the group has {end.size} ranks"),
+        ({"POP": 0}, "axis 'POP' has size 0"),
+        ({"": end.size}, "axis '' has size"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            await ad.new_mesh(axes)
+    for axes in ({"POP": 1.5}, {3: end.size}, [("POP", end.size)]):
+        with pytest.raises(TypeError, match="allowed: a"):
+            await ad.new_mesh(axes)  # type: ignore[arg-type]
+    if end.size == 1:
+        return
+    last = end.size - 1
+    with pytest.raises(
+        ad.DisagreementError, match=f"axes is 'POP': {end.size} on rank 0 and 'DP': {end.size} on rank {last}"
+    ):
+        await ad.new_mesh({"DP" if end.rank == last else "POP": end.size})
+    if end.rank < last:
+        group = await ad.new_group(range(last))
+        mesh = await ad.new_mesh({"POP": last}, group=group)
+        assert (await ad.psum(torch.tensor([1]), "POP", mesh=mesh)).item() == last
+    else:  # outside
+        with pytest.raises(ad.LocalProtocolError, match=f"axis 'POP' is unknown on rank {last}"):
+            ad.psum(torch.tensor([1]), "POP")
+        with pytest.raises(ad.LocalProtocolError, match=f"rank {last} is not in"):
+            await ad.new_group(range(last))
+
+
+async def case_training_steps(end: Endpoint) -> None:
+    """An agent's weights go as if one rank had seen all data; the state that was given stays as it was."""
+    inputs = [
+        torch.randn(5, 3, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) for rank in range(4)
+    ]
+    module = torch.nn.Linear(3, 1, dtype=torch.float64)
+    start = {name: torch.full_like(leaf, 0.5).detach() for name, leaf in module.named_parameters()}
+
+    def loss(agent: Any, *batches: torch.Tensor) -> Any:
+        each = [(torch.func.functional_call(module, agent["params"], (x,)) ** 2).mean() for x in batches]
+        return torch.stack(each).mean(), {"age": agent["age"]}
+
+    descent = jax_table.Descent(0.1, 0.5)
+    agent, velocity = {"params": start, "age": 3}, descent.init(start)
+    alone, velocity_alone = agent, velocity
+    step = ad.agent_gradient_update(loss, descent, "DP", has_aux=True)
+    step_alone = ad.agent_gradient_update(loss, descent, has_aux=True)
+    with await ad.new_mesh({"DP": end.size}):
+        for _ in range(3):
+            before = agent["params"]["weight"].clone()
+            (value, aux), newer, velocity = await step(velocity, agent, inputs[end.rank])
+            assert aux == {"age": 3} and not value.requires_grad
+            assert torch.equal(agent["params"]["weight"], before) and newer["age"] == 3
+            assert not torch.equal(newer["params"]["weight"], before)
+            agent = newer
+            _, alone, velocity_alone = await step_alone(velocity_alone, alone, *inputs[: end.size])
+        for name, leaf in agent["params"].items():
+            np.testing.assert_allclose(leaf.numpy(), alone["params"][name].numpy(), rtol=1e-12)
+        gathered = await ad.all_gather(agent["params"], "DP")
+        assert all(bool((leaf == leaf[0]).all()) for leaf in gathered.values()), "the same bits on all ranks"
+
+
+async def case_populations_split_over_ranks(end: Endpoint) -> None:
+    members = {"x": torch.arange(2.0 * end.size * 3).reshape(2 * end.size, 3), "n": torch.arange(2 * end.size)}
+    offset = [torch.tensor([1.0, 2.0, 3.0])]
+    mesh = await ad.new_mesh({"POP": end.size})
+
+    def one(member: Any, offset: Any) -> Any:
+        return (member["x"] + offset[0]).sum(), {"n": member["n"] + 1}
+
+    async def beside_others(member: Any, offset: Any) -> Any:
+        fitness = (member["x"] + offset[0]).sum()
+        return fitness, {"n": member["n"] + 1}, await ad.pmax(fitness, "POP")
+
+    fitness = (members["x"] + offset[0]).sum(1)
+    for run in (ad.shmap_map, ad.shmap_vmap):
+        found = await run(one, mesh, ("POP", None), ("POP", "POP"))(members, offset)
+        assert type(found) is tuple and torch.equal(found[0], fitness)
+        assert torch.equal(found[1]["n"], members["n"] + 1)
+        mine = await run(one, mesh, ("POP", None), (None, "POP"))(members, offset)
+        assert torch.equal(mine[0], fitness[2 * end.rank : 2 * end.rank + 2])
+        assert torch.equal(mine[1]["n"], members["n"] + 1)
+    found = await ad.shmap_map(beside_others, mesh, ("POP", None), ("POP", "POP", None))(members, offset)
+    assert torch.equal(found[0], fitness) and torch.equal(found[2], fitness[-2:]), "the last rank's are the largest"
+    chunked = ad.shmap_vmap(one, mesh, ("POP", None), "POP", chunk_size=1)
+    assert torch.equal((await chunked(members, offset))[0], fitness)
+
+
+async def case_populations_that_cannot_be_split(end: Endpoint) -> None:
+    mesh = await ad.new_mesh({"POP": end.size})
+    rows = torch.ones(2 * end.size, 3)
+    for run in (ad.shmap_map, ad.shmap_vmap):
+        odd = run(lambda x: x, mesh, "POP", "POP")
+        if end.size > 1:
+            with pytest.raises(ValueError, match=rf"argument 0\['x'\] has a leading dimension of {2 * end.size + 1}"):
+                await odd({"x": torch.ones(2 * end.size + 1)})
+        for wrong, told in (
+            (torch.tensor(1.0), "argument 0 has no dimension; allowed: a positive multiple of"),
+            (rows[:0], "argument 0 has a leading dimension of 0"),
+            ({}, "the elements on this rank are none"),
+        ):
+            with pytest.raises(ValueError, match=told):
+                await odd(wrong)
+        with pytest.raises(TypeError, match=r"argument 0\[1\] is an int"):
+            await odd([rows, 3])
+        with pytest.raises(ValueError, match="in_specs has 2 specs for 1 values"):
+            await run(lambda x: x, mesh, ("POP", None), "POP")(rows)
+        with pytest.raises(ValueError, match="equally many of each"):
+            await run(lambda x, y: x, mesh, "POP", "POP")(rows, rows[: end.size])
+        with pytest.raises(ValueError, match="at least one axis"):
+            run(lambda x: x, mesh, None, "POP")
+        with pytest.raises(TypeError, match="out_specs holds 3; allowed: the name of an axis, or None"):
+            run(lambda x: x, mesh, "POP", (3,))  # type: ignore[arg-type]
+        with pytest.raises(ad.LocalProtocolError, match="no axis 'DP'"):
+            run(lambda x: x, mesh, "POP", "DP")
+        with pytest.raises(TypeError, match="output is a str"):
+            await run(lambda x: "text", mesh, "POP", "POP")(rows)
+
+    async def awaits(x: torch.Tensor) -> torch.Tensor:
+        return await ad.psum(x, "POP")
+
+    async def nested(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    with pytest.raises(ad.LocalProtocolError, match="cannot run inside vmap"):
+        ad.shmap_vmap(awaits, mesh, "POP", "POP")
+    for function, name in (
+        (lambda x: ad.psum(x, "POP"), "psum is a collective and cannot run inside shmap_vmap of"),
+        (lambda x: ad.pmean(x, None) * 2, "pmean is a collective"),
+        (lambda x: ad.all_gather(x, "POP"), "all_gather is a collective"),
+        (lambda x: nested(x), "any other coroutine, cannot run inside vmap"),
+        (lambda x: {"y": ad.all_reduce(x)}, "any other coroutine, cannot run inside vmap"),
+    ):
+        with pytest.raises(ad.LocalProtocolError, match=name):
+            await ad.shmap_vmap(function, mesh, "POP", "POP")(rows)
+    assert (await ad.psum(torch.tensor([1]), "POP", mesh=mesh)).item() == end.size

@@ -1,0 +1,28 @@
+"""The functions behind ``data/jax_table.json``: written with operators alone, so that JAX and torch both run them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def square_error(params: Any, x: Any, y: Any) -> Any:
+    error = x @ params["weight"] + params["bias"][0] - y
+    return (error * error).sum() / 8
+
+
+def scaled_error(params: Any, x: Any, y: Any) -> Any:
+    """Not a sum of products: every rounding is elementwise."""
+    return ((params["weight"] * x + y) * params["bias"]).sum()
+
+
+def score(member: Any, scale: Any) -> Any:
+    """Of one member of a population: a tree from a tree."""
+    return {"score": member["x"] * scale, "twice": member["n"] + member["n"]}
+
+
+def pair(member: Any, scale: Any) -> Any:
+    return member["x"] / scale, member["n"] * 3
+
+
+LOSSES = {"square_error": square_error, "scaled_error": scaled_error}
+ON_MEMBERS = {"score": score, "pair": pair}
