@@ -14,6 +14,7 @@ TAG_MAX: Final = 32767
 
 METRIC: Final = 7001
 CONTROL: Final = 7002
+REPLAY: Final = 7003
 COLLECTIVE_FIRST: Final = 7100  # one tag per group without a native communicator, agreed when the group is made
 COLLECTIVE_LAST: Final = 7999
 PARAM: Final = 8000
@@ -24,6 +25,7 @@ BULK_LAST: Final = BULK_FIRST + BULK_SLOT_COUNT - 1
 _RESERVED: Final = (
     (METRIC, METRIC, "metric reports"),
     (CONTROL, CONTROL, "control messages"),
+    (REPLAY, REPLAY, "replay buffers"),
     (COLLECTIVE_FIRST, COLLECTIVE_LAST, "collectives"),
     (PARAM, PARAM, "parameter-stream control"),
     (BULK_FIRST, BULK_LAST, "bulk streams"),

@@ -1,6 +1,8 @@
 """Policies for a population of training ranks, one file per algorithm, on top of :mod:`asyncdist`."""
 
 from protocols.average_all import AverageAllPolicy
+from protocols.replay_buffer import ReplayBuffer, Sample
+from protocols.replay_server import ReplayStatistics, serve_replay_buffer
 from protocols.selective_averaging import AsyncSelectiveAveragingPolicy, SelectiveStatistics
 from protocols.selective_coordinator import coordinate
 from protocols.selective_core import SelectiveRules
@@ -13,10 +15,14 @@ __all__ = [
     "AverageApplied",
     "CoordinatorStatistics",
     "PolicyEvent",
+    "ReplayBuffer",
+    "ReplayStatistics",
+    "Sample",
     "SelectiveRules",
     "SelectiveStatistics",
     "SnapshotTaken",
     "SpawnPolicy",
     "StepInfo",
     "coordinate",
+    "serve_replay_buffer",
 ]

@@ -1,0 +1,432 @@
+"""The using end of a replay buffer: ``await buffer.add(batch)`` and ``await buffer.sample(n)``.
+
+    async def train(world):                                   # a training rank
+        async with ReplayBuffer(server=3) as buffer:
+            await buffer.add({"state": states, "reward": rewards})
+            sample = await buffer.sample(256)
+            ...
+
+    async def serve(world):                                   # rank 3
+        print(await serve_replay_buffer(clients=[0, 1, 2], capacity=100_000))
+
+Any number of tasks may have requests under way; beyond what the server allows they wait for each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from asyncdist import (
+    AsyncdistError,
+    BusyError,
+    ClosedError,
+    DisagreementError,
+    Envelope,
+    LocalProtocolError,
+    RankLostError,
+    StartTimeoutError,
+    World,
+    current_world,
+    tags,
+)
+from asyncdist.channels import Channel
+from asyncdist.progress import settle
+from asyncdist.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, check_grant, split
+from protocols.replay_messages import (
+    INLINE_NBYTES_MAX,
+    Add,
+    Added,
+    Bye,
+    Declare,
+    Draw,
+    Drawn,
+    Failed,
+    Open,
+    Refused,
+    ReplayMessage,
+    Update,
+    Welcome,
+    Withdraw,
+)
+from protocols.replay_server import declare, declared, scopes
+from protocols.replay_store import Batch, RowLayout
+
+_REQUEST_COUNT: Final = 1 << 32  # they travel in the frames' round
+#: How often a client knocks until it is let in: where a buffer has ended, and the next one has not begun, nobody hears.
+_KNOCK_PERIOD_S: Final = 0.25
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """Items drawn from a replay buffer, with replacement.
+
+    Attributes:
+        batch: in the form that was added; each tensor (n, ...), of its own memory.
+        ids: int64 (n,): what :meth:`ReplayBuffer.update_priorities` calls them.
+        weights: float64 (n,): importance weights, at most 1; all 1 where sampling is uniform.
+    """
+
+    batch: Batch
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+
+class _Call:
+    """A request that has not been answered yet. Nobody may wait for it any more."""
+
+    __slots__ = ("answer", "error", "payload", "room", "waiter")
+
+    def __init__(
+        self, waiter: asyncio.Future[None], payload: npt.NDArray[np.uint8] | None, room: asyncio.Semaphore
+    ) -> None:
+        self.waiter = waiter
+        self.payload = payload
+        self.room = room
+        self.answer: Any = None
+        self.error: AsyncdistError | None = None
+
+
+class ReplayBuffer:
+    """A client of the replay buffer that ``server`` serves; see :func:`protocols.serve_replay_buffer`.
+
+    Used as ``async with ReplayBuffer(server) as buffer``, which waits for the server; leaving it waits for what is
+    under way, and the server ends when its last client has left.
+
+    Args:
+        server: the rank that serves.
+        name: which of its buffers.
+        start_timeout_s: how long to wait for it.
+        world: the current one by default.
+
+    Raises:
+        StartTimeoutError: nobody serves a buffer of that name there in time.
+        DisagreementError: this rank is none of its clients.
+        RankLostError, ClosedError: the server is lost, or has left; from every method.
+    """
+
+    def __init__(
+        self, server: int, *, name: str = "replay", start_timeout_s: float = 60.0, world: World | None = None
+    ) -> None:
+        self._world = world or current_world()
+        self._world.check_peer(server)
+        if not start_timeout_s > 0:
+            raise ValueError(f"start_timeout_s is {start_timeout_s!r}; it must be above 0 seconds")
+        self._server = server
+        self._name = name
+        self._start_timeout_s = start_timeout_s
+        self._channel: Channel[Any] | None = None
+        self._welcome: Welcome | None = None
+        self._error: AsyncdistError | None = None
+        self._calls: dict[int, _Call] = {}
+        self._streams: dict[int, OutboundStream] = {}
+        self._next_request = 0
+        # Draws may wait for items that this rank is yet to add, so they take no room from adds.
+        self._room_to_add = self._room_to_draw = asyncio.Semaphore(0)
+        self._own_layout: RowLayout | None = None
+        self._layout: RowLayout | None = None
+
+    async def __aenter__(self) -> Self:
+        world, server = self._world, self._server
+        if self._channel is not None:
+            raise LocalProtocolError("a ReplayBuffer is entered once; make another one")
+        to_server, to_clients = scopes(server, self._name)
+        self._channel = world.open_channel(
+            ReplayMessage,
+            tag=tags.REPLAY,
+            scope=to_clients,
+            peer_scope=to_server,
+            name=f"client of replay {self._name}",
+            handler=self._on_message,
+        )
+        world.on_gone(self._on_gone)
+        try:
+            if server in world.gone:
+                self._on_gone(server)
+            self._welcome = await self._knock()
+        except BaseException:
+            self._close()
+            raise
+        self._room_to_add = asyncio.Semaphore(self._welcome.in_flight_max)
+        self._room_to_draw = asyncio.Semaphore(self._welcome.in_flight_max)
+        return self
+
+    async def _knock(self) -> Welcome:
+        """Ask to be let in, again and again, until there is an answer."""
+        engine, what = self._world.engine, f"the replay buffer {self._name!r} on rank {self._server}"
+        give_up_at = self._world.time() + self._start_timeout_s
+        while self._welcome is None and self._error is None:
+            if self._world.time() >= give_up_at:
+                raise StartTimeoutError(
+                    f"rank {self._server} served no replay buffer {self._name!r} within {self._start_timeout_s:g} s",
+                    missing=(self._server,),
+                )
+            self._send(Open())
+            knock_again_at = min(give_up_at, self._world.time() + _KNOCK_PERIOD_S)
+            await engine.until(
+                lambda: self._welcome is not None or self._error is not None, what, deadline=knock_again_at
+            )
+        if self._error is not None:
+            raise self._error
+        assert self._welcome is not None
+        return self._welcome
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None and self._world.engine.failure is None:
+                await self._world.engine.until(lambda: not self._calls, "answers of the replay buffer")
+        finally:
+            self._fail(ClosedError(f"the replay buffer {self._name!r} was left"))
+            self._close()
+
+    def _close(self) -> None:
+        assert self._channel is not None
+        for stream in self._streams.values():
+            stream.stop()
+        if self._server not in self._world.gone:
+            with contextlib.suppress(RankLostError):
+                self._channel.send_nowait(Bye(), self._server)
+        self._world.off_gone(self._on_gone)
+        self._channel.close()
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    async def add(self, batch: Batch, *, priorities: torch.Tensor | Sequence[float] | None = None) -> float | None:
+        """Store the items of ``batch``; returns when they are there, with what the scoring hook said of them.
+
+        Args:
+            batch: a tensor (n, ...), or a dict by name or a tuple of tensors with the same n, in CPU memory. All
+                batches of all clients have the same form, names, dtypes and trailing shapes. It may change as soon as
+                this has returned.
+            priorities: (n,), finite and not negative, where the buffer is prioritised; the largest so far by default.
+
+        **Cancellation**: the items may be stored all the same, whole.
+
+        Raises:
+            ValueError, TypeError: the batch or the priorities are not as they must be.
+            DisagreementError: the buffer holds other items; the first difference is named.
+        """
+        self._welcomed()
+        rows = self._layout_of(batch).pack(batch)
+        count = len(rows)
+        payload = rows.reshape(-1)
+        if priorities is not None:
+            payload = np.concatenate((payload, _priorities(priorities, count, self._is_prioritized).view(np.uint8)))
+        inline = len(payload) <= INLINE_NBYTES_MAX
+        data = payload.tobytes() if inline else b""
+        payload = payload if inline else np.array(payload)  # a cancelled call leaves a stream that still reads it
+        call = await self._call(
+            lambda request: Add(request, count, priorities is not None, len(payload), data), payload
+        )
+        score: float | None = call.answer
+        return score
+
+    def _layout_of(self, batch: Batch) -> RowLayout:
+        """That of the first batch, which all others must have."""
+        own = self._own_layout
+        if own is not None and own.fits(batch):
+            return own
+        layout = RowLayout.of(batch)
+        if own is not None:
+            raise ValueError(f"a batch unlike the first one: {own.difference(layout)}")
+        self._own_layout = layout
+        self._send(declare(layout))
+        return layout
+
+    async def sample(self, n: int, *, beta: float = 0.4, wait: bool = True) -> Sample:
+        """Draw ``n`` items, with replacement.
+
+        Args:
+            n: how many. While the buffer holds fewer, this waits; without ``wait`` it draws as many as are held.
+            beta: of a prioritised buffer's importance weights: how much of the bias they undo, 0 to 1.
+            wait: for ``n`` items to be there.
+
+        Raises:
+            ValueError: n below 1, or beta out of range.
+            LocalProtocolError: n above the buffer's capacity, with ``wait``; every priority is zero.
+            BusyError: nothing is held yet, without ``wait``.
+        """
+        if type(n) is not int or n < 1:
+            raise ValueError(f"n is {n!r}; allowed: a whole number from 1")
+        if not 0 <= beta <= 1:
+            raise ValueError(f"beta is {beta!r}; allowed: a number from 0 to 1")
+        call = await self._call(lambda request: Draw(request, n, float(beta), wait), None)
+        drawn: Drawn = call.answer
+        return await self._unpack(drawn)
+
+    async def update_priorities(
+        self, ids: torch.Tensor | Sequence[int], priorities: torch.Tensor | Sequence[float]
+    ) -> None:
+        """Give items that were sampled new priorities. Those that have made room for others meanwhile are skipped.
+
+        Args:
+            ids: (n,), of :class:`Sample`.
+            priorities: (n,), finite and not negative.
+
+        Raises:
+            ValueError: the buffer is not prioritised; lengths differ; a priority is out of range.
+        """
+        which = np.ascontiguousarray(np.asarray(ids, np.int64)).reshape(-1)
+        values = _priorities(priorities, len(which), self._is_prioritized)
+        payload = np.concatenate((which.view(np.uint8), values.view(np.uint8)))
+        data = payload.tobytes() if len(payload) <= INLINE_NBYTES_MAX else b""
+        await self._call(lambda request: Update(request, len(which), len(payload), data), payload)
+
+    @property
+    def capacity(self) -> int:
+        """Items that the buffer holds at most."""
+        return self._welcomed().capacity
+
+    @property
+    def _is_prioritized(self) -> bool:
+        return self._welcomed().prioritized
+
+    def _welcomed(self) -> Welcome:
+        if self._welcome is None:
+            raise LocalProtocolError("a ReplayBuffer is used inside: async with ReplayBuffer(server) as buffer")
+        return self._welcome
+
+    async def _call(self, make: Any, payload: npt.NDArray[np.uint8] | None) -> _Call:
+        """Send a request when there is room for it, and wait for its answer.
+
+        The room is free again when the answer has come, whether anybody waits for it or not.
+        """
+        self._welcomed()
+        room = self._room_to_draw if payload is None else self._room_to_add
+        await room.acquire()
+        if self._error is not None:
+            room.release()
+            raise self._error
+        request, self._next_request = self._next_request, (self._next_request + 1) % _REQUEST_COUNT
+        call = self._calls[request] = _Call(self._world.engine.loop.create_future(), payload, room)
+        self._send(make(request))
+        try:
+            await self._world.engine.park(call.waiter, f"the replay buffer {self._name!r} on rank {self._server}")
+        except asyncio.CancelledError:
+            if payload is None:
+                self._send(Withdraw(request))
+            raise
+        if call.error is not None:
+            raise call.error
+        return call
+
+    async def _unpack(self, drawn: Drawn) -> Sample:
+        assert self._layout is not None, "items without a layout"
+        payload = np.frombuffer(drawn.data, np.uint8)
+        if drawn.nbytes and not drawn.data:
+            payload = await self._receive(drawn)
+        end = drawn.count * self._layout.nbytes
+        ids, weights = payload[end : end + 8 * drawn.count], payload[end + 8 * drawn.count :]
+        return Sample(
+            self._layout.unpack(payload[:end].reshape(drawn.count, -1)),
+            torch.from_numpy(ids.copy().view(np.int64)),
+            torch.from_numpy(weights.copy().view(np.float64)),
+        )
+
+    async def _receive(self, drawn: Drawn) -> npt.NDArray[np.uint8]:
+        buffer = np.empty(drawn.nbytes, np.uint8)
+        world, targets = self._world, split(buffer.data, CHUNK_NBYTES)
+        async with world.slots.inbound(self._server, targets, lambda slot: self._send(Cancel(slot))) as stream:
+            self._send(Grant(stream.slot, drawn.nbytes, CHUNK_NBYTES), round=drawn.request)
+            await stream.whole()
+        world.stream_received_nbytes += drawn.nbytes
+        return buffer
+
+    def _send(self, message: Any, *, round: int = 0) -> None:
+        assert self._channel is not None
+        try:
+            self._channel.send_nowait(message, self._server, round=round)
+        except RankLostError as error:
+            self._fail(error)
+
+    # -- answers ----------------------------------------------------------------------------------------------------
+
+    def _on_message(self, envelope: Envelope[ReplayMessage]) -> None:
+        if envelope.source != self._server or not (self._welcome or isinstance(envelope.message, Welcome | Refused)):
+            return  # a stranger, or an answer to somebody who was here before
+        match envelope.message:
+            case Welcome() as welcome:
+                self._welcome = welcome
+            case Refused(reason):
+                self._fail(DisagreementError(f"the replay buffer on rank {self._server} refused this rank: {reason}"))
+            case Declare() as message:
+                self._layout = declared(message)
+            case Added(requests, scores):
+                for request, score in zip(requests, scores, strict=True):
+                    self._settle(request, score, None)
+            case Drawn() as drawn:
+                self._on_drawn(drawn)
+            case Failed(request, later, reason):
+                self._settle(request, None, BusyError(reason) if later else LocalProtocolError(reason))
+            case Grant() as grant:
+                self._on_grant(grant, envelope.round)
+            case Cancel(slot):
+                if slot in self._streams:
+                    self._streams[slot].stop()
+        self._world.engine.recheck()
+
+    def _on_drawn(self, drawn: Drawn) -> None:
+        call = self._calls.get(drawn.request)
+        if drawn.nbytes and not drawn.data and (call is None or call.waiter.done()):
+            self._send(Withdraw(drawn.request))  # nobody will grant
+        self._settle(drawn.request, drawn, None)
+
+    def _settle(self, request: int, answer: Any, error: AsyncdistError | None) -> None:
+        call = self._calls.pop(request, None)
+        if call is not None:
+            call.answer, call.error = answer, error
+            settle(call.waiter, None)
+            call.room.release()
+
+    def _on_grant(self, grant: Grant, request: int) -> None:
+        check_grant(grant, self._server)
+        call = self._calls.get(request)
+        payload = None if call is None or call.waiter.cancelled() else call.payload
+        fits = payload is not None and grant.nbytes == len(payload)
+        chunks = split(payload.data, grant.chunk_nbytes) if fits and payload is not None else []
+        stream = OutboundStream(self._world.engine, chunks, self._server, grant.slot)
+        self._streams[grant.slot] = stream
+        self._world.spawn_service(self._stream(grant.slot, stream, bool(chunks)), name=f"items for rank {self._server}")
+
+    async def _stream(self, slot: int, stream: OutboundStream, has_items: bool) -> None:
+        try:
+            await (stream.run() if has_items else stream.abort())
+        except RankLostError as error:
+            self._fail(error)
+        finally:
+            self._world.stream_sent_nbytes += stream.sent_nbytes
+            if self._streams.get(slot) is stream:  # the slot may be in use again already
+                del self._streams[slot]
+
+    def _on_gone(self, rank: int) -> None:
+        if rank == self._server:
+            self._fail(ClosedError(f"rank {rank} serves no replay buffer any more: it has left or is lost", rank=rank))
+
+    def _fail(self, error: AsyncdistError) -> None:
+        """Nothing is answered any more."""
+        self._error = self._error or error
+        for request in list(self._calls):
+            self._settle(request, None, self._error)
+
+
+def _priorities(values: torch.Tensor | Sequence[float], count: int, is_prioritized: bool) -> npt.NDArray[np.float64]:
+    if not is_prioritized:
+        raise ValueError("priorities were given; this buffer draws uniformly (serve it with prioritized=True)")
+    given = values.detach().cpu() if isinstance(values, torch.Tensor) else values
+    found = np.ascontiguousarray(np.asarray(given, np.float64)).reshape(-1)
+    if len(found) != count:
+        raise ValueError(f"{len(found)} priorities for {count} items; each has one")
+    wrong = found[~(np.isfinite(found) & (found >= 0))]
+    if len(wrong):
+        raise ValueError(f"a priority is {float(wrong[0])!r}; allowed: finite numbers from 0")
+    return found

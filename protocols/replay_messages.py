@@ -1,0 +1,126 @@
+"""What a replay buffer and its clients say to each other.
+
+Items travel as bytes: those of a small batch inside the message (``data``), those of a larger one as a stream that the
+receiving side grants (:class:`asyncdist.streams.Grant`, with the request's number in the frame's header); then ``data``
+is empty and ``nbytes`` says how many come. A client numbers its requests; each is answered once, by ``Added``,
+``Drawn`` or ``Failed``.
+"""
+
+from dataclasses import dataclass
+
+from asyncdist.streams import Cancel, Grant
+
+#: Larger payloads go as streams: a frame has 64 KiB, and a long frame keeps short ones waiting.
+INLINE_NBYTES_MAX = 32 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Client to server, first: here I am."""
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Server to client: what it may do.
+
+    Attributes:
+        capacity: items that the buffer holds at most.
+        in_flight_max: draws of one client that may be unanswered, and as many other requests beside them.
+        prioritized: whether priorities count.
+    """
+
+    capacity: int
+    in_flight_max: int
+    prioritized: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Server to client, in place of ``Welcome``, or when its items are not like those of the others: why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Declare:
+    """Either way, before the first item goes there: how an item lies in a row of bytes."""
+
+    form: str
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Client to server: ``count`` items, and behind them their priorities (float64) if it says so."""
+
+    request: int
+    count: int
+    has_priorities: bool
+    nbytes: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Client to server: ``count`` items, please; ``waits`` until there are so many, else what there is."""
+
+    request: int
+    count: int
+    beta: float
+    waits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Client to server: ``count`` ids (int64) and behind them their new priorities (float64)."""
+
+    request: int
+    count: int
+    nbytes: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Client to server: nobody waits for that draw any more. It is answered all the same."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bye:
+    """Client to server, last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """Server to client: these requests are done; what the scoring hook said of each."""
+
+    requests: tuple[int, ...]
+    scores: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Server to client: ``count`` rows, and behind them their ids (int64) and weights (float64)."""
+
+    request: int
+    count: int
+    nbytes: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Server to client: that request came to nothing, and why; ``later`` if it may go well another time."""
+
+    request: int
+    later: bool
+    reason: str
+
+
+ReplayMessage = (
+    Open | Welcome | Refused | Declare | Add | Draw | Update | Withdraw | Bye | Added | Drawn | Failed | Grant | Cancel
+)

@@ -1,0 +1,434 @@
+"""The serving end of a replay buffer: one coroutine on a rank of its own, for the clients assigned to it.
+
+1. A client says ``Open`` and is welcomed, or refused.
+2. Its batches are stored as they come. What has come in one pass is answered together.
+3. A draw is answered when there are enough items, in the order in which each client asked.
+4. It ends when every client has said ``Bye``, has left or is lost.
+
+Memory is bounded: ``capacity`` items, ``in_flight_max`` small requests per client, and one large batch per client at a
+time, for which nothing is allocated before it may come. A client that is faster than the buffer waits.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from asyncdist import Envelope, RankLostError, World, current_world, tags, wire
+from asyncdist.channels import Channel
+from asyncdist.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted, check_grant, split
+from protocols.replay_messages import (
+    INLINE_NBYTES_MAX,
+    Add,
+    Added,
+    Bye,
+    Declare,
+    Draw,
+    Drawn,
+    Failed,
+    Open,
+    Refused,
+    ReplayMessage,
+    Update,
+    Welcome,
+    Withdraw,
+)
+from protocols.replay_store import Batch, Field, ReplayStore, RowLayout, check_dtype
+
+logger = logging.getLogger("protocols.replay_buffer")
+
+#: What the hook says of the items of one ``add``; it goes back to whoever sent them.
+Score = Callable[[Batch], float | int | torch.Tensor | None]
+IN_FLIGHT_MAX: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayStatistics:
+    """What a buffer has done.
+
+    Attributes:
+        added: items by the client that sent them.
+        drawn: items by the client that asked for them.
+        size: items that it holds.
+        evicted_count: items that made room for others.
+        stale_update_count: priorities of items that it did not hold any more.
+    """
+
+    added: dict[int, int]
+    drawn: dict[int, int]
+    size: int
+    evicted_count: int
+    stale_update_count: int
+
+
+@dataclass(slots=True, eq=False)
+class _Client:
+    rank: int
+    is_open: bool = False
+    is_done: bool = False
+    layout_sent: bool = False
+    added_count: int = 0
+    drawn_count: int = 0
+    answers: list[tuple[int, float | None]] = field(default_factory=list)
+    draws: deque[Draw] = field(default_factory=deque)
+    large: deque[Add | Update] = field(default_factory=deque)
+    is_receiving: bool = False
+    outgoing: dict[int, npt.NDArray[np.uint8]] = field(default_factory=dict)
+    streams: dict[int, OutboundStream] = field(default_factory=dict)
+
+
+async def serve_replay_buffer(
+    clients: Sequence[int],
+    *,
+    capacity: int,
+    prioritized: bool = False,
+    alpha: float = 0.6,
+    score: Score | None = None,
+    in_flight_max: int = IN_FLIGHT_MAX,
+    seed: int = 0,
+    name: str = "replay",
+    world: World | None = None,
+) -> ReplayStatistics:
+    """Be a replay buffer for ``clients`` until the last of them is done.
+
+    Args:
+        clients: the ranks that may use it; this one may be among them.
+        capacity: items that it holds at most; the oldest make room for new ones.
+        prioritized: draw items in proportion to priority^alpha (Schaul et al. 2016); else uniformly.
+        alpha: how much priorities count; 0 means not at all.
+        score: called with each batch that is added; what it returns is what ``add`` returns to the sender. It runs on
+            this rank's loop: while it does, nobody is served.
+        in_flight_max: adds and updates of one client that may be unanswered, and as many draws; its next one waits.
+        seed: of what is drawn.
+        name: tells buffers of one rank apart.
+        world: the current one by default.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range; no client; a score that is no number.
+        LocalProtocolError: this rank serves a buffer of that name already.
+    """
+    world = world or current_world()
+    _check(clients, world, capacity, alpha, in_flight_max, name)
+    store = ReplayStore(capacity, alpha=alpha if prioritized else None, seed=seed)
+    server = _Server(world, tuple(clients), store, score, in_flight_max, name)
+    return await server.serve()
+
+
+def scopes(server: int, name: str) -> tuple[int, int]:
+    """Of a buffer's messages: to the server, and to its clients."""
+    return wire.scope_of((server,), f"replay {name}", 0), wire.scope_of((server,), f"clients of replay {name}", 0)
+
+
+def declare(layout: RowLayout) -> Declare:
+    """A layout as a message."""
+    fields = layout.fields
+    return Declare(
+        layout.form, tuple(f.name for f in fields), tuple(f.dtype for f in fields), tuple(f.shape for f in fields)
+    )
+
+
+def declared(message: Declare) -> RowLayout:
+    """The layout of a message.
+
+    Raises:
+        ValueError: it describes none.
+    """
+    if message.form not in ("tensor", "dict", "tuple") or not message.names:
+        raise ValueError(f"a batch of the form {message.form!r} with {len(message.names)} fields")
+    fields = []
+    for name, dtype, shape in zip(message.names, message.dtypes, message.shapes, strict=True):
+        check_dtype(dtype)
+        if min(shape, default=0) < 0:
+            raise ValueError(f"a field of shape {shape}")
+        fields.append(Field(name, dtype, shape))
+    return RowLayout(message.form, tuple(fields))  # type: ignore[arg-type]  # checked above
+
+
+class _Server:
+    def __init__(
+        self,
+        world: World,
+        clients: tuple[int, ...],
+        store: ReplayStore,
+        score: Score | None,
+        in_flight_max: int,
+        name: str,
+    ) -> None:
+        self._world = world
+        self._store = store
+        self._score = score
+        self._in_flight_max = in_flight_max
+        self._name = name
+        self._layout: RowLayout | None = None
+        self._stale_update_count = 0
+        self._clients = {rank: _Client(rank, is_done=rank in world.gone) for rank in clients}
+        to_server, to_clients = scopes(world.rank, name)
+        # An open, a declaration, grants, cancels, withdrawals and a farewell beside the requests themselves.
+        capacity = 2 * (len(clients) + 1) * (2 * in_flight_max + 8)
+        self._channel: Channel[Any] = world.open_channel(
+            ReplayMessage,
+            tag=tags.REPLAY,
+            scope=to_server,
+            peer_scope=to_clients,
+            name=f"replay {name}",
+            capacity=capacity,
+        )
+        world.on_gone(self._on_gone)
+
+    async def serve(self) -> ReplayStatistics:
+        channel = self._channel
+        try:
+            while not self._is_finished():
+                while (envelope := channel.receive_nowait()) is not None:
+                    self._hear(envelope)
+                self._answer_all()
+                if not self._is_finished():
+                    await self._world.engine.until(self._has_work, f"clients of the replay buffer {self._name!r}")
+        finally:
+            self._world.off_gone(self._on_gone)
+            channel.close()
+        return ReplayStatistics(
+            added={client.rank: client.added_count for client in self._clients.values()},
+            drawn={client.rank: client.drawn_count for client in self._clients.values()},
+            size=self._store.size,
+            evicted_count=self._store.evicted_count,
+            stale_update_count=self._stale_update_count,
+        )
+
+    def _is_finished(self) -> bool:
+        return all(client.is_done for client in self._clients.values())
+
+    def _has_work(self) -> bool:
+        return self._channel.is_ready or self._is_finished()
+
+    def _on_gone(self, rank: int) -> None:
+        if rank in self._clients:  # whoever leaves in order has its answers, and has said so
+            self._finish(self._clients[rank])
+
+    def _finish(self, client: _Client) -> None:
+        client.is_open, client.is_done = False, True
+        client.draws.clear()
+        client.large.clear()
+        client.answers.clear()
+        client.outgoing.clear()
+        for stream in client.streams.values():
+            stream.stop()
+        self._world.engine.recheck()
+
+    # -- what clients say -------------------------------------------------------------------------------------------
+
+    def _hear(self, envelope: Envelope[ReplayMessage]) -> None:
+        client = self._clients.get(envelope.source)
+        if client is None:
+            if isinstance(envelope.message, Open):
+                assigned = sorted(self._clients)
+                reason = (
+                    f"rank {envelope.source} is no client of {self._name!r} on rank {self._world.rank}: {assigned} are"
+                )
+                self._tell(envelope.source, Refused(reason))
+            return
+        if not (client.is_open or isinstance(envelope.message, Open)):
+            return  # meant for a buffer that was here before
+        match envelope.message:
+            case Open():
+                client.is_open = True
+                client.is_done = client.layout_sent = False  # it may have been here before
+                prioritized = self._store.alpha is not None
+                self._tell(client.rank, Welcome(self._store.capacity, self._in_flight_max, prioritized))
+            case Declare() as message:
+                self._on_declare(client, message)
+            case Add() | Update() as message if message.nbytes and not message.data:
+                client.large.append(message)
+                self._receive_next(client)
+            case Add() | Update() as message:
+                self._on_payload(client, message, np.frombuffer(message.data, np.uint8))
+            case Draw() as message:
+                self._on_draw(client, message)
+            case Withdraw(request):
+                self._on_withdraw(client, request)
+            case Grant() as grant:
+                self._on_grant(client, grant, envelope.round)
+            case Cancel(slot):
+                if slot in client.streams:
+                    client.streams[slot].stop()
+            case Bye():
+                self._finish(client)
+
+    def _on_declare(self, client: _Client, message: Declare) -> None:
+        try:
+            layout = declared(message)
+        except ValueError as error:
+            self._tell(client.rank, Refused(f"not a layout: {error}"))
+            return
+        if self._layout is None:
+            self._layout = layout
+        difference = self._layout.difference(layout)
+        if difference is not None:
+            self._tell(client.rank, Refused(f"its items are not like those that {self._name!r} holds: {difference}"))
+
+    def _on_payload(self, client: _Client, message: Add | Update, payload: npt.NDArray[np.uint8]) -> None:
+        """Store the items of an ``Add``, or the priorities of an ``Update``."""
+        layout = self._layout
+        row_nbytes = 8 if isinstance(message, Update) else layout.nbytes if layout is not None else -1
+        has_priorities = isinstance(message, Update) or message.has_priorities
+        end = message.count * row_nbytes
+        if message.count < 0 or len(payload) != end + 8 * message.count * has_priorities or row_nbytes < 0:
+            self._fail(client, message.request, f"{len(payload)} bytes for {message.count} items of {row_nbytes} bytes")
+            return
+        priorities = payload[end:].view(np.float64) if has_priorities else None
+        if priorities is not None and not (np.isfinite(priorities) & (priorities >= 0)).all():
+            self._fail(client, message.request, "a priority is not finite or below zero")
+            return
+        if isinstance(message, Update):
+            assert priorities is not None
+            self._stale_update_count += self._store.update(payload[:end].view(np.int64), priorities)
+            client.answers.append((message.request, None))
+            return
+        assert layout is not None
+        rows = payload[:end].reshape(message.count, row_nbytes)
+        self._store.add(rows, priorities)
+        client.added_count += message.count
+        client.answers.append((message.request, self._score_of(layout, rows)))
+
+    def _score_of(self, layout: RowLayout, rows: npt.NDArray[np.uint8]) -> float | None:
+        value: object = None if self._score is None else self._score(layout.unpack(rows))
+        if value is None:
+            return None
+        if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+            return float(value)
+        raise TypeError(f"score returned a {type(value).__name__}; allowed: a number, a tensor of one element, or None")
+
+    def _receive_next(self, client: _Client) -> None:
+        """Let the next large batch of this client come, one at a time."""
+        if client.large and not client.is_receiving:
+            client.is_receiving = True
+            self._world.spawn_service(
+                self._receive(client, client.large.popleft()), name=f"replay items of rank {client.rank}"
+            )
+
+    async def _receive(self, client: _Client, message: Add | Update) -> None:
+        buffer = np.empty(message.nbytes, np.uint8)
+        cancel = functools.partial(self._cancel, client.rank)
+        try:
+            targets = split(buffer.data, CHUNK_NBYTES)
+            async with self._world.slots.inbound(client.rank, targets, cancel) as stream:
+                grant = Grant(stream.slot, message.nbytes, CHUNK_NBYTES)
+                self._channel.send_nowait(grant, client.rank, round=message.request)
+                await stream.whole()
+            self._world.stream_received_nbytes += message.nbytes
+            self._on_payload(client, message, buffer)
+        except StreamAborted:
+            self._fail(client, message.request, "withdrawn")
+        except RankLostError:
+            self._finish(client)
+        finally:
+            client.is_receiving = False
+        self._receive_next(client)
+        self._answer_all()
+
+    def _cancel(self, rank: int, slot: int) -> None:
+        self._tell(rank, Cancel(slot))
+
+    # -- drawing ----------------------------------------------------------------------------------------------------
+
+    def _on_draw(self, client: _Client, message: Draw) -> None:
+        if message.waits and message.count > self._store.capacity:
+            reason = f"n is {message.count}; {self._name!r} holds at most {self._store.capacity} items"
+            self._fail(client, message.request, reason)
+        elif not self._store.size and not message.waits:
+            self._fail(client, message.request, f"{self._name!r} holds nothing yet", later=True)
+        else:
+            client.draws.append(message)
+
+    def _on_withdraw(self, client: _Client, request: int) -> None:
+        client.outgoing.pop(request, None)
+        for draw in client.draws:
+            if draw.request == request:
+                client.draws.remove(draw)
+                self._fail(client, request, "withdrawn")
+                return
+
+    def _answer_all(self) -> None:
+        """Say of everything that has been added that it has, and give what is asked for and there."""
+        for client in self._clients.values():
+            if client.answers:
+                requests, scores = zip(*client.answers, strict=True)
+                client.answers.clear()
+                self._tell(client.rank, Added(requests, scores))
+            while client.draws and (not client.draws[0].waits or client.draws[0].count <= self._store.size):
+                self._give(client, client.draws.popleft())
+
+    def _give(self, client: _Client, draw: Draw) -> None:
+        assert self._layout is not None, "items without a layout"
+        count = min(draw.count, self._store.size)
+        try:
+            drawn = self._store.sample(count, beta=draw.beta)
+        except ValueError as error:  # no item has a chance
+            self._fail(client, draw.request, str(error))
+            return
+        if not client.layout_sent:
+            client.layout_sent = True
+            self._tell(client.rank, declare(self._layout))
+        client.drawn_count += count
+        parts = (drawn.rows.reshape(-1), drawn.ids.view(np.uint8), drawn.weights.view(np.uint8))
+        payload = np.concatenate(parts)
+        inline = len(payload) <= INLINE_NBYTES_MAX
+        if not inline:
+            client.outgoing[draw.request] = payload
+        self._tell(client.rank, Drawn(draw.request, count, len(payload), payload.tobytes() if inline else b""))
+
+    def _on_grant(self, client: _Client, grant: Grant, request: int) -> None:
+        check_grant(grant, client.rank)
+        payload = client.outgoing.pop(request, None)
+        chunks = []
+        if payload is not None and grant.nbytes == len(payload):
+            chunks = split(payload.data, grant.chunk_nbytes)
+        stream = OutboundStream(self._world.engine, chunks, client.rank, grant.slot)
+        client.streams[grant.slot] = stream
+        self._world.spawn_service(self._send(client, grant.slot, stream, bool(chunks)), name="drawn items")
+
+    async def _send(self, client: _Client, slot: int, stream: OutboundStream, has_items: bool) -> None:
+        try:
+            await (stream.run() if has_items else stream.abort())
+        except RankLostError:
+            self._finish(client)
+        finally:
+            self._world.stream_sent_nbytes += stream.sent_nbytes
+            if client.streams.get(slot) is stream:  # the slot may be in use again already
+                del client.streams[slot]
+
+    # -- answering --------------------------------------------------------------------------------------------------
+
+    def _fail(self, client: _Client, request: int, reason: str, *, later: bool = False) -> None:
+        self._tell(client.rank, Failed(request, later, reason))
+
+    def _tell(self, rank: int, message: Any) -> None:
+        try:
+            self._channel.send_nowait(message, rank)
+        except RankLostError as error:
+            logger.info("replay buffer %r: %s", self._name, error)
+            if rank in self._clients:
+                self._finish(self._clients[rank])
+
+
+def _check(clients: Sequence[int], world: World, capacity: int, alpha: float, in_flight_max: int, name: str) -> None:
+    if not clients:
+        raise ValueError("clients is empty; a replay buffer without clients serves nobody")
+    wrong = [rank for rank in clients if type(rank) is not int or not 0 <= rank < world.size]
+    if wrong or len(set(clients)) != len(clients):
+        raise ValueError(f"clients is {list(clients)}; allowed: ranks from 0 to {world.size - 1}, each once")
+    for option, value in (("capacity", capacity), ("in_flight_max", in_flight_max)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{option} is {value!r}; allowed: a whole number from 1")
+    if not 0 <= alpha < float("inf"):
+        raise ValueError(f"alpha is {alpha!r}; allowed: a number from 0")
+    if not isinstance(name, str):
+        raise TypeError(f"name is {name!r}; allowed: a string")

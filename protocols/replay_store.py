@@ -1,0 +1,327 @@
+"""What a replay buffer holds and how it chooses: plain synchronous objects, no messages.
+
+An **item** is one row of a batch: the same index of the leading dimension of each of its tensors. A
+:class:`RowLayout` turns batches into rows of bytes and back, so a :class:`ReplayStore` is one matrix of bytes, whatever
+the tensors are, and what it stores or gives out is one copy.
+
+Sampling is with replacement: uniform, or proportional to priority^alpha with importance weights (Schaul et al.,
+"Prioritized Experience Replay", ICLR 2016, section 3.3 and 3.4).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Batch: TypeAlias = torch.Tensor | Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
+Rows: TypeAlias = npt.NDArray[np.uint8]
+Form: TypeAlias = Literal["tensor", "dict", "tuple"]
+
+#: Priorities are summed block by block, so that one item costs one small sum, and nothing ever drifts.
+_BLOCK: Final = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One tensor of a batch, without its leading dimension."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one item's part."""
+        return _dtype(self.dtype).itemsize * math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.name or 'the tensor'}: {self.dtype} {self.shape}"
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """How an item lies in a row of bytes: its fields one after the other.
+
+    Attributes:
+        form: what a batch is: one tensor, a dict of them by name, or a tuple.
+        fields: in order; a tuple's are named by their index.
+    """
+
+    form: Form
+    fields: tuple[Field, ...]
+
+    @classmethod
+    def of(cls, batch: Batch) -> RowLayout:
+        """The layout of ``batch``.
+
+        Raises:
+            TypeError: it is none of the three forms, or holds something else than dense tensors in CPU memory.
+            ValueError: it is empty, or its tensors have no leading dimension in common.
+        """
+        form, parts = _parts(batch)
+        if not parts:
+            raise ValueError("a batch without tensors; at least one is needed")
+        lengths = set()
+        for name, tensor in parts.items():
+            if not (isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_quantized):
+                raise TypeError(f"batch{_where(name)} is a {type(tensor).__name__}; allowed are dense tensors")
+            if tensor.device.type != "cpu":
+                raise TypeError(f"batch{_where(name)} is on {tensor.device}; a batch is in CPU memory")
+            if tensor.ndim == 0:
+                raise ValueError(f"batch{_where(name)} has no leading dimension; items are its rows")
+            lengths.add(tensor.shape[0])
+        if len(lengths) > 1:
+            sizes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in parts.items())
+            raise ValueError(f"the tensors of a batch have the same leading dimension; these differ: {sizes}")
+        fields = tuple(
+            Field(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:]))
+            for name, tensor in parts.items()
+        )
+        return cls(form, fields)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one item."""
+        return sum(field.nbytes for field in self.fields)
+
+    def fits(self, batch: Batch) -> bool:
+        """Whether ``batch`` has this layout: :meth:`of` and a comparison, in a quarter of the time."""
+        form, parts = _parts(batch)
+        if form != self.form or len(parts) != len(self.fields):
+            return False
+        lengths = set()
+        for (name, tensor), field in zip(parts.items(), self.fields, strict=True):
+            if not (
+                name == field.name
+                and isinstance(tensor, torch.Tensor)
+                and tensor.dtype is _dtype(field.dtype)
+                and tensor.layout == torch.strided
+                and tensor.is_cpu
+                and tensor.ndim
+                and tensor.shape[1:] == field.shape
+            ):
+                return False
+            lengths.add(len(tensor))
+        return len(lengths) == 1
+
+    def pack(self, batch: Batch) -> Rows:
+        """The rows of a batch of this layout: (items, ``nbytes``)."""
+        columns = []
+        for tensor, field in zip(_parts(batch)[1].values(), self.fields, strict=True):
+            if tensor.numel():
+                columns.append(_as_bytes(tensor.detach().contiguous().view(len(tensor), -1)))
+            else:
+                columns.append(np.empty((len(tensor), field.nbytes), np.uint8))
+        return columns[0] if len(columns) == 1 else np.concatenate(columns, axis=1)
+
+    def unpack(self, rows: Rows) -> Batch:
+        """The batch that was packed, in tensors of its own."""
+        parts, start = {}, 0
+        for field in self.fields:
+            tensor = torch.empty((len(rows), *field.shape), dtype=_dtype(field.dtype))
+            if tensor.numel():
+                _as_bytes(tensor.view(len(rows), -1))[...] = rows[:, start : start + field.nbytes]
+            start += field.nbytes
+            parts[field.name] = tensor
+        if self.form == "tensor":
+            return next(iter(parts.values()))
+        return parts if self.form == "dict" else tuple(parts.values())
+
+    def difference(self, other: RowLayout) -> str | None:
+        """The first thing in which ``other`` differs, in words; None if it does not."""
+        if self.form != other.form:
+            return f"a batch is a {other.form} here and a {self.form} there"
+        theirs = {field.name: field for field in other.fields}
+        for field in self.fields:
+            if field.name not in theirs:
+                return f"{field.name!r} is missing"
+            if theirs[field.name] != field:
+                return f"{theirs[field.name]} here and {field} there"
+        extra = [field.name for field in other.fields if field.name not in {mine.name for mine in self.fields}]
+        if extra:
+            return f"{extra[0]!r} is unknown there"
+        return None if self == other else "the fields come in another order"
+
+
+def check_dtype(name: str) -> None:
+    """Refuse a name that is no torch dtype. Raises ValueError."""
+    if not isinstance(getattr(torch, name, None), torch.dtype):
+        raise ValueError(f"{name!r} is no dtype of torch")
+
+
+def _parts(batch: Any) -> tuple[Form, dict[str, Any]]:
+    if isinstance(batch, torch.Tensor):
+        return "tensor", {"": batch}
+    if isinstance(batch, Mapping):
+        wrong = [name for name in batch if not isinstance(name, str)]
+        if wrong:
+            raise TypeError(f"batch has the key {wrong[0]!r}; keys are strings")
+        return "dict", dict(batch)
+    if isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
+        return "tuple", {str(index): tensor for index, tensor in enumerate(batch)}
+    raise TypeError(f"batch is a {type(batch).__name__}; allowed are a tensor, a dict of tensors by name, or a tuple")
+
+
+def _where(name: str) -> str:
+    return f"[{name!r}]" if name else ""
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _as_bytes(flat: torch.Tensor) -> Rows:
+    rows: Rows = flat.view(torch.uint8).numpy()
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Items that were sampled.
+
+    Attributes:
+        ids: int64 (n,): what each is called in ``update_priorities``.
+        weights: float64 (n,): importance weights, the largest possible being 1; all 1 where sampling is uniform.
+        rows: uint8 (n, bytes of an item).
+    """
+
+    ids: npt.NDArray[np.int64]
+    weights: npt.NDArray[np.float64]
+    rows: Rows
+
+
+class ReplayStore:
+    """A bounded number of items; the oldest make room for new ones.
+
+    Args:
+        capacity: items that it holds at most.
+        alpha: how much priorities count, from 0 (not at all) upwards; None for uniform sampling without priorities.
+        seed: of what is drawn.
+    """
+
+    def __init__(self, capacity: int, *, alpha: float | None, seed: int) -> None:
+        self.capacity = capacity
+        self.alpha = alpha
+        self.added_count = 0
+        self._random = np.random.default_rng(seed)
+        self._rows: Rows | None = None
+        self._priorities = _Priorities(capacity) if alpha is not None else None
+        self._largest = 1.0
+
+    @property
+    def size(self) -> int:
+        """Items that it holds."""
+        return min(self.added_count, self.capacity)
+
+    @property
+    def evicted_count(self) -> int:
+        """Items that have made room for others."""
+        return self.added_count - self.size
+
+    def add(self, rows: Rows, priorities: npt.NDArray[np.float64] | None = None) -> None:
+        """Take items in. Those without a priority get the largest one so far, so that each is seen soon.
+
+        Args:
+            rows: (n, bytes of an item); of more than ``capacity`` the last stay.
+            priorities: float64 (n,), finite and not negative.
+        """
+        if self._rows is None:
+            self._rows = np.zeros((self.capacity, rows.shape[1]), np.uint8)
+        first = self.added_count
+        self.added_count += len(rows)
+        start = first % self.capacity
+        if start + len(rows) <= self.capacity:
+            self._rows[start : start + len(rows)] = rows
+            if self._priorities is None:
+                return
+        skipped = max(0, len(rows) - self.capacity)
+        places = np.arange(first + skipped, self.added_count) % self.capacity
+        self._rows[places] = rows[skipped:]
+        if self._priorities is not None:
+            if priorities is None:
+                self._priorities.set(places, self._largest)
+            else:
+                self._set_priorities(places, priorities[skipped:])
+
+    def sample(self, n: int, *, beta: float = 0.4) -> Drawn:
+        """Draw ``n`` items with replacement; there is at least one.
+
+        Args:
+            n: how many.
+            beta: how much of the bias of unequal chances the weights undo, 0 (nothing) to 1 (all).
+        """
+        assert self._rows is not None and self.size, "asked for items of an empty store"
+        if self._priorities is None:
+            places = self._random.integers(self.size, size=n)
+            weights = np.ones(n)
+        else:
+            places = self._priorities.draw(self._random.random(n))
+            weights = self._weights(places, beta)
+        newest = self.added_count - 1
+        ids = newest - (newest - places) % self.capacity
+        return Drawn(ids, weights, self._rows[places])
+
+    def update(self, ids: npt.NDArray[np.int64], priorities: npt.NDArray[np.float64]) -> int:
+        """Give items new priorities, float64 (n,); how many of them are gone already, or never were."""
+        known = (ids >= self.evicted_count) & (ids < self.added_count)
+        if self._priorities is not None:
+            self._set_priorities(ids[known] % self.capacity, priorities[known])
+        return int(len(ids) - known.sum())
+
+    def _set_priorities(self, places: npt.NDArray[np.int64], priorities: npt.NDArray[np.float64]) -> None:
+        assert self._priorities is not None and self.alpha is not None, "uniform sampling has no priorities"
+        if len(places):
+            powers = np.power(priorities, self.alpha)
+            self._largest = max(self._largest, float(powers.max()))
+            self._priorities.set(places, powers)
+
+    def _weights(self, places: npt.NDArray[np.int64], beta: float) -> npt.NDArray[np.float64]:
+        """(size * chance)^-beta, over the same of the least likely item that has a chance at all."""
+        assert self._priorities is not None
+        smallest = self._priorities.smallest(self.size)
+        return np.asarray((smallest / self._priorities.of(places)) ** beta, np.float64)
+
+
+class _Priorities:
+    """Numbers by place, and draws in proportion to them."""
+
+    def __init__(self, capacity: int) -> None:
+        block_count = -(-capacity // _BLOCK)
+        self._values = np.zeros((block_count, _BLOCK))
+        self._flat = self._values.reshape(-1)
+        self._sums = np.zeros(block_count)
+
+    def of(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        return self._flat[places]
+
+    def set(self, places: npt.NDArray[np.int64], values: Any) -> None:
+        self._flat[places] = values
+        blocks = np.unique(places // _BLOCK)
+        self._sums[blocks] = self._values[blocks].sum(axis=1)
+
+    def smallest(self, size: int) -> float:
+        """The smallest above zero; 1 if there is none."""
+        held = self._flat[:size]
+        held = held[held > 0]
+        return float(held.min()) if len(held) else 1.0
+
+    def draw(self, at: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+        """The places at these fractions (0 to 1) of the total; if all are zero, nothing is likelier than another."""
+        bounds = np.cumsum(self._sums)
+        if not bounds[-1] > 0:
+            raise ValueError("every priority is zero; at least one must be above")
+        wanted = at * bounds[-1]
+        blocks = np.minimum(np.searchsorted(bounds, wanted, side="right"), np.flatnonzero(self._sums)[-1])
+        inside = np.cumsum(self._values[blocks], axis=1)
+        rest = wanted - (bounds[blocks] - self._sums[blocks])
+        # Rounding may put a number a hair beyond its block's end; the last place with a chance is meant then.
+        columns = (inside <= rest[:, None]).sum(axis=1)
+        last = _BLOCK - 1 - (self._values[blocks][:, ::-1] > 0).argmax(axis=1)
+        return np.asarray(blocks * _BLOCK + np.minimum(columns, last), np.int64)

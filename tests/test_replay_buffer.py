@@ -1,0 +1,382 @@
+"""Replay buffers on the local transport and simulated; what real processes show is in ``scripts/replay.py``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.mpi import require_mpi, run_ranks
+
+import asyncdist as ad
+from asyncdist.simulation.faults import Kill
+from protocols import ReplayBuffer, Sample, serve_replay_buffer
+
+Main = Callable[[ad.World], Coroutine[Any, Any, Any]]
+SCRIPT = Path(__file__).parent / "scripts" / "replay.py"
+
+
+def on_ranks(ranks: int, client: Callable[[ad.World, ReplayBuffer], Coroutine[Any, Any, Any]], **options: Any) -> Main:
+    """The last rank serves, the others are clients of one buffer each."""
+
+    async def main(world: ad.World) -> Any:
+        if world.rank == ranks - 1:
+            return await serve_replay_buffer(range(ranks - 1), **{"capacity": 1000, **options})
+        async with ReplayBuffer(ranks - 1) as buffer:
+            return await client(world, buffer)
+
+    return main
+
+
+def run(ranks: int, client: Callable[[ad.World, ReplayBuffer], Coroutine[Any, Any, Any]], **options: Any) -> list[Any]:
+    return ad.run_local(on_ranks(ranks, client, **options), ranks=ranks, strict=True)
+
+
+def batch_of(rank: int, numbers: list[int]) -> dict[str, torch.Tensor]:
+    return {"rank": torch.full((len(numbers),), rank), "number": torch.tensor(numbers, dtype=torch.int32)}
+
+
+async def add_everything(world: ad.World, buffer: ReplayBuffer, count: int, size: int) -> None:
+    """``count`` batches of ``size`` items, all at once."""
+    numbers = [[batch * size + item for item in range(size)] for batch in range(count)]
+    async with asyncio.TaskGroup() as tasks:
+        for some in numbers:
+            tasks.create_task(buffer.add(batch_of(world.rank, some)))
+
+
+# -- adding and drawing -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 7, 6000])
+def test_every_item_is_stored_once_and_drawn_as_it_was_sent(size: int) -> None:
+    """6,000 items of 12 bytes go as streams, both ways."""
+    seen: list[tuple[int, int]] = []
+
+    def note(batch: Any) -> float:
+        seen.extend(zip(batch["rank"].tolist(), batch["number"].tolist(), strict=True))
+        return float(batch["number"][0])
+
+    async def client(world: ad.World, buffer: ReplayBuffer) -> Sample:
+        for batch in range(10):
+            first = batch * size
+            assert await buffer.add(batch_of(world.rank, list(range(first, first + size)))) == float(first)
+        await ad.barrier(group=await ad.new_group([0, 1, 2]))
+        return await buffer.sample(5000, wait=False)
+
+    *samples, statistics = run(4, client, capacity=30 * size, score=note)
+    expected = {(rank, number) for rank in range(3) for number in range(10 * size)}
+    assert sorted(seen) == sorted(expected)
+    assert statistics.added == dict.fromkeys(range(3), 10 * size)
+    assert (statistics.size, statistics.evicted_count) == (30 * size, 0)
+    for sample in samples:
+        drawn = list(zip(sample.batch["rank"].tolist(), sample.batch["number"].tolist(), strict=True))
+        assert len(drawn) == min(5000, 30 * size)
+        assert set(drawn) <= expected
+        assert sample.batch["number"].dtype == torch.int32
+        assert (sample.weights == 1).all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_simulated_with_tasks_that_add_and_draw_at_once(seed: int) -> None:
+    async def client(world: ad.World, buffer: ReplayBuffer) -> int:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(add_everything(world, buffer, 100, 3))
+            draws = [tasks.create_task(buffer.sample(1 + 40 * index)) for index in range(5)]
+        for index, draw in enumerate(draws):
+            numbers = draw.result().batch["number"]
+            assert len(numbers) == 1 + 40 * index
+            assert 0 <= int(numbers.min()) <= int(numbers.max()) < 300
+        return 1
+
+    report = ad.simulate(on_ranks(5, client, in_flight_max=4, prioritized=True), ranks=5, seed=seed, strict=True)
+    report.value()
+    statistics = report.results[4]
+    assert statistics.added == dict.fromkeys(range(4), 300)
+    assert statistics.drawn == dict.fromkeys(range(4), 1 + 41 + 81 + 121 + 161)
+    assert statistics.evicted_count == 200
+
+
+def test_a_fast_client_waits_in_place_of_filling_the_server() -> None:
+    """A hundred thousand adds at once; never more than four on their way, whatever the server has to do."""
+    unanswered = most = 0
+
+    async def client(world: ad.World, buffer: ReplayBuffer) -> None:
+        nonlocal unanswered, most
+        send = buffer._channel.send_nowait
+
+        def counting(message: Any, dest: int, **options: Any) -> None:
+            nonlocal unanswered, most
+            unanswered += type(message).__name__ == "Add"
+            most = max(most, unanswered)
+            send(message, dest, **options)
+
+        buffer._channel.send_nowait = counting
+
+        async def add(number: int) -> None:
+            nonlocal unanswered
+            await buffer.add(batch_of(0, [number]))
+            unanswered -= 1
+
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(2000):
+                tasks.create_task(add(number))
+
+    _, statistics = run(2, client, in_flight_max=4)
+    assert statistics.added == {0: 2000}
+    assert most <= 4
+
+
+def test_a_draw_waits_until_there_are_enough() -> None:
+    async def client(world: ad.World, buffer: ReplayBuffer) -> list[int]:
+        if world.rank == 0:
+            return [len((await buffer.sample(5)).batch["number"]), len((await buffer.sample(9)).batch["number"])]
+        with pytest.raises(ad.BusyError, match="holds nothing yet"):
+            await buffer.sample(3, wait=False)
+        for number in range(9):
+            await buffer.add(batch_of(1, [number]))
+            await world.sleep(0.001)
+        return [len((await buffer.sample(100, wait=False)).ids)]
+
+    assert run(3, client)[:2] == [[5, 9], [9]]
+
+
+def test_several_buffer_ranks_serve_their_own_clients() -> None:
+    async def main(world: ad.World) -> Any:
+        if world.rank >= 4:
+            clients = (0, 1) if world.rank == 4 else (2, 3)
+            return await serve_replay_buffer(clients, capacity=50)
+        async with ReplayBuffer(4 + world.rank // 2) as buffer:
+            await add_everything(world, buffer, 5, 2)
+            drawn = await buffer.sample(20)
+        return set(drawn.batch["rank"].tolist())
+
+    *clients, first, second = ad.run_local(main, ranks=6, strict=True)
+    assert first.added == {0: 10, 1: 10}
+    assert second.added == {2: 10, 3: 10}
+    assert all(ranks <= ({0, 1} if rank < 2 else {2, 3}) for rank, ranks in enumerate(clients))
+
+
+def test_two_buffers_of_one_rank_and_one_after_the_other() -> None:
+    async def main(world: ad.World) -> Any:
+        if world.rank == 1:
+            both = await asyncio.gather(
+                serve_replay_buffer([0], capacity=5, name="a"), serve_replay_buffer([0], capacity=5, name="b")
+            )
+            return [*both, await serve_replay_buffer([0], capacity=5, name="a")]
+        for number in range(2):
+            async with ReplayBuffer(1, name="a") as buffer:
+                await buffer.add(torch.full((2,), number))
+                if number == 0:
+                    async with ReplayBuffer(1, name="b") as other:
+                        await other.add(torch.ones(3, 3))
+                    first = (await buffer.sample(2)).batch
+        return first
+
+    first, (one, two, three) = ad.run_local(main, ranks=2, strict=True)
+    assert set(first.tolist()) == {0}
+    assert [statistics.added for statistics in (one, two, three)] == [{0: 2}, {0: 3}, {0: 2}]
+
+
+def test_priorities_travel_and_can_be_changed() -> None:
+    async def client(world: ad.World, buffer: ReplayBuffer) -> list[set[int]]:
+        async def drawn(n: int) -> set[int]:
+            return {int(value) for _ in range(20) for value in (await buffer.sample(n)).batch}
+
+        found = []
+        await buffer.add(torch.arange(4), priorities=torch.tensor([0.0, 1.0, 0.0, 0.0]))
+        found.append(await drawn(4))
+        await buffer.update_priorities([0, 1, 3], [2.0, 0.0, 2.0])
+        found.append(await drawn(4))
+        await buffer.add(torch.arange(8000), priorities=torch.cat([torch.zeros(7999), torch.ones(1)]))
+        await buffer.update_priorities(torch.arange(4), torch.zeros(4))
+        found.append(await drawn(5000))
+        await buffer.update_priorities(torch.arange(8004), torch.arange(8004) == 4)
+        found.append(await drawn(5000))
+        return found
+
+    found, statistics = run(2, client, prioritized=True, capacity=9000)
+    assert found == [{1}, {0, 3}, {7999}, {0}]
+    assert statistics.stale_update_count == 0
+
+
+# -- ends -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("size", [1, 4000])
+def test_cancelled_requests_leave_nothing_behind(seed: int, size: int) -> None:
+    """Each is stored whole or not at all; ``strict`` names what is left over."""
+
+    async def client(world: ad.World, buffer: ReplayBuffer) -> int:
+        done = 0
+        for number in range(30):
+            request: Any = (
+                buffer.sample(1 + number * size // 10) if number % 3 == 2 else buffer.add(torch.zeros(size, 2))
+            )
+            task = asyncio.create_task(request)
+            await world.sleep(0.00002 * number)
+            task.cancel()
+            await asyncio.wait([task])
+            done += not task.cancelled()
+        await buffer.add(torch.ones(1, 2))
+        return done
+
+    report = ad.simulate(on_ranks(4, client, capacity=100_000), ranks=4, seed=seed, strict=True)
+    report.value()
+    assert all(count % size == 1 % size for count in report.results[3].added.values())
+
+
+@pytest.mark.parametrize("at", [5, 40, 90])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_client_that_dies_does_not_keep_the_server(seed: int, at: int) -> None:
+    async def client(world: ad.World, buffer: ReplayBuffer) -> None:
+        for _ in range(40):
+            await buffer.add(torch.zeros(5000 if world.rank == 1 else 1, 2))
+            await buffer.sample(3000, wait=False)
+
+    report = ad.simulate(on_ranks(4, client, capacity=9000), ranks=4, seed=seed, faults=[Kill(1, at_turn=at)])
+    statistics = report.results[3]
+    assert statistics.added[0] == statistics.added[2] == 40
+    assert statistics.added[1] < 200_000
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_clients_of_a_server_that_dies_are_told(seed: int) -> None:
+    async def client(world: ad.World, buffer: ReplayBuffer) -> int:
+        added = 0
+        with pytest.raises((ad.ClosedError, ad.RankLostError)):
+            while True:
+                await buffer.add(torch.zeros(3000, 4))
+                added += 1
+        with pytest.raises((ad.ClosedError, ad.RankLostError)):
+            await buffer.sample(1)
+        return added
+
+    report = ad.simulate(on_ranks(3, client), ranks=3, seed=seed, faults=[Kill(2, at_turn=60)])
+    assert [report.results[rank] >= 0 for rank in (0, 1)] == [True, True]
+
+
+def test_an_exception_in_the_block_does_not_wait_for_answers() -> None:
+    async def main(world: ad.World) -> Any:
+        if world.rank == 1:
+            return await serve_replay_buffer([0], capacity=5)
+        with pytest.raises(KeyError):
+            async with ReplayBuffer(1) as buffer:
+                waiting = asyncio.create_task(buffer.sample(3))
+                await asyncio.sleep(0)
+                raise KeyError("mine")
+        with pytest.raises(ad.ClosedError, match="was left"):
+            await waiting
+        return None
+
+    ad.run_local(main, ranks=2, strict=True)
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_arguments_are_named() -> None:
+    async def client(world: ad.World, buffer: ReplayBuffer) -> None:
+        assert buffer.capacity == 1000
+        await buffer.add(torch.ones(3, 2))
+        for batch, words in ((torch.ones(3, 3), "unlike the first"), (torch.ones(2, 2).double(), "float64")):
+            with pytest.raises(ValueError, match=words):
+                await buffer.add(batch)
+        with pytest.raises(ValueError, match="n is 0; allowed: a whole number from 1"):
+            await buffer.sample(0)
+        with pytest.raises(ad.LocalProtocolError, match="n is 1001; 'replay' holds at most 1000 items"):
+            await buffer.sample(1001)
+        with pytest.raises(ValueError, match="beta is 2"):
+            await buffer.sample(1, beta=2)
+        with pytest.raises(ValueError, match="this buffer draws uniformly"):
+            await buffer.add(torch.ones(1, 2), priorities=[1.0])
+        with pytest.raises(ValueError, match="this buffer draws uniformly"):
+            await buffer.update_priorities([0], [1.0])
+        with pytest.raises(ad.LocalProtocolError, match="is entered once"):
+            await buffer.__aenter__()
+
+    run(2, client)
+
+
+def test_wrong_priorities_are_named() -> None:
+    async def client(world: ad.World, buffer: ReplayBuffer) -> None:
+        for wrong, words in (([1.0], "1 priorities for 2 items"), ([1.0, -1.0], "-1.0"), ([1.0, torch.nan], "nan")):
+            with pytest.raises(ValueError, match=words):
+                await buffer.add(torch.ones(2), priorities=wrong)
+        await buffer.add(torch.ones(2), priorities=[0, 0])
+        with pytest.raises(ad.LocalProtocolError, match="every priority is zero"):
+            await buffer.sample(1)
+
+    run(2, client, prioritized=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"clients": []}, "clients is empty; a replay buffer without clients serves nobody"),
+        ({"clients": [0, 0]}, r"clients is \[0, 0\]; allowed: ranks from 0 to 1, each once"),
+        ({"clients": [5]}, r"clients is \[5\]"),
+        ({"capacity": 0}, "capacity is 0; allowed: a whole number from 1"),
+        ({"in_flight_max": 1.5}, "in_flight_max is 1.5"),
+        ({"alpha": -1}, "alpha is -1; allowed: a number from 0"),
+        ({"name": 3}, "name is 3; allowed: a string"),
+    ],
+)
+def test_a_server_refuses_wrong_options(options: dict[str, Any], words: str) -> None:
+    async def main(world: ad.World) -> None:
+        with pytest.raises((ValueError, TypeError), match=words):
+            await serve_replay_buffer(**{"clients": [0], "capacity": 5, **options})
+
+    ad.run_local(main, ranks=2, strict=True)
+
+
+def test_a_rank_that_is_no_client_is_refused_and_unlike_items_too() -> None:
+    async def main(world: ad.World) -> None:
+        if world.rank == 3:
+            await serve_replay_buffer([0, 1], capacity=5)
+        elif world.rank == 2:
+            with pytest.raises(ad.DisagreementError, match=r"rank 2 is no client of 'replay' on rank 3: \[0, 1\] are"):
+                async with ReplayBuffer(3):
+                    pass
+        else:
+            async with ReplayBuffer(3) as buffer:
+                if world.rank == 0:
+                    await buffer.add(torch.ones(2))
+                await ad.barrier(group=await ad.new_group([0, 1]))
+                if world.rank == 1:
+                    with pytest.raises(ad.DisagreementError, match="float64"):
+                        await buffer.add(torch.ones(2).double())
+
+    ad.run_local(main, ranks=4, strict=True)
+
+
+def test_a_server_that_never_serves_is_named() -> None:
+    async def main(world: ad.World) -> None:
+        if world.rank == 0:
+            with pytest.raises(ad.StartTimeoutError, match=r"rank 1 served no replay buffer 'x' within 0\.3 s"):
+                async with ReplayBuffer(1, name="x", start_timeout_s=0.3):
+                    pass
+        await ad.barrier()
+
+    ad.run_local(main, ranks=2)
+
+
+def test_a_score_that_is_no_number_ends_the_job() -> None:
+    async def client(world: ad.World, buffer: ReplayBuffer) -> None:
+        await buffer.add(torch.ones(2))
+
+    with pytest.raises(TypeError, match="score returned a str; allowed: a number, a tensor of one element, or None"):
+        run(2, client, score=lambda _: "good")
+
+
+# -- real processes ---------------------------------------------------------------------------------------------------
+
+
+def test_under_mpi() -> None:
+    require_mpi()
+    result = run_ranks(4, SCRIPT, timeout_s=100).check()
+    assert result.reports[3] == {"added": [300, 300, 300], "size": 900, "seen": 900}
+    assert all(result.reports[rank] == "every item as it was sent" for rank in range(3))

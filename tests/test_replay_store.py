@@ -1,0 +1,184 @@
+"""What a replay buffer holds and how it chooses, against numpy and against counting."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocols.replay_store import ReplayStore, RowLayout
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)
+
+
+def rows_of(values: list[int]) -> Any:
+    return np.asarray(values, np.int64).reshape(-1, 1).view(np.uint8)
+
+
+def values_of(rows: Any) -> list[int]:
+    return [int(value) for value in np.ascontiguousarray(rows).view(np.int64).reshape(-1)]
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3,), (1, 2, 2), (4, 0), (0, 5), (2, 1)])
+def test_a_tensor_comes_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    batch = torch.randint(0, 2, shape).to(dtype)
+    layout = RowLayout.of(batch)
+    rows = layout.pack(batch)
+    assert rows.shape == (shape[0], layout.nbytes)
+    back = layout.unpack(rows)
+    assert isinstance(back, torch.Tensor)
+    assert back.dtype == dtype
+    assert torch.equal(back, batch)
+    assert back.numel() == 0 or back.data_ptr() != batch.data_ptr()
+
+
+def test_dicts_and_tuples_keep_their_form_names_and_order() -> None:
+    state, reward = torch.arange(6.0).view(3, 2).t().contiguous().t(), torch.tensor([1, 2, 3], dtype=torch.int16)
+    named = {"state": state, "reward": reward}
+    layout = RowLayout.of(named)
+    assert layout.nbytes == 10
+    back = layout.unpack(layout.pack(named)[1:])
+    assert isinstance(back, dict)
+    assert list(back) == ["state", "reward"]
+    assert torch.equal(back["state"], state[1:])
+    assert torch.equal(back["reward"], reward[1:])
+    pair = RowLayout.of((state, reward))
+    back = pair.unpack(pair.pack((state, reward)))
+    assert isinstance(back, tuple)
+    assert torch.equal(back[1], reward)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (torch.ones(2, 3), "a batch is a tensor here and a dict there"),
+        ({"a": torch.ones(2, 3)}, "'b' is missing"),
+        ({"a": torch.ones(2, 4), "b": torch.ones(2)}, r"a: float32 \(4,\) here and a: float32 \(3,\) there"),
+        ({"a": torch.ones(2, 3).double(), "b": torch.ones(2)}, "a: float64"),
+        ({"a": torch.ones(2, 3), "b": torch.ones(2), "c": torch.ones(2)}, "'c' is unknown there"),
+        ({"b": torch.ones(2), "a": torch.ones(2, 3)}, "another order"),
+    ],
+)
+def test_the_first_difference_is_named(other: Any, words: str) -> None:
+    layout = RowLayout.of({"a": torch.ones(5, 3), "b": torch.ones(5)})
+    difference = layout.difference(RowLayout.of(other))
+    assert difference is not None
+    assert re.search(words, difference), difference
+    assert not layout.fits(other)
+
+
+def test_a_batch_that_fits_is_known_at_once() -> None:
+    layout = RowLayout.of({"a": torch.ones(5, 3), "b": torch.ones(5)})
+    assert layout.fits({"a": torch.ones(7, 3), "b": torch.ones(7)})
+    assert not layout.fits({"a": torch.ones(7, 3), "b": torch.ones(6)})
+    assert not layout.fits({"a": torch.ones(7, 3), "b": None})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ("text", "batch is a str; allowed are a tensor, a dict of tensors by name, or a tuple"),
+        (3, "batch is a int"),
+        ({}, "a batch without tensors"),
+        ((), "a batch without tensors"),
+        (torch.tensor(1.0), "batch has no leading dimension"),
+        ({"x": torch.ones(2), "y": torch.ones(3)}, r"differ: x \(2,\), y \(3,\)"),
+        ({"x": [1, 2]}, r"batch\['x'\] is a list; allowed are dense tensors"),
+        ({1: torch.ones(1)}, "batch has the key 1; keys are strings"),
+        ((torch.ones(2).to_sparse(),), r"batch\['0'\] is a Tensor; allowed are dense tensors"),
+        (torch.ones(2, device="meta"), "batch is on meta; a batch is in CPU memory"),
+    ],
+)
+def test_what_is_no_batch_is_refused(batch: Any, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        RowLayout.of(batch)
+
+
+# -- the store --------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 7), st.sampled_from([None, 0.7]))
+def test_it_holds_the_last_ones_and_gives_nothing_else(sizes: list[int], capacity: int, alpha: float | None) -> None:
+    store = ReplayStore(capacity, alpha=alpha, seed=1)
+    model: deque[int] = deque(maxlen=capacity)
+    count = 0
+    for size in sizes:
+        values = list(range(count, count + size))
+        count += size
+        model.extend(values)
+        store.add(rows_of(values))
+        assert store.size == len(model)
+        assert store.evicted_count == count - len(model)
+        if model:
+            drawn = store.sample(64)
+            assert set(values_of(drawn.rows)) <= set(model)
+            assert values_of(drawn.rows) == drawn.ids.tolist(), "the n-th item ever is called n"
+            assert (drawn.weights == 1).all()
+
+
+def test_uniform_draws_are_uniform_and_repeat_with_the_seed() -> None:
+    def draws(seed: int) -> list[int]:
+        store = ReplayStore(10, alpha=None, seed=seed)
+        store.add(rows_of(list(range(10))))
+        return values_of(store.sample(20_000).rows)
+
+    assert draws(1) == draws(1) != draws(2)
+    counts = np.bincount(draws(1))
+    assert len(counts) == 10
+    assert (abs(counts - 2000) < 5 * 2000**0.5).all(), counts
+
+
+@pytest.mark.parametrize("count", [6, 2000])
+def test_prioritised_draws_follow_the_priorities(count: int) -> None:
+    store = ReplayStore(count, alpha=0.5, seed=3)
+    priorities = np.arange(count, dtype=np.float64) % 5
+    store.add(rows_of(list(range(count))), priorities)
+    drawn = store.sample(60_000, beta=0.7)
+    chances = np.sqrt(priorities)
+    chances /= chances.sum()
+    assert not (priorities[drawn.ids] == 0).any(), "what has no chance is never drawn"
+    for level in range(1, 5):
+        expected = 60_000 * chances[priorities == level].sum()
+        assert abs((priorities[drawn.ids] == level).sum() - expected) < 6 * expected**0.5
+    # Schaul et al., section 3.4: (N * P)^-beta, over the largest
+    weights = (count * chances[drawn.ids]) ** -0.7 / (count * chances[chances > 0].min()) ** -0.7
+    assert np.allclose(drawn.weights, weights, rtol=1e-12)
+    assert drawn.weights.max() <= 1.0
+
+
+def test_new_items_have_the_largest_priority_so_far_and_updates_count() -> None:
+    store = ReplayStore(4, alpha=1.0, seed=0)
+    store.add(rows_of([0, 1]), np.array([8.0, 0.0]))
+    store.add(rows_of([2]))
+    drawn = values_of(store.sample(4000).rows)
+    assert 1 not in drawn
+    assert abs(drawn.count(2) - 2000) < 200
+    assert store.update(np.array([0, 1, 2, 3, 77]), np.array([0.0, 1.0, 0.0, 9.0, 9.0])) == 2, "two that do not exist"
+    assert set(values_of(store.sample(100).rows)) == {1}
+    store.add(rows_of([3, 4, 5]), np.array([0.0, 0.0, 3.0]))
+    assert store.update(np.array([0, 1]), np.array([5.0, 5.0])) == 2, "two that have made room"
+    assert set(values_of(store.sample(100).rows)) == {5}
+
+
+def test_nothing_can_be_drawn_where_nothing_has_a_chance() -> None:
+    store = ReplayStore(4, alpha=1.0, seed=0)
+    store.add(rows_of([0, 1]), np.zeros(2))
+    with pytest.raises(ValueError, match="every priority is zero"):
+        store.sample(1)
+
+
+def test_alpha_zero_is_uniform() -> None:
+    store = ReplayStore(3, alpha=0.0, seed=0)
+    store.add(rows_of([0, 1, 2]), np.array([1.0, 100.0, 0.5]))
+    counts = np.bincount(values_of(store.sample(30_000).rows))
+    assert (abs(counts - 10_000) < 600).all()
