@@ -176,6 +176,11 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
     return TorchRendezvous(launch.rank, launch.expected_size, environ["MASTER_ADDR"], port, is_served)
 
 
+def names_torch_rendezvous(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether somebody has set any of the variables that say where torch's ranks meet."""
+    return any(environ.get(name) for name in TORCH_VARIABLES)
+
+
 def torch_job(environ: Mapping[str, str] = os.environ) -> str:
     """The name of a torch.distributed job: workers that torchrun has started again are another one."""
     return f"{environ.get('TORCHELASTIC_RUN_ID', 'job')}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iter
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -43,10 +43,15 @@ from asyncdist.transports.base import Transport
 from asyncdist.transports.local import LocalHub
 from asyncdist.world import Failed, Farewell, Leave, World, _current_world
 
+if TYPE_CHECKING:
+    from asyncdist.transports.mpi import MpiTransport
+
 logger = logging.getLogger("asyncdist.runtime")
 
 T = TypeVar("T")
 TransportName: TypeAlias = Literal["auto", "local", "mpi", "torch"]
+#: What may carry the streams of tensors beside another transport.
+BulkName: TypeAlias = Literal["mpi", "torch"]
 LoopName: TypeAlias = Literal["uvloop", "asyncio"]
 
 #: How long a failure waits for the peers to stop by themselves.
@@ -70,6 +75,7 @@ def run(
     main: Callable[..., Coroutine[Any, Any, T]],
     *args: Any,
     transport: TransportName = "auto",
+    bulk: BulkName | None = None,
     ranks: int | None = None,
     loop: LoopName | None = None,
     grace_s: float = GRACE_S,
@@ -81,6 +87,8 @@ def run(
         main: a coroutine function; its first argument is the :class:`World`.
         transport: ``"mpi"``, ``"torch"``, ``"local"``, or ``"auto"``: MPI under an MPI launcher, torch under torchrun
             or where RANK, WORLD_SIZE and MASTER_ADDR say so, else local.
+        bulk: the transport for streams of tensors, ``"mpi"`` or ``"torch"``, where it is to be another one than for
+            messages. Both number the ranks alike; started by mpirun, torch's ranks meet through MPI.
         ranks: with ``"local"``, how many ranks to host on one loop of this process; rank 0's value is returned.
         loop: ``"uvloop"`` (the default where it is installed) or ``"asyncio"``.
         grace_s: seconds that the peers of a failed rank get to stop by themselves before they are aborted.
@@ -93,7 +101,7 @@ def run(
         KeyboardInterrupt: after SIGINT, when everything has ended.
         BaseException: what ``main`` raised, or an ExceptionGroup with what its spawned tasks raised.
     """
-    _check_options(main, transport, ranks, loop, grace_s)
+    _check_options(main, transport, ranks, loop, grace_s, bulk)
     elsewhere = run_elsewhere.get()
     if elsewhere is not None:
         return cast(T, elsewhere(main, args, strict))
@@ -102,7 +110,7 @@ def run(
     if chosen == "local" or ranks is not None:
         return run_local(main, *args, ranks=ranks or 1, loop=loop, strict=strict)[0]
     _limit_threads()
-    opened = _open_transport(chosen, started)
+    opened = _open_transport(chosen, bulk, started)
     with Interrupts() as interrupts, _loop_of(loop) as event_loop:
         task = event_loop.create_task(host_rank(main, args, opened, interrupts, grace_s=grace_s, strict=strict))
         interrupts.cancel_on_first(event_loop, [task])
@@ -144,15 +152,20 @@ def run_local(
 
 @asynccontextmanager
 async def open_world(
-    *, transport: TransportName = "auto", grace_s: float = GRACE_S, strict: bool = False
+    *,
+    transport: TransportName = "auto",
+    bulk: BulkName | None = None,
+    grace_s: float = GRACE_S,
+    strict: bool = False,
 ) -> AsyncIterator[World]:
     """A world inside a running loop, for notebooks and tests: ``async with ad.open_world() as world``.
 
     Args and Raises: as :func:`run`.
     """
+    _check_bulk(bulk, transport)
     started = launch.detect(wanted=transport)
     chosen = started.transport
-    opened = LocalHub(1).transport(0) if chosen == "local" else _open_transport(chosen, started)
+    opened = LocalHub(1).transport(0) if chosen == "local" else _open_transport(chosen, bulk, started)
     async with _hosted(opened, Interrupts(), grace_s=grace_s, strict=strict) as world:
         yield world
 
@@ -489,13 +502,22 @@ def _loop_of(name: LoopName | None) -> Iterator[asyncio.AbstractEventLoop]:
         yield runner.get_loop()
 
 
-def _open_transport(name: str, started: launch.Launch) -> Transport:
-    """The transport, with launcher and library known to belong together."""
-    if name == "torch":
-        from asyncdist.transports.meeting import is_group_initialised
-        from asyncdist.transports.torch import TorchTransport
+def _open_transport(name: str, bulk: str | None, started: launch.Launch) -> Transport:
+    """The transport, or both."""
+    if bulk is None or bulk == name:
+        return _open_mpi(started) if name == "mpi" else _open_torch(None)
+    from asyncdist.transports.planes import TwoPlaneTransport
 
-        return TorchTransport(None if is_group_initialised() else launch.torch_rendezvous(), launch.torch_job())
+    mpi = _open_mpi(started)
+    torch_transport = _open_torch(mpi)
+    bulk_tags = range(tags.BULK_FIRST, tags.BULK_LAST + 1)
+    if name == "mpi":
+        return TwoPlaneTransport(mpi, torch_transport, bulk_tags)
+    return TwoPlaneTransport(torch_transport, mpi, bulk_tags)
+
+
+def _open_mpi(started: launch.Launch) -> MpiTransport:
+    """MPI, with launcher and library known to belong together."""
     from asyncdist.transports.mpi import MpiTransport
 
     transport = MpiTransport(functools.partial(launch.check_library, started))
@@ -507,6 +529,20 @@ def _open_transport(name: str, started: launch.Launch) -> Transport:
     return transport
 
 
+def _open_torch(mpi: MpiTransport | None) -> Transport:
+    """torch.distributed. Its ranks meet where the user's process group did, or its variables say, or through MPI."""
+    from asyncdist.transports.meeting import is_group_initialised
+    from asyncdist.transports.torch import TorchTransport
+
+    if is_group_initialised():
+        return TorchTransport(None, launch.torch_job())
+    if mpi is None or launch.names_torch_rendezvous():
+        return TorchTransport(launch.torch_rendezvous(), launch.torch_job())
+    address, port = mpi.said_by_rank_0(f"{mpi.own_address()} {launch.find_free_port()}").split()
+    place = launch.TorchRendezvous(mpi.rank, mpi.size, address, int(port), is_store_served=False)
+    return TorchTransport(place, launch.torch_job())
+
+
 def _limit_threads() -> None:
     """Ranks that share a host share its cores: torch would give every one of them all."""
     threads = launch.threads_per_rank()
@@ -514,7 +550,17 @@ def _limit_threads() -> None:
         torch.set_num_threads(threads)
 
 
-def _check_options(main: Any, transport: str, ranks: int | None, loop: str | None, grace_s: float) -> None:
+def _check_bulk(bulk: str | None, transport: str) -> None:
+    if bulk not in (None, "mpi", "torch"):
+        raise ValueError(f"bulk is {bulk!r}; allowed are 'mpi', 'torch', or None for one transport for everything")
+    if bulk is not None and transport == "local":
+        raise ValueError(f"bulk={bulk!r} needs a transport between processes, not 'local'")
+
+
+def _check_options(
+    main: Any, transport: str, ranks: int | None, loop: str | None, grace_s: float, bulk: str | None = None
+) -> None:
+    _check_bulk(bulk, transport)
     if not inspect.iscoroutinefunction(main):
         raise TypeError(f"main must be a coroutine function (async def), not {main!r}")
     if transport not in ("auto", "local", "mpi", "torch"):

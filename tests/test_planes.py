@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import re
 
+import pytest
+from support.mpi import require_mpi, run_source
+
+import asyncdist as ad
 from asyncdist.errors import RankLostError, TransportError
 from asyncdist.tags import BULK_FIRST, BULK_LAST
 from asyncdist.transports.local import LocalHub
@@ -57,3 +61,70 @@ def test_planes_that_number_the_ranks_differently_are_refused() -> None:
 def test_a_bulk_plane_without_room_for_the_tags_is_refused() -> None:
     with pytest.raises(TransportError, match="local takes tags up to 32767, bulk needs 40000"):
         TwoPlaneTransport(LocalHub(1).transport(0), LocalHub(1).transport(0), range(39000, 40001))
+
+
+@pytest.mark.parametrize(("transport", "bulk"), [("auto", "torch"), ("torch", "mpi")])
+def test_messages_on_one_and_streams_on_the_other_between_processes(transport: str, bulk: str) -> None:
+    """With averages, whose streams take the bulk plane too."""
+    require_mpi()
+    result = run_source(
+        3,
+        """
+        import sys
+        from dataclasses import dataclass
+
+        import torch
+        from support.mpi import report
+
+        import asyncdist as ad
+        from protocols import AsyncSelectiveAveragingPolicy
+
+        @dataclass(frozen=True)
+        class Greeting:
+            sender: int
+
+        async def main(world):
+            right, left = (world.rank + 1) % 3, (world.rank - 1) % 3
+            channel = world.channel(Greeting, tag=5)
+            await channel.send(Greeting(world.rank), right)
+            assert (await channel.receive()).message.sender == left
+            sent, received = torch.full((3_000_000,), float(world.rank)), torch.zeros(3_000_000)
+            sending = world.spawn(world.send_stream(sent, right))
+            await world.receive_stream(received, left)
+            await sending
+            assert (received == left).all()
+            model = torch.nn.Linear(10, 10, bias=False)
+            torch.nn.init.constant_(model.weight, world.rank)
+            average = 0
+            policy = AsyncSelectiveAveragingPolicy(
+                model, torch.optim.SGD(model.parameters(), lr=0), average_every=5, replacement_ratio=0.3
+            )
+            async with policy:
+                for _ in range(100_000):
+                    average += bool(await policy.step(float(world.rank)))
+                    if average if world.rank == 0 else 0 in world.gone:
+                        break
+            report(world.rank, [world.describe(), model.weight.unique().tolist()])
+
+        ad.run(main, transport=sys.argv[1], bulk=sys.argv[2], strict=True)
+        """,
+        transport,
+        bulk,
+        timeout_s=100,
+    ).check()
+    for rank, (description, weights) in result.reports.items():
+        planes = re.fullmatch(r"control on (.*); bulk on (.*)", description)
+        assert planes, description
+        assert planes[1].startswith("mpi" if bulk == "torch" else "torch")
+        assert planes[2].startswith(bulk)
+        assert weights == ([1.5] if rank == 0 else [rank])
+
+
+def test_a_bulk_plane_that_does_not_exist_is_named() -> None:
+    async def main(world: ad.World) -> None:
+        raise AssertionError("refused before anything starts")
+
+    with pytest.raises(ValueError, match="bulk is 'nccl'; allowed are 'mpi', 'torch', or None"):
+        ad.run(main, bulk="nccl")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="bulk='torch' needs a transport between processes, not 'local'"):
+        ad.run(main, transport="local", bulk="torch")

@@ -218,6 +218,20 @@ class MpiTransport(Transport):
     def _group(self, comm: Any) -> _MpiGroup:
         return _MpiGroup(self._mpi, comm, self._fail)
 
+    def said_by_rank_0(self, text: str) -> str:
+        """What rank 0 passed, at most 256 bytes. Blocks; all ranks enter it at the same time, before the world."""
+        message = bytearray(text.encode().ljust(256))
+        self._comm.Bcast(message, 0)
+        return message.decode().rstrip()
+
+    def own_address(self) -> str:
+        """Where other ranks reach this host. Blocks, as :meth:`said_by_rank_0`."""
+        mpi = self._mpi
+        neighbours = self._comm.Split_type(mpi.COMM_TYPE_SHARED)
+        is_one_host = neighbours.size == self.size
+        neighbours.Free()
+        return "127.0.0.1" if is_one_host else mpi.Get_processor_name()
+
     def lost_ranks(self) -> frozenset[int]:
         return frozenset(self._lost)
 
