@@ -14,12 +14,11 @@ import argparse
 import importlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -72,41 +71,18 @@ def _measure(name: str, rank_counts: Sequence[int], *, transport: str, quick: bo
     with tempfile.TemporaryDirectory() as directory:
         for rank_count in rank_counts or (0,):
             out = Path(directory, f"{rank_count}.json")
-            command = [str(_HERE / f"{name}.py"), str(out), *(["--quick"] if quick else [])]
-            if rank_count and transport == "torch":
-                code = _run([([sys.executable, *command], variables) for variables in _torch_ranks(rank_count)])
-            else:
-                launcher = ["-m", "asyncdist", "run", "-n", str(rank_count)] if rank_count else []
-                code = _run([([sys.executable, *launcher, *command], {})])
-            if code or not out.exists():
-                print(f"{name} on {rank_count or 'simulated'} ranks failed (exit code {code})", file=sys.stderr)
+            launcher = ["-m", "asyncdist", "run", "--transport", transport, "-n", str(rank_count)] if rank_count else []
+            command = [sys.executable, *launcher, str(_HERE / f"{name}.py")]
+            command += [str(out), *(["--quick"] if quick else [])]
+            completed = subprocess.run(command, check=False, timeout=_TIMEOUT_S)
+            if completed.returncode != 0 or not out.exists():
+                print(
+                    f"{name} on {rank_count or 'simulated'} ranks failed (exit code {completed.returncode})",
+                    file=sys.stderr,
+                )
                 return None
             results |= json.loads(out.read_text())
     return results
-
-
-def _torch_ranks(count: int) -> list[dict[str, str]]:
-    """What each rank is told, as by torchrun."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    threads = max(1, (os.cpu_count() or 1) // count)
-    ranks = [{**common, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": threads} for rank in range(count)]
-    return [{name: str(value) for name, value in variables.items()} for variables in ranks]
-
-
-def _run(commands: Sequence[tuple[list[str], Mapping[str, str]]]) -> int:
-    """Run all at once; the first exit code that is not 0."""
-    processes = [subprocess.Popen(command, env={**os.environ, **variables}) for command, variables in commands]
-    deadline = time.monotonic() + _TIMEOUT_S
-    try:
-        codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return next((code for code in codes if code), 0)
 
 
 def _print(name: str, rows: Sequence[Row], took_s: float) -> None:
