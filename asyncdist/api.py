@@ -9,15 +9,26 @@ from collections.abc import Sequence
 
 import torch
 
-from asyncdist.groups import Group
+from asyncdist.groups import Group, check_member
 from asyncdist.transports.base import ReduceOp
 from asyncdist.world import World, current_world
 
 
-def _place(world: World | None, group: Group | None) -> tuple[World, Group]:
+def place(world: World | None, group: Group | None) -> tuple[World, Group]:
+    """World and group of a collective call, with their defaults.
+
+    Raises:
+        RuntimeError: there is no world here.
+        TypeError: ``group`` is no :class:`Group`.
+        LocalProtocolError: this rank is not in it.
+        RankLostError: the job has failed.
+    """
     world = world or current_world()
     world.check()
-    return world, group or world.group
+    if group is None:
+        return world, world.group
+    check_member(group, world.rank)
+    return world, group
 
 
 async def new_group(ranks: Sequence[int], *, world: World | None = None) -> Group:
@@ -27,7 +38,7 @@ async def new_group(ranks: Sequence[int], *, world: World | None = None) -> Grou
 
 async def barrier(*, group: Group | None = None, world: World | None = None) -> None:
     """Return once every member has entered."""
-    world, group = _place(world, group)
+    world, group = place(world, group)
     await world.collectives.barrier(group)
 
 
@@ -43,7 +54,7 @@ async def broadcast(
     Returns:
         ``tensor``.
     """
-    world, group = _place(world, group)
+    world, group = place(world, group)
     return await world.collectives.broadcast(tensor, group, root)
 
 
@@ -59,7 +70,7 @@ async def gather(
     Returns:
         On ``root`` the tensors in the group's order, elsewhere None.
     """
-    world, group = _place(world, group)
+    world, group = place(world, group)
     return await world.collectives.gather(tensor, group, root)
 
 
@@ -67,7 +78,7 @@ async def all_gather(
     tensor: torch.Tensor, *, group: Group | None = None, world: World | None = None
 ) -> list[torch.Tensor]:
     """Bring every member's tensor to every member, in the group's order. One shape and dtype on all of them."""
-    world, group = _place(world, group)
+    world, group = place(world, group)
     return await world.collectives.all_gather(tensor, group)
 
 
@@ -83,7 +94,7 @@ async def all_reduce(
     Returns:
         ``tensor``.
     """
-    world, group = _place(world, group)
+    world, group = place(world, group)
     return await world.collectives.all_reduce(tensor, group, op)
 
 
@@ -91,5 +102,5 @@ async def all_to_all(
     tensors: Sequence[torch.Tensor], *, group: Group | None = None, world: World | None = None
 ) -> list[torch.Tensor]:
     """Send tensor i to member i, and return what each member sent here. One shape and dtype throughout."""
-    world, group = _place(world, group)
+    world, group = place(world, group)
     return await world.collectives.all_to_all(tensors, group)
