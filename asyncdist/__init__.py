@@ -24,6 +24,7 @@ from asyncdist.errors import (
     DisagreementError,
     LocalProtocolError,
     RankLostError,
+    RemoteError,
     RemoteProtocolError,
     StartTimeoutError,
     TransportError,
@@ -32,11 +33,31 @@ from asyncdist.errors import (
 
 if TYPE_CHECKING:
     from asyncdist.api import all_gather, all_reduce, all_to_all, barrier, broadcast, gather, new_group
+    from asyncdist.averaging import average_gradients, average_models
     from asyncdist.channels import Channel, ChannelStatistics, Envelope
+    from asyncdist.everyday import (
+        compute_and_broadcast,
+        gather_from_all_ranks,
+        gather_scalar_from_all_ranks,
+        is_distributed,
+        is_main_process,
+        reduce_and_broadcast,
+        zero_first,
+        zero_only,
+    )
+    from asyncdist.gathering import gather_distributed_data
     from asyncdist.groups import Group
+    from asyncdist.roles import (
+        DistributedContext,
+        DistributedContextmpi4py,
+        RankLayout,
+        initialize_distributed_compute,
+        initialize_distributed_compute_mpi4py,
+    )
     from asyncdist.runtime import open_world, run, run_local
     from asyncdist.simulation.explore import explore
     from asyncdist.simulation.simulate import SimReport, simulate
+    from asyncdist.timing_report import report_load_imbalance, report_time_info
     from asyncdist.world import World, WorldStatistics, current_world
 
 launch.explain_shadowing()
@@ -49,10 +70,14 @@ __all__ = [
     "ClosedError",
     "DeadlockError",
     "DisagreementError",
+    "DistributedContext",
+    "DistributedContextmpi4py",
     "Envelope",
     "Group",
     "LocalProtocolError",
+    "RankLayout",
     "RankLostError",
+    "RemoteError",
     "RemoteProtocolError",
     "SimReport",
     "StartTimeoutError",
@@ -64,21 +89,56 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "average_gradients",
+    "average_models",
     "barrier",
     "broadcast",
+    "compute_and_broadcast",
     "current_world",
     "explore",
     "gather",
+    "gather_distributed_data",
+    "gather_from_all_ranks",
+    "gather_scalar_from_all_ranks",
+    "initialize_distributed_compute",
+    "initialize_distributed_compute_mpi4py",
+    "is_distributed",
+    "is_main_process",
     "new_group",
     "open_world",
+    "reduce_and_broadcast",
+    "report_load_imbalance",
+    "report_time_info",
     "run",
     "run_local",
     "simulate",
+    "zero_first",
+    "zero_only",
 ]
 
 #: Where the names are that wait for their first use; the same as above, for those who run.
 _NAMES: Final = {
     "api": ("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "new_group"),
+    "averaging": ("average_gradients", "average_models"),
+    "everyday": (
+        "compute_and_broadcast",
+        "gather_from_all_ranks",
+        "gather_scalar_from_all_ranks",
+        "is_distributed",
+        "is_main_process",
+        "reduce_and_broadcast",
+        "zero_first",
+        "zero_only",
+    ),
+    "gathering": ("gather_distributed_data",),
+    "roles": (
+        "DistributedContext",
+        "DistributedContextmpi4py",
+        "RankLayout",
+        "initialize_distributed_compute",
+        "initialize_distributed_compute_mpi4py",
+    ),
+    "timing_report": ("report_load_imbalance", "report_time_info"),
     "channels": ("Channel", "ChannelStatistics", "Envelope"),
     "groups": ("Group",),
     "runtime": ("open_world", "run", "run_local"),

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: From the bottom up. A module may import those of lower layers alone.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_version", "errors", "flat"),
-    ("tags", "transports.base"),
+    ("tags", "scratch", "transports.base", "values"),
     (
         "wire",
         "progress",
@@ -27,7 +27,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("collectives",),
     ("world",),
     ("launch",),
-    ("runtime", "api"),
+    ("runtime", "api", "outcomes", "timing_report"),
+    ("averaging", "everyday"),
+    ("gathering", "roles"),
     ("simulation.trace", "simulation.loop", "simulation.models", "simulation.random_states"),
     ("simulation.faults",),
     ("simulation.medium",),
