@@ -42,7 +42,7 @@ _REDUCE: Final[dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] 
 #: A native reduction of more is made in pieces, this many at a time: the backend's own temporaries stay in the cache
 #: and are used again. 64 MiB of float32 took 32 ms so, 44 to 120 ms at once (two ranks, Open MPI, quiet machine).
 _PIECE_NBYTES: Final = 1 << 20
-_PIECES_AT_ONCE: Final = 2
+_PIECES_AT_ONCE: Final = 8
 #: What one ragged exchange moves at most: MPI counts bytes and displacements in 32-bit integers.
 _RAGGED_NBYTES_MAX: Final = 1 << 30
 _REDUCED_AS: Final = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.uint8}

@@ -108,8 +108,10 @@ async def settle(
 
     What is no ``Exception`` (a cancellation, an interrupt, an exit) is raised at once, and told in the background.
     """
-    task = world.collectives.start_sequence(group, work)
     error = outcome.error
+    if isinstance(error, GeneratorExit):  # the caller is being thrown away, perhaps with its loop
+        raise error
+    task = world.collectives.start_sequence(group, work)
     if error is not None and not isinstance(error, Exception):
         raise error
     try:

@@ -33,7 +33,9 @@ _INT_MIN: Final = -(1 << 63)
 _INT_MAX: Final = (1 << 64) - 1
 _NUMPY_KINDS: Final = "biufc"
 _DTYPES: Final = {
-    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+    str(value).removeprefix("torch."): value
+    for name, value in vars(torch).items()
+    if isinstance(value, torch.dtype) and not name.startswith("q")  # quantised ones need more than their bytes
 }
 
 _encode: Final = msgspec.msgpack.Encoder().encode
@@ -196,7 +198,7 @@ def _unpack_dict(flat: list[Any]) -> dict[Any, Any]:
 def _unpack_tensor(content: list[Any]) -> torch.Tensor:
     name, shape, data = content
     dtype = _DTYPES[name]
-    _check_size(shape, dtype.itemsize, data)
+    _check_size(shape, dtype.itemsize, _bytes(data))
     if not data:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
@@ -205,14 +207,14 @@ def _unpack_tensor(content: list[Any]) -> torch.Tensor:
 def _unpack_array(content: list[Any]) -> np.ndarray[Any, Any]:
     name, shape, data = content
     dtype = _numpy_dtype(name)
-    _check_size(shape, dtype.itemsize, data)
+    _check_size(shape, dtype.itemsize, _bytes(data))
     return np.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
 
 def _unpack_scalar(content: list[Any]) -> Any:
     name, data = content
     dtype = _numpy_dtype(name)
-    _check_size([], dtype.itemsize, data)
+    _check_size([], dtype.itemsize, _bytes(data))
     return np.frombuffer(data, dtype=dtype)[0]
 
 
@@ -223,6 +225,12 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
     return dtype
 
 
+def _bytes(content: Any) -> bytes:
+    if type(content) is not bytes:  # a number would make a bytearray of that length
+        raise TypeError(f"{type(content).__name__} in place of bytes")
+    return content
+
+
 def _check_size(shape: list[int], itemsize: int, data: bytes) -> None:
     """Before anything is allocated: the bytes that are there are those of the shape."""
     if any(type(size) is not int or size < 0 for size in shape) or math.prod(shape) * itemsize != len(data):
@@ -230,10 +238,10 @@ def _check_size(shape: list[int], itemsize: int, data: bytes) -> None:
 
 
 _UNPACK: Final[dict[int, Callable[[Any], Any]]] = {
-    _BIG_INT: lambda content: int.from_bytes(content, "little", signed=True),
+    _BIG_INT: lambda content: int.from_bytes(_bytes(content), "little", signed=True),
     _TEXT: lambda content: content.decode("utf-8", "surrogatepass"),
     _COMPLEX: lambda content: complex(*content),
-    _BYTEARRAY: bytearray,
+    _BYTEARRAY: lambda content: bytearray(_bytes(content)),
     _TUPLE: lambda content: tuple(_unpack(item) for item in content),
     _DICT: _unpack_dict,
     _SET: lambda content: {_unpack(item) for item in content},

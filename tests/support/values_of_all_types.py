@@ -30,7 +30,18 @@ def same(one: Any, two: Any) -> bool:
         )
     if isinstance(one, (list, tuple)):
         return len(one) == len(two) and all(same(v, w) for v, w in zip(one, two, strict=True))
+    if isinstance(one, (set, frozenset)):
+        return canonical(one) == canonical(two)
     return bool(one == two)
+
+
+def canonical(value: Any) -> str:
+    """The text of a hashable value, whatever the order in which its sets are iterated."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(canonical, value))},)"
+    if isinstance(value, (set, frozenset)):
+        return f"{type(value).__name__}{sorted(map(canonical, value))}"
+    return repr(value)
 
 
 def bits(tensor: torch.Tensor) -> bytes:
