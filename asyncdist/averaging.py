@@ -9,11 +9,12 @@ model on one of them is an error that names the first difference, on all of them
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import math
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,13 +49,13 @@ async def average_models(model: nn.Module, training_group: Group | None = None, 
         LocalProtocolError: this rank is not in the group.
     """
     world, group = place(world, training_group)
-    outcome = await attempt(lambda: _snapshot(world, model), lambda pair: pair[0].fingerprint.digest.encode())
+    outcome = await attempt(lambda: _snapshot(world, model), lambda snapshot: snapshot.digest)
 
     async def reduce(collectives: Collectives) -> list[Frame]:
         frames = await meet(collectives, group, outcome)
         if not any(frame.has_error for frame in frames):
-            state, buffers = outcome.value
-            await _check_equal(collectives, group, frames, state.fingerprint)
+            buffers = outcome.value.buffers
+            await _check_equal(collectives, group, frames, outcome.value.state.fingerprint)
             for tensor in buffers.averaged().values():
                 await collectives.all_reduce(tensor, group, "sum")
             for tensor in buffers.exact().values():
@@ -62,12 +63,11 @@ async def average_models(model: nn.Module, training_group: Group | None = None, 
         return frames
 
     raise_first_error(await settle(world, group, outcome, reduce))
-    state, buffers = outcome.value
-    for tensor in buffers.averaged().values():
+    snapshot = outcome.value
+    for tensor in snapshot.buffers.averaged().values():
         divide(tensor, group.size)
-    state.load(buffers)
-    for dtype, tensor in buffers.tensors.items():
-        world.scratch.give_back(model, ("state", dtype), tensor)
+    snapshot.state.load(snapshot.buffers)
+    world.scratch.give_back(model, "state", snapshot)
 
 
 async def average_gradients(model: nn.Module, group: Group | None = None, *, world: World | None = None) -> None:
@@ -107,24 +107,34 @@ async def average_gradients(model: nn.Module, group: Group | None = None, *, wor
     outcome.value.write_mean(group.size)
 
 
-def _snapshot(world: World, model: nn.Module) -> tuple[FlatState, FlatBuffers]:
-    """The state in accumulators from the scratch memory: a sum of bfloat16 must not be rounded before division."""
-    state = FlatState(model)
-    counts: dict[torch.dtype, int] = {}
-    for entry in state.entries:
-        counts[entry.dtype] = entry.offset + math.prod(entry.shape)
-    pinned = any(parameter.is_cuda for parameter in model.parameters())
-    tensors = {
-        dtype: world.scratch.take(model, ("state", dtype), counts[dtype], accumulate_dtype(dtype), pinned=pinned)
-        for dtype in sorted(counts, key=str)
-    }
-    views = tuple(
-        tensors[entry.dtype][entry.offset : entry.offset + math.prod(entry.shape)].view(entry.shape)
-        for entry in state.entries
-    )
-    buffers = FlatBuffers(state.entries, tensors, views)
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """A model's layout, and its state in accumulators: a sum of bfloat16 must not be rounded before division.
+
+    Attributes:
+        state: refers to the model weakly.
+        buffers: the values.
+        digest: of the state's fingerprint.
+    """
+
+    state: FlatState
+    buffers: FlatBuffers
+    digest: bytes
+
+
+def _snapshot(world: World, model: nn.Module) -> _Snapshot:
+    """The model's state now, in the kept memory if the model is laid out as it was."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
+    kept: _Snapshot | None = world.scratch.take(model, "state")
+    if kept is not None:
+        with contextlib.suppress(ValueError):  # it has been changed since: another layer, another dtype
+            kept.state.snapshot(kept.buffers)
+            return kept
+    state = FlatState(cast(nn.Module, weakref.proxy(model)))
+    buffers = state.new_buffers(accumulate=True)
     state.snapshot(buffers)
-    return state, buffers
+    return _Snapshot(state, buffers, state.fingerprint.digest.encode())
 
 
 async def _check_equal(
@@ -147,16 +157,6 @@ async def _check_equal(
     raise DisagreementError(f"{sentence.decode()} (here: rank {other})", ranks=(first, other))
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a gradient lies in the flat tensor of its accumulation dtype, in elements."""
-
-    parameter: nn.Parameter
-    wide: torch.dtype
-    first: int
-    count: int
-
-
 class _Gradients:
     """The gradients of a model as one flat tensor per accumulation dtype.
 
@@ -165,15 +165,17 @@ class _Gradients:
         world: whose scratch memory is used.
 
     Attributes:
+        fingerprint: of the parameters, whether they have gradients or not.
         present: 1 for each parameter that has a gradient, 0 for the others; uint8.
-        flats: the values of those that are present.
+        summary: digests of both, as bytes.
+        flats: by dtype, the values of those that are present.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
         self._model = model
-        self._world = world
+        self._scratch = world.scratch
         named = list(model.named_parameters())
         if not named:
             raise ValueError(f"{type(model).__name__} has no parameters: nothing to average")
@@ -187,52 +189,51 @@ class _Gradients:
             tuple(((name,), tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named)
         )
         self.present = torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.uint8)
-        self.summary = self.fingerprint.digest.encode() + self._presence_digest()
+        present_digest = hashlib.sha256(self.present.numpy().tobytes()).digest()
         self.flats: dict[torch.dtype, Tensor] = {}
-        self._places: list[_Place] = []
+        kept = self._scratch.take(model, "gradients")
+        before: Fingerprint | None = None
+        if kept is not None:
+            self.flats, before, self._digest = kept
+        if before != self.fingerprint:
+            self._digest = self.fingerprint.digest.encode()
+        self.summary = self._digest + present_digest
+        self._views: list[tuple[nn.Parameter, Tensor]] = []
         self.collect()
 
     def collect(self) -> None:
         """Copy what is present into the flat tensors; zeros where this rank has no gradient."""
-        self._places = list(self._lay_out())
-        counts = {place.wide: place.first + place.count for place in self._places}
-        pinned = any(place.parameter.is_cuda for place in self._places)
-        self.flats = {
-            wide: self._world.scratch.take(self._model, ("gradients", wide), counts[wide], wide, pinned=pinned)
-            for wide in sorted(counts, key=str)
-        }
+        self._lay_out()
         with torch.no_grad():
-            for place in self._places:
-                if place.parameter.grad is None:
-                    self._view(place).zero_()
+            for parameter, view in self._views:
+                if parameter.grad is None:
+                    view.zero_()
                 else:
-                    self._view(place).copy_(place.parameter.grad)
+                    view.copy_(parameter.grad)
 
     def write_mean(self, size: int) -> None:
-        """Divide the sums, write them into the gradients, and give the flat tensors back."""
+        """Divide the sums, write them into the gradients, and let the flat tensors be kept."""
         for flat in self.flats.values():
             divide(flat, size)
         with torch.no_grad():
-            for place in self._places:
-                parameter = place.parameter
+            for parameter, view in self._views:
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(self._view(place))
-        for wide, flat in self.flats.items():
-            self._world.scratch.give_back(self._model, ("gradients", wide), flat)
+                parameter.grad.copy_(view)
+        self._scratch.give_back(self._model, "gradients", (self.flats, self.fingerprint, self._digest))
 
-    def _lay_out(self) -> Iterator[_Place]:
-        sizes: dict[torch.dtype, int] = {}
-        for parameter, is_present in zip(self._parameters, self.present.tolist(), strict=True):
-            if is_present:
-                wide = accumulate_dtype(parameter.dtype)
-                first = sizes.get(wide, 0)
-                sizes[wide] = first + parameter.numel()
-                yield _Place(parameter, wide, first, parameter.numel())
-
-    def _view(self, place: _Place) -> Tensor:
-        flat = self.flats[place.wide]
-        return flat[place.first : place.first + place.count].view(place.parameter.shape)
-
-    def _presence_digest(self) -> bytes:
-        return hashlib.sha256(self.present.numpy().tobytes()).digest()
+    def _lay_out(self) -> None:
+        """One after the other, those of one accumulation dtype in one tensor; a kept one where it fits."""
+        chosen = [p for p, is_present in zip(self._parameters, self.present.tolist(), strict=True) if is_present]
+        sizes: dict[torch.dtype, list[int]] = {}
+        for parameter in chosen:
+            sizes.setdefault(accumulate_dtype(parameter.dtype), []).append(parameter.numel())
+        kept, self.flats = self.flats, {}
+        pinned = any(parameter.is_cuda for parameter in chosen)
+        for wide in sorted(sizes, key=str):
+            count, flat = sum(sizes[wide]), kept.get(wide)
+            if flat is None or flat.numel() != count:
+                flat = torch.empty(count, dtype=wide, pin_memory=pinned)
+            self.flats[wide] = flat
+        parts = {wide: iter(torch.split(flat, sizes[wide])) for wide, flat in self.flats.items()}
+        self._views = [(p, next(parts[accumulate_dtype(p.dtype)]).view(p.shape)) for p in chosen]

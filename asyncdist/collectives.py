@@ -193,13 +193,24 @@ class Collectives:
         await self._engine.wait(start(), what)
 
     async def _all_reduce_in_pieces(self, native: GroupHandle, work: torch.Tensor, op: ReduceOp) -> None:
-        under_way: deque[Request] = deque()
-        for piece in torch.split(work.view(-1), max(1, _PIECE_NBYTES // work.itemsize)):
-            if len(under_way) == _PIECES_AT_ONCE:
-                await self._engine.wait(under_way.popleft(), f"all_reduce {op}")
-            under_way.append(native.all_reduce(piece.numpy(), op))
-        for request in under_way:
+        """Through a ring of a few buffers: in place the backend takes fresh memory of its own for every piece."""
+        flat = work.view(-1)
+        ring = torch.empty(_PIECES_AT_ONCE, _PIECE_NBYTES // work.itemsize, dtype=work.dtype)
+        under_way: deque[tuple[Request, torch.Tensor, torch.Tensor]] = deque()
+
+        async def finish_oldest() -> None:
+            request, piece, room = under_way[0]
             await self._engine.wait(request, f"all_reduce {op}")
+            piece.copy_(room)
+            under_way.popleft()
+
+        for index, piece in enumerate(torch.split(flat, ring.shape[1])):
+            if len(under_way) == _PIECES_AT_ONCE:
+                await finish_oldest()
+            room = ring[index % _PIECES_AT_ONCE][: piece.numel()]
+            under_way.append((native.all_reduce(piece.numpy(), op, room.numpy()), piece, room))
+        while under_way:
+            await finish_oldest()
 
     async def _gather_windows(
         self, group: Group, send: memoryview, sizes: Sequence[int], receive: memoryview, position: int

@@ -74,15 +74,21 @@ async def test_the_kept_memory_goes_with_the_model() -> None:
             parameter.grad = torch.ones_like(parameter)
         await ad.average_models(model)
         await ad.average_gradients(model)
-        kept = [weakref.ref(tensor) for tensor in world.scratch._kept[model].values()]
+        snapshot, (flats, *rest) = (world.scratch.take(model, purpose) for purpose in ("state", "gradients"))
+        kept = [weakref.ref(tensor) for tensor in (*snapshot.buffers.tensors.values(), *flats.values())]
         assert len(kept) == 2
-        pointers = {tensor().data_ptr() for tensor in kept}  # type: ignore[union-attr]
+        world.scratch.give_back(model, "state", snapshot)
+        world.scratch.give_back(model, "gradients", (flats, *rest))
         await ad.average_models(model)
         await ad.average_gradients(model)
-        assert {tensor.data_ptr() for tensor in world.scratch._kept[model].values()} == pointers
-        del model, parameter
+        assert world.scratch.take(model, "state") is snapshot
+        assert world.scratch.take(model, "gradients")[0] == flats
+        world.scratch.give_back(model, "state", snapshot)
+        world.scratch.give_back(model, "gradients", (flats, *rest))
+        gone = weakref.ref(model)
+        del model, parameter, snapshot, flats, rest
         gc.collect()
-        assert not any(tensor() is not None for tensor in kept)
+        assert gone() is None and not any(tensor() is not None for tensor in kept)
 
 
 async def test_a_model_that_has_grown_since() -> None:
@@ -91,3 +97,10 @@ async def test_a_model_that_has_grown_since() -> None:
         await ad.average_models(model)
         model.append(nn.Linear(3, 3))
         await ad.average_models(model)
+        model.double()
+        await ad.average_models(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        await ad.average_gradients(model)
+        model[0].weight.grad = None
+        await ad.average_gradients(model)

@@ -41,7 +41,7 @@ class Settings:
     repetition_count: int
 
 
-FULL: Final = Settings(large_nbytes=64 * MIB, small_nbytes=MIB, repetition_count=25)
+FULL: Final = Settings(large_nbytes=64 * MIB, small_nbytes=MIB, repetition_count=15)
 QUICK: Final = Settings(large_nbytes=4 * MIB, small_nbytes=MIB // 4, repetition_count=3)
 
 Contestant = Callable[[], Awaitable[object]]
