@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from asyncdist.api import place
 from asyncdist.collectives import Collectives
 from asyncdist.errors import DisagreementError
-from asyncdist.flat import Fingerprint, FlatBuffers, FlatState, accumulate_dtype, divide, first_difference
+from asyncdist.flat import Fingerprint, FlatBuffers, FlatState, accumulate_dtype, first_difference
 from asyncdist.groups import Group
 from asyncdist.outcomes import Frame, Outcome, attempt, meet, raise_first_error, settle, share
 from asyncdist.world import World
@@ -57,15 +57,13 @@ async def average_models(model: nn.Module, training_group: Group | None = None, 
             buffers = outcome.value.buffers
             await _check_equal(collectives, group, frames, outcome.value.state.fingerprint)
             for tensor in buffers.averaged().values():
-                await collectives.all_reduce(tensor, group, "sum")
+                await collectives.all_mean(tensor, group)
             for tensor in buffers.exact().values():
                 await collectives.broadcast(tensor, group, group.ranks[0])
         return frames
 
     raise_first_error(await settle(world, group, outcome, reduce))
     snapshot = outcome.value
-    for tensor in snapshot.buffers.averaged().values():
-        divide(tensor, group.size)
     snapshot.state.load(snapshot.buffers)
     world.scratch.give_back(model, "state", snapshot)
 
@@ -100,11 +98,11 @@ async def average_gradients(model: nn.Module, group: Group | None = None, *, wor
                 await collectives.all_reduce(gradients.present, group, "max")
                 gradients.collect()
             for flat in gradients.flats.values():
-                await collectives.all_reduce(flat, group, "sum")
+                await collectives.all_mean(flat, group)
         return frames
 
     raise_first_error(await settle(world, group, outcome, reduce))
-    outcome.value.write_mean(group.size)
+    outcome.value.write()
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,10 +209,8 @@ class _Gradients:
                 else:
                     view.copy_(parameter.grad)
 
-    def write_mean(self, size: int) -> None:
-        """Divide the sums, write them into the gradients, and let the flat tensors be kept."""
-        for flat in self.flats.values():
-            divide(flat, size)
+    def write(self) -> None:
+        """Write the flat tensors into the gradients, and let them be kept."""
         with torch.no_grad():
             for parameter, view in self._views:
                 if parameter.grad is None:

@@ -26,7 +26,7 @@ class Several(nn.Module):
 def test_one_collective_per_dtype_and_not_one_per_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the small all-gather in which the ranks compare what they have."""
     counts: Counter[tuple[int, str, torch.dtype]] = Counter()
-    for name in ("all_reduce", "broadcast", "all_gather", "gather"):
+    for name in ("all_mean", "broadcast", "all_gather", "gather"):
         original = getattr(Collectives, name)
 
         async def counted(
@@ -57,13 +57,13 @@ def test_one_collective_per_dtype_and_not_one_per_parameter(monkeypatch: pytest.
     frame = {("all_gather", torch.uint8): 1}
     for found in ad.run_local(main, ranks=2, strict=True):
         assert found["average_models"] == frame | {
-            ("all_reduce", torch.float32): 2,  # the float32 entries, and the bfloat16 ones, widened
-            ("all_reduce", torch.float64): 1,
+            ("all_mean", torch.float32): 2,  # the float32 entries, and the bfloat16 ones, widened
+            ("all_mean", torch.float64): 1,
             ("broadcast", torch.int64): 1,
         }
         assert found["average_gradients"] == frame | {
-            ("all_reduce", torch.float32): 1,
-            ("all_reduce", torch.float64): 1,
+            ("all_mean", torch.float32): 1,
+            ("all_mean", torch.float64): 1,
         }
 
 
