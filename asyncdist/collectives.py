@@ -40,9 +40,9 @@ _REDUCE: Final[dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] 
     "max": torch.maximum,
     "prod": torch.mul,
 }
-#: A native reduction of more is made in pieces, this many at a time, through buffers that stay in the cache: in place the
-#: backend takes fresh memory for temporaries. 64 MiB of float32 took 78 ms so, 150 in place at once, and a raw Iallreduce
-#: into a second tensor 90 (medians, two ranks of Open MPI on two cores beside other work).
+#: A native reduction of more is made in pieces, this many at a time, through buffers that stay in the cache: in place
+#: the backend takes fresh memory for temporaries. 64 MiB of float32 took 78 ms so, 150 in place at once, and a raw
+#: Iallreduce into a second tensor 90 (medians, two ranks of Open MPI on two cores beside other work).
 _PIECE_NBYTES: Final = 1 << 20
 _PIECES_AT_ONCE: Final = 4
 #: What one ragged exchange moves at most: MPI counts bytes and displacements in 32-bit integers.
