@@ -24,6 +24,7 @@ from asyncdist.errors import (
     DisagreementError,
     LocalProtocolError,
     RankLostError,
+    RemoteError,
     RemoteProtocolError,
     StartTimeoutError,
     TransportError,
@@ -32,7 +33,19 @@ from asyncdist.errors import (
 
 if TYPE_CHECKING:
     from asyncdist.api import all_gather, all_reduce, all_to_all, barrier, broadcast, gather, new_group
+    from asyncdist.averaging import average_gradients, average_models
     from asyncdist.channels import Channel, ChannelStatistics, Envelope
+    from asyncdist.everyday import (
+        compute_and_broadcast,
+        gather_from_all_ranks,
+        gather_scalar_from_all_ranks,
+        is_distributed,
+        is_main_process,
+        reduce_and_broadcast,
+        zero_first,
+        zero_only,
+    )
+    from asyncdist.gathering import gather_distributed_data
     from asyncdist.gradients import agent_gradient_update, gradient_update
     from asyncdist.groups import Group
     from asyncdist.mesh import DP_AXIS_NAME, POP_AXIS_NAME, Mesh, new_mesh
@@ -54,11 +67,19 @@ if TYPE_CHECKING:
         init_process_group_from_backend,
         set_distributed_backend,
     )
+    from asyncdist.roles import (
+        DistributedContext,
+        DistributedContextmpi4py,
+        RankLayout,
+        initialize_distributed_compute,
+        initialize_distributed_compute_mpi4py,
+    )
     from asyncdist.runtime import open_world, run, run_local
     from asyncdist.shards import shmap_map, shmap_vmap
     from asyncdist.simulation.explore import explore
     from asyncdist.simulation.simulate import SimReport, simulate
     from asyncdist.subprocesses import MultiprocessConfig, init_and_run, launch_subprocesses
+    from asyncdist.timing_report import report_load_imbalance, report_time_info
     from asyncdist.world import World, WorldStatistics, current_world
 
 launch.explain_shadowing()
@@ -73,6 +94,8 @@ __all__ = [
     "ClosedError",
     "DeadlockError",
     "DisagreementError",
+    "DistributedContext",
+    "DistributedContextmpi4py",
     "Envelope",
     "Group",
     "LocalProtocolError",
@@ -80,7 +103,9 @@ __all__ = [
     "MultiprocessConfig",
     "ParallelGroups",
     "ParallelLayout",
+    "RankLayout",
     "RankLostError",
+    "RemoteError",
     "RemoteProtocolError",
     "Sharding",
     "SimReport",
@@ -94,12 +119,18 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "average_gradients",
+    "average_models",
     "barrier",
     "broadcast",
+    "compute_and_broadcast",
     "current_world",
     "default_backend",
     "explore",
     "gather",
+    "gather_distributed_data",
+    "gather_from_all_ranks",
+    "gather_scalar_from_all_ranks",
     "get_distributed_backend",
     "get_global_ranks",
     "get_process_id",
@@ -108,7 +139,11 @@ __all__ = [
     "init_dist",
     "init_parallel_groups",
     "init_process_group_from_backend",
+    "initialize_distributed_compute",
+    "initialize_distributed_compute_mpi4py",
     "is_dist_initialized",
+    "is_distributed",
+    "is_main_process",
     "launch_subprocesses",
     "new_group",
     "new_mesh",
@@ -119,6 +154,9 @@ __all__ = [
     "pmean",
     "pmin",
     "psum",
+    "reduce_and_broadcast",
+    "report_load_imbalance",
+    "report_time_info",
     "run",
     "run_local",
     "set_distributed_backend",
@@ -127,24 +165,30 @@ __all__ = [
     "simulate",
     "split_key_to_devices",
     "tree_device_put",
+    "zero_first",
+    "zero_only",
 ]
 
 #: Where the names are that wait for their first use; the same as above, for those who run.
 _NAMES: Final = {
     "api": ("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "new_group"),
+    "averaging": ("average_gradients", "average_models"),
     "channels": ("Channel", "ChannelStatistics", "Envelope"),
+    "everyday": (
+        "compute_and_broadcast",
+        "gather_from_all_ranks",
+        "gather_scalar_from_all_ranks",
+        "is_distributed",
+        "is_main_process",
+        "reduce_and_broadcast",
+        "zero_first",
+        "zero_only",
+    ),
+    "gathering": ("gather_distributed_data",),
     "gradients": ("agent_gradient_update", "gradient_update"),
     "groups": ("Group",),
+    "mesh": ("DP_AXIS_NAME", "Mesh", "POP_AXIS_NAME", "new_mesh"),
     "parallel": ("ParallelGroups", "ParallelLayout", "new_parallel_groups", "parallel_groups"),
-    "process_groups": (
-        "default_backend",
-        "get_distributed_backend",
-        "init_dist",
-        "init_parallel_groups",
-        "init_process_group_from_backend",
-        "set_distributed_backend",
-    ),
-    "mesh": ("DP_AXIS_NAME", "POP_AXIS_NAME", "Mesh", "new_mesh"),
     "placement": (
         "Sharding",
         "get_global_ranks",
@@ -154,11 +198,27 @@ _NAMES: Final = {
         "tree_device_put",
     ),
     "population": ("pmax", "pmean", "pmin", "psum"),
+    "process_groups": (
+        "default_backend",
+        "get_distributed_backend",
+        "init_dist",
+        "init_parallel_groups",
+        "init_process_group_from_backend",
+        "set_distributed_backend",
+    ),
+    "roles": (
+        "DistributedContext",
+        "DistributedContextmpi4py",
+        "RankLayout",
+        "initialize_distributed_compute",
+        "initialize_distributed_compute_mpi4py",
+    ),
     "runtime": ("open_world", "run", "run_local"),
     "shards": ("shmap_map", "shmap_vmap"),
     "simulation.explore": ("explore",),
     "simulation.simulate": ("SimReport", "simulate"),
     "subprocesses": ("MultiprocessConfig", "init_and_run", "launch_subprocesses"),
+    "timing_report": ("report_load_imbalance", "report_time_info"),
     "world": ("World", "WorldStatistics", "current_world"),
 }
 _HOMES: Final = {name: home for home, names in _NAMES.items() for name in names}

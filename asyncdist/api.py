@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar, overload
 import torch
 
 from asyncdist import population
-from asyncdist.groups import Group
+from asyncdist.groups import Group, check_member
 from asyncdist.mesh import Mesh
 from asyncdist.transports.base import ReduceOp
 from asyncdist.world import World, current_world
@@ -21,10 +21,21 @@ T = TypeVar("T")
 _NO_AXIS: Final[Any] = object()
 
 
-def _place(world: World | None, group: Group | None) -> tuple[World, Group]:
+def place(world: World | None, group: Group | None) -> tuple[World, Group]:
+    """World and group of a collective call, with their defaults.
+
+    Raises:
+        RuntimeError: there is no world here.
+        TypeError: ``group`` is no :class:`Group`.
+        LocalProtocolError: this rank is not in it.
+        RankLostError: the job has failed.
+    """
     world = world or current_world()
     world.check()
-    return world, group or world.group
+    if group is None:
+        return world, world.group
+    check_member(group, world.rank)
+    return world, group
 
 
 async def new_group(ranks: Sequence[int], *, world: World | None = None) -> Group:
@@ -34,7 +45,7 @@ async def new_group(ranks: Sequence[int], *, world: World | None = None) -> Grou
 
 async def barrier(*, group: Group | None = None, world: World | None = None) -> None:
     """Return once every member has entered."""
-    world, group = _place(world, group)
+    world, group = place(world, group)
     await world.collectives.barrier(group)
 
 
@@ -50,7 +61,7 @@ async def broadcast(
     Returns:
         ``tensor``.
     """
-    world, group = _place(world, group)
+    world, group = place(world, group)
     return await world.collectives.broadcast(tensor, group, root)
 
 
@@ -66,7 +77,7 @@ async def gather(
     Returns:
         On ``root`` the tensors in the group's order, elsewhere None.
     """
-    world, group = _place(world, group)
+    world, group = place(world, group)
     return await world.collectives.gather(tensor, group, root)
 
 
@@ -120,7 +131,7 @@ def all_gather(
 
 
 async def _all_gather(tensor: torch.Tensor, group: Group | None, world: World | None) -> list[torch.Tensor]:
-    world, group = _place(world, group)
+    world, group = place(world, group)
     return await world.collectives.all_gather(tensor, group)
 
 
@@ -136,7 +147,7 @@ async def all_reduce(
     Returns:
         ``tensor``.
     """
-    world, group = _place(world, group)
+    world, group = place(world, group)
     return await world.collectives.all_reduce(tensor, group, op)
 
 
@@ -174,7 +185,7 @@ async def all_to_all(
             f"group is {group!r}; it must be a group of a world. asyncdist.process_groups.all_to_all takes process "
             "groups of torch.distributed"
         )
-    world, group = _place(world, group)
+    world, group = place(world, group)
     if not isinstance(tensors, torch.Tensor):
         return await world.collectives.all_to_all(tensors, group)
     if not tensors.dim() or tensors.shape[0] % group.size:

@@ -71,6 +71,14 @@ class RemoteProtocolError(AsyncdistError):
     """A peer broke a rule: its frames do not decode, overflow a protocol's bound, or come out of order."""
 
 
+class RemoteError(AsyncdistError):
+    """What another rank was to compute raised an exception there. Carries ``rank``, ``kind`` and ``text``.
+
+    ``kind`` is the exception's class, qualified by its module unless that is ``builtins``; ``text`` is what it said,
+    cut where it is very long. The exception itself, with its traceback, is raised on its own rank.
+    """
+
+
 class DisagreementError(AsyncdistError):
     """Ranks that must agree do not: in class, options, model or presence. Says which and where."""
 

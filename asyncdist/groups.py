@@ -268,7 +268,7 @@ class Group:
 
     Attributes:
         ranks: the members' ranks in the world.
-        index: this rank's position among them.
+        index: this rank's position among them; -1 where it is none of them, and may only read who they are.
         tag: of its collectives where there is no native communicator.
         native: the backend's communicator, None where it has none.
     """
@@ -282,6 +282,31 @@ class Group:
     def size(self) -> int:
         """Number of members."""
         return len(self.ranks)
+
+    @property
+    def communicator(self) -> Any:
+        """The backend's own object, an ``mpi4py.MPI.Comm`` under MPI; None where it has none."""
+        return getattr(self.native, "comm", None)
+
+    @classmethod
+    def seen_from_outside(cls, ranks: Sequence[int]) -> Group:
+        """A group as a rank sees it that is no member: who they are, and nothing to call."""
+        return cls(tuple(ranks), -1, -1, None)
+
+
+def check_member(group: Group, rank: int) -> None:
+    """Refuse what is no group, and a group of which ``rank`` is no member.
+
+    Raises:
+        TypeError: it is no :class:`Group`.
+        LocalProtocolError: the caller stands outside.
+    """
+    if not isinstance(group, Group):
+        raise TypeError(f"group is {group!r:.200}; allowed: a Group, as await new_group(ranks) makes it, or None")
+    if not 0 <= group.index < group.size or group.ranks[group.index] != rank:
+        raise LocalProtocolError(
+            f"rank {rank} is not in the group {list(group.ranks)}; only members may call its collectives", rank=rank
+        )
 
 
 def check_ranks(ranks: Sequence[int], *, rank: int, size: int) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ from asyncdist.errors import (
 )
 from asyncdist.groups import Agreements, Group, Join, Verdict, Withdraw, check_ranks, next_tag
 from asyncdist.progress import PROGRESS_BUDGET_S, Engine, EngineStatistics, yield_to_loop
+from asyncdist.scratch import Scratch
 from asyncdist.transports.base import Transport
 
 logger = logging.getLogger("asyncdist.world")
@@ -119,6 +120,7 @@ class World:
         group: all of them.
         engine: polls this rank's requests.
         slots: of the bulk streams that this rank receives.
+        scratch: memory that is kept between collectives on one model.
         gone: ranks that have left or are lost.
         left: ranks whose main has returned.
         answered: ranks that have answered a failure, or failed themselves.
@@ -134,6 +136,7 @@ class World:
         self.group = group
         self.engine = engine
         self.slots = streams.Slots(engine)
+        self.scratch = Scratch()
         self.stream_sent_nbytes = 0
         self.stream_received_nbytes = 0
         self.gone: set[int] = set()

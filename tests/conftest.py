@@ -12,6 +12,6 @@ pytest_plugins = ["pytester"]
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [path for path in (str(HERE), str(HERE.parent)) if path not in sys.path]
-pytest.register_assert_rewrite("support", "conformance")
+pytest.register_assert_rewrite("support", "conformance", "helpers")
 # Several ranks and test processes share few cores.
 torch.set_num_threads(1)

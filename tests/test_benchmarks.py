@@ -85,6 +85,15 @@ def test_round(scratch: Path) -> None:
         assert figures["sent_nbytes"] == figures["received_nbytes"] == figures["expected_nbytes"] > 0
 
 
+def test_average(scratch: Path) -> None:
+    results = bench("average", scratch)
+    large, small = results["large"], results["small"]
+    raw_s = min(large["raw s"], large["raw in place s"])
+    for what in ("models", "gradients"):
+        assert large[f"{what} ratio"] == pytest.approx(large[f"average_{what} s"] / raw_s)
+        assert small[f"{what} speedup"] == pytest.approx(small["per parameter s"] / small[f"average_{what} s"])
+
+
 def test_straggler(scratch: Path) -> None:
     results = bench("straggler", scratch)
     assert results["fast_steps_per_s"].keys() == {"none", "average_all", "selective"}

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: From the bottom up. A module may import those of lower layers alone.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_version", "errors", "flat", "trees"),
-    ("tags", "transports.base"),
+    ("tags", "scratch", "transports.base", "values"),
     (
         "wire",
         "progress",
@@ -30,7 +30,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("launch", "mesh"),
     ("population", "placement"),
     ("gradients", "shards"),
-    ("runtime", "api", "mpirun", "processes"),
+    ("runtime", "api", "outcomes", "timing_report", "mpirun", "processes"),
+    ("averaging", "everyday"),
+    ("gathering", "roles"),
     ("parallel",),
     ("process_groups",),
     ("subprocesses", "doctor"),

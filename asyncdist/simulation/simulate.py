@@ -420,8 +420,11 @@ class _Simulation:
             logging.disable(logging_was)
             for loop in self._loops:
                 loop.die()
-            for _, task in left:
+            for task in [task for _, task in left] + [task for loop in self._loops for task in loop.unfinished_tasks()]:
                 task._log_destroy_pending = False  # type: ignore[attr-defined]
+                work = task.get_coro()
+                if inspect.iscoroutine(work) and inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
+                    work.close()  # made while being cancelled: it was never begun, and needs no warning
 
     def _report(self) -> SimReport:
         results: list[Any] = []

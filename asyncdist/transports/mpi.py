@@ -290,8 +290,10 @@ class _MpiGroup:
     def all_gather(self, send: Buffer, receive: Buffer) -> Request:
         return self._keep(self.comm.Iallgather(send, receive), send, receive)
 
-    def all_reduce(self, buffer: Buffer, op: ReduceOp) -> Request:
-        return self._keep(self.comm.Iallreduce(self._mpi.IN_PLACE, buffer, self._ops[op]), buffer)
+    def all_reduce(self, buffer: Buffer, op: ReduceOp, receive: Buffer | None = None) -> Request:
+        if receive is None:
+            return self._keep(self.comm.Iallreduce(self._mpi.IN_PLACE, buffer, self._ops[op]), buffer)
+        return self._keep(self.comm.Iallreduce(buffer, receive, self._ops[op]), buffer, receive)
 
     def all_to_all(
         self, send: Buffer, send_counts: Sequence[int], receive: Buffer, receive_counts: Sequence[int]

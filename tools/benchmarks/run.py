@@ -26,7 +26,7 @@ from harness import Results, Row
 from rich.console import Console
 from rich.table import Table
 
-NAMES: Final = ("latency", "bandwidth", "step", "round", "straggler", "idle", "memory", "sim", "replay")
+NAMES: Final = ("latency", "bandwidth", "step", "round", "average", "straggler", "idle", "memory", "sim", "replay")
 _HERE: Final = Path(__file__).resolve().parent
 #: Generous: a benchmark takes a minute or less.
 _TIMEOUT_S: Final = 900.0

@@ -1,0 +1,305 @@
+"""Everyday helpers: one rank computes for all, all compute for one, one goes first.
+
+Each is collective in its group, all of the world unless one is named; the others take no part and are never waited for.
+An exception in what a rank computes is raised there as it is, and on every other member as a RemoteError that names
+rank, type and text; so does a value of a type that cannot travel. Values arrive with exactly the type and content they
+had (:mod:`asyncdist.values` says which types travel; nothing is pickled), tensors in CPU memory.
+
+All of them are right with one rank. **Cancellation** of a member tells the others, as an exception would.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Final, TypeVar, cast
+
+import numpy as np
+import torch
+
+from asyncdist import values
+from asyncdist.api import place
+from asyncdist.collectives import Collectives
+from asyncdist.errors import LocalProtocolError
+from asyncdist.groups import Group
+from asyncdist.outcomes import Frame, Outcome, attempt, collect, meet, raise_first_error, settle, share
+from asyncdist.world import World, current_world
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+_SCALARS: Final = (bool, int, float, complex)
+
+
+def is_distributed() -> bool:
+    """Whether this task runs in a world of several ranks; False outside ``run`` and ``open_world``."""
+    world = _world_or_none()
+    return world is not None and world.size > 1
+
+
+def is_main_process(*, group: Group | None = None) -> bool:
+    """Whether this rank is the first of its group, of the world by default; True outside ``run`` and ``open_world``."""
+    world = _world_or_none()
+    if world is None:
+        return True
+    return world.rank == (group or world.group).ranks[0]
+
+
+async def compute_and_broadcast(
+    fn: Callable[[], Awaitable[T] | T],
+    *,
+    root: int | None = None,
+    group: Group | None = None,
+    world: World | None = None,
+) -> T:
+    """Compute a value on one rank, and return it on all.
+
+    Args:
+        fn: a function or coroutine function without arguments; called on ``root`` only.
+        root: a member, by its rank in the world; the group's first by default.
+        group: who gets the value.
+        world: the current one by default.
+
+    Returns:
+        On ``root`` what ``fn`` returned, elsewhere an equal value of the same types.
+
+    Raises:
+        RemoteError: ``fn`` raised on ``root``, or its value cannot travel; on ``root`` that exception itself.
+        LocalProtocolError: this rank is not in the group, or ``root`` is not.
+    """
+    world, group, root = _place(world, group, root)
+    _check_callable("fn", fn)
+    is_root = world.rank == root
+    outcome = await attempt(fn) if is_root else Outcome()
+
+    async def tell(collectives: Collectives) -> tuple[Frame, bytes]:
+        return await share(collectives, group, outcome, root)
+
+    frame, payload = await settle(world, group, outcome, tell)
+    raise_first_error([frame])
+    return cast(T, outcome.value if is_root else values.decode(payload))
+
+
+async def gather_from_all_ranks(
+    fn: Callable[[], Awaitable[T] | T],
+    world_size: int | None = None,
+    *,
+    root: int | None = None,
+    group: Group | None = None,
+    world: World | None = None,
+) -> list[T] | None:
+    """Compute a value on every rank, and bring all of them to one.
+
+    Args:
+        fn: a function or coroutine function without arguments; called on every member.
+        world_size: for ported calls; None, or the group's size.
+        root: the member that gets the values; the group's first by default.
+        group: who computes.
+        world: the current one by default.
+
+    Returns:
+        On ``root`` the values in the group's order, elsewhere None.
+
+    Raises:
+        RemoteError: ``fn`` raised on another member (the first in the group's order is named), or its value cannot
+            travel. Where it raised, that exception itself.
+        LocalProtocolError: this rank is not in the group, or ``root`` is not.
+        ValueError: ``world_size`` is another.
+    """
+    world, group, root = _place(world, group, root)
+    _check_callable("fn", fn)
+    check_world_size(world_size, group)
+    return cast("list[T] | None", await _gather(world, group, root, await attempt(fn)))
+
+
+async def gather_scalar_from_all_ranks(
+    fn: Callable[[], Awaitable[T] | T],
+    world_size: int | None = None,
+    *,
+    root: int | None = None,
+    group: Group | None = None,
+    world: World | None = None,
+) -> list[T] | None:
+    """As :func:`gather_from_all_ranks`, for one number per rank.
+
+    That is a bool, int, float or complex, a numpy scalar, or a tensor with one element; each arrives as what it was.
+
+    Raises:
+        TypeError: ``fn`` returned something else here; a RemoteError on the other members.
+    """
+    world, group, root = _place(world, group, root)
+    _check_callable("fn", fn)
+    check_world_size(world_size, group)
+    return cast("list[T] | None", await _gather(world, group, root, await attempt(fn, _encode_scalar)))
+
+
+async def reduce_and_broadcast(
+    fn1: Callable[[], Awaitable[T] | T],
+    fn2: Callable[[list[T]], Awaitable[U] | U],
+    world_size: int | None = None,
+    *,
+    root: int | None = None,
+    group: Group | None = None,
+    world: World | None = None,
+) -> U:
+    """Compute a value on every rank, reduce all of them on one, and return the result on all.
+
+    Args:
+        fn1: a function or coroutine function without arguments; called on every member.
+        fn2: takes the list of values in the group's order; called on ``root`` only. It may be a coroutine function.
+        world_size: for ported calls; None, or the group's size.
+        root: the member that reduces; the group's first by default.
+        group: who takes part.
+        world: the current one by default.
+
+    Raises:
+        RemoteError: either function raised on another member, or returned what cannot travel. Where it did, that
+            exception itself.
+        LocalProtocolError: this rank is not in the group, or ``root`` is not.
+        ValueError: ``world_size`` is another.
+    """
+    world, group, root = _place(world, group, root)
+    _check_callable("fn1", fn1)
+    _check_callable("fn2", fn2)
+    check_world_size(world_size, group)
+    outcome = await attempt(fn1)
+
+    async def gather_and_reduce(collectives: Collectives) -> tuple[Outcome, list[Frame], bytes]:
+        frames, payloads = await collect(collectives, group, outcome, root)
+        reduced, payload = Outcome(), b""
+        if not any(frame.has_error for frame in frames):
+            if payloads is not None:
+                reduced = await attempt(lambda: fn2([values.decode(part) for part in payloads]))
+            frame, payload = await share(collectives, group, reduced, root)
+            frames = [frame]
+        return reduced, frames, payload
+
+    reduced, frames, payload = await settle(world, group, outcome, gather_and_reduce)
+    if reduced.error is not None:
+        raise reduced.error
+    raise_first_error(frames)
+    return cast(U, reduced.value if world.rank == root else values.decode(payload))
+
+
+@asynccontextmanager
+async def zero_first(is_main: bool, *, group: Group | None = None, world: World | None = None) -> AsyncIterator[None]:
+    """Run the block on the ranks where ``is_main`` is true, and on the others after that.
+
+    ``async with zero_first(world.rank == 0)``: rank 0 downloads, the others find it done. Several ranks may be main,
+    one on each host say.
+
+    Raises:
+        RemoteError: the block raised on a main rank; the others do not enter theirs. What is raised in the block of
+            another rank concerns that rank alone.
+        LocalProtocolError: no rank is main, or this one is not in the group.
+        TypeError: ``is_main`` is no bool.
+    """
+    world, group = place(world, group)
+    if type(is_main) is not bool:
+        raise TypeError(f"is_main is {is_main!r:.80}; allowed: True, False")
+    if is_main:
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as caught:
+            error = caught
+        await _meet(world, group, Outcome(payload=b"", error=error))
+        return
+    frames = await _meet(world, group, Outcome())
+    raise_first_error(frames)
+    if not any(frame.has_value for frame in frames):
+        raise LocalProtocolError(f"is_main is False on all ranks of {list(group.ranks)}; allowed: True on one at least")
+    yield
+
+
+@asynccontextmanager
+async def zero_only(
+    *, root: int | None = None, group: Group | None = None, world: World | None = None
+) -> AsyncIterator[bool]:
+    """Give one rank something to do, and let the others wait for its end.
+
+    ``async with zero_only() as is_main:`` enters the block everywhere, since a ``with`` cannot skip it; what one rank
+    is to do alone goes under ``if is_main:``. At the block's end all members meet.
+
+    Args:
+        root: the rank for which ``is_main`` is true; the group's first by default.
+        group: who meets.
+        world: the current one by default.
+
+    Raises:
+        RemoteError: the block raised on another member; on that one, the exception itself.
+        LocalProtocolError: this rank is not in the group, or ``root`` is not.
+    """
+    world, group, root = _place(world, group, root)
+    error: BaseException | None = None
+    try:
+        yield world.rank == root
+    except BaseException as caught:
+        error = caught
+    raise_first_error(await _meet(world, group, Outcome(payload=b"", error=error)))
+
+
+# -- shared -----------------------------------------------------------------------------------------------------------
+
+
+async def _gather(world: World, group: Group, root: int, outcome: Outcome) -> list[Any] | None:
+    async def work(collectives: Collectives) -> tuple[list[Frame], list[bytes] | None]:
+        return await collect(collectives, group, outcome, root)
+
+    frames, payloads = await settle(world, group, outcome, work)
+    raise_first_error(frames)
+    return None if payloads is None else [values.decode(payload) for payload in payloads]
+
+
+async def _meet(world: World, group: Group, outcome: Outcome) -> list[Frame]:
+    async def work(collectives: Collectives) -> list[Frame]:
+        return await meet(collectives, group, outcome)
+
+    return await settle(world, group, outcome, work)
+
+
+def _place(world: World | None, group: Group | None, root: int | None) -> tuple[World, Group, int]:
+    world, group = place(world, group)
+    if root is None:
+        root = group.ranks[0]
+    if type(root) is not int or root not in group.ranks:
+        raise LocalProtocolError(f"root is {root!r}; the group has ranks {list(group.ranks)}", root=root)
+    return world, group, root
+
+
+def _world_or_none() -> World | None:
+    try:
+        return current_world()
+    except RuntimeError:
+        return None
+
+
+def _encode_scalar(value: Any) -> bytes:
+    is_scalar = (
+        type(value) in _SCALARS
+        or isinstance(value, np.generic)
+        or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    )
+    if not is_scalar:
+        raise TypeError(
+            f"fn returned {value!r:.80}, a {values.type_name(type(value))}; allowed: one bool, int, float or complex, "
+            "a numpy scalar, a tensor with one element"
+        )
+    return values.encode(value)
+
+
+def _check_callable(name: str, fn: Any) -> None:
+    if not callable(fn):
+        what = "a coroutine" if inspect.iscoroutine(fn) else repr(fn)
+        raise TypeError(f"{name} is {what:.80}; allowed: a function or coroutine function")
+
+
+def check_world_size(world_size: int | None, group: Group) -> None:
+    """Refuse a number of ranks that is not the group's.
+
+    Raises:
+        ValueError: it is another.
+    """
+    if world_size is not None and world_size != group.size:
+        raise ValueError(f"world_size is {world_size!r}; allowed: None, or {group.size}, the size of the group")

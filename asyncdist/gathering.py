@@ -1,0 +1,133 @@
+"""Gathering what each rank has so much of as it has: tensors with ragged first dimensions, or lists."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from asyncdist import values
+from asyncdist.api import place
+from asyncdist.collectives import Collectives
+from asyncdist.errors import DisagreementError
+from asyncdist.everyday import check_world_size
+from asyncdist.groups import Group
+from asyncdist.outcomes import Frame, attempt, meet, raise_first_error, settle
+from asyncdist.world import World
+
+_ALLOWED: Final = "allowed: a dense tensor with at least one dimension, or a list"
+
+
+async def gather_distributed_data(
+    local_tensor: torch.Tensor | list[Any],
+    world_size: int | None = None,
+    rank: int | None = None,
+    training_group: Group | None = None,
+    *,
+    world: World | None = None,
+) -> torch.Tensor | list[Any] | None:
+    """Bring every member's data to the group's first rank, one after the other in the group's order.
+
+    Args:
+        local_tensor: a dense tensor of shape (n, ...) of any dtype and device, where n may differ between members (0
+            included) and the rest of the shape and the dtype may not; or, on all members, a list of values that travel
+            (:data:`asyncdist.values.ALLOWED`), of any length.
+        world_size: for ported calls; None, or the group's size.
+        rank: for ported calls; None, or this rank.
+        training_group: who gathers; everybody by default.
+        world: the current one by default.
+
+    Returns:
+        On the group's first rank the concatenation, a tensor on the device of that rank's own or a list; elsewhere
+        None.
+
+    Raises:
+        DisagreementError: trailing shapes, dtypes or kinds differ; both ranks and what they have are named, on every
+            member.
+        TypeError, ValueError: this rank's data is neither, or a number is wrong; the former is a RemoteError on the
+            other members.
+        LocalProtocolError: this rank is not in the group.
+    """
+    world, group = place(world, training_group)
+    check_world_size(world_size, group)
+    if rank is not None and rank != world.rank:
+        raise ValueError(f"rank is {rank!r}; allowed: None, or {world.rank}, which this rank is")
+    root = group.ranks[0]
+    contents: list[torch.Tensor] = []
+
+    def describe() -> tuple[str, str, list[int]]:
+        description, data = _describe(local_tensor)
+        contents.append(data)
+        return description
+
+    outcome = await attempt(describe)
+
+    async def work(collectives: Collectives) -> tuple[list[Frame], torch.Tensor | None]:
+        frames = await meet(collectives, group, outcome)
+        if any(frame.has_error for frame in frames):
+            return frames, None
+        descriptions = [values.decode(frame.inline) for frame in frames]
+        _check_alike(group, descriptions)
+        sizes = [_nbytes(description) for description in descriptions]
+        return frames, await collectives.gather_bytes(contents[0], sizes, group, root)
+
+    frames, gathered = await settle(world, group, outcome, work)
+    raise_first_error(frames)
+    if gathered is None:
+        return None
+    return _assemble([values.decode(frame.inline) for frame in frames], gathered, local_tensor)
+
+
+def _describe(data: Any) -> tuple[tuple[str, str, list[int]], torch.Tensor]:
+    """Kind, dtype and shape (of a list: its bytes), and the content as bytes."""
+    if isinstance(data, list):
+        payload = values.encode(data)
+        return ("list", "", [len(payload)]), torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    if not isinstance(data, torch.Tensor):
+        raise TypeError(f"the data is a {values.type_name(type(data))}; {_ALLOWED}")
+    if data.layout != torch.strided or data.is_nested or data.is_meta or data.is_quantized:
+        raise ValueError(f"the data is a tensor of layout {data.layout} on {data.device}; {_ALLOWED}")
+    if data.ndim == 0:
+        raise ValueError(f"the data is a tensor without dimensions, {data.item()!r}; {_ALLOWED}")
+    host = data.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    content = host.view(-1).view(torch.uint8) if host.numel() else torch.empty(0, dtype=torch.uint8)
+    return ("tensor", str(data.dtype).removeprefix("torch."), list(data.shape)), content
+
+
+def _check_alike(group: Group, descriptions: Sequence[tuple[str, str, list[int]]]) -> None:
+    kind, dtype, shape = descriptions[0]
+    for rank, (its_kind, its_dtype, its_shape) in zip(group.ranks, descriptions, strict=True):
+        if kind != its_kind:
+            mine, theirs = f"a {kind}", f"a {its_kind}"
+        elif kind == "list":
+            continue
+        elif dtype != its_dtype:
+            mine, theirs = dtype, its_dtype
+        elif shape[1:] != its_shape[1:]:
+            mine, theirs = f"shape {tuple(shape)}", f"shape {tuple(its_shape)}"
+        else:
+            continue
+        raise DisagreementError(
+            f"rank {group.ranks[0]} gathers {mine}, rank {rank} {theirs}; allowed: one kind, dtype and shape on all "
+            "members, except for the first dimension",
+            ranks=(group.ranks[0], rank),
+        )
+
+
+def _nbytes(description: tuple[str, str, list[int]]) -> int:
+    kind, dtype, shape = description
+    return shape[0] if kind == "list" else math.prod(shape) * values.dtype_of(dtype).itemsize
+
+
+def _assemble(
+    descriptions: Sequence[tuple[str, str, list[int]]], gathered: torch.Tensor, own: torch.Tensor | list[Any]
+) -> torch.Tensor | list[Any]:
+    if not isinstance(own, torch.Tensor):
+        parts = torch.split(gathered, [_nbytes(description) for description in descriptions])
+        return [item for part in parts for item in values.decode(part.numpy().data)]
+    shape = (sum(description[2][0] for description in descriptions), *own.shape[1:])
+    if not gathered.numel():
+        return own.new_empty(shape)
+    return gathered.view(own.dtype).view(shape).to(own.device)

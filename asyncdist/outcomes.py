@@ -1,0 +1,208 @@
+"""What a computation came to on each rank, a value or an exception, made known to the others.
+
+Everything here that may fail on one rank alone is told by all members in one *frame* of fixed size, before any data: so
+an exception reaches every rank and leaves nobody waiting for data that will never come. A frame says whether its rank
+has a value, an exception or nothing, and holds values up to 1,000 bytes and the words of an exception themselves;
+larger values follow in a second collective, whose sizes everybody then knows.
+
+**Cancellation**: what has been started ends in the background and keeps its turn in the group, since the others count
+on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import struct
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+import torch
+
+from asyncdist import values
+from asyncdist.collectives import Collectives
+from asyncdist.errors import AsyncdistError, RemoteError
+from asyncdist.groups import Group
+from asyncdist.world import World
+
+T = TypeVar("T")
+
+FRAME_NBYTES: Final = 1024
+_HEADER: Final = struct.Struct("<QB")
+#: What a frame can hold itself.
+INLINE_NBYTES: Final = FRAME_NBYTES - _HEADER.size
+_NOTHING, _VALUE, _ERROR = range(3)
+#: Of an exception's words; the rest of the frame is for lengths.
+_TEXT_NBYTES_MAX: Final = 800
+_KIND_NBYTES_MAX: Final = 150
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a computation came to on this rank.
+
+    Attributes:
+        value: what it returned.
+        payload: the same as bytes; None where there is an error, or nothing was computed.
+        error: what it raised, an unsupported type of its value included.
+    """
+
+    value: Any = None
+    payload: bytes | None = None
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What a member says of its outcome.
+
+    Attributes:
+        rank: the member.
+        status: nothing, value or error.
+        nbytes: of the payload.
+        inline: the payload, where the frame can hold it.
+    """
+
+    rank: int
+    status: int
+    nbytes: int
+    inline: bytes = field(repr=False)
+
+    @property
+    def has_value(self) -> bool:
+        """Whether the member computed something, and it succeeded."""
+        return self.status == _VALUE
+
+    @property
+    def has_error(self) -> bool:
+        """Whether the member's computation raised."""
+        return self.status == _ERROR
+
+    @property
+    def later_nbytes(self) -> int:
+        """Bytes that do not fit and follow in a collective of their own."""
+        return self.nbytes if self.has_value and self.nbytes > INLINE_NBYTES else 0
+
+    def remote_error(self) -> RemoteError:
+        """The member's exception, as the other ranks raise it."""
+        kind, text = values.decode(self.inline)
+        return RemoteError(f"rank {self.rank} failed: {kind}: {text}", rank=self.rank, kind=kind, text=text)
+
+
+async def attempt(fn: Callable[[], Any], to_payload: Callable[[Any], bytes] = values.encode) -> Outcome:
+    """Call ``fn``, await what it returns if it is awaitable, and write the value down. Never raises."""
+    try:
+        value = fn()
+        if inspect.isawaitable(value):
+            value = await value
+        return Outcome(value, to_payload(value))
+    except BaseException as error:  # it is raised by whoever asked, once the others have been told
+        return Outcome(error=error)
+
+
+async def settle(
+    world: World, group: Group, outcome: Outcome, work: Callable[[Collectives], Coroutine[Any, Any, T]]
+) -> T:
+    """Run the collectives that make an outcome known, then raise the outcome's error, if any.
+
+    What is no ``Exception`` (a cancellation, an interrupt, an exit) is raised at once, and told in the background.
+    """
+    error = outcome.error
+    if isinstance(error, GeneratorExit):  # the caller is being thrown away, perhaps with its loop
+        raise error
+    task = world.collectives.start_sequence(group, work)
+    if error is not None and not isinstance(error, Exception):
+        raise error
+    try:
+        result = await asyncio.shield(task)
+    except AsyncdistError:
+        if error is None:
+            raise
+        raise error from None  # it came first
+    if error is not None:
+        raise error
+    return result
+
+
+async def meet(collectives: Collectives, group: Group, outcome: Outcome) -> list[Frame]:
+    """Every member's frame, in the group's order, on every member."""
+    parts = await collectives.all_gather(_to_tensor(_pack_frame(outcome)), group)
+    return [_read_frame(rank, part) for rank, part in zip(group.ranks, parts, strict=True)]
+
+
+async def collect(
+    collectives: Collectives, group: Group, outcome: Outcome, root: int
+) -> tuple[list[Frame], list[bytes] | None]:
+    """Bring every member's payload to ``root``.
+
+    Returns:
+        Every member's frame; and on ``root``, where nobody failed, the payloads, elsewhere None.
+    """
+    frames = await meet(collectives, group, outcome)
+    sizes = [frame.later_nbytes for frame in frames]
+    if any(frame.has_error for frame in frames):
+        return frames, None
+    later: torch.Tensor | None = torch.empty(0, dtype=torch.uint8)
+    if any(sizes):
+        own = outcome.payload if sizes[group.index] else b""
+        later = await collectives.gather_bytes(_to_tensor(own or b""), sizes, group, root)
+    if later is None or group.ranks[group.index] != root:
+        return frames, None
+    parts = torch.split(later, sizes)
+    return frames, [
+        bytes(part.numpy()) if size else frame.inline for frame, part, size in zip(frames, parts, sizes, strict=True)
+    ]
+
+
+async def share(collectives: Collectives, group: Group, outcome: Outcome, root: int) -> tuple[Frame, bytes]:
+    """Bring ``root``'s frame and payload to every member. ``outcome`` counts on ``root`` only."""
+    packed = _to_tensor(_pack_frame(outcome))
+    frame = _read_frame(root, await collectives.broadcast(packed, group, root))
+    if not frame.later_nbytes:
+        return frame, frame.inline
+    is_root = group.ranks[group.index] == root
+    room = _to_tensor(outcome.payload or b"") if is_root else torch.empty(frame.nbytes, dtype=torch.uint8)
+    return frame, bytes((await collectives.broadcast(room, group, root)).numpy())
+
+
+def raise_first_error(frames: Sequence[Frame]) -> None:
+    """Raise the first member's exception, in the group's order, as a RemoteError."""
+    for frame in frames:
+        if frame.has_error:
+            raise frame.remote_error()
+
+
+def _pack_frame(outcome: Outcome) -> bytes:
+    if outcome.error is not None:
+        status, payload = _ERROR, _words_of(outcome.error)
+    else:
+        status, payload = (_NOTHING, b"") if outcome.payload is None else (_VALUE, outcome.payload)
+    inline = payload if len(payload) <= INLINE_NBYTES else b""
+    return (_HEADER.pack(len(payload), status) + inline).ljust(FRAME_NBYTES, b"\0")
+
+
+def _read_frame(rank: int, tensor: torch.Tensor) -> Frame:
+    data = bytes(tensor.numpy())
+    nbytes, status = _HEADER.unpack_from(data)
+    inline = data[_HEADER.size : _HEADER.size + nbytes] if nbytes <= INLINE_NBYTES else b""
+    return Frame(rank, status, nbytes, inline)
+
+
+def _words_of(error: BaseException) -> bytes:
+    try:
+        text = str(error)
+    except Exception as second:  # the others wait for this frame
+        text = f"(its text cannot be had: {type(second).__name__})"
+    return values.encode([_cut(values.type_name(type(error)), _KIND_NBYTES_MAX), _cut(text, _TEXT_NBYTES_MAX)])
+
+
+def _cut(text: str, nbytes_max: int) -> str:
+    data = text.encode(errors="backslashreplace")
+    if len(data) <= nbytes_max:
+        return data.decode()
+    return f"{data[: nbytes_max - 30].decode(errors='ignore')}... ({len(text)} characters)"
+
+
+def _to_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

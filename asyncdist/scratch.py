@@ -1,0 +1,27 @@
+"""What is kept of a model from one collective to the next, for as long as the model lives: flat tensors, layouts.
+
+Fresh memory is dear: the kernel hands it out page by page, and 64 MiB took 34 ms to come by where the copy into it took
+8 and the whole reduction 30. Finding and checking the tensors of 200 layers took 2.5 ms, copying them less than one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+
+
+class Scratch:
+    """The kept things of one rank, by model and purpose. None of them may refer to its model, other than weakly."""
+
+    def __init__(self) -> None:
+        self._kept: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+    def take(self, model: nn.Module, purpose: str) -> Any:
+        """What was kept last, or None; the caller's until :meth:`give_back`, or for good."""
+        return self._kept.get(model, {}).pop(purpose, None)
+
+    def give_back(self, model: nn.Module, purpose: str, thing: Any) -> None:
+        """Keep ``thing`` for the next :meth:`take`."""
+        self._kept.setdefault(model, {})[purpose] = thing

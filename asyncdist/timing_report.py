@@ -1,0 +1,231 @@
+"""Tables of step times that the ranks have measured: who worked, who waited, how long steps took.
+
+Input is one dict per rank, step name to seconds per iteration. A step that some ranks do not have is reported over
+those that do; of unequal lengths the iterations that all of them have count where ranks are compared. Either is said.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, TypeAlias
+
+#: Of one rank: step name to seconds, one for each iteration or one in all.
+Timing: TypeAlias = Mapping[str, Sequence[float] | float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBalance:
+    """How evenly one step was spread over the ranks.
+
+    Attributes:
+        step: its name.
+        useful_s: seconds that a rank worked, on average: per iteration the mean over ranks, summed.
+        waiting_s: seconds that a rank waited for the slowest one, on average: per iteration the maximum less the mean,
+            summed.
+        iteration_count: iterations that all its ranks have; the others are left out.
+        iteration_count_max: iterations of the rank that has most.
+        ranks: those that have the step.
+        missing: those that do not.
+    """
+
+    step: str
+    useful_s: float
+    waiting_s: float
+    iteration_count: int
+    iteration_count_max: int
+    ranks: tuple[int, ...]
+    missing: tuple[int, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """Waiting as a share of the step's duration, 0 to 1."""
+        duration_s = self.useful_s + self.waiting_s
+        return self.waiting_s / duration_s if duration_s else 0.0
+
+    @property
+    def remark(self) -> str:
+        """What is left out, in words; empty where nothing is."""
+        remarks = [f"not on {_name(self.missing)}"] if self.missing else []
+        if self.iteration_count < self.iteration_count_max:
+            remarks.append(f"first {self.iteration_count} of up to {self.iteration_count_max} iterations")
+        return "; ".join(remarks)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadImbalance:
+    """What :func:`report_load_imbalance` found; ``str()`` is the table."""
+
+    steps: tuple[StepBalance, ...]
+
+    def __str__(self) -> str:
+        rows = [
+            (row.step, f"{row.useful_s:.4f}", f"{row.waiting_s:.4f}", f"{row.imbalance:.1%}", row.remark)
+            for row in self.steps
+        ]
+        return _table(("step", "useful work, s", "waiting, s", "waiting", ""), rows)
+
+
+@dataclass(frozen=True, slots=True)
+class RankTime:
+    """One step on one rank.
+
+    Attributes:
+        rank: where.
+        step: its name.
+        mean_s: seconds per iteration; NaN without any.
+        total_s: seconds in all.
+        iteration_count: how many.
+    """
+
+    rank: int
+    step: str
+    mean_s: float
+    total_s: float
+    iteration_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """One step over the ranks that have it.
+
+    Attributes:
+        step: its name.
+        max_s: the largest total of a rank, in seconds.
+        mean_s: the mean of the totals.
+        ranks: those that have the step.
+        missing: those that do not.
+    """
+
+    step: str
+    max_s: float
+    mean_s: float
+    ranks: tuple[int, ...]
+    missing: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TimeInfo:
+    """What :func:`report_time_info` found; ``str()`` is two tables."""
+
+    times: tuple[RankTime, ...]
+    steps: tuple[StepTime, ...]
+
+    def __str__(self) -> str:
+        by_rank = [
+            (str(row.rank), row.step, f"{row.mean_s:.4f}", f"{row.total_s:.4f}", str(row.iteration_count))
+            for row in self.times
+        ]
+        by_step = [
+            (row.step, f"{row.max_s:.4f}", f"{row.mean_s:.4f}", f"not on {_name(row.missing)}" if row.missing else "")
+            for row in self.steps
+        ]
+        return "\n\n".join(
+            (
+                _table(("rank", "step", "mean, s", "total, s", "iterations"), by_rank),
+                _table(("step", "largest total, s", "mean total, s", ""), by_step),
+            )
+        )
+
+
+def report_load_imbalance(all_timing_dict: Sequence[Timing], world_size: int | None = None) -> LoadImbalance:
+    """Tell work from waiting in each step, print the table, and return the figures.
+
+    Args:
+        all_timing_dict: one dict per rank, in rank order: step name to seconds, a list with one number per iteration or
+            a single number. As ``gather_from_all_ranks(lambda: timing)`` brings them together.
+        world_size: how many of them are ranks; all by default.
+
+    Raises:
+        TypeError, ValueError: something is no such dict, or no number of seconds; rank and step are named.
+    """
+    timings = _checked(all_timing_dict, world_size)
+    report = LoadImbalance(tuple(_balance(step, timings) for step in _steps(timings)))
+    print(report)
+    return report
+
+
+def report_time_info(all_timing_dict: Sequence[Timing], world_size: int | None = None) -> TimeInfo:
+    """Mean and total of each step on each rank, largest and mean total over the ranks: print, and return the figures.
+
+    Args and Raises: as :func:`report_load_imbalance`.
+    """
+    timings = _checked(all_timing_dict, world_size)
+    times = tuple(
+        RankTime(rank, step, sum(values) / len(values) if values else math.nan, sum(values), len(values))
+        for rank, timing in enumerate(timings)
+        for step, values in timing.items()
+    )
+    steps = []
+    for step in _steps(timings):
+        totals = [row.total_s for row in times if row.step == step]
+        ranks, missing = _present(step, timings)
+        steps.append(StepTime(step, max(totals), statistics.fmean(totals), ranks, missing))
+    report = TimeInfo(times, tuple(steps))
+    print(report)
+    return report
+
+
+def _balance(step: str, timings: Sequence[Mapping[str, Sequence[float]]]) -> StepBalance:
+    ranks, missing = _present(step, timings)
+    rows = [timings[rank][step] for rank in ranks]
+    useful_s = waiting_s = 0.0
+    for seconds in zip(*rows, strict=False):  # up to the shortest
+        mean = sum(seconds) / len(seconds)
+        useful_s += mean
+        waiting_s += max(seconds) - mean
+    lengths = [len(row) for row in rows]
+    return StepBalance(step, useful_s, waiting_s, min(lengths), max(lengths), ranks, missing)
+
+
+def _steps(timings: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Every rank's steps, in the order in which they first occur."""
+    return list(dict.fromkeys(step for timing in timings for step in timing))
+
+
+def _present(step: str, timings: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    ranks = tuple(rank for rank, timing in enumerate(timings) if step in timing)
+    return ranks, tuple(rank for rank in range(len(timings)) if rank not in ranks)
+
+
+def _checked(all_timing: Sequence[Timing], world_size: int | None) -> list[dict[str, list[float]]]:
+    if isinstance(all_timing, (str, Mapping)) or not isinstance(all_timing, Sequence):
+        raise TypeError(f"all_timing_dict is a {type(all_timing).__name__}; allowed: a list with one dict per rank")
+    count = len(all_timing) if world_size is None else world_size
+    if type(count) is not int or not 1 <= count <= len(all_timing):
+        raise ValueError(f"world_size is {count!r} with timings of {len(all_timing)} ranks; allowed: 1 to that many")
+    checked = []
+    for rank, timing in enumerate(all_timing[:count]):
+        if not isinstance(timing, Mapping):
+            raise TypeError(f"the timing of rank {rank} is a {type(timing).__name__}; allowed: a dict")
+        checked.append({step: _seconds(rank, step, value) for step, value in timing.items()})
+    return checked
+
+
+def _seconds(rank: int, step: str, value: Any) -> list[float]:
+    values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    for number in values:
+        if not isinstance(number, Real):
+            raise TypeError(f"rank {rank}, step {step!r}: {number!r} is no number of seconds")
+    return [float(number) for number in values]
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Text left, numbers right, two spaces between."""
+    lines = [heads, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
+    numeric = [head.endswith((", s", "iterations", "rank", "waiting")) for head in heads]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if is_number else cell.ljust(width)
+            for cell, width, is_number in zip(line, widths, numeric, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _name(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

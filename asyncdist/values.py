@@ -1,0 +1,252 @@
+"""Python values as bytes that keep their type exactly, for what ranks tell each other outside protocols.
+
+msgpack by itself knows no tuple, no integer beyond 64 bits and no tensor, and Python's pickle runs code. So a value is
+written as a msgpack tree in which nil, booleans, integers of 64 bits, floats, text, bytes and arrays (lists) stand for
+themselves, and everything else is a map of one integer key, which says what the content is. Dicts are written as their
+items, so that map is never a user's.
+
+Only exact types travel: what came back as a plain dict, float or tuple from a subclass would be a changed value.
+Nothing is shared: a list that occurs twice arrives as two lists. Decoding checks everything, and allocates no more than
+came.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
+
+import msgspec
+import numpy as np
+import torch
+
+from asyncdist.errors import RemoteProtocolError
+
+ALLOWED: Final = (
+    "None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, dense torch.Tensor, "
+    "numpy arrays and scalars of numbers (the types themselves, no subclasses)"
+)
+DEPTH_MAX: Final = 100
+
+_BIG_INT, _TEXT, _COMPLEX, _BYTEARRAY, _TUPLE, _DICT, _SET, _FROZENSET, _TENSOR, _ARRAY, _SCALAR = range(11)
+_INT_MIN: Final = -(1 << 63)
+_INT_MAX: Final = (1 << 64) - 1
+_NUMPY_KINDS: Final = "biufc"
+_DTYPES: Final = {
+    str(value).removeprefix("torch."): value
+    for name, value in vars(torch).items()
+    if isinstance(value, torch.dtype) and not name.startswith("q")  # quantised ones need more than their bytes
+}
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode: Final = msgspec.msgpack.Decoder().decode
+
+#: Where a value is inside the whole: the way to what contains it, and its index or key there.
+_Where: TypeAlias = "tuple[_Where, Any] | None"
+
+
+def encode(value: Any) -> bytes:
+    """Write a value down.
+
+    Args:
+        value: of the types in :data:`ALLOWED`, at most 100 levels deep. Tensors may be on any device; their values
+            travel, neither their device nor their place in an autograd graph.
+
+    Raises:
+        TypeError: something in it is of another type; says what, where, and what is allowed.
+        ValueError: it is nested too deeply or contains itself, or a part is larger than 4 GiB.
+    """
+    tree = _pack(value, None, 0)
+    try:
+        return _encode(tree)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"a value of type {type(value).__name__} cannot travel: {error}") from error
+
+
+def decode(data: bytes | memoryview) -> Any:
+    """Read what :func:`encode` wrote. Tensors are on the CPU, and everything is the caller's own.
+
+    Raises:
+        RemoteProtocolError: the bytes are something else.
+    """
+    try:
+        return _unpack(_decode(data))
+    except (msgspec.DecodeError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        raise RemoteProtocolError(f"{len(data)} bytes that are no value: {error}") from error
+
+
+def type_name(kind: type) -> str:
+    """A class's name, with its module unless that is ``builtins``."""
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype of that name, as in ``"float32"``. Raises KeyError where there is none."""
+    return _DTYPES[name]
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def _pack(value: Any, where: _Where, depth: int) -> Any:
+    kind = type(value)
+    if value is None or kind in (bool, float, bytes):
+        return value
+    if kind is int:
+        return value if _INT_MIN <= value <= _INT_MAX else {_BIG_INT: _int_to_bytes(value)}
+    if kind is str:
+        return value if _is_unicode(value) else {_TEXT: value.encode("utf-8", "surrogatepass")}
+    if depth == DEPTH_MAX:
+        raise ValueError(f"a value is nested deeper than {DEPTH_MAX} levels, or contains itself")
+    if kind is list:
+        return _pack_items(value, where, depth)
+    pack = _PACK.get(kind)
+    if pack is not None:
+        return pack(value, where, depth + 1)
+    if isinstance(value, np.generic) and kind is value.dtype.type and value.dtype.kind in _NUMPY_KINDS:
+        return {_SCALAR: [value.dtype.str, value.tobytes()]}
+    raise _unsupported(f"a value of type {type_name(kind)}", where)
+
+
+def _pack_items(items: Any, where: _Where, depth: int) -> list[Any]:
+    return [_pack(item, (where, index), depth + 1) for index, item in enumerate(items)]
+
+
+def _pack_dict(value: dict[Any, Any], where: _Where, depth: int) -> Any:
+    flat = []
+    for key, item in value.items():
+        flat += [_pack(key, (where, key), depth), _pack(item, (where, key), depth)]
+    return {_DICT: flat}
+
+
+def _pack_tensor(tensor: torch.Tensor, where: _Where, depth: int) -> Any:
+    del depth
+    trouble = (
+        "meta"
+        if tensor.is_meta
+        else "quantised"
+        if tensor.is_quantized
+        else f"{tensor.layout}"
+        if tensor.layout != torch.strided or tensor.is_nested
+        else ""
+    )
+    if trouble:
+        raise _unsupported(f"a tensor that is {trouble}", where)
+    host = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    data = bytes(host.view(-1).view(torch.uint8).numpy().data) if host.numel() else b""
+    return {_TENSOR: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), data]}
+
+
+def _pack_array(array: np.ndarray[Any, Any], where: _Where, depth: int) -> Any:
+    del depth
+    if array.dtype.kind not in _NUMPY_KINDS:
+        raise _unsupported(f"a numpy array of dtype {array.dtype}", where)
+    return {_ARRAY: [array.dtype.str, list(array.shape), array.tobytes()]}
+
+
+_PACK: Final[dict[type, Callable[[Any, _Where, int], Any]]] = {
+    complex: lambda value, where, depth: {_COMPLEX: [value.real, value.imag]},
+    bytearray: lambda value, where, depth: {_BYTEARRAY: bytes(value)},
+    tuple: lambda value, where, depth: {_TUPLE: _pack_items(value, where, depth)},
+    dict: _pack_dict,
+    set: lambda value, where, depth: {_SET: _pack_items(value, where, depth)},
+    frozenset: lambda value, where, depth: {_FROZENSET: _pack_items(value, where, depth)},
+    torch.Tensor: _pack_tensor,
+    np.ndarray: _pack_array,
+}
+
+
+def _int_to_bytes(value: int) -> bytes:
+    return value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it can be written in UTF-8: file names may hold lone surrogates, which cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _unsupported(what: str, where: _Where) -> TypeError:
+    steps = []
+    while where is not None:
+        where, step = where
+        steps.append(f"[{step!r:.60}]")
+    place = f" at {''.join(reversed(steps))}" if steps else ""
+    return TypeError(f"{what}{place} cannot travel; allowed: {ALLOWED}")
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _unpack(node: Any) -> Any:
+    if type(node) is list:
+        return [_unpack(item) for item in node]
+    if type(node) is not dict:
+        return node
+    ((kind, content),) = node.items()
+    return _UNPACK[kind](content)
+
+
+def _unpack_dict(flat: list[Any]) -> dict[Any, Any]:
+    parts = [_unpack(part) for part in flat]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def _unpack_tensor(content: list[Any]) -> torch.Tensor:
+    name, shape, data = content
+    dtype = _DTYPES[name]
+    _check_size(shape, dtype.itemsize, _bytes(data))
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
+
+
+def _unpack_array(content: list[Any]) -> np.ndarray[Any, Any]:
+    name, shape, data = content
+    dtype = _numpy_dtype(name)
+    _check_size(shape, dtype.itemsize, _bytes(data))
+    return np.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+
+
+def _unpack_scalar(content: list[Any]) -> Any:
+    name, data = content
+    dtype = _numpy_dtype(name)
+    _check_size([], dtype.itemsize, _bytes(data))
+    return np.frombuffer(data, dtype=dtype)[0]
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    dtype = np.dtype(name)
+    if dtype.kind not in _NUMPY_KINDS:
+        raise ValueError(f"numpy dtype {name!r}")
+    return dtype
+
+
+def _bytes(content: Any) -> bytes:
+    if type(content) is not bytes:  # a number would make a bytearray of that length
+        raise TypeError(f"{type(content).__name__} in place of bytes")
+    return content
+
+
+def _check_size(shape: list[int], itemsize: int, data: bytes) -> None:
+    """Before anything is allocated: the bytes that are there are those of the shape."""
+    if any(type(size) is not int or size < 0 for size in shape) or math.prod(shape) * itemsize != len(data):
+        raise ValueError(f"{len(data)} bytes for shape {shape} with {itemsize} bytes each")
+
+
+_UNPACK: Final[dict[int, Callable[[Any], Any]]] = {
+    _BIG_INT: lambda content: int.from_bytes(_bytes(content), "little", signed=True),
+    _TEXT: lambda content: content.decode("utf-8", "surrogatepass"),
+    _COMPLEX: lambda content: complex(*content),
+    _BYTEARRAY: lambda content: bytearray(_bytes(content)),
+    _TUPLE: lambda content: tuple(_unpack(item) for item in content),
+    _DICT: _unpack_dict,
+    _SET: lambda content: {_unpack(item) for item in content},
+    _FROZENSET: lambda content: frozenset(_unpack(item) for item in content),
+    _TENSOR: _unpack_tensor,
+    _ARRAY: _unpack_array,
+    _SCALAR: _unpack_scalar,
+}

@@ -1,0 +1,26 @@
+"""All of them, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import asyncdist as ad
+from helpers import cases_everyday, cases_models, cases_roles
+
+Case = Callable[[ad.World], Coroutine[Any, Any, None]]
+MODULES = (cases_everyday, cases_models, cases_roles)
+
+
+def all_cases() -> dict[str, Case]:
+    """``everyday.zero_only``: :func:`helpers.cases_everyday.case_zero_only`."""
+    return {
+        f"{module.__name__.partition('cases_')[2]}.{name.removeprefix('case_')}": case
+        for module in MODULES
+        for name, case in vars(module).items()
+        if name.startswith("case_")
+    }
+
+
+async def run_case(world: ad.World, name: str) -> None:
+    await all_cases()[name](world)

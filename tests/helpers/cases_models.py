@@ -1,0 +1,278 @@
+"""Averages of models and gradients and ragged gathering, against numpy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import asyncdist as ad
+from asyncdist.errors import DisagreementError, LocalProtocolError, RemoteError
+from helpers.cases_everyday import refused
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+DTYPES = (*FLOATS, torch.int64, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128)
+
+
+class Mixed(nn.Module):
+    """Every kind of entry: dtypes, tied weights, buffers, an empty one, a transposed one, a scalar."""
+
+    def __init__(self, rank: int, width: int = 3) -> None:
+        super().__init__()
+        draw = np.random.default_rng(rank)
+
+        def numbers(*shape: int) -> torch.Tensor:
+            return torch.from_numpy(draw.standard_normal(shape))
+
+        self.first = nn.Parameter(numbers(width, 5).float())
+        self.tied = self.first
+        self.wide = nn.Parameter(numbers(4))
+        self.brain = nn.Parameter(numbers(7).bfloat16())
+        self.narrow = nn.Parameter(numbers(2, 2).half(), requires_grad=False)
+        self.wave = nn.Parameter(torch.view_as_complex(numbers(3, 2).float()))
+        self.turned = nn.Parameter(numbers(4, 6).float().t())
+        self.scalar = nn.Parameter(numbers(1)[0].float())
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.register_buffer("running", numbers(3).float())
+        self.register_buffer("count", torch.tensor(100 + rank))
+        self.register_buffer("mask", torch.tensor([rank % 2 == 0, True]))
+        self.register_buffer("own", torch.tensor(float(rank)), persistent=False)
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    tensor = tensor.detach()
+    return (tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor).numpy().copy()
+
+
+def close(tensor: torch.Tensor, expected: np.ndarray[Any, Any]) -> bool:
+    """Equal up to one rounding to the tensor's dtype."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return bool((tensor.numpy() == expected).all())
+    tolerance = 2 * torch.finfo(tensor.dtype).eps
+    return bool(np.allclose(to_numpy(tensor), expected, rtol=tolerance, atol=tolerance))
+
+
+async def case_models_become_the_mean(world: ad.World) -> None:
+    model = Mixed(world.rank)
+    states = [Mixed(rank).state_dict() for rank in range(world.size)]
+    objects = {name: (tensor, tensor.data_ptr()) for name, tensor in model.state_dict(keep_vars=True).items()}
+    for _ in range(2):  # the second time in the memory of the first
+        await ad.average_models(model)
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if tensor.is_floating_point() or tensor.is_complex():
+                expected = np.mean([to_numpy(state[name]) for state in states], axis=0)
+            else:
+                expected = to_numpy(states[0][name])
+            assert close(tensor, expected), name
+            assert tensor is objects[name][0] and tensor.data_ptr() == objects[name][1]
+        states = [model.state_dict()] * world.size
+    assert model.tied is model.first and float(model.own) == world.rank
+    assert not model.narrow.requires_grad and model.first.requires_grad
+
+
+async def case_whole_numbers_are_averaged_exactly(world: ad.World) -> None:
+    """Large enough to be reduced in pieces, and an odd number of them."""
+    for dtype in FLOATS:
+        model = nn.ParameterDict({"w": nn.Parameter(torch.full((700_001,), world.rank * 2, dtype=dtype))})
+        model["w"].data[::1000] = 8 * (world.rank + 1)
+        await ad.average_models(model)
+        expected = np.full(700_001, np.mean([2.0 * rank for rank in range(world.size)]))
+        expected[::1000] = np.mean([8.0 * (rank + 1) for rank in range(world.size)])
+        assert torch.equal(model["w"].data, torch.from_numpy(expected).to(dtype)), dtype
+
+
+async def case_low_precision_is_summed_wide(world: ad.World) -> None:
+    """In bfloat16 256 + 1 is 256, and 60,000 + 60,000 is no float16."""
+    model = nn.ParameterList(
+        [torch.tensor([256.0 if world.rank == 0 else 3.0]).bfloat16(), torch.tensor([60_000.0]).half()]
+    )
+    await ad.average_models(model)
+    mean = (256.0 + 3.0 * (world.size - 1)) / world.size
+    assert torch.equal(model[0], torch.tensor([mean]).bfloat16())
+    assert torch.equal(model[1], torch.tensor([60_000.0]).half())
+
+
+async def case_gradients_become_the_mean(world: ad.World) -> None:
+    def gradient(rank: int, index: int, shape: torch.Size) -> torch.Tensor:
+        return torch.from_numpy(np.asarray(np.random.default_rng(100 * rank + index).standard_normal(shape)))
+
+    model = Mixed(world.rank)
+    parameters = list(model.parameters())
+    for repetition in range(2):
+        for index, parameter in enumerate(parameters):
+            if parameter.requires_grad:
+                parameter.grad = gradient(world.rank, index + repetition, parameter.shape).to(parameter.dtype)
+        objects = [parameter.grad for parameter in parameters]
+        values = [parameter.detach().clone() for parameter in parameters]
+        await ad.average_gradients(model)
+        for index, parameter in enumerate(parameters):
+            assert parameter.grad is objects[index] and torch.equal(parameter, values[index])
+            if parameter.grad is not None:
+                parts = [
+                    to_numpy(gradient(rank, index + repetition, parameter.shape).to(parameter.dtype))
+                    for rank in range(world.size)
+                ]
+                assert close(parameter.grad, np.mean(parts, axis=0))
+    assert model.narrow.grad is None
+
+
+async def case_a_gradient_that_is_missing_somewhere_counts_as_zero(world: ad.World) -> None:
+    model = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(3)])
+    if world.rank == world.size - 1:
+        model[0].weight.grad = torch.full((2, 2), 6.0)
+    model[1].weight.grad = torch.full((2, 2), float(world.rank))
+    await ad.average_gradients(model)
+    assert torch.equal(model[0].weight.grad, torch.full((2, 2), 6.0 / world.size))
+    assert torch.allclose(model[1].weight.grad, torch.full((2, 2), float(np.mean(range(world.size)))))
+    assert model[2].weight.grad is None
+    await ad.average_gradients(nn.Linear(3, 3))  # none at all
+
+
+async def case_groups_divide_by_their_own_size(world: ad.World) -> None:
+    parity = world.rank % 2
+    ranks = list(range(parity, world.size, 2))
+    group = await ad.new_group(ranks)
+    model = nn.Linear(4, 4)
+    for _ in range(1 + 2 * parity):  # the groups know nothing of each other
+        model.weight.data.fill_(world.rank)
+        model.weight.grad = torch.full((4, 4), 10.0 * world.rank)
+        await ad.average_models(model, group)
+        await ad.average_gradients(model, group=group)
+        assert torch.allclose(model.weight.data, torch.tensor(float(np.mean(ranks))))
+        assert torch.allclose(model.weight.grad, torch.tensor(10.0 * float(np.mean(ranks))))
+    outside = ad.Group.seen_from_outside([0])
+    for call in (
+        ad.average_models(model, outside),
+        ad.average_gradients(model, outside),
+        ad.gather_distributed_data(torch.ones(1), training_group=outside),
+    ):
+        await refused(call, LocalProtocolError, f"rank {world.rank} is not in the group [0]")
+    await ad.barrier()
+
+
+async def case_models_that_differ_are_named_everywhere(world: ad.World) -> None:
+    last = world.size - 1
+    model = nn.Linear(3, 2 if world.rank == last else 1)
+    before = model.weight.detach().clone()
+    for call in (ad.average_models, ad.average_gradients):
+        if last == 0:
+            await call(model)
+        else:
+            words = f"rank {last} is not the one on rank 0: 'weight' has shape (2, 3) here and (1, 3) there"
+            await refused(call(model), DisagreementError, words)
+    assert torch.equal(model.weight, before)
+    await ad.average_models(nn.Linear(2, 2))
+
+
+async def case_what_cannot_be_averaged_is_told_to_all(world: ad.World) -> None:
+    last = world.size - 1
+    sparse = nn.Embedding(5, 2, sparse=True)
+    if world.rank == last:
+        sparse(torch.tensor([1])).sum().backward()
+    await failure(world, last, lambda: ad.average_gradients(sparse), "'weight' is sparse")
+    odd = nn.Linear(2, 2) if world.rank != last else nn.Sequential()
+    await failure(world, last, lambda: ad.average_models(odd), "neither parameters nor persistent buffers")
+    await failure(world, last, lambda: ad.average_gradients(odd), "no parameters")
+    text = "model" if world.rank == last else nn.Linear(2, 2)
+    await failure(world, last, lambda: ad.average_models(text), "model is a str")  # type: ignore[arg-type]
+    await failure(world, last, lambda: ad.average_gradients(text), "model is a str")  # type: ignore[arg-type]
+    await ad.average_models(nn.Linear(2, 2))
+
+
+async def failure(world: ad.World, failing: int, call: Callable[[], Any], words: str) -> None:
+    try:
+        await call()
+    except (TypeError, ValueError) as error:
+        assert world.rank == failing and words in str(error), error
+    except RemoteError as error:
+        assert world.rank != failing and error.rank == failing and words in error.text, error
+    else:
+        raise AssertionError(f"{words}: nothing was raised")
+
+
+async def case_giving_up_leaves_the_weights_alone(world: ad.World) -> None:
+    model = nn.Linear(500, 500)
+    model.weight.data.fill_(world.rank)
+    if world.rank == 0:
+        await asyncio.sleep(0.01)
+    task = asyncio.ensure_future(ad.average_models(model))
+    await asyncio.sleep(0)
+    if world.rank == world.size - 1 and world.rank > 0:
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        await ad.barrier()
+        assert model.weight.unique().tolist() == [world.rank]
+    else:
+        await task
+        await ad.barrier()
+        assert torch.allclose(model.weight, torch.tensor(float(np.mean(range(world.size)))))
+    await ad.average_models(model)
+
+
+# -- gathering --------------------------------------------------------------------------------------------------------
+
+
+async def case_ragged_tensors_are_concatenated(world: ad.World) -> None:
+    for dtype in DTYPES:
+        for trailing in ((), (2, 0), (2, 3, 1)):
+            for lengths in ([2, 0, 5, 1], [0, 3, 0, 0]):
+                shapes = [(lengths[rank % 4], *trailing) for rank in range(world.size)]
+                parts = [np.random.default_rng(rank).integers(0, 2, shape) for rank, shape in enumerate(shapes)]
+                own = torch.from_numpy(parts[world.rank]).to(dtype)
+                found = await ad.gather_distributed_data(own, world.size, world.rank)
+                assert (found is None) == (world.rank != 0)
+                if found is not None:
+                    assert isinstance(found, torch.Tensor)
+                    assert torch.equal(found, torch.from_numpy(np.concatenate(parts)).to(dtype))
+
+
+async def case_large_ragged_tensors_in_any_memory_layout(world: ad.World) -> None:
+    draw = np.random.default_rng(7)
+    parts = [draw.standard_normal((50_000 * (rank + 1), 3)) for rank in range(world.size)]
+    own = torch.from_numpy(np.asfortranarray(parts[world.rank])).requires_grad_()
+    found = await ad.gather_distributed_data(own)
+    if found is not None:
+        assert isinstance(found, torch.Tensor)
+        assert np.array_equal(found.numpy(), np.concatenate(parts))
+
+
+async def case_lists_are_concatenated(world: ad.World) -> None:
+    def items(rank: int) -> list[Any]:
+        return [(rank, "text"), {"k": rank}, 2**70][: rank % 4] + [list(range(1000))] * (rank == 1)
+
+    found = await ad.gather_distributed_data(items(world.rank))
+    expected = [item for rank in range(world.size) for item in items(rank)]
+    assert found == (expected if world.rank == 0 else None)
+
+
+async def case_data_that_does_not_fit_together(world: ad.World) -> None:
+    last = world.size - 1
+    if last > 0:
+        for ours, theirs, words in (
+            (torch.ones(2, 3), torch.ones(2, 4), f"rank 0 gathers shape (2, 3), rank {last} shape (2, 4)"),
+            (torch.ones(2, 3), torch.ones(6), f"rank 0 gathers shape (2, 3), rank {last} shape (6,)"),
+            (torch.ones(0, 3), torch.ones(0, 4), f"rank 0 gathers shape (0, 3), rank {last} shape (0, 4)"),
+            (torch.ones(2), torch.ones(2).double(), f"rank 0 gathers float32, rank {last} float64"),
+            (torch.ones(2), [1], f"rank 0 gathers a tensor, rank {last} a list"),
+        ):
+            data = theirs if world.rank == last else ours
+            await refused(ad.gather_distributed_data(data), DisagreementError, words)  # type: ignore[arg-type]
+    good = torch.ones(1)
+    for bad, words in (
+        (torch.tensor(3.0), "without dimensions"),
+        ("text", "the data is a str"),
+        (torch.ones(2, 2).to_sparse(), "sparse"),
+    ):
+        data = bad if world.rank == last else good  # type: ignore[assignment]
+        await failure(world, last, lambda data=data: ad.gather_distributed_data(data), words)  # type: ignore[misc]
+    await failure(
+        world, last, lambda: ad.gather_distributed_data([object()] if world.rank == last else [1]), "object at [0]"
+    )
+    await refused(ad.gather_distributed_data(good, world.size + 1), ValueError, f"world_size is {world.size + 1}")
+    await refused(ad.gather_distributed_data(good, rank=world.rank + 1), ValueError, f"rank is {world.rank + 1}")
+    await ad.barrier()

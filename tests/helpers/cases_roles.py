@@ -1,0 +1,134 @@
+"""``initialize_distributed_compute``: who gets which role, and groups that work."""
+
+from __future__ import annotations
+
+import torch
+
+import asyncdist as ad
+from asyncdist.errors import DisagreementError, LocalProtocolError
+from helpers.cases_everyday import refused
+
+
+async def case_every_plan_that_fits(world: ad.World) -> None:
+    for buffers in range(world.size // 2 + 1):
+        for groups in range(1, world.size - buffers + 1):
+            if (world.size - buffers) % groups == 0:
+                context = await ad.initialize_distributed_compute(buffers, groups)
+                await check(world, context, buffers, groups)
+                await context.cleanup()
+
+
+async def check(world: ad.World, context: ad.DistributedContext, buffers: int, groups: int) -> None:
+    """Against the plain arithmetic: training ranks first, buffers in turn."""
+    rank, training = world.rank, world.size - buffers
+    size = training // groups
+    assert (context.my_rank, context.world_size) == (rank, world.size)
+    assert (context.num_training_ranks, context.agent_group_size) == (training, size)
+    assert [group.ranks for group in context.agent_groups] == [
+        tuple(range(first, first + size)) for first in range(0, training, size)
+    ]
+    assert context.train_global_group.ranks == tuple(range(training))
+    assert context.is_training_rank() == (rank < training) and context.is_buffer_rank() == (rank >= training)
+    assert not context.is_coordinator_rank()
+    if rank < training:
+        assert context.agent_group_id == rank // size and context.assigned_training_ranks is None
+        assert context.assigned_buffer == (training + rank % buffers if buffers else None)
+        group = context.agent_group
+        assert group is not None
+        assert float(await ad.all_reduce(torch.tensor(float(rank)), group=group)) == sum(group.ranks)
+        assert await ad.reduce_and_broadcast(lambda: rank, sum, group=context.train_global_group) == sum(
+            range(training)
+        )
+    else:
+        assert context.agent_group_id is None and context.agent_group is None and context.assigned_buffer is None
+        assert context.assigned_training_ranks == [r for r in range(training) if r % buffers == rank - training]
+        await refused(
+            ad.barrier(group=context.train_global_group), LocalProtocolError, f"rank {rank} is not in the group"
+        )
+    if buffers:
+        assert context.buffer_group is not None
+        assert context.buffer_group.ranks == tuple(range(training, world.size))
+        if rank >= training:
+            await ad.barrier(group=context.buffer_group)
+    else:
+        assert context.buffer_group is None
+
+
+async def case_a_reserved_coordinator(world: ad.World) -> None:
+    if world.size < 2:
+        return
+    for reserved in range(world.size):
+        context = await ad.initialize_distributed_compute(coordinator=reserved)
+        trainers = tuple(rank for rank in range(world.size) if rank != reserved)
+        assert context.train_global_group.ranks == trainers
+        assert context.is_coordinator_rank() == (world.rank == reserved) != context.is_training_rank()
+        if world.rank != reserved:
+            await ad.barrier(group=context.train_global_group)
+        await context.cleanup()
+
+
+async def case_by_host(world: ad.World) -> None:
+    """Ranks go round the hosts, so groups on one host are not contiguous."""
+    if world.size < 4:
+        context = await ad.initialize_distributed_compute(placement="host")
+        assert context.train_global_group.ranks == tuple(range(world.size))
+        return
+    context = await ad.initialize_distributed_compute(
+        0, 2 if world.size % 2 == 0 else 1, placement="host", hostname=f"host{world.rank % 2}"
+    )
+    if world.size == 4:
+        assert [group.ranks for group in context.agent_groups] == [(0, 2), (1, 3)]
+    group = context.agent_group
+    assert group is not None
+    assert await ad.reduce_and_broadcast(lambda: world.rank, sorted, group=group) == sorted(group.ranks)
+
+
+async def case_a_plan_of_ones_own(world: ad.World) -> None:
+    if world.size != 4:
+        return
+    layout = ad.RankLayout(4, ((2, 0), (3, 1)), {})
+    context = await ad.initialize_distributed_compute(layout=layout)
+    assert context.layout is layout and context.agent_group_id == world.rank % 2
+    group = context.agent_group
+    assert group is not None
+    found = await ad.gather_from_all_ranks(lambda: world.rank, group=group)
+    assert found == ([group.ranks[0], group.ranks[1]] if world.rank == group.ranks[0] else None)
+
+
+async def case_the_backend_s_own_objects(world: ad.World) -> None:
+    context = await ad.initialize_distributed_compute()
+    communicator = context.train_global_group.communicator
+    if world.transport_name == "mpi":
+        assert context.dc_mpi4py is context
+        assert (communicator.Get_rank(), communicator.Get_size()) == (world.rank, world.size)
+    else:
+        assert communicator is None and context.dc_mpi4py is None
+    assert ad.DistributedContextmpi4py is ad.DistributedContext
+    assert ad.initialize_distributed_compute_mpi4py is ad.initialize_distributed_compute
+    await context.cleanup()
+    await context.cleanup()
+    await refused(
+        ad.barrier(group=context.train_global_group), LocalProtocolError, f"rank {world.rank} is not in the group"
+    )
+
+
+async def case_plans_that_do_not_fit(world: ad.World) -> None:
+    size = world.size
+    for options, words in (
+        ({"num_remote_buffers": size}, f"num_remote_buffers is {size} with {size} ranks; allowed: 0 to {size // 2}"),
+        ({"num_remote_buffers": -1}, "num_remote_buffers is -1; allowed: an int of 0 or more"),
+        ({"num_agent_groups": 0}, "num_agent_groups is 0; allowed: an int of 1 or more"),
+        ({"num_agent_groups": size + 1}, f"num_agent_groups is {size + 1} with {size} training ranks; allowed: 1"),
+        ({"coordinator": size}, f"coordinator is {size}; allowed: None, or a rank from 0 to {size - 1}"),
+        ({"placement": "nodes"}, "placement is 'nodes'; allowed: 'arithmetic', 'host'"),
+        ({"dist_backend": "ccl"}, f"dist_backend is 'ccl', and this world runs on '{world.transport_name}'; allowed"),
+        ({"layout": ad.RankLayout.arithmetic(size + 1)}, f"the layout is for {size + 1} ranks; allowed: {size}"),
+    ):
+        await refused(ad.initialize_distributed_compute(**options), ValueError, words)  # type: ignore[arg-type]
+    if size > 1:
+        await refused(
+            ad.initialize_distributed_compute(placement="host" if world.rank == size - 1 else "arithmetic"),
+            DisagreementError,
+            f"placement is arithmetic on rank 0 and host on rank {size - 1}",
+        )
+    await ad.initialize_distributed_compute(dist_backend=world.transport_name)

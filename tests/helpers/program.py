@@ -1,0 +1,29 @@
+"""The program that mpirun starts: every case in turn, and each rank's outcome of each as JSON."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+from support.mpi import report
+
+import asyncdist as ad
+from helpers.cases import all_cases
+
+
+async def main(world: ad.World, names: list[str]) -> None:
+    cases = all_cases()
+    outcomes: dict[str, str] = {}
+    for name in names or list(cases):
+        try:
+            await cases[name](world)
+            outcomes[name] = "passed"
+        except BaseException as error:
+            outcomes[name] = "".join(traceback.format_exception(error))
+            report(world.rank, outcomes)
+            raise  # what it left under way would disturb the next case
+        report(world.rank, outcomes)
+
+
+if __name__ == "__main__":
+    ad.run(main, sys.argv[1:], strict=True)

@@ -1,0 +1,106 @@
+"""What the averages cost, seen from inside: collectives, memory. Values: ``helpers.cases_models``."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import asyncdist as ad
+from asyncdist.collectives import Collectives
+
+
+class Several(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.BatchNorm1d(8) for _ in range(30)])
+        self.small = nn.ParameterList([torch.ones(3).bfloat16() for _ in range(30)])
+        self.large = nn.ParameterList([torch.ones(3).double() for _ in range(30)])
+
+
+def test_one_collective_per_dtype_and_not_one_per_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the small all-gather in which the ranks compare what they have."""
+    counts: Counter[tuple[int, str, torch.dtype]] = Counter()
+    for name in ("all_mean", "broadcast", "all_gather", "gather"):
+        original = getattr(Collectives, name)
+
+        async def counted(
+            self: Any, tensor: torch.Tensor, *args: Any, name: str = name, original: Any = original
+        ) -> Any:
+            counts[self._rank, name, tensor.dtype] += 1
+            return await original(self, tensor, *args)
+
+        monkeypatch.setattr(Collectives, name, counted)
+
+    async def main(world: ad.World) -> dict[str, dict[tuple[str, torch.dtype], int]]:
+        model = Several()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        found = {}
+        for call in (ad.average_models, ad.average_gradients):
+            counts.update({key: -count for key, count in counts.items()})
+            await ad.barrier()
+            await call(model)
+            found[call.__name__] = {
+                key[1:]: count
+                for key, count in counts.items()
+                if key[0] == world.rank and count and key[1] != "barrier"
+            }
+            await ad.barrier()
+        return found
+
+    frame = {("all_gather", torch.uint8): 1}
+    for found in ad.run_local(main, ranks=2, strict=True):
+        assert found["average_models"] == frame | {
+            ("all_mean", torch.float32): 2,  # the float32 entries, and the bfloat16 ones, widened
+            ("all_mean", torch.float64): 1,
+            ("broadcast", torch.int64): 1,
+        }
+        assert found["average_gradients"] == frame | {
+            ("all_mean", torch.float32): 1,
+            ("all_mean", torch.float64): 1,
+        }
+
+
+async def test_the_kept_memory_goes_with_the_model() -> None:
+    async with ad.open_world(transport="local") as world:
+        model = nn.Linear(100, 100)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        await ad.average_models(model)
+        await ad.average_gradients(model)
+        snapshot, (flats, *rest) = (world.scratch.take(model, purpose) for purpose in ("state", "gradients"))
+        kept = [weakref.ref(tensor) for tensor in (*snapshot.buffers.tensors.values(), *flats.values())]
+        assert len(kept) == 2
+        world.scratch.give_back(model, "state", snapshot)
+        world.scratch.give_back(model, "gradients", (flats, *rest))
+        await ad.average_models(model)
+        await ad.average_gradients(model)
+        assert world.scratch.take(model, "state") is snapshot
+        assert world.scratch.take(model, "gradients")[0] == flats
+        world.scratch.give_back(model, "state", snapshot)
+        world.scratch.give_back(model, "gradients", (flats, *rest))
+        gone = weakref.ref(model)
+        del model, parameter, snapshot, flats, rest
+        gc.collect()
+        assert gone() is None and not any(tensor() is not None for tensor in kept)
+
+
+async def test_a_model_that_has_grown_since() -> None:
+    async with ad.open_world(transport="local"):
+        model = nn.Sequential(nn.Linear(2, 2))
+        await ad.average_models(model)
+        model.append(nn.Linear(3, 3))
+        await ad.average_models(model)
+        model.double()
+        await ad.average_models(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        await ad.average_gradients(model)
+        model[0].weight.grad = None
+        await ad.average_gradients(model)

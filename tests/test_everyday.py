@@ -1,0 +1,74 @@
+"""Everyday helpers without a world, with one rank, in a failing job. On many ranks: ``helpers.cases_everyday``."""
+
+from __future__ import annotations
+
+import pytest
+
+import asyncdist as ad
+from asyncdist.errors import RankLostError, RemoteError
+
+
+def test_outside_a_world() -> None:
+    assert not ad.is_distributed()
+    assert ad.is_main_process()
+
+
+async def test_communication_needs_a_world() -> None:
+    with pytest.raises(RuntimeError, match="no world here"):
+        await ad.compute_and_broadcast(lambda: 1)
+    with pytest.raises(RuntimeError, match="no world here"):
+        async with ad.zero_first(True):
+            raise AssertionError("entered")
+
+
+async def test_in_a_notebook() -> None:
+    async with ad.open_world(transport="local"):
+        assert await ad.compute_and_broadcast(lambda: 2**80) == 2**80
+        assert await ad.gather_from_all_ranks(lambda: "one") == ["one"]
+        async with ad.zero_only() as is_main, ad.zero_first(True):
+            assert is_main and not ad.is_distributed()
+
+
+def test_an_exception_that_nobody_catches_ends_the_job_as_itself() -> None:
+    async def main(world: ad.World) -> None:
+        await ad.compute_and_broadcast(lambda: 1 // 0)
+
+    with pytest.raises(ZeroDivisionError):
+        ad.run_local(main, ranks=3)
+
+
+def test_an_interrupt_of_the_computing_rank_is_no_hang() -> None:
+    """What is no Exception is raised at once; the others are told all the same."""
+
+    class Stop(BaseException):
+        pass
+
+    def stop() -> None:
+        raise Stop
+
+    async def main(world: ad.World) -> str:
+        try:
+            await ad.compute_and_broadcast(stop)
+        except RemoteError as error:
+            return error.kind.rpartition(".")[2]
+        except Stop:
+            return "here"
+        return "nothing"
+
+    assert ad.run_local(main, ranks=3, strict=True) == ["here", "Stop", "Stop"]
+    assert ad.simulate(main, ranks=3, seed=1, strict=True).results == ("here", "Stop", "Stop")
+
+
+def test_a_rank_that_dies_in_the_middle_fails_the_others_and_hangs_nobody() -> None:
+    async def main(world: ad.World) -> str:
+        try:
+            async with ad.zero_first(world.rank == 0):
+                if world.rank == 0:
+                    await world.sleep(10.0)
+        except RankLostError:
+            return "lost"
+        return "done"
+
+    report = ad.simulate(main, ranks=3, seed=3, faults=[ad.simulation.faults.Kill(rank=0, at_s=1.0)])
+    report.check_faults()
+    assert report.results[1:] == ("lost", "lost")

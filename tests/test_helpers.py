@@ -1,0 +1,48 @@
+"""The cases of ``helpers``: local, simulated with several seeds, and, for real, under mpirun."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.cases import all_cases, run_case
+from support.mpi import Result, require_mpi, run_ranks
+
+import asyncdist as ad
+
+pytestmark = pytest.mark.timeout(300)  # one job runs all cases, on any number of cores
+
+NAMES = list(all_cases())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_local(name: str, ranks: int) -> None:
+    ad.run_local(run_case, name, ranks=ranks, strict=True)
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize("name", NAMES)
+def test_simulated(name: str, ranks: int) -> None:
+    for seed in range(2):
+        ad.simulate(run_case, name, ranks=ranks, seed=seed, strict=True).value()
+
+
+@pytest.fixture(scope="session", params=[1, 2, 3, 4], ids=lambda ranks: f"{ranks}ranks")
+def job(request: pytest.FixtureRequest) -> tuple[int, Result]:
+    """One mpirun per number of ranks; its cases are reported one by one below."""
+    require_mpi()
+    return request.param, run_ranks(request.param, "tests/helpers/program.py", timeout_s=280)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mpi(job: tuple[int, Result], name: str) -> None:
+    ranks, result = job
+    outcomes = [result.reports.get(rank, {}).get(name, "not reached") for rank in range(ranks)]
+    if set(outcomes) == {"not reached"}:
+        pytest.fail("an earlier case ended the job", pytrace=False)
+    bad = [f"rank {rank}: {outcome}" for rank, outcome in enumerate(outcomes) if outcome != "passed"]
+    assert not bad, "\n".join([*bad, result.output()])
+
+
+def test_mpi_ends_cleanly(job: tuple[int, Result]) -> None:
+    _, result = job
+    assert result.check().stderr == ""

@@ -1,0 +1,150 @@
+"""Rank layouts, without a world: arithmetic, by host, by hand. With one: ``helpers.cases_roles``."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncdist import RankLayout
+
+
+def check_roles(layout: RankLayout) -> None:
+    """The invariants, written down once more."""
+    roles = [*layout.training_ranks, *layout.buffer_ranks] + [layout.coordinator] * (layout.coordinator is not None)
+    assert sorted(roles) == list(range(layout.world_size))
+    assert {len(group) for group in layout.agent_groups} == {layout.agent_group_size}
+    assert sorted(itertools.chain(*layout.agent_groups)) == list(layout.training_ranks)
+    if layout.clients:
+        assert sorted(itertools.chain(*layout.clients.values())) == list(layout.training_ranks)
+        assert all(layout.clients.values())
+    for rank in range(layout.world_size):
+        group, buffer = layout.agent_group_of(rank), layout.buffer_of(rank)
+        assert (group is not None) == (rank in layout.training_ranks)
+        assert group is None or rank in layout.agent_groups[group]
+        assert buffer is None or rank in layout.clients[buffer]
+
+
+def test_arithmetic() -> None:
+    layout = RankLayout.arithmetic(11, 3, 2)
+    assert layout.agent_groups == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert layout.clients == {8: (0, 3, 6), 9: (1, 4, 7), 10: (2, 5)}
+    assert (layout.buffer_of(4), layout.buffer_of(9), layout.agent_group_of(9)) == (9, None, None)
+
+
+def test_arithmetic_around_a_coordinator() -> None:
+    layout = RankLayout.arithmetic(6, 1, 2, coordinator=0)
+    assert layout.agent_groups == ((1, 2), (3, 4)) and layout.clients == {5: (1, 2, 3, 4)}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_every_plan_that_is_possible_can_be_made(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 24))
+    coordinator = data.draw(st.none() | st.integers(0, size - 1)) if size > 1 else None
+    rest = size - (coordinator is not None)
+    buffers = data.draw(st.integers(0, rest // 2))
+    training = rest - buffers
+    groups = data.draw(st.sampled_from([n for n in range(1, training + 1) if training % n == 0]))
+    hosts = data.draw(st.lists(st.sampled_from("abcd"), min_size=size, max_size=size))
+    for layout in (
+        RankLayout.arithmetic(size, buffers, groups, coordinator=coordinator),
+        RankLayout.by_host(hosts, buffers, groups, coordinator=coordinator),
+    ):
+        check_roles(layout)
+        assert (layout.coordinator, len(layout.clients), len(layout.agent_groups)) == (coordinator, buffers, groups)
+
+
+def test_by_host_keeps_groups_and_buffers_at_home() -> None:
+    """Two hosts of six ranks, dealt out in turn: each has one buffer, and two agent groups of its own."""
+    layout = RankLayout.by_host(["a", "b"] * 5 + ["a", "b"], 2, 2)
+    assert layout.agent_groups == ((0, 2, 4, 6, 8), (1, 3, 5, 7, 9))
+    assert layout.clients == {10: (0, 2, 4, 6, 8), 11: (1, 3, 5, 7, 9)}
+
+
+def test_by_host_with_more_hosts_than_buffers() -> None:
+    """Whoever has no buffer on its host is served by the one with the fewest clients."""
+    layout = RankLayout.by_host(["a", "a", "a", "b", "b", "c"], 2, 1)
+    check_roles(layout)
+    hosts = dict(enumerate("aaabbc"))
+    assert {hosts[buffer] for buffer in layout.clients} == {"a", "b"}
+    for buffer, ranks in layout.clients.items():
+        assert {hosts[rank] for rank in ranks} <= {hosts[buffer], "c"}
+
+
+def test_a_host_for_every_rank() -> None:
+    layout = RankLayout.by_host("abcdef", 3, 1)
+    check_roles(layout)
+    assert sorted(map(len, layout.clients.values())) == [1, 1, 1]
+
+
+def test_it_can_be_read() -> None:
+    assert str(RankLayout.arithmetic(6, 1, 2, coordinator=5)).splitlines() == [
+        "6 ranks: 4 train, 1 buffer",
+        "agent group 0: ranks 0, 1",
+        "agent group 1: ranks 2, 3",
+        "buffer rank 4: serves ranks 0, 1, 2, 3",
+        "coordinator: rank 5",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((4, 0, 3), "num_agent_groups is 3 with 4 training ranks; allowed: 1, 2, 4"),
+        ((7, 1, 4), "num_agent_groups is 4 with 6 training ranks; allowed: 1, 2, 3, 6"),
+        ((4, 3, 1), "num_remote_buffers is 3 with 4 ranks; allowed: 0 to 2"),
+        ((4, 9, 1), "num_remote_buffers is 9 with 4 ranks; allowed: 0 to 2"),
+        ((1, 1, 1), "num_remote_buffers is 1 with 1 ranks; allowed: 0 to 0"),
+        ((4, -1, 1), "num_remote_buffers is -1; allowed: an int of 0 or more"),
+        ((4, 1.0, 1), "num_remote_buffers is 1.0; allowed"),
+        ((4, 0, 0), "num_agent_groups is 0; allowed: an int of 1 or more"),
+        ((0, 0, 1), "world_size is 0; allowed: an int of 1 or more"),
+        ((True, 0, 1), "world_size is True; allowed"),
+    ],
+)
+def test_numbers_that_do_not_fit(arguments: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        RankLayout.arithmetic(*arguments)
+    assert words in str(caught.value)
+    if isinstance(arguments[0], int) and arguments[0] > 1:
+        with pytest.raises(ValueError) as caught:
+            RankLayout.by_host(["host"] * arguments[0], *arguments[1:])
+        assert words in str(caught.value)
+
+
+def test_a_coordinator_that_leaves_nobody_to_train() -> None:
+    with pytest.raises(ValueError, match="the coordinator would be the only one of 1 ranks"):
+        RankLayout.arithmetic(1, coordinator=0)
+    with pytest.raises(ValueError, match="num_remote_buffers is 1 with 1 ranks beside the coordinator"):
+        RankLayout.arithmetic(2, 1, coordinator=0)
+    with pytest.raises(ValueError, match="coordinator is 2; allowed: None, or a rank from 0 to 1"):
+        RankLayout.arithmetic(2, coordinator=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((2, (), {}), "agent_groups is empty"),
+        ((2, ((0, 1), ()), {}), "agent group 1 is empty"),
+        ((3, ((0, 1), (2,)), {}), "agent groups have [2, 1] ranks"),
+        ((2, ((0, 2),), {}), "rank 2 does not exist; allowed: 0 to 1"),
+        ((2, ((0, 1, 1),), {}), "rank 1 would have several roles"),
+        ((3, ((0, 1),), {1: (0,), 2: (1,)}), "rank 1 would have several roles"),
+        ((3, ((0, 1),), {}), "rank 2 would have no role"),
+        ((3, ((0, 1),), {2: ()}), "buffer rank 2 has no clients"),
+        ((4, ((0, 1),), {2: (0, 1), 3: ()}), "buffer rank 3 has no clients"),
+        ((3, ((0, 1),), {2: (0, 2)}), "buffer rank 2 serves rank 2; allowed: training ranks only"),
+        ((3, ((0, 1),), {2: (0,)}), "rank 1 would have 0 buffers; allowed: one for each"),
+        ((4, ((0, 1),), {2: (0, 1), 3: (1,)}), "rank 1 would have 2 buffers"),
+        ((3, ((0,),), {1: (0,), 2: (0,)}), "2 buffers for 1 training ranks"),
+        ((2, ((0,),), {}, 0), "rank 0 would have several roles"),
+    ],
+)
+def test_plans_by_hand_that_do_not_fit(arguments: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        RankLayout(*arguments)
+    assert words in str(caught.value)
