@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: From the bottom up. A module may import those of lower layers alone.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_version", "errors", "flat"),
-    ("tags", "transports.base"),
+    ("tags", "transports.base", "packing"),
     (
         "wire",
         "progress",
@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("groups",),
     ("collectives",),
     ("world",),
+    ("exposure",),
     ("launch",),
     ("runtime", "api"),
     ("simulation.trace", "simulation.loop", "simulation.models", "simulation.random_states"),
