@@ -1,6 +1,9 @@
 """Policies for a population of training ranks, one file per algorithm, on top of :mod:`asyncdist`."""
 
 from protocols.average_all import AverageAllPolicy
+from protocols.one_sided_averaging import OneSidedSelectiveAveragingPolicy
+from protocols.one_sided_core import OneSidedRules
+from protocols.one_sided_statistics import Durations, OneSidedStatistics
 from protocols.selective_averaging import AsyncSelectiveAveragingPolicy, SelectiveStatistics
 from protocols.selective_coordinator import coordinate
 from protocols.selective_core import SelectiveRules
@@ -12,6 +15,10 @@ __all__ = [
     "AverageAllPolicy",
     "AverageApplied",
     "CoordinatorStatistics",
+    "Durations",
+    "OneSidedRules",
+    "OneSidedSelectiveAveragingPolicy",
+    "OneSidedStatistics",
     "PolicyEvent",
     "SelectiveRules",
     "SelectiveStatistics",
