@@ -26,7 +26,7 @@ from harness import Results, Row
 from rich.console import Console
 from rich.table import Table
 
-NAMES: Final = ("latency", "bandwidth", "step", "round", "straggler", "idle", "memory", "sim")
+NAMES: Final = ("latency", "bandwidth", "step", "one-sided", "round", "straggler", "idle", "memory", "sim")
 _HERE: Final = Path(__file__).resolve().parent
 #: Generous: a benchmark takes a minute or less.
 _TIMEOUT_S: Final = 900.0
@@ -38,7 +38,7 @@ def main() -> int:
     found: dict[str, Results] = {}
     missed: list[str] = []
     for name in NAMES if options.name == "all" else (options.name,):
-        benchmark = importlib.import_module(name)
+        benchmark = importlib.import_module(_module(name))
         began_at = time.perf_counter()
         results = _measure(name, benchmark.RANKS, quick=options.quick)
         if results is None:
@@ -71,7 +71,7 @@ def _measure(name: str, rank_counts: Sequence[int], *, quick: bool) -> Results |
         for rank_count in rank_counts or (0,):
             out = Path(directory, f"{rank_count}.json")
             launcher = ["-m", "asyncdist", "run", "-n", str(rank_count)] if rank_count else []
-            command = [sys.executable, *launcher, str(_HERE / f"{name}.py")]
+            command = [sys.executable, *launcher, str(_HERE / f"{_module(name)}.py")]
             command += [str(out), *(["--quick"] if quick else [])]
             completed = subprocess.run(command, check=False, timeout=_TIMEOUT_S)
             if completed.returncode != 0 or not out.exists():
@@ -82,6 +82,11 @@ def _measure(name: str, rank_counts: Sequence[int], *, quick: bool) -> Results |
                 return None
             results |= json.loads(out.read_text())
     return results
+
+
+def _module(name: str) -> str:
+    """The script's, without its ending."""
+    return name.replace("-", "_")
 
 
 def _print(name: str, rows: Sequence[Row], took_s: float) -> None:
