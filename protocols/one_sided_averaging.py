@@ -292,13 +292,13 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
     # -- one step ---------------------------------------------------------------------------------------------------
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
+        self._step_count += 1
         if self.is_alone:
             if self._is_due():
                 self._read_metric(local_metric)
             await self._world.safe_point()
             return NOTHING
         await self._world.progress()
-        self._step_count += 1
         info = self._act() if self._needs_step else NOTHING
         is_due = (self.iteration + 1) % self.average_every == 0
         if (is_due or self._step_count >= self._dies_at) and not info:
@@ -339,14 +339,17 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         self._world.engine.watch(copy, "a snapshot", lambda _: self._expose(state, iteration, metric, began_at))
 
     def _expose(self, state: FlatBuffers, iteration: int, metric: float, began_at: float) -> None:
-        """The snapshot is whole. One that holds NaN is published with such a metric, so that nobody takes it."""
+        """The snapshot is whole. One that holds NaN has such a metric, whatever it was given: nobody takes it.
+
+        This rank judges itself by that too: who has diverged is the one to be replaced.
+        """
         assert self._exposure is not None, "a step outside the policy"
         self._is_publishing = False
         if self._stage == "closed":
             return
         if not self._flat.all_finite(state):
             self._unpublished["weights are not finite (the metric is published, as NaN)"] += 1
-            metric = float("nan")
+            self._own_metric = metric = float("nan")
         record = self._exposure.publish(iteration, metric)
         self._note_time("publish", began_at)
         if self._on_event is not None:
