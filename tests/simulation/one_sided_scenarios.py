@@ -301,6 +301,9 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> tuple[SimReport, Wa
             raise AssertionError(f"seed {seed}: rank {rank} ended by {result!r}") from result
         assert result is not None or rank in killed or rank in plan.exits, f"seed {seed}: rank {rank} has not ended"
     watch.verify(momentum=plan.options["momentum"])
+    for (rank, version), iteration in watch.iterations.items():
+        due = (iteration + 1) % plan.options["average_every"] == 0
+        assert due, f"seed {seed}: rank {rank} published version {version} at iteration {iteration}"
     watch.seen["published"] += len(watch.snapshots)
     if plan.calm and len(plan.members) > 1 and _has_to_replace(plan):
         watch.seen["populations in which averages had to come"] += 1
