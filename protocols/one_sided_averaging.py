@@ -232,11 +232,14 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
 
     def print_stats(self) -> None:
         """Print what this member has done so far, as a table."""
-        print(f"rank {self._world.rank}\n{self.statistics().format_counts()}", flush=True)
+        print(f"{self._title()}\n{self.statistics().format_counts()}", flush=True)
 
     def print_time(self) -> None:
         """Print how long that took, as a table."""
-        print(f"rank {self._world.rank}\n{self.statistics().format_times()}", flush=True)
+        print(f"{self._title()}\n{self.statistics().format_times()}", flush=True)
+
+    def _title(self) -> str:
+        return "not started" if self._stage == "new" else f"rank {self._world.rank}"
 
     # -- starting and leaving ---------------------------------------------------------------------------------------
 

@@ -37,15 +37,19 @@ def typed(state: dict[str, list[float]]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(numbers, dtype=getattr(torch, name)) for name, numbers in state.items()}
 
 
+@pytest.mark.parametrize(("story", "exposure"), [("walk", "_WindowExposure"), ("apart", "_StreamExposure")])
 @pytest.mark.parametrize("ranks", SIZES)
-def test_defect_14_every_average_is_the_one_of_its_donors_snapshots(ranks: int) -> None:
-    """Read from shared memory, in one version each, of any dtypes; recomputed here from what the donors told."""
-    reports = told(ranks, "walk")
+def test_defect_14_every_average_is_the_one_of_its_donors_snapshots(ranks: int, story: str, exposure: str) -> None:
+    """Read in one version each, of any dtypes; recomputed here from what the donors told.
+
+    From shared memory, and, as between hosts, from owners who answer.
+    """
+    reports = told(ranks, story)
     snapshots = {
         (rank, version): typed(state) for rank, report in enumerate(reports) for version, state in report["snapshots"]
     }
     for rank, report in enumerate(reports):
-        assert report["exposure"] == "_WindowExposure"
+        assert report["exposure"] == exposure
         assert len(report["applied"]) >= 4
         for number, donors, weights, best, versions, state, before in report["applied"]:
             event = AverageApplied(number, tuple(donors), tuple(weights), best, 0, typed(state), tuple(versions))

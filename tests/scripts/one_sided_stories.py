@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from scripts.one_sided import Ledger
@@ -112,6 +113,12 @@ async def walk(world: ad.World) -> dict[str, Any]:
             for e in ledger.applied
         ],
     }
+
+
+async def apart(world: ad.World) -> dict[str, Any]:
+    """The same, as if the ranks were on several hosts: no memory is shared, and the owners answer."""
+    with mock.patch.object(type(world.group.native), "is_on_one_host", lambda self: False):
+        return await walk(world)
 
 
 async def torn(world: ad.World) -> dict[str, Any]:
@@ -263,7 +270,7 @@ async def _meet(world: ad.World, count: int) -> None:
 
 async def main(world: ad.World, folder: str) -> None:
     told: dict[str, Any] = {}
-    for story in (walk, torn, again, group):
+    for story in (walk, apart, torn, again, group):
         told[story.__name__] = await story(world)
         report(world.rank, told)
     told["asleep"] = await asleep(world, folder)
