@@ -93,7 +93,8 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         model: see :class:`SpawnPolicy`. Its floating and complex entries are averaged; integer and bool ones
             (BatchNorm's counter) are taken from the best of the donors.
         optimizer: keeps its state when weights are replaced, unless ``optimizer_state="reset"``.
-        average_every: the cadence, in steps, at which a rank publishes its state and metric, and is judged by it.
+        average_every: the cadence, in steps, at which a rank publishes its state and metric, and is judged by it. A
+            step that replaces the weights does neither: its metric is that of the old ones.
         replacement_mode: when a rank is replaced. ``"age"``: when it has lived for a number of steps, drawn anew for
             each life. ``"threshold"``: when its metric is worse than ``threshold_metric``. ``"worst_ratio"``: when its
             metric is among the worst of its own and the newest that the others have published.
@@ -118,7 +119,8 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         drain_timeout_s: how long leaving waits for those who are being answered.
         start_timeout_s: how long the start waits for the last member.
         on_event: told of each snapshot, whose ``round`` is its version, and of each application, whose ``round`` counts
-            this rank's own replacements and whose ``versions`` are those of the donors' snapshots.
+            this rank's own replacements and whose ``versions`` are those of the donors' snapshots. Inside ``step``; of
+            the snapshot of a model in CUDA memory when it has been copied, at one of the next safe points.
         timing: collects seconds by name (``publish``, ``read``, ``apply``), in the form of torchgfn's option.
         name, group, world: see :class:`SpawnPolicy`.
 
@@ -269,7 +271,6 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         replacement = self._replacement
         if replacement is not None:
             if replacement.complete:
-                self._counts["unapplied"] += 1
                 logger.info("replacement %d: the average had arrived and was not applied", replacement.number)
             if self._task is not None:
                 self._task.cancel()
@@ -280,8 +281,9 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
                 deadline = self._world.time() + self._drain_timeout_s
                 await self._world.engine.until(self._is_quiet, "the end of its own reads", deadline=deadline)
         finally:
-            await self._exposure.close(deadline)
             self._states.clear()
+            if not self._is_publishing:  # else when the device has written the last of it
+                await self._exposure.close(deadline)
 
     def _is_quiet(self) -> bool:
         is_reading = self._task is not None and not self._task.done()
@@ -349,6 +351,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         assert self._exposure is not None, "a step outside the policy"
         self._is_publishing = False
         if self._stage == "closed":
+            self._world.spawn_service(self._exposure.close(None), name="the end of what this rank exposes")
             return
         if not self._flat.all_finite(state):
             self._unpublished["weights are not finite (the metric is published, as NaN)"] += 1
