@@ -28,7 +28,7 @@ import torch
 from asyncdist import launch, tags, wire
 from asyncdist._version import __version__
 from asyncdist.collectives import Collectives
-from asyncdist.errors import DisagreementError, LocalProtocolError, RankLostError
+from asyncdist.errors import DisagreementError, LocalProtocolError, RankLostError, RemoteError
 from asyncdist.groups import Group
 from asyncdist.progress import Engine
 from asyncdist.supervision import (
@@ -56,6 +56,8 @@ LoopName: TypeAlias = Literal["uvloop", "asyncio"]
 
 #: How long a failure waits for the peers to stop by themselves.
 GRACE_S: Final = 3.0
+#: How long a rank that found a peer gone waits to be told of a failure before it tells of one itself.
+_HEAR_WHY_S: Final = 0.25
 #: How long a rank that was told of a failure may go on before its main is cancelled.
 _CANCEL_AFTER_S: Final = 1.0
 _FLUSH_S: Final = 5.0
@@ -332,10 +334,12 @@ def _report_leftovers(world: World, leftovers: Sequence[str], *, strict: bool) -
 async def _fail(world: World, transport: Transport, error: BaseException, grace_s: float) -> None:
     """The other end: say so, wait for the peers to stop, abort those that do not."""
     loop = asyncio.get_running_loop()
-    from_peer = isinstance(error, RankLostError) and error is world.engine.failure
+    if isinstance(error, RankLostError):
+        await _hear_why(world)
+    from_peer = isinstance(error, RankLostError) and isinstance(world.engine.failure, RankLostError)
     in_process = transport.capabilities.shares_process  # run_local raises for all of them
     if not in_process:
-        _print_failure(world.rank, error, from_peer)
+        _print_failure(world.rank, world.engine.failure or error if from_peer else error, from_peer)
     if world.engine.failure is None:
         world.engine.fail(peer_failed(world.rank, summarise(error)))
     world.cancel_services()
@@ -369,6 +373,17 @@ async def _fail(world: World, transport: Transport, error: BaseException, grace_
     transport.close_failed()
 
 
+async def _hear_why(world: World) -> None:
+    """A peer that has stopped was seen to do so; what made it stop may still be on its way."""
+    deadline = asyncio.get_running_loop().time() + _HEAR_WHY_S
+    while world.engine.failure is None and asyncio.get_running_loop().time() < deadline:
+        world.engine.poll()
+        try:
+            await asyncio.sleep(0.001)
+        except asyncio.CancelledError:  # a signal that comes now asks for what is happening already
+            _uncancel()
+
+
 def _fail_alone(transport: Transport, error: BaseException) -> None:
     """A failure during the handshake: nobody listens yet, and the peers would wait for this rank for ever.
 
@@ -383,6 +398,8 @@ def _fail_alone(transport: Transport, error: BaseException) -> None:
 def _print_failure(rank: int, error: BaseException, from_peer: bool) -> None:
     if from_peer:
         _report.print_line(f"rank {rank} stopped: {error.args[0]}", error)
+    elif isinstance(error, RemoteError):
+        _report.print_line(f"rank {rank} stopped: {error}", error)
     elif isinstance(error, KeyboardInterrupt):
         _report.print_line(f"rank {rank} was interrupted", error)
     elif not isinstance(error, SystemExit):

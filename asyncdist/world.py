@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import random
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -272,6 +273,13 @@ class World:
     def is_computing(self) -> bool:
         """Whether a ``compute`` is under way."""
         return self._compute_count > 0
+
+    def generator(self, purpose: str) -> random.Random:
+        """A generator of this rank's own: what it draws follows from the job, the rank and ``purpose`` alone.
+
+        In a simulation it thus follows from the seed. Nobody else's random state is touched.
+        """
+        return random.Random(f"{self._nonce} {self.rank} {purpose}")
 
     # -- tasks ------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,9 @@
 """Policies for a population of training ranks, one file per algorithm, on top of :mod:`asyncdist`."""
 
 from protocols.average_all import AverageAllPolicy
+from protocols.one_sided_averaging import OneSidedSelectiveAveragingPolicy
+from protocols.one_sided_core import OneSidedRules
+from protocols.one_sided_statistics import Durations, OneSidedStatistics
 from protocols.replay_buffer import ReplayBuffer, Sample
 from protocols.replay_server import ReplayStatistics, serve_replay_buffer
 from protocols.selective_averaging import AsyncSelectiveAveragingPolicy, SelectiveStatistics
@@ -14,6 +17,10 @@ __all__ = [
     "AverageAllPolicy",
     "AverageApplied",
     "CoordinatorStatistics",
+    "Durations",
+    "OneSidedRules",
+    "OneSidedSelectiveAveragingPolicy",
+    "OneSidedStatistics",
     "PolicyEvent",
     "ReplayBuffer",
     "ReplayStatistics",

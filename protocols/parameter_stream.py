@@ -141,16 +141,21 @@ def safe_point_count(nbytes: int) -> int:
 
 
 class ChunkRing:
-    """``WINDOW_COUNT`` buffers of one chunk each, allocated when first needed."""
+    """``WINDOW_COUNT`` buffers of one chunk each, allocated when first needed.
 
-    def __init__(self) -> None:
+    Args:
+        chunk_nbytes: of each; those of a parameter stream by default.
+    """
+
+    def __init__(self, chunk_nbytes: int | None = None) -> None:
+        self._chunk_nbytes = chunk_nbytes
         self._buffers: list[torch.Tensor] = []
         self._next = 0
 
     def take(self, dtype: torch.dtype, count: int) -> torch.Tensor:
         """The next buffer, as ``count`` elements of ``dtype``."""
         if len(self._buffers) < WINDOW_COUNT:
-            self._buffers.append(torch.empty(CHUNK_NBYTES, dtype=torch.uint8))
+            self._buffers.append(torch.empty(self._chunk_nbytes or CHUNK_NBYTES, dtype=torch.uint8))
         buffer = self._buffers[self._next % WINDOW_COUNT]
         self._next += 1
         return buffer[: count * dtype.itemsize].view(dtype)

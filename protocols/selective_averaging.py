@@ -23,14 +23,14 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from asyncdist import AsyncdistError, BusyError, Group, RankLostError, World, tags
 from asyncdist.channels import Channel
-from asyncdist.flat import FlatBuffers, FlatState, SnapshotPool, divide, first_difference, reset_optimizer_state
+from asyncdist.flat import FlatBuffers, SnapshotPool, divide, reset_optimizer_state
 from protocols.messages import (
     DONOR,
     Abandoned,
@@ -51,8 +51,10 @@ from protocols.selective_rounds import CoordinatorStatistics
 from protocols.spawn_policy import (
     NOTHING,
     AverageApplied,
+    AveragingStrategy,
     Metric,
     MetricSource,
+    ModelBuilder,
     PolicyEvent,
     SnapshotTaken,
     SpawnPolicy,
@@ -61,12 +63,10 @@ from protocols.spawn_policy import (
     check_callable,
     check_fraction,
     check_seconds,
+    load_fresh_weights,
 )
 
 logger = logging.getLogger("protocols.selective_averaging")
-
-ModelBuilder: TypeAlias = Callable[[], nn.Module | tuple[nn.Module, torch.optim.Optimizer]]
-AveragingStrategy: TypeAlias = Literal["mean", "weighted_mean", "best_only", "reset_weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,7 +433,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             self._flat.load(role.average, momentum=self._momentum)
             self._accumulators.release(role.average)
         else:
-            self._load_fresh_weights()
+            assert self._model_builder is not None, "reset_weights without model_builder was refused at the start"
+            load_fresh_weights(self._flat, self._model_builder)
         if self._resets_optimizer:
             reset_optimizer_state(self.optimizer)
         now = self._world.time()
@@ -454,17 +455,6 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             seconds=now - role.assigned_at,
             nbytes=role.nbytes,
         )
-
-    def _load_fresh_weights(self) -> None:
-        assert self._model_builder is not None, "reset_weights without model_builder was refused at the start"
-        built = self._model_builder()
-        fresh = FlatState(built[0] if isinstance(built, tuple) else built)
-        difference = first_difference(self._flat.fingerprint, fresh.fingerprint)
-        if difference is not None:
-            raise ValueError(f"model_builder made another model than the policy's (here), {difference}")
-        buffers = fresh.new_buffers()
-        fresh.snapshot(buffers)
-        self._flat.load(buffers)
 
     def _announce_application(self, role: _ReplacerRole, frozen: Frozen) -> None:
         assert self._on_event is not None, "asked to announce to nobody"

@@ -174,7 +174,7 @@ def decide(metrics: Mapping[int, float], rules: SelectiveRules) -> Decision | No
     if count == 0:
         return None
     order = order_worst_first(metrics, rules.metric_mode)
-    if rules.threshold is not None and not _is_worse(metrics[order[0]], rules.threshold, rules.metric_mode):
+    if rules.threshold is not None and not is_worse(metrics[order[0]], rules.threshold, rules.metric_mode):
         return None
     replacers = tuple(sorted(order[:count]))
     if rules.averaging_strategy == "reset_weights":
@@ -194,7 +194,7 @@ def decide(metrics: Mapping[int, float], rules: SelectiveRules) -> Decision | No
     return Decision(donors=tuple(chosen), replacers=replacers, weights=tuple(chosen.values()), best=best)
 
 
-def _is_worse(metric: float, threshold: float, metric_mode: str) -> bool:
+def is_worse(metric: float, threshold: float, metric_mode: str) -> bool:
     """Tell whether a metric is strictly worse than the threshold; what is not finite always is."""
     if not math.isfinite(metric):
         return True

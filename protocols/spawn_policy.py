@@ -22,6 +22,10 @@ from asyncdist.flat import Fingerprint, FlatState, first_difference
 #: The metric given to ``step``, or something that yields it when it is due.
 Metric: TypeAlias = float | int | torch.Tensor
 MetricSource: TypeAlias = Metric | Callable[[], Metric] | None
+#: What takes the place of weights that are replaced.
+AveragingStrategy: TypeAlias = Literal["mean", "weighted_mean", "best_only", "reset_weights"]
+#: For ``"reset_weights"``: makes a model of the same layout, or the pair (model, optimizer).
+ModelBuilder: TypeAlias = Callable[[], nn.Module | tuple[nn.Module, torch.optim.Optimizer]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,7 @@ class SnapshotTaken:
     """Told to ``on_event`` on a donor, inside its step.
 
     Attributes:
-        round: the round that asked for it.
+        round: the round that asked for it; of a snapshot that is published to whoever asks, its version.
         iteration: the donor's, 0-based.
         state: dtype name (``"float32"``) to the flat 1-D tensor; valid during the call, not to be changed.
     """
@@ -93,6 +97,7 @@ class AverageApplied:
         best: the donor of the integer and bool entries; -1 for none.
         iteration: the replacer's, 0-based.
         state: this rank's own state now; as in :class:`SnapshotTaken`.
+        versions: of the donors' snapshots, in their order, where they are not all of this round.
     """
 
     round: int
@@ -101,6 +106,7 @@ class AverageApplied:
     best: int
     iteration: int
     state: Mapping[str, torch.Tensor]
+    versions: tuple[int, ...] = ()
 
 
 PolicyEvent: TypeAlias = SnapshotTaken | AverageApplied
@@ -346,6 +352,22 @@ def check_callable(name: str, value: Any, allowed: str) -> None:
     """Refuse what is neither callable nor None."""
     if value is not None and not callable(value):
         raise TypeError(f"{name} is {value!r}; allowed: {allowed}")
+
+
+def load_fresh_weights(flat: FlatState, model_builder: ModelBuilder) -> None:
+    """Copy what ``model_builder`` makes into the model of ``flat``, in place.
+
+    Raises:
+        ValueError: it makes a model of another layout; the first difference is named.
+    """
+    built = model_builder()
+    fresh = FlatState(built[0] if isinstance(built, tuple) else built)
+    difference = first_difference(flat.fingerprint, fresh.fingerprint)
+    if difference is not None:
+        raise ValueError(f"model_builder made another model than the policy's (here), {difference}")
+    buffers = fresh.new_buffers()
+    fresh.snapshot(buffers)
+    flat.load(buffers)
 
 
 @dataclass(slots=True)

@@ -66,8 +66,9 @@ def test_bandwidth(scratch: Path, transport: str) -> None:
         assert figures["ratio"] == pytest.approx(figures["ours_gb_s"] / figures["raw_gb_s"])
 
 
-def test_step(scratch: Path) -> None:
-    results = bench("step", scratch)
+@pytest.mark.parametrize("name", ["step", "one-sided"])
+def test_step(name: str, scratch: Path) -> None:
+    results = bench(name, scratch)
     assert list(results) == ["85 k", "1.1 M", "20 M", "yield"]
     for ranks in results.values():
         assert ranks.keys() == {"rank 0", "rank 1"}

@@ -9,12 +9,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from scripts.population import Mixed, Story, fill, flat_state, sgd
+from scripts.one_sided import Applied, verify
+from scripts.population import Mixed, State, Story, fill, flat_state, sgd
 from torch import nn
 
 import asyncdist as ad
 from asyncdist.flat import FlatBuffers, FlatState
-from protocols import AsyncSelectiveAveragingPolicy
+from protocols import (
+    AsyncSelectiveAveragingPolicy,
+    OneSidedSelectiveAveragingPolicy,
+    OneSidedStatistics,
+    PolicyEvent,
+    SnapshotTaken,
+)
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 
@@ -125,6 +132,44 @@ def test_a_model_in_host_memory_needs_no_device() -> None:
     assert state.start_snapshot(buffers) is None
     assert torch.equal(buffers.views[0], model.weight)
     assert not any(tensor.is_pinned() for tensor in buffers.tensors.values()) or torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("test_count", [2, 7, 40])
+def test_the_one_sided_policy_exposes_a_snapshot_when_it_is_copied(
+    test_count: int, slow_device: Callable[[int], list[SlowCopy]]
+) -> None:
+    """With the values of the step that began it; readers have older versions until then. Nobody leaves before that."""
+    copies = slow_device(test_count)
+    snapshots: dict[tuple[int, int], State] = {}
+    applied: list[Applied] = []
+
+    async def main(world: ad.World) -> OneSidedStatistics:
+        model = Mixed(world.rank)
+
+        def on_event(event: PolicyEvent) -> None:
+            state = {name: tensor.clone() for name, tensor in event.state.items()}
+            if isinstance(event, SnapshotTaken):
+                snapshots[world.rank, event.round] = state
+                assert float(state["float64"][0]) == world.rank + event.iteration / 1024
+            else:
+                applied.append(Applied(world.rank, event, None, state))
+
+        policy = OneSidedSelectiveAveragingPolicy(
+            model, sgd(model), average_every=2, age_range=(6, 9), donor_ratio=1.0, on_event=on_event
+        )
+        async with policy:
+            for step in range(200):
+                fill(model, world.rank + step / 1024)
+                await policy.step(1.0)
+        return policy.statistics()
+
+    found = ad.run_local(main, ranks=3, strict=True)
+    for entry in applied:
+        verify(entry, snapshots)
+    assert len(applied) == sum(statistics.num_replacements for statistics in found) >= 10
+    assert len(copies) >= sum(statistics.version for statistics in found) == len(snapshots)
+    late = sum(statistics.unpublished.get("a device is still copying the last one", 0) for statistics in found)
+    assert test_count == 7 or bool(late) == (test_count == 40), late
 
 
 @needs_gpu

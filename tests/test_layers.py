@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: From the bottom up. A module may import those of lower layers alone.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_version", "errors", "flat", "trees"),
-    ("tags", "scratch", "transports.base", "values"),
+    ("tags", "packing", "scratch", "transports.base", "values"),
     (
         "wire",
         "progress",
@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("groups", "transports.meeting"),
     ("collectives", "transports.torch"),
     ("world",),
+    ("exposure",),
     ("launch", "mesh"),
     ("population", "placement"),
     ("gradients", "shards"),

@@ -84,6 +84,7 @@ class Capabilities:
         misses_wakes: whether the doorbell may fail to ring, so that a slow look is needed all the same.
         rings_from_threads: whether the doorbell may be rung by a thread that does not run the event loop.
         shares_process: whether all ranks are of this process, so that whoever hosts them ends them together.
+        one_sided_reads: whether ``new_window`` may give memory that peers read while its owner computes.
     """
 
     native_collectives: bool
@@ -93,6 +94,7 @@ class Capabilities:
     misses_wakes: bool = True
     rings_from_threads: bool = False
     shares_process: bool = False
+    one_sided_reads: bool = False
 
 
 class GroupHandle(Protocol):
@@ -111,6 +113,35 @@ class GroupHandle(Protocol):
         self, send: Buffer, send_counts: Sequence[int], receive: Buffer, receive_counts: Sequence[int]
     ) -> Request: ...
     def free(self) -> None: ...
+
+
+class ReadWindow(Protocol):
+    """Memory of this rank that the other members of a group read by themselves, and theirs.
+
+    Reads and the owner's writes are not ordered against each other: a read may see half of a write. What makes it whole
+    is the caller's, as in :mod:`asyncdist.exposure`.
+
+    Attributes:
+        memory: this rank's own, writable, zeros at first.
+    """
+
+    memory: memoryview
+
+    def sync(self) -> None:
+        """A memory barrier: what was written before it is seen before what is written after it."""
+
+    def start_read(self, buffer: Buffer, source: int, offset: int) -> Request:
+        """Start copying bytes from ``offset`` on of the memory of ``source``, a position in the group, to ``buffer``.
+
+        The owner takes no part: it may be computing, or have left whatever the window was for.
+        """
+
+    def retire(self) -> None:
+        """This rank writes and reads it no more; the others may go on, and its own memory stays as it is.
+
+        Giving memory back is collective, and nobody is to wait for that: it happens when all members have retired the
+        window and next make one of the same group, or when the transport closes.
+        """
 
 
 class Transport(abc.ABC):
@@ -156,6 +187,14 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def new_group(self, ranks: Sequence[int], tag: int) -> GroupHandle | None:
         """The backend's communicator over ``ranks``, who all call this; None where it has none."""
+
+    def new_window(self, group: GroupHandle, nbytes: int) -> ReadWindow | None:
+        """Memory for one-sided reads, ``nbytes`` on each member of ``group``, who all call this at the same time.
+
+        None, on all of them, where the backend cannot promise that a read completes without its target's help.
+        """
+        del group, nbytes
+        return None
 
     @abc.abstractmethod
     def lost_ranks(self) -> frozenset[int]:

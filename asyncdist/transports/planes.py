@@ -15,6 +15,7 @@ from asyncdist.transports.base import (
     Capabilities,
     GroupHandle,
     PersistentReceive,
+    ReadWindow,
     Request,
     Transport,
 )
@@ -61,6 +62,7 @@ class TwoPlaneTransport(Transport):
             misses_wakes=ours.misses_wakes or theirs.misses_wakes,
             rings_from_threads=ours.rings_from_threads or theirs.rings_from_threads,
             shares_process=ours.shares_process and theirs.shares_process,
+            one_sided_reads=ours.one_sided_reads,
         )
         self._reported: set[int] = set()
 
@@ -85,6 +87,9 @@ class TwoPlaneTransport(Transport):
 
     def new_group(self, ranks: Sequence[int], tag: int) -> GroupHandle | None:
         return self._control.new_group(ranks, tag)
+
+    def new_window(self, group: GroupHandle, nbytes: int) -> ReadWindow | None:
+        return self._control.new_window(group, nbytes)
 
     def lost_ranks(self) -> frozenset[int]:
         return self._control.lost_ranks() | self._bulk.lost_ranks()

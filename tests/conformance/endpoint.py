@@ -12,7 +12,14 @@ import asyncdist as ad
 from asyncdist.progress import Engine, yield_to_loop
 from asyncdist.transports.base import ANY_SOURCE, Transport
 
-MODULES: Final = ("cases_transport", "cases_channels", "cases_streams", "cases_collectives", "cases_population")
+MODULES: Final = (
+    "cases_transport",
+    "cases_channels",
+    "cases_streams",
+    "cases_collectives",
+    "cases_population",
+    "cases_exposure",
+)
 TAGS_PER_CASE: Final = 20
 _BARRIER_TAG: Final = 6999
 #: A slow machine takes its time; a hang ends here.

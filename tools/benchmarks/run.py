@@ -26,7 +26,19 @@ from harness import Results, Row
 from rich.console import Console
 from rich.table import Table
 
-NAMES: Final = ("latency", "bandwidth", "step", "round", "average", "straggler", "idle", "memory", "sim", "replay")
+NAMES: Final = (
+    "latency",
+    "bandwidth",
+    "step",
+    "one-sided",
+    "round",
+    "average",
+    "straggler",
+    "idle",
+    "memory",
+    "sim",
+    "replay",
+)
 _HERE: Final = Path(__file__).resolve().parent
 #: Generous: a benchmark takes a minute or less.
 _TIMEOUT_S: Final = 900.0
@@ -38,7 +50,7 @@ def main() -> int:
     found: dict[str, Results] = {}
     missed: list[str] = []
     for name in NAMES if options.name == "all" else (options.name,):
-        benchmark = importlib.import_module(name)
+        benchmark = importlib.import_module(_module(name))
         began_at = time.perf_counter()
         results = _measure(name, benchmark.RANKS, transport=options.transport, quick=options.quick)
         if results is None:
@@ -72,7 +84,7 @@ def _measure(name: str, rank_counts: Sequence[int], *, transport: str, quick: bo
         for rank_count in rank_counts or (0,):
             out = Path(directory, f"{rank_count}.json")
             launcher = ["-m", "asyncdist", "run", "--transport", transport, "-n", str(rank_count)] if rank_count else []
-            command = [sys.executable, *launcher, str(_HERE / f"{name}.py")]
+            command = [sys.executable, *launcher, str(_HERE / f"{_module(name)}.py")]
             command += [str(out), *(["--quick"] if quick else [])]
             completed = subprocess.run(command, check=False, timeout=_TIMEOUT_S)
             if completed.returncode != 0 or not out.exists():
@@ -83,6 +95,11 @@ def _measure(name: str, rank_counts: Sequence[int], *, transport: str, quick: bo
                 return None
             results |= json.loads(out.read_text())
     return results
+
+
+def _module(name: str) -> str:
+    """The script's, without its ending."""
+    return name.replace("-", "_")
 
 
 def _print(name: str, rows: Sequence[Row], took_s: float) -> None:

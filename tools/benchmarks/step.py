@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 from harness import Results, Row, collect, main, model_of, optimizer_of, percentile
 
 import asyncdist as ad
-from protocols import AsyncSelectiveAveragingPolicy
+from protocols import AsyncSelectiveAveragingPolicy, SpawnPolicy
 
 RANKS: Final = (2,)
 TARGET_US: Final = 10.0
@@ -52,7 +53,15 @@ class OtherTask:
             await asyncio.sleep(0)
 
 
-async def measure(world: ad.World, settings: Settings) -> Results | None:
+def selective_policy_of(parameter_count: int) -> SpawnPolicy:
+    """A policy whose report is never due."""
+    model = model_of(parameter_count)
+    return AsyncSelectiveAveragingPolicy(model, optimizer_of(model), average_every=_NEVER)
+
+
+async def measure(
+    world: ad.World, settings: Settings, *, policy_of: Callable[[int], SpawnPolicy] = selective_policy_of
+) -> Results | None:
     """Alternate the models; each block has a policy of its own."""
     steps_us: dict[str, list[float]] = {name: [] for name, _ in settings.models}
     yields_us: list[float] = []
@@ -60,8 +69,7 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
     running = world.spawn(other.run())
     for _ in range(settings.block_count):
         for name, parameter_count in settings.models:
-            model = model_of(parameter_count)
-            async with AsyncSelectiveAveragingPolicy(model, optimizer_of(model), average_every=_NEVER) as policy:
+            async with policy_of(parameter_count) as policy:
                 await _block(policy, other, settings.step_count, steps_us[name], yields_us)
     running.cancel()
     figures = {name: _figures(values) for name, values in steps_us.items()}
@@ -73,7 +81,7 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
 
 
 async def _block(
-    policy: AsyncSelectiveAveragingPolicy, other: OtherTask, count: int, steps_us: list[float], yields_us: list[float]
+    policy: SpawnPolicy, other: OtherTask, count: int, steps_us: list[float], yields_us: list[float]
 ) -> None:
     clock = time.perf_counter_ns
     for index in range(_WARM_UP_COUNT + count):
@@ -94,18 +102,18 @@ def _figures(values_us: list[float]) -> dict[str, float]:
     return {"median_us": statistics.median(values_us), "p99_us": percentile(values_us, 99)}
 
 
-def rows(results: Results) -> list[Row]:
+def rows(results: Results, *, kind: str = "idle step") -> list[Row]:
     """The table."""
     models = {name: ranks for name, ranks in results.items() if name != "yield"}
     table = []
     for rank, bare in results["yield"].items():
         medians = [ranks[rank]["median_us"] for ranks in models.values()]
         for name, ranks in models.items():
-            table.append(_row(f"idle step, {rank}, {name} parameters", ranks[rank], bare))
+            table.append(_row(f"{kind}, {rank}, {name} parameters", ranks[rank], bare))
         spread = max(medians) / min(medians)
         table.append(
             Row(
-                f"idle step, {rank}, largest over smallest median",
+                f"{kind}, {rank}, largest over smallest median",
                 f"x{spread:.2f}",
                 target=f"<= x{TARGET_SPREAD:g}",
                 met=spread <= TARGET_SPREAD,

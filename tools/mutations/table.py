@@ -19,6 +19,7 @@ FAREWELL: Final = "scenarios:farewell"
 LEAVING: Final = "scenarios:leaving"
 SUBGROUP: Final = "scenarios:subgroup"
 ABSENT: Final = "scenarios:absent"
+ONE_SIDED: Final = "simulation.one_sided_scenarios:scenario"
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +237,33 @@ MUTANTS: Final = (
         "    candidates = list(order[count:])",
     ),
     Mutant(
+        "any-version",
+        14,
+        "a reader gets what lies in the slot, whatever version it asked for",
+        "asyncdist/exposure.py",
+        "        return not self._closed and version >= 1 and (version == self.version or is_previous)",
+        "        return not self._closed and 1 <= version <= self.version",
+        ONE_SIDED,
+    ),
+    Mutant(
+        "slot-written-while-read",
+        14,
+        "a new version is written into the slot that a reader is being sent: two versions in one average",
+        "asyncdist/exposure.py",
+        "        if any(answer.version == version - 2 for answer in self._answers):\n            return None\n",
+        "",
+        ONE_SIDED,
+    ),
+    Mutant(
+        "published-in-every-step",
+        14,
+        "the whole model is copied in every step, and not once per cadence",
+        "protocols/one_sided_averaging.py",
+        "            if is_due:\n                self._publish(",
+        "            if True:\n                self._publish(",
+        ONE_SIDED,
+    ),
+    Mutant(
         "world-size-divisor",
         15,
         "the synchronous average divides by the world's size",
@@ -284,4 +312,4 @@ MUTANTS: Final = (
 )
 
 #: Defects without a mutant, and why.
-LEFT_OUT: Final = {14: "it is the one-sided policy's, which is not here yet"}
+LEFT_OUT: Final[dict[int, str]] = {}

@@ -1,0 +1,413 @@
+"""State that a rank exposes, version by version, and that the others read when they like: nobody waits for anybody.
+
+An exposure holds two slots. Version k is written into slot k mod 2 while readers still have version k - 1 in the other
+one; with it goes a record, which says what it is and how good. A reader asks for the newest records, and then for one
+version by its number: it gets that version whole, or :class:`OutdatedError`.
+
+- Where the transport has one-sided reads, slots and records lie in a window. The owner says
+  which version it is *writing* before it touches a slot, and publishes the record when the slot is whole, with memory
+  barriers between. A reader copies the slot and looks at the owner's words again: if version k + 2 has not been begun,
+  nobody has written into slot k mod 2 meanwhile. (A sequence lock, after Lameter 2005, over two buffers.) The owner
+  takes no part, and may be computing or have left.
+- Elsewhere records are reports, latest wins, and the owner answers at its safe points: a read
+  is a grant of :mod:`asyncdist.streams`, answered by the stream of that version or by the abort. A slot from which a
+  stream is under way is not written; that version is left out.
+
+What is exposed is bytes. What they mean is the caller's.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+import math
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from asyncdist import tags
+from asyncdist.channels import Channel, Envelope
+from asyncdist.errors import AsyncdistError, BusyError, RankLostError
+from asyncdist.groups import Group
+from asyncdist.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted, byte_view, split
+from asyncdist.transports.base import ReadWindow
+from asyncdist.world import World
+
+logger = logging.getLogger("asyncdist.exposure")
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The record of one version.
+
+    Attributes:
+        version: from 1, counted by its owner.
+        iteration: the owner's, at which it was taken.
+        metric: how good it is; NaN if it is not to be used.
+    """
+
+    version: int
+    iteration: int
+    metric: float
+
+
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """Owner to the others: it exposes nothing any more."""
+
+
+class OutdatedError(AsyncdistError):
+    """The version that was being read is not there any more. Carries ``rank`` and ``version``."""
+
+
+class Exposure(abc.ABC):
+    """One rank's end. Made by :func:`open_exposure`.
+
+    Attributes:
+        version: the newest that this rank has published; 0 for none.
+    """
+
+    version: int = 0
+
+    @abc.abstractmethod
+    def begin(self) -> torch.Tensor | None:
+        """The memory for the next version, to be filled and then published; None while readers still need it.
+
+        Its older content, if any, is lost with this call. Begun again, it is the same memory.
+
+        Returns:
+            1-D uint8.
+        """
+
+    @abc.abstractmethod
+    def publish(self, iteration: int, metric: float) -> Published:
+        """What was begun is whole: readers may have it from now on."""
+
+    @abc.abstractmethod
+    async def published_by(self, rank: int) -> Published | None:
+        """The newest record of another member; None if it has published nothing, has retired or is gone."""
+
+    @abc.abstractmethod
+    async def read(
+        self,
+        rank: int,
+        record: Published,
+        targets: Sequence[memoryview],
+        take: Callable[[int], None],
+        *,
+        deadline: float,
+    ) -> None:
+        """Read a version of ``rank`` from its beginning, as far as the targets reach.
+
+        Args:
+            rank: another member.
+            record: of the version, as ``published_by`` gave it.
+            targets: where the chunks land, in order; all but the last hold ``chunk_nbytes``. They may repeat at a
+                distance of ``streams.WINDOW_COUNT`` chunks.
+            take: called with the index of each chunk when it has landed. Until ``read`` has returned, what was taken
+                may be of different versions: it is to be forgotten if this raises.
+            deadline: on the loop's clock.
+
+        **Cancellation**: a target may be written until the owner has answered.
+
+        Raises:
+            OutdatedError: the version is not there any more.
+            RankLostError: the owner is gone.
+            TimeoutError: the deadline passed first.
+        """
+
+    @abc.abstractmethod
+    async def close(self, deadline: float | None) -> None:
+        """Expose nothing any more, and read nothing. Does not wait for the others to close.
+
+        Args:
+            deadline: on the loop's clock: how long reads under way may still take. None: end them.
+        """
+
+
+async def open_exposure(
+    world: World, group: Group, nbytes: int, *, scope: int, chunk_nbytes: int = CHUNK_NBYTES
+) -> Exposure:
+    """Begin to expose. Collective among the members of ``group``, who have agreed to call it with equal arguments.
+
+    Args:
+        world: this rank's.
+        group: who exposes and reads.
+        nbytes: of one version; each rank keeps two.
+        scope: of ``World.next_scope``.
+        chunk_nbytes: in which reads are cut.
+    """
+    transport = world.engine.transport
+    if group.native is not None and transport.capabilities.one_sided_reads:
+        window = transport.new_window(group.native, _WindowExposure.window_nbytes(nbytes))
+        if window is not None:
+            return _WindowExposure(world, group, window, nbytes)
+    return _StreamExposure(world, group, nbytes, scope=scope, chunk_nbytes=chunk_nbytes)
+
+
+# -- one-sided --------------------------------------------------------------------------------------------------------
+
+#: A record in the window, and the CRC that tells a whole one from one that is being written.
+_RECORD: Final = struct.Struct("<Qqd")
+_CRC: Final = struct.Struct("<I")
+#: The word that says which version is being written, then the two records, each in a cache line of its own.
+_LINE_NBYTES: Final = 64
+_RECORD_OFFSETS: Final = (_LINE_NBYTES, 2 * _LINE_NBYTES)
+_HEAD_NBYTES: Final = 3 * _LINE_NBYTES
+#: Being written for ever: no version is below it by two.
+_RETIRED: Final = 1 << 62
+
+
+class _WindowExposure(Exposure):
+    """An exposure in a window of the transport: see the module's text for the order of writes and reads."""
+
+    def __init__(self, world: World, group: Group, window: ReadWindow, nbytes: int) -> None:
+        self._world = world
+        self._engine = world.engine
+        self._positions = {rank: position for position, rank in enumerate(group.ranks)}
+        self._window = window
+        self._writing = window.memory[:8].cast("Q")
+        stride = _aligned(nbytes)
+        self._offsets = (_HEAD_NBYTES, _HEAD_NBYTES + stride)
+        whole = torch.frombuffer(window.memory, dtype=torch.uint8)
+        self._slots = [whole[start : start + nbytes] for start in self._offsets]
+        self._closed = False
+
+    @staticmethod
+    def window_nbytes(nbytes: int) -> int:
+        """Of the window for versions of so many bytes."""
+        return _HEAD_NBYTES + 2 * _aligned(nbytes)
+
+    def begin(self) -> torch.Tensor | None:
+        version = self.version + 1
+        self._writing[0] = version
+        self._window.sync()
+        return self._slots[version % 2]
+
+    def publish(self, iteration: int, metric: float) -> Published:
+        record = Published(self.version + 1, iteration, metric)
+        packed = _RECORD.pack(record.version, iteration, metric)
+        start = _RECORD_OFFSETS[record.version % 2]
+        self._window.sync()
+        self._window.memory[start : start + _RECORD.size + _CRC.size] = packed + _CRC.pack(zlib.crc32(packed))
+        self._window.sync()
+        self.version = record.version
+        return record
+
+    async def published_by(self, rank: int) -> Published | None:
+        if rank in self._world.gone:
+            return None
+        writing, records = await self._look(rank)
+        if writing >= _RETIRED or not records:
+            return None
+        return max(records, key=lambda record: record.version)
+
+    async def read(
+        self,
+        rank: int,
+        record: Published,
+        targets: Sequence[memoryview],
+        take: Callable[[int], None],
+        *,
+        deadline: float,
+    ) -> None:
+        del deadline  # a copy in memory: nobody's answer is waited for
+        position, offset = self._positions[rank], self._offsets[record.version % 2]
+        for index, target in enumerate(targets):
+            what = f"read of version {record.version} of rank {rank}"
+            await self._engine.wait(self._window.start_read(target, position, offset), what)
+            offset += len(target)
+            take(index)
+        writing, records = await self._look(rank)
+        if writing >= record.version + 2 or not any(_same(record, other) for other in records):
+            raise OutdatedError(
+                f"rank {rank} was writing version {min(writing, _RETIRED)} while this rank read its slot",
+                rank=rank,
+                version=record.version,
+            )
+
+    async def _look(self, rank: int) -> tuple[int, list[Published]]:
+        """What ``rank`` says that it is writing, and its whole records."""
+        head = bytearray(_HEAD_NBYTES)
+        await self._engine.wait(self._window.start_read(head, self._positions[rank], 0), f"records of rank {rank}")
+        records = []
+        for start in _RECORD_OFFSETS:
+            packed = bytes(head[start : start + _RECORD.size])
+            if _CRC.unpack_from(head, start + _RECORD.size)[0] == zlib.crc32(packed):
+                records.append(Published(*_RECORD.unpack(packed)))
+        return int.from_bytes(head[:8], "little"), records
+
+    async def close(self, deadline: float | None) -> None:
+        del deadline
+        if not self._closed:
+            self._closed = True
+            self._writing[0] = _RETIRED
+            self._window.sync()
+            self._writing.release()
+            self._slots.clear()
+            self._window.retire()
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _LINE_NBYTES) * _LINE_NBYTES
+
+
+def _same(one: Published, two: Published) -> bool:
+    """Equal, NaN included."""
+    metrics = one.metric == two.metric or (math.isnan(one.metric) and math.isnan(two.metric))
+    return metrics and (one.version, one.iteration) == (two.version, two.iteration)
+
+
+# -- answered by the owner --------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Answer:
+    """A stream of one version to one reader."""
+
+    version: int
+    key: tuple[int, int]
+    stream: OutboundStream
+
+
+class _StreamExposure(Exposure):
+    """An exposure whose owner answers. Its grants are answered until the job ends; its slots go when it is closed."""
+
+    def __init__(self, world: World, group: Group, nbytes: int, *, scope: int, chunk_nbytes: int) -> None:
+        self._world = world
+        self._others = tuple(rank for rank in group.ranks if rank != world.rank)
+        self._nbytes = nbytes
+        self._chunk_nbytes = chunk_nbytes
+        self._slots = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2)]
+        self._begun = False
+        self._closed = False
+        self._answers: list[_Answer] = []
+        self._newest: dict[int, Published] = {}
+        self._retired: set[int] = set()
+        self._reports: Channel[Published | Retired] = world.open_channel(
+            Published | Retired, tag=tags.METRIC, scope=scope, name="published versions", handler=self._on_report
+        )
+        self._reads: Channel[Grant | Cancel] = world.open_channel(
+            Grant | Cancel, tag=tags.PARAM, scope=scope, name="reads of exposed state", handler=self._on_read
+        )
+
+    def begin(self) -> torch.Tensor | None:
+        version = self.version + 1
+        if any(answer.version == version - 2 for answer in self._answers):
+            return None
+        self._begun = True
+        return self._slots[version % 2]
+
+    def publish(self, iteration: int, metric: float) -> Published:
+        self.version += 1
+        self._begun = False
+        record = Published(self.version, iteration, metric)
+        self._tell(record)
+        return record
+
+    def _tell(self, message: Published | Retired) -> None:
+        for rank in self._others:
+            if rank not in self._world.gone and rank not in self._retired:
+                try:
+                    self._reports.send_nowait(message, rank)
+                except RankLostError as error:
+                    logger.debug("nobody to tell: %s", error)
+                except BusyError:  # thousands unheard: that rank does not listen, and a newer one will count
+                    logger.debug("rank %d does not listen", rank)
+
+    def _on_report(self, envelope: Envelope[Published | Retired]) -> None:
+        if isinstance(envelope.message, Published):
+            self._newest[envelope.source] = envelope.message
+        else:
+            self._retired.add(envelope.source)
+
+    async def published_by(self, rank: int) -> Published | None:
+        if rank in self._world.gone or rank in self._retired:
+            return None
+        return self._newest.get(rank)
+
+    async def read(
+        self,
+        rank: int,
+        record: Published,
+        targets: Sequence[memoryview],
+        take: Callable[[int], None],
+        *,
+        deadline: float,
+    ) -> None:
+        world, version = self._world, record.version
+
+        def cancel(slot: int) -> None:
+            if rank not in world.gone:
+                self._reads.send_nowait(Cancel(slot), rank, round=version)
+
+        try:
+            async with world.slots.inbound(rank, targets, cancel) as stream:
+                grant = Grant(stream.slot, sum(map(len, targets)), self._chunk_nbytes)
+                self._reads.send_nowait(grant, rank, round=version)
+                async for index in stream.chunks(deadline=deadline):
+                    take(index)
+        except StreamAborted as error:
+            raise OutdatedError(
+                f"rank {rank} has version {version} no more, or is leaving", rank=rank, version=version
+            ) from error
+        world.stream_received_nbytes += stream.received_nbytes
+
+    # -- the owner's end --------------------------------------------------------------------------------------------
+
+    def _on_read(self, envelope: Envelope[Grant | Cancel]) -> None:
+        message, version = envelope.message, envelope.round
+        key = (envelope.source, message.slot)
+        if isinstance(message, Cancel):
+            for answer in self._answers:
+                if answer.key == key:
+                    answer.stream.stop()
+            return
+        chunks = self._chunks(message, version)
+        answer = _Answer(version, key, OutboundStream(self._world.engine, chunks, *key))
+        if chunks:
+            self._answers.append(answer)
+        self._world.spawn_service(self._answer(answer, refused=not chunks), name=f"read by rank {key[0]}")
+
+    def _has(self, version: int) -> bool:
+        """Whether its slot still holds it."""
+        is_previous = version == self.version - 1 and not self._begun
+        return not self._closed and version >= 1 and (version == self.version or is_previous)
+
+    def _chunks(self, grant: Grant, version: int) -> list[memoryview]:
+        """What ``grant`` asks for; nothing if that version is not here, or such a part of it never was."""
+        is_sound = 0 < grant.nbytes <= self._nbytes and grant.chunk_nbytes == self._chunk_nbytes
+        if not is_sound or not self._has(version):
+            return []
+        return split(byte_view(self._slots[version % 2])[: grant.nbytes], grant.chunk_nbytes)
+
+    async def _answer(self, answer: _Answer, *, refused: bool) -> None:
+        try:
+            await (answer.stream.abort() if refused else answer.stream.run())
+        except RankLostError as error:
+            logger.debug("nobody to answer: %s", error)
+        finally:
+            self._world.stream_sent_nbytes += answer.stream.sent_nbytes
+            if answer in self._answers:
+                self._answers.remove(answer)
+            self._world.engine.recheck()
+
+    async def close(self, deadline: float | None) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._tell(Retired())
+        self._reports.close()
+        try:
+            if deadline is not None:
+                await self._world.engine.until(
+                    lambda: not self._answers, "the last reads of its exposed state", deadline=deadline
+                )
+        finally:
+            for answer in self._answers:
+                answer.stream.stop()
+            self._slots.clear()

@@ -1,0 +1,581 @@
+"""One-sided selective averaging: each rank decides for itself, and reads the snapshots that others have exposed.
+
+There is no coordinator and no round that ranks share. As a member sees it:
+
+1. every ``average_every`` steps it publishes a snapshot of its state, with its metric, and goes on training;
+2. by its age, or by its metric, it judges some day that it is to be replaced;
+3. it draws donors, and reads what each of them has published last, one after the other in rank order, into one
+   accumulator. Where memory is shared the donors do not notice; elsewhere they answer at their own safe points;
+4. at its next ``step`` the average is in place of its weights.
+
+Invariants: weights change only inside ``step``; a snapshot is taken only inside ``step``; a snapshot is read whole, in
+one version, with the metric that was published with it, or not at all; a replacement that does not complete leaves the
+weights untouched and says why. What a reader needs lies with the donors, so nobody waits for anybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal
+
+import torch
+from torch import nn
+
+from asyncdist import AsyncdistError, Group, RankLostError, World
+from asyncdist.exposure import Exposure, OutdatedError, Published, open_exposure
+from asyncdist.flat import FlatBuffers, SnapshotPool, accumulate, divide, reset_optimizer_state
+from asyncdist.packing import Packing
+from asyncdist.progress import yield_to_loop
+from asyncdist.streams import CHUNK_NBYTES, byte_view
+from protocols.one_sided_core import Choice, OneSidedRules, choose, is_dying
+from protocols.one_sided_statistics import Durations, OneSidedStatistics
+from protocols.parameter_stream import ChunkRing
+from protocols.spawn_policy import (
+    NOTHING,
+    AverageApplied,
+    AveragingStrategy,
+    Metric,
+    MetricSource,
+    ModelBuilder,
+    PolicyEvent,
+    SnapshotTaken,
+    SpawnPolicy,
+    StepInfo,
+    Timing,
+    check_callable,
+    check_fraction,
+    check_seconds,
+    load_fresh_weights,
+)
+
+logger = logging.getLogger("protocols.one_sided_averaging")
+
+#: How often a replacement begins anew, with a fresh look at the others, after a snapshot was overwritten under it.
+_ATTEMPT_COUNT: Final = 3
+_NEVER: Final = 1 << 62
+
+
+@dataclass(slots=True, eq=False)
+class _Replacement:
+    """From the judgement until the average is applied or given up."""
+
+    number: int
+    judged_at: float
+    donors: list[int] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    iterations: list[int] = field(default_factory=list)
+    best: int = -1
+    average: FlatBuffers | None = None
+    complete: bool = False
+    nbytes: int = 0
+
+
+class _Unreadable(Exception):
+    """An attempt came to nothing; another one may not."""
+
+
+class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
+    """Selective averaging without a coordinator (after torchgfn's one-sided policies; see the module's text).
+
+    ::
+
+        async with OneSidedSelectiveAveragingPolicy(model, optimizer, average_every=50, age_range=(200, 600)) as policy:
+            for batch in data:
+                loss = train_step(model, optimizer, batch)
+                info = await policy.step(-loss)
+
+    Args:
+        model: see :class:`SpawnPolicy`. Its floating and complex entries are averaged; integer and bool ones
+            (BatchNorm's counter) are taken from the best of the donors.
+        optimizer: keeps its state when weights are replaced, unless ``optimizer_state="reset"``.
+        average_every: the cadence, in steps, at which a rank publishes its state and metric, and is judged by it. A
+            step that replaces the weights does neither: its metric is that of the old ones.
+        replacement_mode: when a rank is replaced. ``"age"``: when it has lived for a number of steps, drawn anew for
+            each life. ``"threshold"``: when its metric is worse than ``threshold_metric``. ``"worst_ratio"``: when its
+            metric is among the worst of its own and the newest that the others have published.
+        age_range: the shortest and the longest life, in steps.
+        threshold_metric: see ``replacement_mode``.
+        replacement_ratio: for ``"worst_ratio"``, 0 to 1: round-half-up(ratio * n) of n ranks with a metric, at least 1
+            and at most n - 1; none if the ratio is 0.
+        averaging_strategy: ``"mean"``; ``"weighted_mean"``, weights proportional to the metric published with the
+            snapshot, minus the worst of the donors' and the own one; ``"best_only"``, the best of the drawn;
+            ``"reset_weights"``, fresh weights of ``model_builder`` and nobody's snapshot.
+        donor_count: how many donors are drawn, at most; as many as there are, if they are fewer. Whoever has a metric
+            that is no finite number, or would itself be replaced by it, is none.
+        donor_ratio: the same as a part of the group, this rank included; rounded down, at least one. Counts where
+            ``donor_count`` is None.
+        momentum: 0 to 1: new = momentum * own + (1 - momentum) * average, own being the weights at that moment.
+        model_builder: for ``"reset_weights"``: returns a model of the same layout, or the pair (model, optimizer).
+        metric: see :class:`SpawnPolicy`.
+        metric_mode: ``"max"`` if larger is better, ``"min"`` if smaller is.
+        optimizer_state: ``"keep"``, or ``"reset"``: cleared in place whenever weights are replaced. ``reset_weights``
+            always clears it.
+        read_timeout_s: bound on reading all donors, where they have to answer.
+        drain_timeout_s: how long leaving waits for those who are being answered.
+        start_timeout_s: how long the start waits for the last member.
+        on_event: told of each snapshot, whose ``round`` is its version, and of each application, whose ``round`` counts
+            this rank's own replacements and whose ``versions`` are those of the donors' snapshots. Inside ``step``; of
+            the snapshot of a model in CUDA memory when it has been copied, at one of the next safe points.
+        timing: collects seconds by name (``publish``, ``read``, ``apply``), in the form of torchgfn's option.
+        name, group, world: see :class:`SpawnPolicy`.
+
+    Raises:
+        TypeError, ValueError: an option, the model or the optimizer is not what it should be.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        average_every: int,
+        replacement_mode: Literal["age", "threshold", "worst_ratio"] = "age",
+        age_range: tuple[int, int] = (50, 150),
+        threshold_metric: float = 0.0,
+        replacement_ratio: float = 0.2,
+        averaging_strategy: AveragingStrategy = "mean",
+        donor_count: int | None = None,
+        donor_ratio: float = 0.5,
+        momentum: float = 0.0,
+        model_builder: ModelBuilder | None = None,
+        metric: Callable[[], Metric] | None = None,
+        metric_mode: Literal["max", "min"] = "max",
+        optimizer_state: Literal["keep", "reset"] = "keep",
+        read_timeout_s: float = 30.0,
+        drain_timeout_s: float = 10.0,
+        start_timeout_s: float = 60.0,
+        on_event: Callable[[PolicyEvent], None] | None = None,
+        timing: dict[str, list[float]] | None = None,
+        name: str = "",
+        group: Group | None = None,
+        world: World | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            optimizer,
+            average_every=average_every,
+            metric=metric,
+            name=name,
+            group=group,
+            world=world,
+            start_timeout_s=start_timeout_s,
+        )
+        self._rules = OneSidedRules(
+            replacement_mode=replacement_mode,
+            age_range=age_range,
+            threshold_metric=threshold_metric,
+            replacement_ratio=replacement_ratio,
+            averaging_strategy=averaging_strategy,
+            metric_mode=metric_mode,
+            donor_count=donor_count,
+            donor_ratio=donor_ratio,
+        )
+        check_fraction("momentum", momentum)
+        if optimizer_state not in ("keep", "reset"):
+            raise ValueError(f"optimizer_state is {optimizer_state!r}; allowed: 'keep', 'reset'")
+        if averaging_strategy == "reset_weights" and model_builder is None:
+            raise ValueError("averaging_strategy 'reset_weights' needs model_builder, which makes the fresh weights")
+        check_callable("model_builder", model_builder, "a callable that returns a model")
+        check_callable("on_event", on_event, "a callable that takes one event")
+        check_seconds("read_timeout_s", read_timeout_s)
+        check_seconds("drain_timeout_s", drain_timeout_s)
+        self._momentum = float(momentum)
+        self._resets_optimizer = optimizer_state == "reset" or averaging_strategy == "reset_weights"
+        self._model_builder = model_builder
+        self._read_timeout_s = read_timeout_s
+        self._drain_timeout_s = drain_timeout_s
+        self._on_event = on_event
+        self._timing = Timing(timing)
+        self._durations: dict[str, Durations] = {}
+        self._packing = Packing(self._flat.entries)
+        self._states: dict[int, FlatBuffers] = {}
+        self._snapshots = SnapshotPool(self._flat)
+        self._accumulators = SnapshotPool(self._flat, accumulate=True)
+        self._chunk_nbytes = CHUNK_NBYTES
+        self._ring = ChunkRing(self._chunk_nbytes)
+        self._exposure: Exposure | None = None
+        self._is_publishing = False
+        self._own_metric: float | None = None
+        self._replacement: _Replacement | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._needs_step = False
+        self._given_up = NOTHING
+        self._step_count = 0
+        self._born_at = 0
+        self._dies_at = _NEVER
+        self._counts: Counter[str] = Counter()
+        self._unpublished: Counter[str] = Counter()
+        self._abandoned: Counter[str] = Counter()
+
+    # -- the user's calls, beyond SpawnPolicy's ---------------------------------------------------------------------
+
+    def statistics(self) -> OneSidedStatistics:
+        """What this member has done so far."""
+        return OneSidedStatistics(
+            total_iterations=self._step_count,
+            agents_killed=self._counts["killed"],
+            num_replacements=self._counts["replacements"],
+            averaging_ranks=self._counts["donors"],
+            age=self._step_count - self._born_at,
+            version=self._exposure.version if self._exposure is not None else 0,
+            unpublished=dict(self._unpublished),
+            nonfinite_metric_count=self._counts["nonfinite"],
+            torn_read_count=self._counts["torn"],
+            lost_read_count=self._counts["lost"],
+            abandoned=dict(self._abandoned),
+            received_nbytes=self._counts["received"],
+            timing=dict(self._durations),
+        )
+
+    def print_stats(self) -> None:
+        """Print what this member has done so far, as a table."""
+        print(f"{self._title()}\n{self.statistics().format_counts()}", flush=True)
+
+    def print_time(self) -> None:
+        """Print how long that took, as a table."""
+        print(f"{self._title()}\n{self.statistics().format_times()}", flush=True)
+
+    def _title(self) -> str:
+        return "not started" if self._stage == "new" else f"rank {self._world.rank}"
+
+    # -- starting and leaving ---------------------------------------------------------------------------------------
+
+    def _options(self) -> Mapping[str, Any]:
+        return {
+            **asdict(self._rules),
+            "average_every": self.average_every,
+            "momentum": self._momentum,
+            "resets_optimizer": self._resets_optimizer,
+            "chunk_nbytes": self._chunk_nbytes,
+        }
+
+    async def _start(self) -> None:
+        world, members = self._world, self._group.ranks
+        await self._agree(leader=members[0], ranks=members)
+        scope = world.next_scope(members, f"{type(self).__name__} {self.name or '(none)'}")
+        self._random = world.generator(f"policy {scope}")
+        self._exposure = await open_exposure(
+            world, self._group, self._packing.nbytes, scope=scope, chunk_nbytes=self._chunk_nbytes
+        )
+        self._begin_life()
+        world.leftover_probes.append(self._leftovers)
+
+    async def _stop(self, error: BaseException | None) -> None:
+        """Leave the policy. Readers that are being answered get the rest first, unless ``error`` makes it pointless."""
+        assert self._exposure is not None, "a policy that has not started is not left"
+        replacement = self._replacement
+        if replacement is not None:
+            if replacement.complete:
+                logger.info("replacement %d: the average had arrived and was not applied", replacement.number)
+            if self._task is not None:
+                self._task.cancel()
+            self._give_up(replacement, "the policy ended")
+        deadline = None
+        try:
+            if error is None and self._world.engine.failure is None:
+                deadline = self._world.time() + self._drain_timeout_s
+                await self._world.engine.until(self._is_quiet, "the end of its own reads", deadline=deadline)
+        finally:
+            self._states.clear()
+            if not self._is_publishing:  # else when the device has written the last of it
+                await self._exposure.close(deadline)
+
+    def _is_quiet(self) -> bool:
+        is_reading = self._task is not None and not self._task.done()
+        return not is_reading and not self._is_publishing and not self._world.slots.discarding_count
+
+    def _leftovers(self) -> list[str]:
+        if not self._accumulators.in_use:
+            return []
+        return [f"{self._accumulators.in_use} accumulators of policy {self.name or type(self).__name__}"]
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    async def _step(self, local_metric: MetricSource) -> StepInfo:
+        self._step_count += 1
+        if self.is_alone:
+            if self._is_due():
+                self._read_metric(local_metric)
+            await self._world.safe_point()
+            return NOTHING
+        await self._world.progress()
+        info = self._act() if self._needs_step else NOTHING
+        is_due = (self.iteration + 1) % self.average_every == 0
+        if (is_due or self._step_count >= self._dies_at) and not info:
+            if is_due:
+                self._publish(self._read_metric(local_metric))
+            if self._replacement is None and self._is_to_be_judged(is_due):
+                await self._begin_replacement()
+        return info
+
+    def _act(self) -> StepInfo:
+        """What a replacement waits for ``step`` to do."""
+        self._needs_step = False
+        given_up, self._given_up = self._given_up, NOTHING
+        replacement = self._replacement
+        return self._apply(replacement) if replacement is not None and replacement.complete else given_up
+
+    def _publish(self, metric: float) -> None:
+        """Expose the weights of this moment, and how good they are."""
+        assert self._exposure is not None, "a step outside the policy"
+        self._own_metric = metric
+        self._counts["nonfinite"] += not abs(metric) < float("inf")
+        if self._is_publishing:
+            self._unpublished["a device is still copying the last one"] += 1
+            return
+        memory = self._exposure.begin()
+        if memory is None:
+            self._unpublished["a reader still has the last one but one"] += 1
+            return
+        began_at, iteration = self._world.time(), self.iteration
+        state = self._states.get(memory.data_ptr())
+        if state is None:
+            state = self._states[memory.data_ptr()] = self._packing.buffers(memory)
+        copy = self._flat.start_snapshot(state)
+        if copy is None:
+            self._expose(state, iteration, metric, began_at)
+            return
+        self._is_publishing = True
+        self._world.engine.watch(copy, "a snapshot", lambda _: self._expose(state, iteration, metric, began_at))
+
+    def _expose(self, state: FlatBuffers, iteration: int, metric: float, began_at: float) -> None:
+        """The snapshot is whole. One that holds NaN has such a metric, whatever it was given: nobody takes it.
+
+        This rank judges itself by that too: who has diverged is the one to be replaced.
+        """
+        assert self._exposure is not None, "a step outside the policy"
+        self._is_publishing = False
+        if self._stage == "closed":
+            self._world.spawn_service(self._exposure.close(None), name="the end of what this rank exposes")
+            return
+        if not self._flat.all_finite(state):
+            self._unpublished["weights are not finite (the metric is published, as NaN)"] += 1
+            self._own_metric = metric = float("nan")
+        record = self._exposure.publish(iteration, metric)
+        self._note_time("publish", began_at)
+        if self._on_event is not None:
+            self._on_event(SnapshotTaken(record.version, iteration, state.by_name()))
+
+    def _is_to_be_judged(self, is_due: bool) -> bool:
+        mode = self._rules.replacement_mode
+        if mode == "age":
+            return self._step_count >= self._dies_at
+        if mode == "threshold":  # own metric, own decision: nobody else is asked
+            own = self._own_metric
+            return is_due and own is not None and is_dying(self._world.rank, {self._world.rank: own}, self._rules)
+        return is_due
+
+    async def _begin_replacement(self) -> None:
+        """Judge and read in the background. One turn of the loop at once, while what is known here is fresh."""
+        replacement = self._replacement = _Replacement(self._counts["killed"] + 1, self._world.time())
+        self._dies_at = self._step_count + self.average_every if self._dies_at != _NEVER else _NEVER  # if this fails
+        self._task = self._world.spawn_service(self._replace(replacement), name=f"replacement {replacement.number}")
+        await yield_to_loop()
+
+    def _begin_life(self) -> None:
+        self._born_at = self._step_count
+        if self._rules.replacement_mode == "age":
+            self._dies_at = self._born_at + self._random.randint(*self._rules.age_range)
+
+    def _apply(self, replacement: _Replacement) -> StepInfo:
+        """New weights, in place."""
+        began_at = self._world.time()
+        if replacement.donors:
+            assert replacement.average is not None, f"replacement {replacement.number} is complete without an average"
+            self._flat.load(replacement.average, momentum=self._momentum)
+            self._release(replacement)
+        else:
+            assert self._model_builder is not None, "reset_weights without model_builder was refused at the start"
+            load_fresh_weights(self._flat, self._model_builder)
+        if self._resets_optimizer:
+            reset_optimizer_state(self.optimizer)
+        self._note_time("apply", began_at)
+        self._replacement = None
+        self._begin_life()
+        self._counts["replacements"] += 1
+        self._counts["donors"] += len(replacement.donors)
+        if self._on_event is not None:
+            self._announce(self._on_event, replacement)
+        total = sum(replacement.weights)
+        return StepInfo(
+            averaged_this_iteration=True,
+            round=replacement.number,
+            donors=tuple(replacement.donors),
+            weights=tuple(weight / total for weight in replacement.weights),
+            staleness_steps=max([0, *(self.iteration - iteration for iteration in replacement.iterations)]),
+            seconds=self._world.time() - replacement.judged_at,
+            nbytes=replacement.nbytes,
+        )
+
+    def _announce(self, on_event: Callable[[PolicyEvent], None], replacement: _Replacement) -> None:
+        state = self._snapshots.acquire()
+        try:
+            self._flat.snapshot(state)
+            on_event(
+                AverageApplied(
+                    replacement.number,
+                    tuple(replacement.donors),
+                    tuple(replacement.weights),
+                    replacement.best,
+                    self.iteration,
+                    state.by_name(),
+                    tuple(replacement.versions),
+                )
+            )
+        finally:
+            self._snapshots.release(state)
+
+    # -- a replacement, in the background ---------------------------------------------------------------------------
+
+    async def _replace(self, replacement: _Replacement) -> None:
+        """Judge, choose and read, until there is a whole average or a reason why there is none."""
+        deadline = self._world.time() + self._read_timeout_s
+        reason = "it was under way"
+        try:
+            for _ in range(_ATTEMPT_COUNT):
+                try:
+                    reason = await self._attempt(replacement, deadline)
+                    break
+                except _Unreadable as error:
+                    reason = str(error)
+        except RankLostError as error:
+            self._counts["lost"] += 1
+            reason = f"a donor is lost: {error}"
+        except (AsyncdistError, TimeoutError) as error:
+            reason = f"a donor was not read: {error}"
+        finally:
+            if reason or self._replacement is not replacement:
+                self._release(replacement)
+        if reason:
+            logger.info("replacement %d: given up, %s", replacement.number, reason)
+            self._give_up(replacement, reason)
+        elif self._replacement is replacement:
+            replacement.complete = self._needs_step = True
+            self._note_time("read", replacement.judged_at)
+
+    async def _attempt(self, replacement: _Replacement, deadline: float) -> str:
+        """One look at the others and one average of those chosen; why there is none, else "".
+
+        Raises:
+            _Unreadable: a fresh look may find what this one did not.
+        """
+        metrics = await self._look()
+        rank = self._world.rank
+        if self._rules.replacement_mode == "worst_ratio" and not is_dying(rank, metrics, self._rules):
+            if self._replacement is replacement:
+                self._replacement = None  # it lives on
+            return ""
+        self._counts["killed"] = replacement.number
+        choice = choose(rank, metrics, self._group.size, self._rules, self._random.sample)
+        if choice is None:
+            return "nobody has anything to give"
+        replacement.best = choice.best
+        for values in (replacement.donors, replacement.weights, replacement.versions, replacement.iterations):
+            values.clear()
+        for donor in choice.donors:
+            await self._read_donor(replacement, choice, donor, deadline)
+        if replacement.average is not None:
+            for tensor in replacement.average.averaged().values():
+                divide(tensor, sum(replacement.weights))
+        return ""
+
+    async def _look(self) -> dict[int, float]:
+        """The metrics that are known here: the newest of everybody who takes part, and this rank's own."""
+        assert self._exposure is not None, "a replacement outside the policy"
+        metrics = {}
+        for rank in self._group.ranks:
+            if rank == self._world.rank:
+                if self._own_metric is not None:
+                    metrics[rank] = self._own_metric
+            else:
+                record = await self._exposure.published_by(rank)
+                if record is not None:
+                    metrics[rank] = record.metric
+        return metrics
+
+    async def _read_donor(self, replacement: _Replacement, choice: Choice, donor: int, deadline: float) -> None:
+        """Add the newest snapshot of ``donor`` to the average, be it newer than the one it was chosen for.
+
+        So a slow rank finds it, whatever its donors have published since it chose.
+
+        Raises:
+            _Unreadable: it is not there in one version, or gives nothing any more.
+        """
+        assert self._exposure is not None, "a replacement outside the policy"
+        record = await self._exposure.published_by(donor)
+        if record is None:
+            raise _Unreadable(f"rank {donor} left")
+        weight = choice.weight(record.metric)
+        if weight == 0.0:
+            raise _Unreadable(f"the metric of rank {donor} is {record.metric} by now")
+        if replacement.average is None:
+            replacement.average = self._accumulators.acquire()
+        try:
+            await self._add(replacement, donor, record, weight, deadline, exact=donor == choice.best)
+        except OutdatedError as error:
+            self._counts["torn"] += 1
+            raise _Unreadable(f"overwritten under its reader: {error}") from error
+        replacement.donors.append(donor)
+        replacement.weights.append(weight)
+        replacement.versions.append(record.version)
+        replacement.iterations.append(record.iteration)
+
+    async def _add(
+        self, replacement: _Replacement, donor: int, record: Published, weight: float, deadline: float, *, exact: bool
+    ) -> None:
+        """Weight * snapshot, chunk by chunk as they come."""
+        assert self._exposure is not None and replacement.average is not None, "nowhere to read from, or to"
+        average, first = replacement.average, not replacement.donors
+        end = self._packing.nbytes if exact else self._packing.averaged_nbytes
+        starts = range(0, end, self._chunk_nbytes)
+        ring = self._ring
+        chunks = [ring.take(torch.uint8, min(self._chunk_nbytes, end - start)) for start in starts]
+
+        def take(index: int) -> None:
+            start = starts[index]
+            replacement.nbytes += chunks[index].nbytes
+            self._counts["received"] += chunks[index].nbytes
+            for piece in self._packing.pieces(start, start + chunks[index].nbytes):
+                into = piece.of_flat(average.tensors[piece.dtype])
+                if piece.averaged:
+                    accumulate(into, piece.of_chunk(chunks[index]), weight, first=first)
+                elif exact:
+                    into.copy_(piece.of_chunk(chunks[index]))
+
+        whole = False
+        try:
+            if chunks:
+                await self._exposure.read(
+                    donor, record, [byte_view(chunk) for chunk in chunks], take, deadline=deadline
+                )
+            whole = True
+        finally:
+            if not whole and self._ring is ring:
+                self._ring = ChunkRing(self._chunk_nbytes)  # chunks that nobody wants may still land in the old one
+
+    def _give_up(self, replacement: _Replacement, reason: str) -> None:
+        """The next step says so."""
+        if self._replacement is not replacement:
+            return
+        self._replacement = None
+        if replacement.complete:
+            self._release(replacement)
+        kind = reason.partition(":")[0]
+        self._abandoned[kind] += 1
+        self._given_up = StepInfo(round=replacement.number, abandoned=reason, nbytes=replacement.nbytes)
+        self._needs_step = True
+
+    def _release(self, replacement: _Replacement) -> None:
+        if replacement.average is not None:
+            self._accumulators.release(replacement.average)
+            replacement.average = None
+
+    def _note_time(self, name: str, began_at: float) -> None:
+        duration_s = self._world.time() - began_at
+        self._timing.add(name, duration_s)
+        self._durations[name] = self._durations.get(name, Durations()).plus(duration_s)

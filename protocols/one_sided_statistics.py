@@ -1,0 +1,91 @@
+"""What the one-sided policy counts, as data and as a table to print."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Durations:
+    """How long something took.
+
+    Attributes:
+        count: how often it was done.
+        total_s: all of it.
+        largest_s: the longest one.
+    """
+
+    count: int = 0
+    total_s: float = 0.0
+    largest_s: float = 0.0
+
+    def plus(self, duration_s: float) -> Durations:
+        """With one more."""
+        return Durations(self.count + 1, self.total_s + duration_s, max(self.largest_s, duration_s))
+
+
+@dataclass(frozen=True, slots=True)
+class OneSidedStatistics:
+    """What a member has done so far. The first four have the names that torchgfn's policies give them.
+
+    Attributes:
+        total_iterations: steps taken.
+        agents_killed: how often this rank was to be replaced, by its own judgement.
+        num_replacements: how often it was: new weights in place.
+        averaging_ranks: snapshots of donors in them, together.
+        age: steps since the weights were last replaced, or since the start.
+        version: snapshots published.
+        unpublished: cadences without a snapshot, by reason.
+        nonfinite_metric_count: metrics that were NaN or infinite.
+        torn_read_count: reads of a version that its donor had begun to overwrite; they were discarded.
+        lost_read_count: reads that ended because the donor was lost.
+        abandoned: replacements that came to nothing, by reason.
+        received_nbytes: read from donors, discarded reads included.
+        timing: ``"publish"``, ``"read"`` (from the judgement to the whole average) and ``"apply"``.
+    """
+
+    total_iterations: int
+    agents_killed: int
+    num_replacements: int
+    averaging_ranks: int
+    age: int
+    version: int
+    unpublished: Mapping[str, int]
+    nonfinite_metric_count: int
+    torn_read_count: int
+    lost_read_count: int
+    abandoned: Mapping[str, int]
+    received_nbytes: int
+    timing: Mapping[str, Durations] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """The table of counts and the table of times."""
+        return f"{self.format_counts()}\n{self.format_times()}"
+
+    def format_counts(self) -> str:
+        """One line per count."""
+        rows = [(name.replace("_", " "), f"{value}") for name, value in self._counts()]
+        rows += [(f"abandoned: {reason}", f"{count}") for reason, count in sorted(self.abandoned.items())]
+        rows += [(f"not published: {reason}", f"{count}") for reason, count in sorted(self.unpublished.items())]
+        rows += [("received", f"{self.received_nbytes / 2**20:.1f} MiB")]
+        return _format(rows)
+
+    def format_times(self) -> str:
+        """One line for each thing that is timed."""
+        rows = [
+            (name, f"{found.total_s:.4f} s in {found.count}, {1e3 * found.largest_s:.2f} ms at most")
+            for name, found in self.timing.items()
+        ]
+        return _format(rows)
+
+    def _counts(self) -> Iterator[tuple[str, int]]:
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if isinstance(value, int) and name != "received_nbytes":
+                yield name, value
+
+
+def _format(rows: list[tuple[str, str]]) -> str:
+    width = max((len(name) for name, _ in rows), default=0)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)

@@ -1,0 +1,92 @@
+"""What the tests of the one-sided policy share: a record of what was published and applied, and the check of it.
+
+Used on the local transport, in simulations and, from what ranks report, under mpirun. Averages are recomputed with
+numpy from the snapshots that the donors told ``on_event``, each found by its donor and its version.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from scripts.population import State, expected_average, flat_state, same_bits
+from torch import nn
+
+from protocols import AverageApplied, PolicyEvent, SnapshotTaken
+
+
+@dataclass(slots=True)
+class Applied:
+    """One replacement: who, what it was told, what it was before and what it has become."""
+
+    rank: int
+    event: AverageApplied
+    before: State | None
+    state: State
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Everything that the ranks of one policy told.
+
+    Attributes:
+        snapshots: flat state by (donor, version).
+        applied: in order.
+        before: by rank, its state before the step that it is in.
+        stepping: ranks inside ``step``.
+    """
+
+    snapshots: dict[tuple[int, int], State] = field(default_factory=dict)
+    iterations: dict[tuple[int, int], int] = field(default_factory=dict)
+    applied: list[Applied] = field(default_factory=list)
+    before: dict[int, State] = field(default_factory=dict)
+    stepping: set[int] = field(default_factory=set)
+
+    def listener(self, rank: int, model: nn.Module) -> Callable[[PolicyEvent], None]:
+        """The callback for one rank."""
+
+        def on_event(event: PolicyEvent) -> None:
+            assert rank in self.stepping, f"rank {rank} told of {type(event).__name__} outside its step"
+            state = {name: tensor.clone() for name, tensor in event.state.items()}
+            now = flat_state(model)
+            assert state.keys() == now.keys() and all(same_bits(state[name], now[name]) for name in now)
+            if isinstance(event, SnapshotTaken):
+                last = max((version for donor, version in self.snapshots if donor == rank), default=0)
+                assert event.round == last + 1, f"rank {rank} published version {event.round} after {last}"
+                self.snapshots[rank, event.round] = state
+                self.iterations[rank, event.round] = event.iteration
+            else:
+                self.applied.append(Applied(rank, event, self.before.get(rank), state))
+
+        return on_event
+
+    def by(self, rank: int) -> list[AverageApplied]:
+        return [entry.event for entry in self.applied if entry.rank == rank]
+
+    def verify(self, *, momentum: float = 0.0) -> int:
+        """Recompute every average, bit for bit; how many there were."""
+        for entry in self.applied:
+            verify(entry, self.snapshots, momentum=momentum)
+        return len(self.applied)
+
+
+def verify(entry: Applied, snapshots: dict[tuple[int, int], State], *, momentum: float = 0.0) -> None:
+    """One replacement against the snapshots of its donors."""
+    rank, event = entry.rank, entry.event
+    assert event.donors == tuple(sorted(set(event.donors))) and rank not in event.donors, event.donors
+    assert len(event.donors) == len(event.weights) == len(event.versions)
+    assert all(math.isfinite(weight) and weight > 0.0 for weight in event.weights), event.weights
+    if not event.donors:
+        return
+    assert event.best in event.donors
+    given = {donor: snapshots[donor, version] for donor, version in zip(event.donors, event.versions, strict=True)}
+    for name, tensor in entry.state.items():
+        own = None if entry.before is None else entry.before[name]
+        expected = expected_average(name, given, event.weights, event.best, own, momentum)
+        if momentum == 1.0 and own is not None and own.is_floating_point():
+            expected = own
+        assert same_bits(tensor, expected), (
+            f"rank {rank}, replacement {event.round}, {name}: {tensor.tolist()[:8]} is not {expected.tolist()[:8]}, "
+            f"the average of versions {event.versions} of {event.donors} with {event.weights}"
+        )

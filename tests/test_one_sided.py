@@ -1,0 +1,661 @@
+"""The one-sided policy on the local transport, where owners answer reads: several ranks on one loop, and ``strict``.
+
+Reads of shared memory are in ``test_one_sided_mpi.py``; what any transport must do with exposed state, in the
+conformance suite.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scripts.one_sided import Ledger
+from scripts.population import Mixed, clone_state, equal_states, fill, flat_state, identity, sgd, values
+from torch import nn
+
+import asyncdist as ad
+from asyncdist import exposure, runtime
+from asyncdist.flat import FlatState
+from asyncdist.packing import ALIGNMENT_NBYTES, Packing
+from asyncdist.transports import local
+from protocols import OneSidedSelectiveAveragingPolicy, OneSidedStatistics, StepInfo, one_sided_averaging
+
+MODES = ("age", "threshold", "worst_ratio")
+
+
+def run(main: Callable[..., Coroutine[Any, Any, Any]], ranks: int) -> list[Any]:
+    return ad.run_local(main, ranks=ranks, strict=True)
+
+
+@dataclass
+class Member:
+    """What one rank of :func:`train` saw."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    infos: list[StepInfo] = field(default_factory=list)
+    statistics: OneSidedStatistics | None = None
+    start: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def replacements(self) -> list[StepInfo]:
+        return [info for info in self.infos if info]
+
+    @property
+    def counts(self) -> OneSidedStatistics:
+        assert self.statistics is not None
+        return self.statistics
+
+
+def train(
+    *,
+    ranks: int = 4,
+    steps: int = 60,
+    ledger: Ledger | None = None,
+    metric: Callable[[int], Any] = float,
+    value: Callable[[int], float] = float,
+    build: Callable[[float], nn.Module] = Mixed,
+    touch: Callable[[int, nn.Module], None] = lambda rank, model: None,
+    **options: Any,
+) -> list[Member]:
+    """Ranks whose weights are constant and equal to their rank, metrics too, unless told otherwise; in lockstep."""
+    barrier = asyncio.Barrier(ranks)
+    kept = ledger or Ledger()
+
+    async def main(world: ad.World) -> Member:
+        model = build(value(world.rank))
+        member = Member(model, sgd(model, momentum=0.9), start=clone_state(model))
+        objects = identity(model)
+        settings = {"average_every": 2, "replacement_mode": "worst_ratio", "replacement_ratio": 0.25, **options}
+        settings["on_event"] = kept.listener(world.rank, model)
+        async with OneSidedSelectiveAveragingPolicy(model, member.optimizer, **settings) as policy:
+            for _ in range(steps):
+                touch(world.rank, model)
+                kept.before[world.rank] = flat_state(model)
+                kept.stepping.add(world.rank)
+                member.infos.append(await policy.step(metric(world.rank)))
+                kept.stepping.discard(world.rank)
+                await barrier.wait()
+        member.statistics = policy.statistics()
+        assert identity(model) == objects
+        return member
+
+    return run(main, ranks)
+
+
+# -- exactness --------------------------------------------------------------------------------------------------------
+
+
+def test_the_worst_becomes_the_mean_of_its_donors_and_nobody_else_changes() -> None:
+    ledger = Ledger()
+    members = train(ledger=ledger, donor_ratio=1.0)
+    worst = members[0]
+    assert len(worst.replacements) >= 5
+    assert all(info.donors == (1, 2, 3) for info in worst.replacements)
+    assert values(worst.model, floating=True) == {2.0}
+    assert values(worst.model, floating=False) == {3.0, 1.0}  # those of the best, and bools are 1
+    assert isinstance(worst.model, Mixed) and worst.model.head.weight is worst.model.embed.weight
+    for member in members[1:]:
+        assert not member.replacements and equal_states(clone_state(member.model), member.start)
+    assert ledger.verify() == len(worst.replacements)
+
+
+@pytest.mark.parametrize("strategy", ["mean", "weighted_mean", "best_only"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_and_strategy_to_the_bit(mode: str, strategy: str) -> None:
+    """Weights that change in every step, random ones: each average is that of the snapshots that its donors told."""
+    ledger = Ledger()
+    generators = [torch.Generator().manual_seed(rank) for rank in range(4)]
+
+    def touch(rank: int, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generators[rank], dtype=parameter.dtype))
+
+    members = train(
+        ledger=ledger,
+        touch=touch,
+        replacement_mode=mode,
+        averaging_strategy=strategy,
+        age_range=(3, 6),
+        threshold_metric=1.5,
+        donor_count=2,
+    )
+    count = sum(len(member.replacements) for member in members)
+    assert ledger.verify() == count >= 5
+    by_rank = [len(member.replacements) for member in members]
+    assert {"age": all(by_rank), "threshold": by_rank[2:] == [0, 0], "worst_ratio": by_rank[1:] == [0, 0, 0]}[mode]
+    for entry in ledger.applied:
+        donors, weights = entry.event.donors, entry.event.weights
+        if strategy == "best_only":
+            assert donors == (entry.event.best,) and weights == (1.0,)
+        elif strategy == "weighted_mean" and mode == "worst_ratio":
+            assert weights == tuple(map(float, donors)), "metrics are ranks, counted from that of rank 0"
+        elif strategy == "mean":
+            assert set(weights) == {1.0} and len(donors) <= 2
+        if mode == "threshold":
+            assert set(donors) <= {2, 3}, "who would be replaced itself gives nothing"
+
+
+@pytest.mark.parametrize("momentum", [0.25, 0.7, 1.0])
+def test_momentum_mixes_with_the_weights_of_that_moment(momentum: float) -> None:
+    ledger = Ledger()
+
+    def touch(rank: int, model: nn.Module) -> None:
+        next(model.parameters()).data.add_(0.125)
+
+    members = train(ledger=ledger, touch=touch, momentum=momentum, donor_ratio=1.0)
+    assert ledger.verify(momentum=momentum) == len(members[0].replacements) >= 5
+
+
+class Many(nn.Module):
+    """Every width there is, in an order that packs badly, and odd numbers of each."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        for index, dtype in enumerate(
+            (torch.bool, torch.float16, torch.float64, torch.int8, torch.bfloat16, torch.float32, torch.complex64)
+        ):
+            self.register_buffer(f"b{index}", torch.full((2 * index + 3,), value).to(dtype))
+        self.weight = nn.Parameter(torch.full((3, 5), value))
+        self.tied = self.weight
+        self.register_buffer("empty", torch.zeros(0, dtype=torch.int16))
+        self.register_buffer("scalar", torch.tensor(value, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("chunk_nbytes", [64, 128, 4096])
+def test_any_mix_of_dtypes_in_chunks_of_any_size(chunk_nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_sided_averaging, "CHUNK_NBYTES", chunk_nbytes)
+    members = train(build=Many, donor_ratio=1.0)
+    assert len(members[0].replacements) >= 3
+    for name, tensor in members[0].model.state_dict().items():
+        expected = 2.0 if tensor.is_floating_point() or tensor.is_complex() else 3.0
+        assert torch.equal(tensor, torch.full(tensor.shape, expected).to(tensor.dtype)), name
+
+
+def test_a_packing_is_aligned_averaged_first_and_covers_everything_once() -> None:
+    flat = FlatState(Many(1.0))
+    packing = Packing(flat.entries)
+    memory = torch.zeros(packing.nbytes, dtype=torch.uint8)
+    buffers = packing.buffers(memory)
+    flat.snapshot(buffers)
+    again = flat.new_buffers()
+    flat.snapshot(again)
+    assert buffers.by_name().keys() == again.by_name().keys()
+    for name, tensor in again.by_name().items():
+        assert torch.equal(buffers.by_name()[name], tensor)
+    whole = {dtype: torch.zeros_like(tensor) for dtype, tensor in buffers.tensors.items()}
+    starts = range(0, packing.nbytes, ALIGNMENT_NBYTES)
+    for start in starts:
+        chunk = memory[start : start + ALIGNMENT_NBYTES].clone()
+        for piece in packing.pieces(start, start + len(chunk)):
+            assert piece.averaged == (start + piece.offset < packing.averaged_nbytes)
+            piece.of_flat(whole[piece.dtype]).copy_(piece.of_chunk(chunk))
+    assert all(torch.equal(whole[dtype], tensor) for dtype, tensor in buffers.tensors.items())
+    exact = sum(tensor.nbytes for tensor in buffers.exact().values())
+    assert packing.averaged_nbytes <= packing.nbytes - exact
+
+
+def test_a_model_of_integers_alone_takes_those_of_the_best() -> None:
+    def build(value: float) -> nn.Module:
+        model = nn.Linear(1, 1)
+        model.register_buffer("counts", torch.full((5,), int(value)))
+        for parameter in model.parameters():
+            parameter.data.fill_(value)
+        return model
+
+    members = train(build=build, donor_ratio=1.0)
+    assert members[0].model.state_dict()["counts"].tolist() == [3] * 5
+
+
+# -- who is replaced, and by whom -------------------------------------------------------------------------------------
+
+
+def test_a_life_is_as_long_as_it_was_drawn_and_a_new_one_begins_with_each_replacement() -> None:
+    members = train(replacement_mode="age", age_range=(10, 10), average_every=3, steps=80)
+    for member in members:
+        applied = [step for step, info in enumerate(member.infos) if info]
+        lives = np.diff(applied)
+        assert len(applied) >= 5 and lives.min() >= 10 and lives.min() <= 14, applied
+        assert member.counts.age == 79 - applied[-1]
+    short = train(replacement_mode="age", age_range=(5, 30), average_every=2, steps=200)
+    lives = [life for member in short for life in np.diff([s for s, info in enumerate(member.infos) if info])]
+    assert len(set(lives)) >= 5, "lives are drawn, each anew"
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"), [("max", [True, True, False, False]), ("min", [False, False, True, True])]
+)
+def test_the_threshold_replaces_those_beyond_it(mode: str, expected: list[bool]) -> None:
+    members = train(replacement_mode="threshold", threshold_metric=1.5, metric_mode=mode)
+    assert [bool(member.replacements) for member in members] == expected
+
+
+@pytest.mark.parametrize(("ratio", "count"), [(0.0, 0), (0.25, 1), (0.5, 2), (1.0, 3)])
+def test_the_worst_ratio_replaces_so_many(ratio: float, count: int) -> None:
+    members = train(replacement_ratio=ratio)
+    assert [bool(member.replacements) for member in members] == [rank < count for rank in range(4)]
+    for member in members:
+        assert all(min(info.donors) >= count for info in member.replacements), "the worst give nothing"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_metric_that_is_no_number_never_gives_and_counts_as_worst(mode: str, bad: float) -> None:
+    ledger = Ledger()
+    members = train(
+        ledger=ledger,
+        replacement_mode=mode,
+        age_range=(4, 6),
+        threshold_metric=0.5,
+        metric=lambda rank: bad if rank == 3 else float(rank),
+    )
+    assert members[3].replacements and members[3].counts.nonfinite_metric_count >= 10
+    assert all(3 not in event.donors for rank in range(4) for event in ledger.by(rank))
+    assert ledger.verify() >= 3
+
+
+def test_weights_that_are_not_finite_are_given_to_nobody() -> None:
+    ledger = Ledger()
+    members = train(
+        ledger=ledger,
+        donor_ratio=1.0,
+        touch=lambda rank, model: None if rank != 3 else (fill(model, math.nan), None)[1],
+    )
+    assert members[3].counts.unpublished and members[3].counts.num_replacements >= 5, "who has diverged is the worst"
+    assert all(3 not in event.donors for rank in range(4) for event in ledger.by(rank))
+    assert math.isfinite(max(values(members[0].model, floating=True)))
+
+
+def test_reset_weights_copies_fresh_ones_in_and_clears_the_optimizer_in_place() -> None:
+    members = train(averaging_strategy="reset_weights", model_builder=lambda: Mixed(7.0))
+    info = members[0].replacements[0]
+    assert (info.donors, info.weights, info.nbytes) == ((), (), 0) and "fresh weights" in str(info)
+    assert values(members[0].model, floating=True) == {7.0}
+    assert members[0].counts.averaging_ranks == 0 and members[0].counts.received_nbytes == 0
+
+
+@pytest.mark.parametrize("choice", ["keep", "reset"])
+def test_the_optimizers_state_is_kept_or_cleared(choice: str) -> None:
+    async def main(world: ad.World) -> list[bool]:
+        model = Mixed(float(world.rank))
+        optimizer = sgd(model, momentum=0.9)
+        state, found = optimizer.state, []
+        async with OneSidedSelectiveAveragingPolicy(
+            model, optimizer, average_every=1, replacement_mode="worst_ratio", optimizer_state=choice
+        ) as policy:
+            for _ in range(80):
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
+                if await policy.step(float(world.rank)):
+                    found.append(bool(state))
+            assert optimizer.state is state
+        return found
+
+    found = run(main, 3)
+    assert len(found[0]) >= 3 and set(found[0]) == {choice == "keep"}
+
+
+def test_donors_are_drawn_at_random_and_the_global_generators_are_left_alone() -> None:
+    models = [Mixed(float(rank)) for rank in range(6)]  # torch's own generator initialises them
+    before = random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tolist()
+    members = train(ranks=6, donor_count=2, steps=120, build=lambda value: models[int(value)])
+    drawn = {info.donors for info in members[0].replacements}
+    assert len(drawn) >= 4 and all(len(donors) == 2 for donors in drawn)
+    assert random.getstate() == before[0] and np.random.get_state()[1].tolist() == before[2]
+    assert torch.equal(torch.get_rng_state(), before[1])
+
+
+# -- groups, leaving, losses ------------------------------------------------------------------------------------------
+
+
+def test_a_policy_on_a_group_never_touches_the_others_and_divides_by_what_it_averaged() -> None:
+    lockstep = asyncio.Barrier(3)
+
+    async def main(world: ad.World) -> tuple[set[float], int, list[tuple[int, ...]]]:
+        model = Mixed(float(world.rank))
+        infos: list[StepInfo] = []
+        if world.rank in (4, 1, 3):
+            group = await ad.new_group([4, 1, 3])
+            async with OneSidedSelectiveAveragingPolicy(
+                model, sgd(model), average_every=2, replacement_mode="worst_ratio", donor_ratio=1.0, group=group
+            ) as policy:
+                while len(infos) < 60:
+                    infos.append(await policy.step(float(world.rank)))
+                    await lockstep.wait()
+        else:
+            for _ in range(60):
+                await world.safe_point()
+        return values(model, floating=True), world.statistics().stream_sent_nbytes, [i.donors for i in infos if i]
+
+    found = run(main, 5)
+    assert found[1][0] == {3.5} and set(found[1][2]) == {(3, 4)}
+    assert [found[rank][0] for rank in (0, 2, 3, 4)] == [{0.0}, {2.0}, {3.0}, {4.0}]
+    assert [found[rank][1] for rank in (0, 1, 2)] == [0, 0, 0] and found[3][1] > 0 < found[4][1]
+
+
+def test_two_policies_in_one_program_never_hear_each_other() -> None:
+    lockstep = asyncio.Barrier(3)
+
+    async def main(world: ad.World) -> tuple[set[float], set[float]]:
+        one, two = Mixed(float(world.rank)), Mixed(100.0 + world.rank)
+        options = {"average_every": 2, "replacement_mode": "worst_ratio", "donor_ratio": 1.0}
+        async with (
+            OneSidedSelectiveAveragingPolicy(one, sgd(one), name="one", **options) as first,
+            OneSidedSelectiveAveragingPolicy(two, sgd(two), name="two", metric_mode="min", **options) as second,
+        ):
+            for _ in range(60):
+                await first.step(float(world.rank))
+                await second.step(float(world.rank))
+                await lockstep.wait()
+        return values(one, floating=True), values(two, floating=True)
+
+    found = run(main, 3)
+    assert [one for one, _ in found] == [{1.5}, {1.0}, {2.0}]
+    assert [two for _, two in found] == [{100.0}, {101.0}, {100.5}]
+
+
+@pytest.mark.parametrize("leaver", [0, 3])
+def test_the_others_go_on_when_one_leaves(leaver: int) -> None:
+    """Its snapshots go with it; nobody asks it any more."""
+    ledger, lockstep = Ledger(), asyncio.Barrier(3)
+
+    async def main(world: ad.World) -> list[StepInfo]:
+        model = Mixed(float(world.rank))
+        infos = []
+        async with OneSidedSelectiveAveragingPolicy(
+            model,
+            sgd(model),
+            average_every=2,
+            replacement_mode="age",
+            age_range=(6, 9),
+            donor_ratio=1.0,
+            on_event=ledger.listener(world.rank, model),
+        ) as policy:
+            for _ in range(20 if world.rank == leaver else 200):
+                ledger.stepping.add(world.rank)
+                infos.append(await policy.step(1.0))
+                ledger.stepping.discard(world.rank)
+                if world.rank != leaver:
+                    await lockstep.wait()
+        return infos
+
+    found = run(main, 4)
+    for rank, infos in enumerate(found):
+        applied = [info for info in infos if info]
+        assert rank == leaver or len(applied) >= 8
+        assert rank == leaver or (leaver not in applied[-1].donors and len(applied[-1].donors) == 2)
+    ledger.verify()
+
+
+def test_leaving_in_the_midst_of_everything_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody leaves at another moment, with reads under way in both directions; ``strict`` finds leftovers."""
+    monkeypatch.setattr(one_sided_averaging, "CHUNK_NBYTES", 64)
+    monkeypatch.setattr(local, "EAGER_NBYTES", 16)
+    for shift in range(12):
+
+        async def main(world: ad.World, shift: int = shift) -> None:
+            model = Mixed(float(world.rank))
+            async with OneSidedSelectiveAveragingPolicy(
+                model, sgd(model), average_every=1, replacement_mode="age", age_range=(1, 2), donor_ratio=1.0
+            ) as policy:
+                for _ in range(6 + shift + 3 * world.rank):
+                    await policy.step(1.0)
+            for _ in range(30):
+                await world.safe_point()
+
+        run(main, 3)
+
+
+class Died(Exception):
+    """What a rank that was lost raises, to be out of the way."""
+
+
+@pytest.mark.parametrize("long_stream", [False, True])
+def test_a_lost_donor_leaves_the_reader_with_its_own_weights_and_the_others_go_on(
+    long_stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It dies while it is read from, or between reads: the read is given up and counted, and later ones do without."""
+    monkeypatch.setattr(runtime, "GRACE_S", 0.2)
+    dead: list[int] = []
+    if long_stream:
+        monkeypatch.setattr(one_sided_averaging, "CHUNK_NBYTES", 64)
+        monkeypatch.setattr(local, "EAGER_NBYTES", 16)
+        answer = exposure._StreamExposure._answer
+
+        async def die_in_the_midst(self: Any, found: Any, *, refused: bool) -> None:
+            sending = asyncio.ensure_future(answer(self, found, refused=refused))
+            await asyncio.sleep(0)  # the first of more than fifty chunks leave
+            if self._world.rank == 3 and found.key[0] == 0 and not refused:
+                self._world._transport._hub.lose(3)
+                dead.append(3)
+            await sending
+
+        monkeypatch.setattr(exposure._StreamExposure, "_answer", die_in_the_midst)
+    ledger = Ledger()
+    told: dict[int, list[StepInfo]] = {0: [], 1: [], 2: [], 3: []}
+    counts: dict[int, OneSidedStatistics] = {}
+
+    async def main(world: ad.World) -> None:
+        model = Mixed(float(world.rank), width=64)
+        async with OneSidedSelectiveAveragingPolicy(
+            model,
+            sgd(model),
+            average_every=2,
+            replacement_mode="worst_ratio",
+            donor_ratio=1.0,
+            on_event=ledger.listener(world.rank, model),
+        ) as policy:
+            for step in range(200):
+                if world.rank == 3 and (dead if long_stream else step == 30):
+                    world._transport._hub.lose(3)  # type: ignore[attr-defined]
+                    raise Died
+                before = clone_state(model)
+                ledger.stepping.add(world.rank)
+                info = await policy.step(float(world.rank))
+                ledger.stepping.discard(world.rank)
+                assert info or equal_states(clone_state(model), before)
+                told[world.rank].append(info)
+            counts[world.rank] = policy.statistics()
+
+    with pytest.raises((Died, ad.RankLostError)):
+        run(main, 4)
+    assert [len(told[rank]) for rank in (0, 1, 2)] == [200, 200, 200]
+    assert len(told[3]) < 200, "the donor never died"
+    applied = [info for info in told[0] if info]
+    assert 3 not in applied[-1].donors and any(info.donors == (1, 2) for info in applied)
+    if long_stream:
+        assert counts[0].lost_read_count >= 1
+        assert any("rank 3" in info.abandoned for info in told[0])
+    assert ledger.verify() >= 3
+
+
+# -- what a user sees -------------------------------------------------------------------------------------------------
+
+
+def test_step_says_what_it_did_and_statistics_count_it() -> None:
+    members = train(donor_ratio=1.0)
+    info = members[0].replacements[0]
+    assert info.averaged_this_iteration is True and info.round == 1 and info.weights == pytest.approx((1 / 3,) * 3)
+    age = f"{info.staleness_steps} step{'' if info.staleness_steps == 1 else 's'} old"
+    assert str(info) == f"round 1: average of ranks 1, 2, 3 ({age})"
+    packing = Packing(FlatState(Mixed()).entries)
+    assert info.nbytes == 2 * packing.averaged_nbytes + packing.nbytes
+    counts, infos = members[0].counts, members[0].infos
+    assert counts.total_iterations == 60 and counts.num_replacements == len(members[0].replacements)
+    assert counts.averaging_ranks == 3 * counts.num_replacements
+    given_up = sum(1 for info in infos if info.abandoned)
+    assert counts.agents_killed - counts.num_replacements - given_up in (0, 1)
+    assert counts.received_nbytes >= counts.num_replacements * info.nbytes
+    donor = members[3].counts
+    assert donor.agents_killed == 0 and donor.version + sum(donor.unpublished.values()) == 30
+    assert {name: found.count for name, found in donor.timing.items()} == {"publish": donor.version}
+    assert members[0].counts.timing["apply"].count == counts.num_replacements
+
+
+def test_statistics_are_printed_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    async def main(world: ad.World) -> str:
+        model = Mixed(float(world.rank))
+        timing: dict[str, list[float]] = {}
+        async with OneSidedSelectiveAveragingPolicy(
+            model, sgd(model), average_every=2, replacement_mode="age", age_range=(4, 4), timing=timing
+        ) as policy:
+            for _ in range(40):
+                await policy.step(0.0)
+        assert timing["publish"] and timing["read"] and timing["apply"]
+        if world.rank == 0:
+            policy.print_stats()
+            policy.print_time()
+        return str(policy.statistics())
+
+    text = run(main, 2)[0]
+    printed = capsys.readouterr().out
+    for words in ("agents killed", "averaging ranks", "num replacements", "total iterations", "received"):
+        assert words in printed and words in text, printed
+    assert "publish" in printed and " ms at most" in printed and printed.startswith("rank 0\n")
+
+
+def test_the_porting_face_has_the_seeds_form() -> None:
+    async def main(world: ad.World) -> int:
+        model = Mixed(float(world.rank))
+        optimizer, count = sgd(model), 0
+        async with OneSidedSelectiveAveragingPolicy(
+            model, optimizer, average_every=2, replacement_mode="worst_ratio", metric=lambda: float(world.rank)
+        ) as policy:
+            for iteration in range(60):
+                same, also, info = await policy(iteration, model, optimizer)
+                assert same is model and also is optimizer and set(info) >= {"averaged_this_iteration", "donors"}
+                count += info["averaged_this_iteration"]
+            with pytest.raises(ValueError, match="another model"):
+                await policy(60, Mixed(), optimizer, 0.0)
+        return count
+
+    counts = run(main, 3)
+    assert counts[0] >= 3 and counts[1:] == [0, 0]
+
+
+def test_a_metric_is_asked_for_only_when_it_is_due() -> None:
+    asked = [0]
+
+    def metric() -> float:
+        asked[0] += 1
+        return 1.0
+
+    async def main(world: ad.World) -> None:
+        model = Mixed()
+        async with OneSidedSelectiveAveragingPolicy(
+            model, sgd(model), average_every=10, age_range=(999, 999)
+        ) as policy:
+            for _ in range(9):
+                await policy.step()
+            with pytest.raises(ValueError, match="due at iteration 9"):
+                await policy.step()
+            for _ in range(20):
+                await policy.step(metric if world.rank == 0 else 1.0)
+
+    run(main, 2)
+    assert asked == [2]
+
+
+def test_one_rank_does_nothing_but_checks_its_input() -> None:
+    async def main(world: ad.World) -> None:
+        model = Mixed(1.0)
+        start = clone_state(model)
+        async with OneSidedSelectiveAveragingPolicy(model, sgd(model), average_every=2, age_range=(1, 1)) as policy:
+            for _ in range(9):
+                assert not await policy.step(0.0)
+            with pytest.raises(ValueError, match="due at iteration 9"):
+                await policy.step()
+        assert equal_states(clone_state(model), start)
+        assert policy.statistics().total_iterations == 10 and policy.statistics().num_replacements == 0
+
+    run(main, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"replacement_mode": "old"}, ["replacement_mode is 'old'", "'age', 'threshold', 'worst_ratio'"]),
+        ({"age_range": (9, 3)}, ["age_range is (9, 3)", "1 <= shortest <= longest"]),
+        ({"threshold_metric": math.inf}, ["threshold_metric is inf", "finite"]),
+        ({"replacement_ratio": 1.5}, ["replacement_ratio is 1.5", "from 0 to 1"]),
+        ({"averaging_strategy": "median"}, ["averaging_strategy is 'median'", "'mean'", "'reset_weights'"]),
+        ({"averaging_strategy": "reset_weights"}, ["reset_weights", "model_builder"]),
+        ({"donor_count": 0}, ["donor_count is 0", "1 or more"]),
+        ({"donor_ratio": 0.0}, ["donor_ratio is 0.0", "above 0"]),
+        ({"momentum": 1.01}, ["momentum is 1.01", "from 0 to 1"]),
+        ({"model_builder": 3}, ["model_builder is 3", "callable"]),
+        ({"metric": 3.0}, ["metric is 3.0", "callable"]),
+        ({"metric_mode": "up"}, ["metric_mode is 'up'", "'max', 'min'"]),
+        ({"optimizer_state": "drop"}, ["optimizer_state is 'drop'", "'keep', 'reset'"]),
+        ({"read_timeout_s": 0}, ["read_timeout_s is 0", "above 0"]),
+        ({"drain_timeout_s": -2}, ["drain_timeout_s is -2", "above 0"]),
+        ({"on_event": 7}, ["on_event is 7", "callable"]),
+        ({"average_every": 0}, ["average_every is 0", "1 or more"]),
+        ({"name": 7}, ["name is 7", "text"]),
+    ],
+    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
+)
+def test_an_option_out_of_range_is_refused_when_the_policy_is_made(options: dict[str, Any], words: list[str]) -> None:
+    model = Mixed()
+    with pytest.raises((ValueError, TypeError)) as caught:
+        OneSidedSelectiveAveragingPolicy(model, sgd(model), **{"average_every": 1, **options})
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_options_and_models_that_differ_are_refused_at_the_start() -> None:
+    async def main(world: ad.World) -> list[str]:
+        said = []
+        for build, options in (
+            (Mixed, {"age_range": (5, 5 + world.rank)}),
+            (lambda: Mixed(width=4 + world.rank), {}),
+        ):
+            model = build()
+            with pytest.raises(ad.DisagreementError) as caught:
+                async with OneSidedSelectiveAveragingPolicy(model, sgd(model), average_every=1, **options):
+                    pass
+            said.append(str(caught.value))
+        return said
+
+    for options, models in run(main, 2):
+        assert "option age_range is [5, 5] on rank 0 and [5, 6] on rank 1" in options
+        assert "the models differ" in models
+
+
+def test_a_model_builder_of_another_model_is_named() -> None:
+    with pytest.raises(ValueError, match="model_builder made another model"):
+        train(averaging_strategy="reset_weights", model_builder=lambda: Mixed(width=9))
+
+
+def test_a_hostile_grant_is_answered_by_an_abort() -> None:
+    """Sizes that no reader of ours asks for: neither more than there is nor millions of chunks."""
+
+    async def main(world: ad.World) -> list[str]:
+        scope = world.next_scope(world.group.ranks, "test")
+        mine: Any = await exposure.open_exposure(world, world.group, 100, scope=scope, chunk_nbytes=64)
+        memory = mine.begin()
+        assert memory is not None
+        mine.publish(0, 1.0)
+        await ad.barrier()
+        said = []
+        if world.rank == 0:
+            record = await mine.published_by(1)
+            assert record is not None
+            for sizes in ((64, 64), (1,) * 100, (50, 50)):
+                mine._chunk_nbytes = sizes[0]
+                targets = [memoryview(bytearray(size)) for size in sizes]
+                with pytest.raises(exposure.OutdatedError) as caught:
+                    await mine.read(1, record, targets, lambda index: None, deadline=world.time() + 30)
+                said.append(str(caught.value))
+        await ad.barrier()
+        await mine.close(world.time() + 10)
+        return said
+
+    assert len(run(main, 2)[0]) == 3

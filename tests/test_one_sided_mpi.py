@@ -1,0 +1,116 @@
+"""One-sided reads of shared memory between real processes, 3 and 4 ranks under mpirun, one job for many stories.
+
+``scripts/one_sided_stories.py`` has the stories and says what they are; its job ends in failure if anything is left
+over.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from scripts.one_sided import Applied, verify
+from support.mpi import run_ranks, run_source
+
+from protocols import AverageApplied
+
+pytestmark = pytest.mark.timeout(300)
+SIZES = (3, 4)
+
+
+@functools.cache
+def stories(ranks: int) -> list[dict[str, Any]]:
+    """What each rank saw."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = run_ranks(ranks, "tests/scripts/one_sided_stories.py", folder, timeout_s=240).check()
+    return [result.reports[rank] for rank in range(ranks)]
+
+
+def told(ranks: int, name: str) -> list[dict[str, Any]]:
+    return [report[name] for report in stories(ranks)]
+
+
+def typed(state: dict[str, list[float]]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(numbers, dtype=getattr(torch, name)) for name, numbers in state.items()}
+
+
+@pytest.mark.parametrize(("story", "exposure"), [("walk", "_WindowExposure"), ("apart", "_StreamExposure")])
+@pytest.mark.parametrize("ranks", SIZES)
+def test_defect_14_every_average_is_the_one_of_its_donors_snapshots(ranks: int, story: str, exposure: str) -> None:
+    """Read in one version each, of any dtypes; recomputed here from what the donors told.
+
+    From shared memory, and, as between hosts, from owners who answer.
+    """
+    reports = told(ranks, story)
+    snapshots = {
+        (rank, version): typed(state) for rank, report in enumerate(reports) for version, state in report["snapshots"]
+    }
+    for rank, report in enumerate(reports):
+        assert report["exposure"] == exposure
+        assert len(report["applied"]) >= 4
+        for number, donors, weights, best, versions, state, before in report["applied"]:
+            event = AverageApplied(number, tuple(donors), tuple(weights), best, 0, typed(state), tuple(versions))
+            verify(Applied(rank, event, typed(before), typed(state)), snapshots, momentum=0.25)
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_defect_14_no_version_is_ever_mixed_with_another(ranks: int) -> None:
+    writer, *readers = told(ranks, "torn")
+    assert writer["whole"] == 0
+    for reader in readers:
+        assert reader["mixed"] == 0 and reader["whole"] >= 1 and reader["whole"] + reader["torn"] >= 300, reader
+        assert reader["both slots"] == ["whole", "whole"]
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_defect_14_a_read_needs_no_help_of_the_one_who_is_read(ranks: int) -> None:
+    assert not any(report["helped"] for report in told(ranks, "asleep"))
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_memory_of_a_policy_that_all_have_left_is_given_back(ranks: int) -> None:
+    """At the next start, where all are together: nobody waits for anybody's training to free it."""
+    for report in told(ranks, "again"):
+        # the one that was left last, and those of another group or still in use: here one of each story before
+        assert report["windows"] == [report["windows"][0]] * 4 and report["windows"][0] <= 2, report
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_a_policy_on_a_group_never_touches_the_others(ranks: int) -> None:
+    first, *others, last = told(ranks, "group")
+    assert first["donors"] == [[ranks - 1]] * 3 and first["floating"] == [ranks - 1.0]
+    assert last["donors"] == [] and all(report["same"] for report in [*others, last])
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_the_others_go_on_when_the_last_rank_leaves_and_its_memory_stays(ranks: int) -> None:
+    for rank, report in enumerate(told(ranks, "leaver")[:-1]):
+        assert report["donors"][-2:] == [[other for other in range(ranks - 1) if other != rank]] * 2
+
+
+def test_a_rank_that_fails_ends_the_job_with_windows_open() -> None:
+    """Giving a window back is collective; a job that fails does not wait for that."""
+    result = run_source(
+        3,
+        """
+        import asyncdist as ad
+        from scripts.population import Mixed, sgd
+        from protocols import OneSidedSelectiveAveragingPolicy
+
+        async def main(world):
+            model = Mixed(float(world.rank))
+            async with OneSidedSelectiveAveragingPolicy(model, sgd(model), average_every=1, age_range=(2, 3)) as policy:
+                while True:
+                    await policy.step(1.0)
+                    if world.rank == 1 and policy.iteration == 20:
+                        raise RuntimeError("out of luck")
+
+        ad.run(main)
+        """,
+        timeout_s=100,
+    ).check(returncode=None)
+    assert result.stderr.count("RuntimeError: out of luck") >= 1, result.output()
+    assert "rank 0 stopped" in result.stderr and "rank 2 stopped" in result.stderr, result.output()

@@ -1,0 +1,44 @@
+"""What a step of the one-sided policy costs in which it neither publishes nor replaces.
+
+As ``step.py`` times the other policy's step, with its models, its other task and its rival: every single ``await
+policy.step()`` of a tight loop, on both ranks at once. The exposure is open and each rank has published once, so there
+is something to read; the next cadence is far away. ``"age"`` is the mode that has something to look at in every step.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Final
+
+import step
+from harness import Results, main, model_of, optimizer_of
+
+import asyncdist as ad
+from protocols import OneSidedSelectiveAveragingPolicy
+
+RANKS: Final = (2,)
+FULL: Final = step.FULL
+QUICK: Final = step.QUICK
+_NEVER: Final = 10**9
+
+
+def policy_of(parameter_count: int) -> OneSidedSelectiveAveragingPolicy:
+    """A policy that is due in its first step, and then not for a long time."""
+    model = model_of(parameter_count)
+    policy = OneSidedSelectiveAveragingPolicy(
+        model, optimizer_of(model), average_every=_NEVER, age_range=(_NEVER, _NEVER), metric=lambda: 0.0
+    )
+    policy.iteration = _NEVER - 1
+    return policy
+
+
+async def measure(world: ad.World, settings: step.Settings) -> Results | None:
+    """Alternate the models; each block has a policy of its own."""
+    return await step.measure(world, settings, policy_of=policy_of)
+
+
+rows: Final = functools.partial(step.rows, kind="one-sided idle step")
+
+
+if __name__ == "__main__":
+    main(measure, full=FULL, quick=QUICK)
