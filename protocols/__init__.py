@@ -12,9 +12,17 @@ from protocols.selective_core import SelectiveRules
 from protocols.selective_rounds import CoordinatorStatistics
 from protocols.spawn_policy import AverageApplied, PolicyEvent, SnapshotTaken, SpawnPolicy, StepInfo
 
+#: Other names of the same, as torchgfn has them.
+AverageAllPolicympi4py = AverageAllPolicy
+AsyncSelectiveAveragingPolicympi4pyFast = OneSidedSelectiveAveragingPolicy
+AsyncSelectiveAveragingPolicympi4pyGeneral = OneSidedSelectiveAveragingPolicy
+
 __all__ = [
     "AsyncSelectiveAveragingPolicy",
+    "AsyncSelectiveAveragingPolicympi4pyFast",
+    "AsyncSelectiveAveragingPolicympi4pyGeneral",
     "AverageAllPolicy",
+    "AverageAllPolicympi4py",
     "AverageApplied",
     "CoordinatorStatistics",
     "Durations",

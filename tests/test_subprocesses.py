@@ -329,6 +329,20 @@ def test_init_and_run_is_one_rank_of_this_process(tmp_path: Path, monkeypatch: p
         ad.init_dist(2, 0, 2, 2, "127.0.0.1", 1)
 
 
+def test_a_process_group_of_one_rank_is_made_from_the_backend_alone(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no_such_backend"):
+        ad.init_process_group_from_backend("no_such_backend")
+    ad.init_process_group_from_backend("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        assert dist.get_backend() == "gloo"
+        assert ad.get_distributed_backend() == "gloo"
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [1.0, 1.0]
+    finally:
+        dist.destroy_process_group()
+
+
 # -------------------------------------------------------------------------------------------------- coroutine functions
 
 

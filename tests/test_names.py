@@ -1,0 +1,94 @@
+"""The README's table of other systems' names: complete, and true.
+
+``NAMES`` is every name that the five sources offer. That each behaves is the business of the tests which the table
+names; here it is checked that they exist, know the name, and are where it says.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+_LISTED = """
+DistributedContext DistributedContextmpi4py initialize_distributed_compute initialize_distributed_compute_mpi4py
+average_gradients average_models gather_distributed_data report_load_imbalance report_time_info
+barrier compute_and_broadcast gather_from_all_ranks gather_scalar_from_all_ranks reduce_and_broadcast zero_first
+zero_only is_distributed is_main_process
+SpawnPolicy AverageAllPolicy AverageAllPolicympi4py AsyncSelectiveAveragingPolicy
+AsyncSelectiveAveragingPolicympi4pyFast AsyncSelectiveAveragingPolicympi4pyGeneral
+expose_params check_policy check_agent print_stats print_time
+_compute_worst_ranks_by_ratio _determine_ranks_for_averaging _compute_averaging_weights
+MultiprocessConfig launch_subprocesses init_and_run init_dist init_process_group_from_backend
+default_backend get_distributed_backend set_distributed_backend all_to_all
+psum pmean pmin pmax all_gather POP_AXIS_NAME DP_AXIS_NAME gradient_update agent_gradient_update
+split_key_to_devices tree_device_put get_global_ranks get_process_id is_dist_initialized shmap_map shmap_vmap
+"""
+NAMES = _LISTED.split()
+#: Options and steps that are not called by their old names any more.
+RENAMED = {"expose_params", "check_policy", "check_agent"} | {name for name in NAMES if name.startswith("_")}
+
+
+def rows() -> list[tuple[list[str], list[str], list[Path]]]:
+    """Of the table: names there, places here, files of tests."""
+    text = (ROOT / "README.md").read_text()
+    table = re.search(r"<!-- names -->\n(.*?)<!-- end of names -->", text, re.DOTALL)
+    assert table is not None
+    found = []
+    for line in table[1].splitlines()[2:]:
+        there, here, tested = line.strip("|").split("|")
+        paths = [ROOT / path for path in re.findall(r"\]\((.*?)\)", tested)]
+        found.append((re.findall(r"`(\w+)`", there), re.findall(r"`((?:asyncdist|protocols)\.[\w.]+)`", here), paths))
+    return found
+
+
+ROWS = rows()
+
+
+def resolve(path: str) -> Any:
+    """What ``asyncdist.name``, ``protocols.module.name`` or ``protocols.Class.method`` is."""
+    package, *parts = path.split(".")
+    found: Any = importlib.import_module(package)
+    for part in parts:
+        found = getattr(found, part)
+    return found
+
+
+def test_every_name_is_in_the_table_once() -> None:
+    assert sorted(name for names, _, _ in ROWS for name in names) == sorted(NAMES)
+
+
+@pytest.mark.parametrize(("there", "here", "tests"), ROWS, ids=[row[0][0] for row in ROWS])
+def test_a_row_is_true(there: list[str], here: list[str], tests: list[Path]) -> None:
+    assert here, "it says where"
+    for place in here:
+        assert resolve(place) is not None
+    assert tests, "it says what tests it"
+    text = "".join(path.read_text() for path in tests)
+    for place in here:
+        assert re.search(rf"\b{place.rpartition('.')[2]}\b", text), f"no test in {tests} knows {place}"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in RENAMED])
+def test_a_port_is_an_import(name: str) -> None:
+    """The old name works too: a second name of one meaning is an alias."""
+    import asyncdist
+    import protocols
+
+    homes = (asyncdist, protocols, protocols.OneSidedSelectiveAveragingPolicy)
+    assert any(hasattr(home, name) for home in homes)
+
+
+def test_aliases_are_the_same_thing() -> None:
+    import asyncdist
+    import protocols
+
+    assert asyncdist.DistributedContextmpi4py is asyncdist.DistributedContext
+    assert asyncdist.initialize_distributed_compute_mpi4py is asyncdist.initialize_distributed_compute
+    assert protocols.AverageAllPolicympi4py is protocols.AverageAllPolicy
+    assert protocols.AsyncSelectiveAveragingPolicympi4pyFast is protocols.OneSidedSelectiveAveragingPolicy
+    assert protocols.AsyncSelectiveAveragingPolicympi4pyGeneral is protocols.OneSidedSelectiveAveragingPolicy
