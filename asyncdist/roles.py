@@ -285,7 +285,7 @@ async def initialize_distributed_compute(
         placement: ``"arithmetic"``: see :meth:`RankLayout.arithmetic`; ``"host"``: :meth:`RankLayout.by_host`.
         hostname: of this rank, for ``"host"``; what the system says by default.
         layout: a plan of one's own, in place of all these.
-        dist_backend: for ported calls; None, or what the world runs on (``world.transport_name``), which is chosen
+        dist_backend: for ported calls; None, or what the world runs on (``world.transport_name``, or gloo), chosen
             where the world is started.
         world: the current one by default.
 
@@ -298,10 +298,12 @@ async def initialize_distributed_compute(
     world.check()
     if placement not in ("arithmetic", "host"):
         raise ValueError(f"placement is {placement!r}; allowed: 'arithmetic', 'host'")
-    if dist_backend not in (None, world.transport_name):
+    carriers = (world.transport_name, "gloo") if world.transport_name == "torch" else (world.transport_name,)
+    if dist_backend is not None and dist_backend not in carriers:
         raise ValueError(
-            f"dist_backend is {dist_backend!r}, and this world runs on {world.transport_name!r}; allowed: None or "
-            "that. Backends are chosen where the world is started: run(main, transport=...), mpirun, torchrun"
+            f"dist_backend is {dist_backend!r}, and this world runs on {' over '.join(carriers)}; allowed: None, "
+            f"{', '.join(map(repr, carriers))}. It is chosen where the world is started: run(main, transport=...), "
+            "mpirun, torchrun"
         )
     if layout is None:
         _check_counts(world.size, num_remote_buffers, num_agent_groups, coordinator)

@@ -1,9 +1,10 @@
-"""The cases of ``helpers``: local, simulated with several seeds, and, for real, under mpirun."""
+"""The cases of ``helpers``: local, simulated with several seeds, and, for real, under mpirun and on torch."""
 
 from __future__ import annotations
 
 import pytest
 from helpers.cases import all_cases, run_case
+from support import torchrun
 from support.mpi import Result, require_mpi, run_ranks
 
 import asyncdist as ad
@@ -35,7 +36,25 @@ def job(request: pytest.FixtureRequest) -> tuple[int, Result]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_mpi(job: tuple[int, Result], name: str) -> None:
-    ranks, result = job
+    check(name, *job)
+
+
+@pytest.fixture(scope="session")
+def torch_job() -> torchrun.Result:
+    """One job of three ranks: what depends on their number has been seen on MPI."""
+    return torchrun.run_ranks(3, "tests/helpers/program.py", timeout_s=280)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torch(torch_job: torchrun.Result, name: str) -> None:
+    check(name, 3, torch_job)
+
+
+def test_torch_ends_cleanly(torch_job: torchrun.Result) -> None:
+    assert torch_job.check().stderr == ""
+
+
+def check(name: str, ranks: int, result: Result | torchrun.Result) -> None:
     outcomes = [result.reports.get(rank, {}).get(name, "not reached") for rank in range(ranks)]
     if set(outcomes) == {"not reached"}:
         pytest.fail("an earlier case ended the job", pytrace=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.mpi import require_mpi, run_ranks
+from support import mpi, torchrun
 
 import asyncdist as ad
 from asyncdist.simulation.faults import Kill
@@ -375,8 +375,12 @@ def test_a_score_that_is_no_number_ends_the_job() -> None:
 # -- real processes ---------------------------------------------------------------------------------------------------
 
 
-def test_under_mpi() -> None:
-    require_mpi()
-    result = run_ranks(4, SCRIPT, timeout_s=100).check()
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", ["mpi", "torch"])
+def test_between_processes(transport: str) -> None:
+    if transport == "mpi":
+        mpi.require_mpi()
+    start = mpi.run_ranks if transport == "mpi" else torchrun.run_ranks
+    result = start(4, SCRIPT, timeout_s=280).check()
     assert result.reports[3] == {"added": [300, 300, 300], "size": 900, "seen": 900}
     assert all(result.reports[rank] == "every item as it was sent" for rank in range(3))

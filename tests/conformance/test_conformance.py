@@ -18,6 +18,8 @@ from asyncdist.transports.planes import TwoPlaneTransport
 from conformance.cases_streams import CHUNK_NBYTES
 from conformance.endpoint import all_cases, run_case
 
+pytestmark = pytest.mark.timeout(300)  # one job runs all cases, on any number of cores
+
 NAMES = list(all_cases())
 #: Cases that move hundreds of megabytes or try hundreds of combinations: one seed is enough.
 HEAVY = {
@@ -82,7 +84,7 @@ def test_simulated(name: str, ranks: int) -> None:
 def job(request: pytest.FixtureRequest) -> tuple[int, Result]:
     """One mpirun per number of ranks; its cases are reported one by one below."""
     require_mpi()
-    return request.param, run_ranks(request.param, PROGRAM, timeout_s=110)
+    return request.param, run_ranks(request.param, PROGRAM, timeout_s=280)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -93,7 +95,7 @@ def test_mpi(job: tuple[int, Result], name: str) -> None:
 @pytest.fixture(scope="session", params=[2, 3, 4], ids=lambda ranks: f"{ranks}ranks")
 def torch_job(request: pytest.FixtureRequest) -> tuple[int, torchrun.Result]:
     """The same for torch.distributed."""
-    return request.param, torchrun.run_ranks(request.param, PROGRAM, timeout_s=110)
+    return request.param, torchrun.run_ranks(request.param, PROGRAM, timeout_s=280)
 
 
 @pytest.mark.parametrize("name", NAMES)

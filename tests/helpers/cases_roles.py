@@ -121,7 +121,10 @@ async def case_plans_that_do_not_fit(world: ad.World) -> None:
         ({"num_agent_groups": size + 1}, f"num_agent_groups is {size + 1} with {size} training ranks; allowed: 1"),
         ({"coordinator": size}, f"coordinator is {size}; allowed: None, or a rank from 0 to {size - 1}"),
         ({"placement": "nodes"}, "placement is 'nodes'; allowed: 'arithmetic', 'host'"),
-        ({"dist_backend": "ccl"}, f"dist_backend is 'ccl', and this world runs on '{world.transport_name}'; allowed"),
+        (
+            {"dist_backend": "ccl"},
+            f"dist_backend is 'ccl', and this world runs on {world.transport_name}",
+        ),
         ({"layout": ad.RankLayout.arithmetic(size + 1)}, f"the layout is for {size + 1} ranks; allowed: {size}"),
     ):
         await refused(ad.initialize_distributed_compute(**options), ValueError, words)  # type: ignore[arg-type]

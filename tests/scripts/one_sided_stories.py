@@ -1,4 +1,4 @@
-"""The stories of ``test_one_sided_mpi.py``, one after the other in one job; each rank reports what it saw.
+"""The stories of ``test_one_sided_launched.py``, one after the other in one job; each rank reports what it saw.
 
 Nothing here counts on speed: a story goes on until the ranks that it is about have seen enough.
 """
@@ -270,11 +270,13 @@ async def _meet(world: ad.World, count: int) -> None:
 
 async def main(world: ad.World, folder: str) -> None:
     told: dict[str, Any] = {}
-    for story in (walk, apart, torn, again, group):
+    shares_memory = world.transport_name == "mpi"
+    for story in (walk, apart, torn, again, group) if shares_memory else (walk, group):
         told[story.__name__] = await story(world)
         report(world.rank, told)
-    told["asleep"] = await asleep(world, folder)
-    report(world.rank, told)
+    if shares_memory:
+        told["asleep"] = await asleep(world, folder)
+        report(world.rank, told)
     told["leaver"] = await leaver(world)
     report(world.rank, told)
 

@@ -1,4 +1,6 @@
-"""One-sided reads of shared memory between real processes, 3 and 4 ranks under mpirun, one job for many stories.
+"""One-sided reads between real processes, one job for many stories: 3 and 4 ranks under mpirun, and 3 on torch.
+
+Under mpirun they share memory; on torch the owners answer.
 
 ``scripts/one_sided_stories.py`` has the stories and says what they are; its job ends in failure if anything is left
 over.
@@ -13,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 from scripts.one_sided import Applied, verify
-from support.mpi import run_ranks, run_source
+from support import torchrun
+from support.mpi import require_mpi, run_ranks, run_source
 
 from protocols import AverageApplied
 
@@ -21,30 +24,44 @@ pytestmark = pytest.mark.timeout(300)
 SIZES = (3, 4)
 
 
+TORCH_SIZE = 3
+
+
 @functools.cache
-def stories(ranks: int) -> list[dict[str, Any]]:
+def stories(ranks: int, transport: str) -> list[dict[str, Any]]:
     """What each rank saw."""
+    start = run_ranks if transport == "mpi" else torchrun.run_ranks
     with tempfile.TemporaryDirectory() as folder:
-        result = run_ranks(ranks, "tests/scripts/one_sided_stories.py", folder, timeout_s=240).check()
+        result = start(ranks, "tests/scripts/one_sided_stories.py", folder, timeout_s=240).check()
     return [result.reports[rank] for rank in range(ranks)]
 
 
-def told(ranks: int, name: str) -> list[dict[str, Any]]:
-    return [report[name] for report in stories(ranks)]
+def told(ranks: int, name: str, transport: str = "mpi") -> list[dict[str, Any]]:
+    if transport == "mpi":
+        require_mpi()
+    return [report[name] for report in stories(ranks, transport)]
 
 
 def typed(state: dict[str, list[float]]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(numbers, dtype=getattr(torch, name)) for name, numbers in state.items()}
 
 
-@pytest.mark.parametrize(("story", "exposure"), [("walk", "_WindowExposure"), ("apart", "_StreamExposure")])
-@pytest.mark.parametrize("ranks", SIZES)
-def test_defect_14_every_average_is_the_one_of_its_donors_snapshots(ranks: int, story: str, exposure: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "transport", "story", "exposure"),
+    [
+        *((ranks, "mpi", "walk", "_WindowExposure") for ranks in SIZES),
+        *((ranks, "mpi", "apart", "_StreamExposure") for ranks in SIZES),
+        (TORCH_SIZE, "torch", "walk", "_StreamExposure"),
+    ],
+)
+def test_defect_14_every_average_is_the_one_of_its_donors_snapshots(
+    ranks: int, transport: str, story: str, exposure: str
+) -> None:
     """Read in one version each, of any dtypes; recomputed here from what the donors told.
 
     From shared memory, and, as between hosts, from owners who answer.
     """
-    reports = told(ranks, story)
+    reports = told(ranks, story, transport)
     snapshots = {
         (rank, version): typed(state) for rank, report in enumerate(reports) for version, state in report["snapshots"]
     }
@@ -78,16 +95,19 @@ def test_memory_of_a_policy_that_all_have_left_is_given_back(ranks: int) -> None
         assert report["windows"] == [report["windows"][0]] * 4 and report["windows"][0] <= 2, report
 
 
-@pytest.mark.parametrize("ranks", SIZES)
-def test_a_policy_on_a_group_never_touches_the_others(ranks: int) -> None:
-    first, *others, last = told(ranks, "group")
+JOBS = [*((ranks, "mpi") for ranks in SIZES), (TORCH_SIZE, "torch")]
+
+
+@pytest.mark.parametrize(("ranks", "transport"), JOBS)
+def test_a_policy_on_a_group_never_touches_the_others(ranks: int, transport: str) -> None:
+    first, *others, last = told(ranks, "group", transport)
     assert first["donors"] == [[ranks - 1]] * 3 and first["floating"] == [ranks - 1.0]
     assert last["donors"] == [] and all(report["same"] for report in [*others, last])
 
 
-@pytest.mark.parametrize("ranks", SIZES)
-def test_the_others_go_on_when_the_last_rank_leaves_and_its_memory_stays(ranks: int) -> None:
-    for rank, report in enumerate(told(ranks, "leaver")[:-1]):
+@pytest.mark.parametrize(("ranks", "transport"), JOBS)
+def test_the_others_go_on_when_the_last_rank_leaves_and_its_memory_stays(ranks: int, transport: str) -> None:
+    for rank, report in enumerate(told(ranks, "leaver", transport)[:-1]):
         assert report["donors"][-2:] == [[other for other in range(ranks - 1) if other != rank]] * 2
 
 
