@@ -124,6 +124,7 @@ class Lane:
         except AsyncdistError as error:  # a frame larger than any of ours, or the receive itself failed
             self._is_posted = False
             self.drop(getattr(self._request, "source", -1), str(error))
+            self.engine.ring()  # what came meanwhile has rung already
         if delivered == count_max > 1:
             self.engine.ring()  # more may lie here
         return delivered

@@ -414,6 +414,22 @@ async def test_a_handler_is_called_in_place_of_a_mailbox(pair: list[World]) -> N
 # ----------------------------------------------------------------------------------------------- timeouts, cancellation
 
 
+async def test_a_receive_that_fails_does_not_keep_what_came_meanwhile(pair: list[World]) -> None:
+    """As the wildcard of a lane does when it has met a large message whose sender dies."""
+    sender, receiver = both(pair)
+    await yields(5)
+    lane = receiver.lane
+    request: Any = lane._request
+    request._hub.withdraw(request)  # matched: nothing else goes into it
+    sender.send_nowait(Number(1), 1)
+    await yields(5)  # its bell has been heard
+    request.error = RankLostError("rank 3 is gone", rank=3)
+    assert lane.poll() == 0
+    await yields(5)
+    envelope = receiver.receive_nowait()
+    assert envelope is not None and envelope.message == Number(1)
+
+
 async def test_receive_times_out_and_loses_nothing(pair: list[World]) -> None:
     a, b = both(pair)
     for timeout_s in (0, 0.01, -1):
