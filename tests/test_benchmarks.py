@@ -95,6 +95,12 @@ def test_average(scratch: Path) -> None:
         assert small[f"{what} speedup"] == pytest.approx(small["per parameter s"] / small[f"average_{what} s"])
 
 
+def test_replay(scratch: Path) -> None:
+    results = bench("replay", scratch)
+    assert results["adds_per_s"] > 0 and results["raw_adds_per_s"] > 0
+    assert (results["items"], results["unaccounted_items"]) == (3 * 640, 0)
+
+
 def test_straggler(scratch: Path) -> None:
     results = bench("straggler", scratch)
     assert results["fast_steps_per_s"].keys() == {"none", "average_all", "selective"}

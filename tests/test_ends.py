@@ -49,7 +49,7 @@ class Job:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env={**mpi._base_environment(), "PYTHONFAULTHANDLER": "1"},
+                env={**mpi.base_environment(), "PYTHONFAULTHANDLER": "1"},
                 start_new_session=True,
             )
 

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from harness import MIB, Results, Row, align, collect, main, model_of, spin
+from harness import MIB, Results, Row, collect, main, model_of
+from rivals import align, spin
 
 import asyncdist as ad
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from harness import Results, Row, align, main
+from harness import Results, Row, main
+from rivals import align
 
 import asyncdist as ad
 from protocols import ReplayBuffer, serve_replay_buffer

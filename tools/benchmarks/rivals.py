@@ -39,6 +39,21 @@ def rival_of(world: ad.World) -> Rival:
     return TorchRival(world) if world.transport_name == "torch" else MpiRival()
 
 
+async def align(comm: Any) -> None:
+    """Return on all ranks of MPI at nearly the same time, with nothing of asyncdist under way.
+
+    A barrier of asyncdist alone leaves up to a millisecond between its ends: so often does an idle rank look.
+    """
+    await ad.barrier()
+    spin(comm.Ibarrier())
+
+
+def spin(request: Any) -> None:
+    test = request.Test
+    while not test():
+        pass
+
+
 class MpiRival:
     """Raw mpi4py on MPI.COMM_WORLD."""
 
@@ -49,20 +64,18 @@ class MpiRival:
         self._peer = 1 - self._comm.rank
 
     async def align(self) -> None:
-        # A barrier of asyncdist alone leaves up to a millisecond between its ends: so often does an idle rank look.
-        await ad.barrier()
-        _spin(self._comm.Ibarrier())
+        await align(self._comm)
 
     def send(self, tensor: torch.Tensor) -> None:
-        _spin(self._comm.Isend(tensor.numpy(), self._peer, _TAG))
+        spin(self._comm.Isend(tensor.numpy(), self._peer, _TAG))
 
     def round_trip(self, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
         arriving = self._comm.Irecv(incoming.numpy(), self._peer, _TAG)
         if self._comm.rank == 0:
             self.send(outgoing)
-            _spin(arriving)
+            spin(arriving)
         else:
-            _spin(arriving)
+            spin(arriving)
             self.send(outgoing)
 
     def await_message(self, incoming: torch.Tensor) -> None:
@@ -99,9 +112,3 @@ class TorchRival:
 
     def await_message(self, incoming: torch.Tensor) -> None:
         self._dist.recv(incoming, 1 - self._rank, tag=_TAG)
-
-
-def _spin(request: Any) -> None:
-    test = request.Test
-    while not test():
-        pass
