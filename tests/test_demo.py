@@ -206,6 +206,7 @@ def test_the_log_says_what_buffers_hold(tmp_path: Path) -> None:
     trainer, buffer = (RankHistory(rank, tmp_path) for rank in range(2))
     trainer.poll()
     buffer.poll()
+    end, trainer.end = trainer.end, None
     console = Console(width=200, file=io.StringIO())
     with display.Display(console, [trainer], 41, [buffer]) as view:
         view.update(None)
@@ -213,6 +214,10 @@ def test_the_log_says_what_buffers_hold(tmp_path: Path) -> None:
     lines = console.file.getvalue().splitlines()
     assert len(lines) == 2
     assert lines[1].endswith(" s  " + display.buffer_line(buffer))
+    trainer.end = end
+    with display.Display(console, [trainer], 41, [buffer]) as view:
+        view.update(None)
+    assert console.file.getvalue().splitlines() == lines  # after the end nothing changes
 
 
 def test_results_survive_a_metric_that_is_no_number(tmp_path: Path) -> None:
@@ -290,6 +295,8 @@ def test_the_traceback_of_the_first_rank_that_failed_is_found() -> None:
     )
     assert demo.first_traceback(output).splitlines()[0] == "asyncdist: rank 2 failed:"
     assert demo.first_traceback(output).splitlines()[-1] == "ValueError: no"
+    by_torch = "asyncdist: rank 1 failed:\nTraceback\nValueError: no\nasyncdist run: rank 1 ended with exit code 1\n"
+    assert demo.first_traceback(by_torch).splitlines()[-1] == "ValueError: no"
     assert demo.first_traceback("mpirun: no slots") == ""
     assert demo.last_lines("a\nb\nc\n", 2) == "b\nc"
 

@@ -68,7 +68,8 @@ class Display:
                 self._print(f"{line['time'] - zero:5.1f} s  {where}: {line['text']}")
             self._logged_counts[index] = len(history.replaced)
         now = time.time()
-        if now - self._logged_at >= LOG_PERIOD_S:
+        is_over = all(history.end is not None for history in self._histories)  # but for processes that take their leave
+        if now - self._logged_at >= LOG_PERIOD_S and not is_over:
             self._logged_at = now
             latest = [(history, history.latest) for history in self._histories if history.progress]
             ranks = " | ".join(

@@ -2,6 +2,7 @@
 
     python tools/hypergrid/train.py --iterations 200       one rank, nothing to average
     asyncdist run -n 4 tools/hypergrid/train.py            four ranks, selective averaging
+    asyncdist run -n 5 tools/hypergrid/train.py --buffer-ranks 1      and a fifth that is a replay buffer
 
 All ranks start from the same weights and draw their own trajectories. Each rank judges itself by minus the running mean
 of its loss: cheap, steady, and soon forgotten. With `--buffer-ranks` the last ranks do not train: they keep what the
