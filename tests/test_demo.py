@@ -189,7 +189,9 @@ def test_replay_buffers_are_part_of_the_results_and_of_what_is_shown(tmp_path: P
         line := demo.closing_line(result, verify=True)
     )
     assert "0.75 s" in line
-    assert demo.chart_title(result).startswith("2 ranks train a GFlowNet on an 8 x 8 x 8 x 8 grid with a replay buffer")
+    assert demo.chart_title(result).startswith(
+        "2 ranks train a GFlowNet on an 8 x 8 x 8 x 8 grid\nwith a replay buffer;"
+    )
 
 
 def shown(table: Table) -> str:

@@ -324,11 +324,11 @@ def replay_line(replay: Sequence[dict[str, Any]]) -> str:
 
 
 def chart_title(result: dict[str, Any]) -> str:
-    """What the picture shows."""
+    """What the picture shows: a line, two where there are buffers, as one would be too long."""
     ranks, count = result["ranks"], sum(result["replacements"])
     buffers = len(result["buffers"])
     who = f"{'1 rank trains' if ranks == 1 else f'{ranks} ranks train'} a GFlowNet on an 8 x 8 x 8 x 8 grid"
-    who += f" with {'a replay buffer' if buffers == 1 else f'{buffers} replay buffers'}" if buffers else ""
+    who += f"\nwith {'a replay buffer' if buffers == 1 else f'{buffers} replay buffers'}" if buffers else ""
     if result["policy"] == "none" or ranks == 1:
         return f"{who}, each for itself"
     if result["policy"] == "average-all":
