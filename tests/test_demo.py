@@ -1,9 +1,11 @@
 """The demo's own logic: arguments, diaries, results, and the independent check of averages. No training."""
 
 import argparse
+import io
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +15,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
+from rich.table import Table
+from support.mpi import require_mpi
 
 from asyncdist.flat import accumulate, divide
-from protocols import AverageApplied, SnapshotTaken, StepInfo
+from protocols import AverageApplied, ReplayStatistics, SnapshotTaken, StepInfo
 
 HYPERGRID = Path(__file__).resolve().parent.parent / "tools" / "hypergrid"
 sys.path.insert(0, str(HYPERGRID))
@@ -24,7 +29,7 @@ import display  # noqa: E402
 import verify  # noqa: E402
 from chart import draw  # noqa: E402
 from history import RankHistory, first_time, summarise  # noqa: E402
-from record import Recorder  # noqa: E402
+from record import BufferRecorder, Recorder  # noqa: E402
 
 sys.path.remove(str(HYPERGRID))
 
@@ -44,6 +49,12 @@ sys.path.remove(str(HYPERGRID))
         (["--slow-rank", "1"], "--slow-rank: '1' is not R:FACTOR, a rank and a number from 1 to 1000"),
         (["--slow-rank", "1:0.5"], "--slow-rank: '1:0.5' is not R:FACTOR"),
         (["--slow-rank", "4:5"], "--slow-rank: there is no rank 4; --ranks 4 allows 0 to 3"),
+        (["--transport", "nccl"], "--transport: invalid choice: 'nccl' (choose from 'mpi', 'torch')"),
+        (["--buffer-ranks", "-1"], "--buffer-ranks: '-1' is not a whole number from 0 to 64"),
+        (
+            ["--ranks", "2", "--buffer-ranks", "3"],
+            "--buffer-ranks: 3 buffers for 2 training ranks; --ranks 2 allows 0 to 2",
+        ),
         (["--verify", "--policy", "none"], "--verify: nothing to verify with --policy none; allowed with selective"),
         (["--json", "/nowhere/at/all.json"], "--json: '/nowhere/at/all.json' lies in a directory that does not exist"),
         (["--chart", "chart.jpg"], "--chart: 'chart.jpg' does not end in .png"),
@@ -66,13 +77,20 @@ def test_arguments_reach_the_training_script() -> None:
     options = demo.parse_arguments(["--ranks", "3", "--slow-rank", "1:2.5", "--seed", "7", "--quick", "--verify"])
     command = demo.training_command(options, Path("/diaries"))
     text = " ".join(command)
-    assert command[1:7] == ["-m", "asyncdist", "run", "-n", "3", str(HYPERGRID / "train.py")]
+    assert command[1:9] == ["-m", "asyncdist", "run", "--transport", "mpi", "-n", "3", str(HYPERGRID / "train.py")]
     assert "--slow-rank 1 --slow-factor 2.5" in text
     assert "--seed 7" in text
     assert "--iterations 300" in text
     assert "--seconds 18.0" in text
     assert "--log-dir /diaries" in text
     assert command[-1] == "--verify"
+
+
+def test_buffer_ranks_come_on_top_of_those_that_train() -> None:
+    options = demo.parse_arguments(["--ranks", "3", "--buffer-ranks", "2", "--transport", "torch"])
+    command = demo.training_command(options, Path("/diaries"))
+    assert command[4:8] == ["--transport", "torch", "-n", "5"]
+    assert command[9:11] == ["--buffer-ranks", "2"]
 
 
 def test_iterations_given_by_the_user_are_not_cut_short_by_time() -> None:
@@ -84,7 +102,9 @@ def test_iterations_given_by_the_user_are_not_cut_short_by_time() -> None:
 # -- diaries and results ----------------------------------------------------------------------------------------------
 
 
-def write_diary(directory: Path, rank: int, *, replaced: int, metric: float) -> None:
+def write_diary(
+    directory: Path, rank: int, *, replaced: int, metric: float, replay: dict[str, Any] | None = None
+) -> None:
     """A diary as a rank writes it: 41 steps, some of which replaced its weights."""
     record = Recorder(directory, rank)
     record.start(transport="mpi", ranks=2, mode_count=16, parameter_count=21382)
@@ -94,7 +114,8 @@ def write_diary(directory: Path, rank: int, *, replaced: int, metric: float) -> 
         record.step(iteration, metric, 1e-5 * (rank + 1), info)
     record._last = -1.0  # a quarter of a second has passed
     record.step(41, metric, 1e-5 * (rank + 1), None)
-    record.end(iteration=41, metric=metric, modes={3, 10 + rank}, l1_distance=0.5 + rank, statistics=None)
+    modes = {3, 10 + rank}
+    record.end(iteration=41, metric=metric, modes=modes, l1_distance=0.5 + rank, statistics=None, replay=replay)
 
 
 @pytest.fixture
@@ -124,6 +145,81 @@ def test_results_have_what_the_json_promises(histories: list[RankHistory]) -> No
     assert result["verified_averages"] == 3
     assert result["wall_s"] >= 0
     assert json.loads(json.dumps(result, allow_nan=False)) == result
+
+
+def write_buffer_diary(directory: Path, rank: int, clients: list[int]) -> None:
+    """A diary as a replay buffer writes it: 41 batches of 16 states from each client, 2,000 of which it keeps."""
+    record = BufferRecorder(directory, rank)
+    record.start(transport="torch", clients=clients)
+    record.held(size=32, mean_reward=0.25, modes=[3])
+    done = ReplayStatistics(
+        added=dict.fromkeys(clients, 656), drawn=dict.fromkeys(clients, 160), size=1000, evicted_count=312,
+        stale_update_count=0,
+    )  # fmt: skip
+    record.end(clients=clients, capacity=1000, mean_reward=0.5, modes=[3, 10], **asdict(done))
+
+
+def test_replay_buffers_are_part_of_the_results_and_of_what_is_shown(tmp_path: Path) -> None:
+    drawn = {"batches": 10, "mean_reward_added": 0.25, "mean_reward_drawn": 0.75, "wait_s": 0.5}
+    idle = {"batches": 0, "mean_reward_added": 0.75, "mean_reward_drawn": None, "wait_s": 0.25}
+    write_diary(tmp_path, 0, replaced=1, metric=-0.5, replay=drawn)
+    write_diary(tmp_path, 1, replaced=0, metric=-0.25, replay=idle)
+    write_buffer_diary(tmp_path, 2, [0, 1])
+    *found, buffer = [RankHistory(rank, tmp_path) for rank in range(3)]
+    assert display.buffer_line(buffer) == "rank 2 is a replay buffer and holds nothing yet"
+    for history in (*found, buffer):
+        history.poll()
+    assert display.buffer_line(buffer) == (
+        "rank 2 is a replay buffer and holds 32 states, 1 different mode, mean reward 0.250"
+    )
+    result = summarise(found, policy="selective", seed=0, verified_count=1, buffers=[buffer])
+    assert json.loads(json.dumps(result, allow_nan=False)) == result
+    assert result["ranks"] == 2
+    assert result["replay"] == [drawn, idle]
+    assert result["buffers"] == [
+        {
+            "rank": 2, "clients": [0, 1], "capacity": 1000, "size": 1000, "added": {"0": 656, "1": 656},
+            "drawn": {"0": 160, "1": 160}, "evicted_count": 312, "mean_reward": 0.5, "modes": [3, 10],
+        }
+    ]  # fmt: skip
+    text = shown(display.buffer_table(result))
+    for words in ("0, 1", "1312", "320", "312", "1000 of 1000", "2 of 16", "0.500"):
+        assert words in text
+    assert "They drew 10 batches from replay buffers, of mean reward 0.750 where they had found 0.500, and waited " in (
+        line := demo.closing_line(result, verify=True)
+    )
+    assert "0.75 s" in line
+    assert demo.chart_title(result).startswith(
+        "2 ranks train a GFlowNet on an 8 x 8 x 8 x 8 grid\nwith a replay buffer;"
+    )
+
+
+def shown(table: Table) -> str:
+    """What a terminal would have."""
+    console = Console(width=200, file=io.StringIO())
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_log_says_what_buffers_hold(tmp_path: Path) -> None:
+    write_diary(tmp_path, 0, replaced=0, metric=-0.5)
+    write_buffer_diary(tmp_path, 1, [0])
+    trainer, buffer = (RankHistory(rank, tmp_path) for rank in range(2))
+    trainer.poll()
+    buffer.poll()
+    end, trainer.end = trainer.end, None
+    console = Console(width=200, file=io.StringIO())
+    with display.Display(console, [trainer], 41, [buffer]) as view:
+        view.update(None)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 2
+    assert lines[1].endswith(" s  " + display.buffer_line(buffer))
+    trainer.end = end
+    with display.Display(console, [trainer], 41, [buffer]) as view:
+        view.update(None)
+    assert console.file.getvalue().splitlines() == lines  # after the end nothing changes
 
 
 def test_results_survive_a_metric_that_is_no_number(tmp_path: Path) -> None:
@@ -201,6 +297,8 @@ def test_the_traceback_of_the_first_rank_that_failed_is_found() -> None:
     )
     assert demo.first_traceback(output).splitlines()[0] == "asyncdist: rank 2 failed:"
     assert demo.first_traceback(output).splitlines()[-1] == "ValueError: no"
+    by_torch = "asyncdist: rank 1 failed:\nTraceback\nValueError: no\nasyncdist run: rank 1 ended with exit code 1\n"
+    assert demo.first_traceback(by_torch).splitlines()[-1] == "ValueError: no"
     assert demo.first_traceback("mpirun: no slots") == ""
     assert demo.last_lines("a\nb\nc\n", 2) == "b\nc"
 
@@ -396,6 +494,68 @@ assert 1 < l1_distance(env, model) < 2
 def test_chances_on_the_grid_are_exact() -> None:
     done = subprocess.run([sys.executable, "-c", EXACT], cwd=HYPERGRID, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+REPLAY = """
+import torch
+from evaluate import all_states
+from record import BufferRecorder
+from replay import CAPACITY, Contents, walk_back
+from train import BATCH_SIZE, build_env, build_model
+env = build_env()
+model, _ = build_model(env)
+everywhere, origin = all_states(env)[:: 37], torch.zeros(BATCH_SIZE, 4, dtype=torch.long)
+for states in (everywhere, origin):
+    trajectories = walk_back(env, model, states)
+    assert torch.equal(trajectories.terminating_states.tensor, states)
+    own = trajectories.log_rewards
+    assert torch.equal(model.loss(env, trajectories), model.loss(env, trajectories, log_rewards=own))
+    assert not torch.equal(model.loss(env, trajectories), model.loss(env, trajectories, log_rewards=own + 1))
+
+contents = Contents(env, BufferRecorder(None, 0))
+assert contents.summary() == {"size": 0, "mean_reward": None, "modes": []}
+states = all_states(env)
+log_rewards = env.log_reward(env.states_from_tensor(states))
+for _ in range(2):
+    contents.note({"state": states, "log_reward": log_rewards})
+told = contents.summary()
+assert told["size"] == 2 * 8**4 <= CAPACITY
+assert len(told["modes"]) == 16
+assert abs(told["mean_reward"] - float(log_rewards.exp().mean())) < 1e-6
+desert = torch.tensor([[3, 3, 3, 3]]).expand(CAPACITY, -1)  # makes room of all that was there
+contents.note({"state": desert, "log_reward": torch.full((CAPACITY,), 0.01).log()})
+told = contents.summary()
+assert (told["size"], told["modes"]) == (CAPACITY, [])
+assert abs(told["mean_reward"] - 0.01) < 1e-6
+"""
+
+
+def test_what_comes_from_a_buffer_can_be_learnt_from_and_what_it_holds_is_known() -> None:
+    done = subprocess.run([sys.executable, "-c", REPLAY], cwd=HYPERGRID, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("transport", ["mpi", "torch"])
+def test_the_whole_demo_with_a_replay_buffer(transport: str, tmp_path: Path) -> None:
+    if transport == "mpi":
+        require_mpi()
+    command = [sys.executable, str(HYPERGRID / "demo.py"), "--transport", transport, "--ranks", "2", "--verify"]
+    command += ["--buffer-ranks", "1", "--quick", "--iterations", "60", "--json", "results.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=380)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    result = json.loads((tmp_path / "results.json").read_text())
+    assert (result["transport"], result["ranks"]) == (transport, 2)
+    assert max(result["iterations"]) <= 60  # 18 s may end it before
+    assert result["verified_averages"] == sum(result["replacements"])
+    [buffer] = result["buffers"]
+    assert (buffer["rank"], buffer["clients"]) == (2, [0, 1])
+    assert buffer["added"] == {str(rank): 16 * count for rank, count in enumerate(result["iterations"])}
+    assert buffer["drawn"] == {str(rank): 16 * (count // 4) for rank, count in enumerate(result["iterations"])}
+    assert buffer["size"] == sum(buffer["added"].values())
+    assert (tmp_path / "hypergrid.png").read_bytes().startswith(b"\x89PNG")
+    assert f"2 ranks over {transport}, policy selective" in done.stdout
+    assert "They drew " in done.stdout
 
 
 def test_the_training_script_runs_alone() -> None:

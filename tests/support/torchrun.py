@@ -93,7 +93,7 @@ def run_ranks(
     port = free_port()
     command = [sys.executable, str(script), *map(str, args)]
     started = [rank for rank in range(ranks) if rank not in missing]
-    return _run([(command, {**rank_environment(rank, ranks, port), **(env or {})}) for rank in started], timeout_s)
+    return run_jobs([(command, {**rank_environment(rank, ranks, port), **(env or {})}) for rank in started], timeout_s)
 
 
 def run_source(ranks: int, source: str, *args: object, **options: Any) -> Result:
@@ -110,10 +110,16 @@ def run_torchrun(ranks: int, source: str, *args: object, options: Sequence[str] 
         script = Path(folder, "program.py")
         script.write_text(textwrap.dedent(source))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        return _run([([*command, *options, str(script), *map(str, args)], {})], timeout_s)
+        return run_jobs([([*command, *options, str(script), *map(str, args)], {})], timeout_s)
 
 
-def _run(jobs: Sequence[tuple[list[str], Mapping[str, str]]], timeout_s: float) -> Result:
+def run_jobs(jobs: Sequence[tuple[list[str], Mapping[str, str]]], timeout_s: float) -> Result:
+    """Run commands at the same time until all have ended.
+
+    Args:
+        jobs: each command, and what is added to this process's environment for it.
+        timeout_s: of wall-clock time, for everything.
+    """
     with tempfile.TemporaryDirectory(prefix="asyncdist-test-") as folder, contextlib.ExitStack() as stack:
         reports = Path(folder, "reports")
         reports.mkdir()

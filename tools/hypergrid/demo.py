@@ -1,7 +1,7 @@
 """Trains a GFlowNet on several ranks and shows it live; ends with a table, a chart and, if asked, a JSON file.
 
 It starts `train.py` with `asyncdist run`, reads the diaries that the ranks write (`record.py`, `history.py`), and takes
-no part in the training. Nothing outlives it: however it ends, the ranks have ended before.
+no part in the training, on whatever transport. Nothing outlives it: however it ends, the ranks have ended before.
 """
 
 import argparse
@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from chart import draw
-from display import Display, result_table
+from display import Display, buffer_table, result_table
 from history import RankHistory, summarise
 from rich.console import Console
 from verify import VerificationError, Verifier
@@ -89,7 +90,12 @@ def output_file(*suffixes: str) -> Callable[[str], Path]:
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read and check the command line; leaves with exit code 2 if something is wrong."""
     parser = Parser(prog="./tools/demo", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--ranks", type=whole_number(1, RANKS_MAX), default=4, metavar="N", help="processes (4)")
+    parser.add_argument("--ranks", type=whole_number(1, RANKS_MAX), default=4, metavar="N", help="that train (4)")
+    parser.add_argument(
+        "--buffer-ranks", type=whole_number(0, RANKS_MAX), default=0, metavar="K",
+        help="further ranks that keep what the others find, and give it back to learn from (0)",
+    )  # fmt: skip
+    parser.add_argument("--transport", choices=("mpi", "torch"), default="mpi", help="what the ranks talk over (mpi)")
     parser.add_argument(
         "--iterations", type=whole_number(1, 10**9), metavar="N",
         help="training steps; the first rank to make them ends the training "
@@ -114,6 +120,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     if options.slow_rank is not None and options.slow_rank[0] >= options.ranks:
         rank, last = options.slow_rank[0], options.ranks - 1
         parser.error(f"argument --slow-rank: there is no rank {rank}; --ranks {options.ranks} allows 0 to {last}")
+    if options.buffer_ranks > options.ranks:
+        parser.error(
+            f"argument --buffer-ranks: {options.buffer_ranks} buffers for {options.ranks} training ranks; "
+            f"--ranks {options.ranks} allows 0 to {options.ranks}, since each serves one or more"
+        )
     if options.verify and options.policy != "selective":
         parser.error(f"argument --verify: nothing to verify with --policy {options.policy}; allowed with selective")
     options.seconds = QUICK_SECONDS if options.quick else SECONDS if options.iterations is None else None
@@ -127,7 +138,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def training_command(options: argparse.Namespace, directory: Path) -> list[str]:
     """The command that starts all ranks."""
-    command = [sys.executable, "-m", "asyncdist", "run", "-n", str(options.ranks), str(HERE / "train.py")]
+    size = options.ranks + options.buffer_ranks
+    command = [sys.executable, "-m", "asyncdist", "run", "--transport", options.transport, "-n", str(size)]
+    command += [str(HERE / "train.py"), "--buffer-ranks", str(options.buffer_ranks)]
     command += ["--policy", options.policy, "--iterations", str(options.iterations), "--seed", str(options.seed)]
     command += ["--average-every", str(QUICK_AVERAGE_EVERY if options.quick else AVERAGE_EVERY)]
     command += ["--log-dir", str(directory)]
@@ -204,7 +217,9 @@ def end_process(pid: int, patience_s: float = 5.0) -> None:
 
 def first_traceback(text: str) -> str:
     """The first `asyncdist: rank N failed:` in the output with its traceback, up to what others say; or ''."""
-    match = re.search(r"^asyncdist: rank \d+ failed:\n.*?(?=^asyncdist: |^-{40,}|^\[[^\]\n]+\] |\Z)", text, re.M | re.S)
+    match = re.search(
+        r"^asyncdist: rank \d+ failed:\n.*?(?=^asyncdist(?: run)?: |^-{40,}|^\[[^\]\n]+\] |\Z)", text, re.M | re.S
+    )
     return match[0].rstrip() if match else ""
 
 
@@ -218,6 +233,12 @@ def last_lines(text: str, count: int = 40) -> str:
 
 def watch(job: Job, histories: Sequence[RankHistory], display: Display, verifier: Verifier | None) -> None:
     """Follow the job until it ends.
+
+    Args:
+        job: The launcher.
+        histories: Of every rank.
+        display: Shows them.
+        verifier: Checks the averages.
 
     Raises:
         DemoError: It failed.
@@ -252,14 +273,19 @@ def run(options: argparse.Namespace, console: Console) -> None:
     """
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hypergrid-")))
-        histories = [RankHistory(rank, directory) for rank in range(options.ranks)]
+        all_histories = [RankHistory(rank, directory) for rank in range(options.ranks + options.buffer_ranks)]
+        histories, buffers = all_histories[: options.ranks], all_histories[options.ranks :]
         verifier = Verifier(directory) if options.verify else None
-        job = stack.enter_context(Job(training_command(options, directory), histories, directory / "output.txt"))
-        display = stack.enter_context(Display(console, histories, options.iterations))
-        watch(job, histories, display, verifier)
+        job = stack.enter_context(Job(training_command(options, directory), all_histories, directory / "output.txt"))
+        display = stack.enter_context(Display(console, histories, options.iterations, buffers))
+        watch(job, all_histories, display, verifier)
     verified_count = None if verifier is None else verifier.verified_count
-    result = summarise(histories, policy=options.policy, seed=options.seed, verified_count=verified_count)
+    result = summarise(
+        histories, policy=options.policy, seed=options.seed, verified_count=verified_count, buffers=buffers
+    )
     console.print(result_table(result))
+    if buffers:
+        console.print(buffer_table(result))
     console.print(closing_line(result, options.verify), highlight=False, soft_wrap=True)
     draw(options.chart, histories, title=chart_title(result))
     console.print(f"chart: {options.chart}", highlight=False, soft_wrap=True)
@@ -279,16 +305,30 @@ def closing_line(result: dict[str, Any], verify: bool) -> str:
         f"{count} averages applied, {result['rounds']} rounds. Together the ranks spent {result['stall_s']:.2f} s in "
         "policy.step" + ("." if overhead_us is None else f", {overhead_us:.1f} us (median) where nothing was applied."),
     ]
+    if result["replay"]:
+        lines.append(replay_line(result["replay"]))
     if verify:
         count = result["verified_averages"]
         lines.append(f"All {count} averages equal those recomputed from the donors' own snapshots, bit for bit.")
     return "\n".join(lines)
 
 
+def replay_line(replay: Sequence[dict[str, Any]]) -> str:
+    """What the ranks got of their buffers, in words; all of them make about as many steps."""
+    batch_count = sum(one["batches"] for one in replay)
+    wait_s = sum(one["wait_s"] for one in replay)
+    added = statistics.fmean(one["mean_reward_added"] for one in replay)
+    drawn = [one["mean_reward_drawn"] for one in replay if one["batches"]]
+    rewards = f", of mean reward {statistics.fmean(drawn):.3f} where they had found {added:.3f}" if drawn else ""
+    return f"They drew {batch_count} batches from replay buffers{rewards}, and waited {wait_s:.2f} s for them in all."
+
+
 def chart_title(result: dict[str, Any]) -> str:
-    """What the picture shows."""
+    """What the picture shows: a line, two where there are buffers, as one would be too long."""
     ranks, count = result["ranks"], sum(result["replacements"])
+    buffers = len(result["buffers"])
     who = f"{'1 rank trains' if ranks == 1 else f'{ranks} ranks train'} a GFlowNet on an 8 x 8 x 8 x 8 grid"
+    who += f"\nwith {'a replay buffer' if buffers == 1 else f'{buffers} replay buffers'}" if buffers else ""
     if result["policy"] == "none" or ranks == 1:
         return f"{who}, each for itself"
     if result["policy"] == "average-all":

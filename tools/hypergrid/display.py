@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from history import RankHistory, first_time
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -20,11 +20,24 @@ class Display:
     """A live table where there is a terminal; elsewhere a line every few seconds and one for each replacement.
 
     A context manager.
+
+    Args:
+        console: Where to show it.
+        histories: Of the ranks that train.
+        iterations: How many they are to make.
+        buffers: Of the ranks that are replay buffers.
     """
 
-    def __init__(self, console: Console, histories: Sequence[RankHistory], iterations: int) -> None:
+    def __init__(
+        self,
+        console: Console,
+        histories: Sequence[RankHistory],
+        iterations: int,
+        buffers: Sequence[RankHistory] = (),
+    ) -> None:
         self._console = console
         self._histories = histories
+        self._buffers = buffers
         self._iterations = iterations
         self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
         self._logged_at = 0.0
@@ -43,7 +56,8 @@ class Display:
         """Show what the histories say now."""
         zero = first_time(self._histories)
         if self._live is not None:
-            self._live.update(live_table(self._histories, self._iterations, zero, verified_count))
+            table = live_table(self._histories, self._iterations, zero, verified_count)
+            self._live.update(Group(table, *map(buffer_line, self._buffers)))
         elif zero is not None:
             self._log(zero)
 
@@ -54,7 +68,8 @@ class Display:
                 self._print(f"{line['time'] - zero:5.1f} s  {where}: {line['text']}")
             self._logged_counts[index] = len(history.replaced)
         now = time.time()
-        if now - self._logged_at >= LOG_PERIOD_S:
+        is_over = all(history.end is not None for history in self._histories)  # but for processes that take their leave
+        if now - self._logged_at >= LOG_PERIOD_S and not is_over:
             self._logged_at = now
             latest = [(history, history.latest) for history in self._histories if history.progress]
             ranks = " | ".join(
@@ -62,6 +77,9 @@ class Display:
                 for history, line in latest
             )
             self._print(f"{now - zero:5.1f} s  {ranks or 'training has begun'}")
+            for history in self._buffers:
+                if history.held:
+                    self._print(f"{now - zero:5.1f} s  {buffer_line(history)}")
 
     def _print(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -97,6 +115,17 @@ def live_table(
     return table
 
 
+def buffer_line(history: RankHistory) -> str:
+    """What a replay buffer holds, as things stand."""
+    if not history.held:
+        return f"rank {history.rank} is a replay buffer and holds nothing yet"
+    held = history.held[-1]
+    count = len(held["modes"])
+    modes = f"{count} different mode{'' if count == 1 else 's'}"
+    reward = f"mean reward {held['mean_reward']:.3f}"
+    return f"rank {history.rank} is a replay buffer and holds {held['size']} states, {modes}, {reward}"
+
+
 def spark_line(values: Sequence[float], width: int = SPARK_COUNT) -> str:
     """The values as little bars, from their lowest to their highest; NaN is a gap."""
     if not values:
@@ -129,5 +158,26 @@ def result_table(result: dict[str, Any]) -> Table:
             f"{result['l1_distance_by_rank'][rank]:.3f}",
             "-" if idle_us is None else f"{idle_us:.1f}",
             f"{result['stall_s_by_rank'][rank]:.3f}",
+        )
+    return table
+
+
+def buffer_table(result: dict[str, Any]) -> Table:
+    """One row per replay buffer, at the end; counts are of states."""
+    table = Table(title="replay buffers", title_justify="left")
+    names = "rank|serves ranks|added|drawn|evicted|held|modes held|mean reward held"
+    for name in names.split("|"):
+        table.add_column(name, justify="right")
+    for buffer in result["buffers"]:
+        reward = buffer["mean_reward"]
+        table.add_row(
+            str(buffer["rank"]),
+            ", ".join(map(str, buffer["clients"])),
+            str(sum(buffer["added"].values())),
+            str(sum(buffer["drawn"].values())),
+            str(buffer["evicted_count"]),
+            f"{buffer['size']} of {buffer['capacity']}",
+            f"{len(buffer['modes'])} of {result['modes_total']}",
+            "-" if reward is None else f"{reward:.3f}",
         )
     return table

@@ -18,6 +18,7 @@ class RankHistory:
         start: Its first line, None until there is one.
         progress: The lines that say how it does, in order.
         replaced: The lines that say that new weights were applied, in order.
+        held: The lines that say what a replay buffer holds, in order; none where the rank trains.
         end: Its last line, None until there is one.
     """
 
@@ -26,6 +27,7 @@ class RankHistory:
         self.start: Line | None = None
         self.progress: list[Line] = []
         self.replaced: list[Line] = []
+        self.held: list[Line] = []
         self.end: Line | None = None
         self._path = directory / f"rank{rank}.jsonl"
         self._offset = 0
@@ -47,6 +49,8 @@ class RankHistory:
                 self.progress.append(line)
             elif line["kind"] == "replaced":
                 self.replaced.append(line)
+            elif line["kind"] == "held":
+                self.held.append(line)
             elif line["kind"] == "end":
                 self.end = line
 
@@ -71,7 +75,12 @@ def first_time(histories: Sequence[RankHistory]) -> float | None:
 
 
 def summarise(
-    histories: Sequence[RankHistory], *, policy: str, seed: int, verified_count: int | None
+    histories: Sequence[RankHistory],
+    *,
+    policy: str,
+    seed: int,
+    verified_count: int | None,
+    buffers: Sequence[RankHistory] = (),
 ) -> dict[str, Any]:
     """Sum a finished run up, as JSON values.
 
@@ -84,6 +93,7 @@ def summarise(
         policy: As given to `--policy`.
         seed: As given to `--seed`.
         verified_count: Averages checked, None when it was not asked for.
+        buffers: Of every rank that is a replay buffer, each with its `end`.
     """
     starts = [history.start for history in histories if history.start is not None]
     ends = [history.end for history in histories if history.end is not None]
@@ -114,7 +124,16 @@ def summarise(
         "stall_s_by_rank": [end["stall_s"] for end in ends],
         "wall_s": max(end["train_s"] for end in ends),
         "verified_averages": verified_count or 0,
+        "replay": [end["replay"] for end in ends if "replay" in end],
+        "buffers": [_buffer_summary(history) for history in buffers],
     }
+
+
+def _buffer_summary(history: RankHistory) -> Line:
+    """What a buffer held in the end and has done: items, and how many of each client's."""
+    assert history.end is not None
+    names = "clients, capacity, size, added, drawn, evicted_count, mean_reward, modes"
+    return {"rank": history.rank, **{name: history.end[name] for name in names.split(", ")}}
 
 
 def _round_count(history: RankHistory) -> int:

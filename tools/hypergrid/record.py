@@ -1,14 +1,15 @@
 """A rank's diary: one JSON object per line in `rankN.jsonl`, or lines on the terminal when it has no directory.
 
-Kinds of lines: `start`, `progress` (every quarter of a second), `replaced` (new weights were applied), `end`. Each has
-`time`, seconds since the epoch, so that the diaries of one machine can be laid over each other.
+Kinds of lines: `start`, `progress` (every quarter of a second), `replaced` (new weights were applied), `end`; a replay
+buffer's are `start`, `held` (every quarter of a second in which something is added) and `end`. Each has `time`, seconds
+since the epoch, so that the diaries of one machine can be laid over each other.
 """
 
 import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,8 +17,8 @@ PROGRESS_PERIOD_S = 0.25
 PRINT_PERIOD_S = 2.0
 
 
-class Recorder:
-    """Writes the diary of one rank and times its steps.
+class Diary:
+    """Writes lines.
 
     Args:
         directory: Where `rankN.jsonl` goes; None prints instead.
@@ -29,7 +30,35 @@ class Recorder:
         self._file: TextIO | None = None
         if directory is not None:
             self._file = open(directory / f"rank{rank}.jsonl", "w", buffering=1, encoding="utf-8")  # noqa: SIM115
-        self._period_s = PRINT_PERIOD_S if self._file is None else PROGRESS_PERIOD_S
+        self.period_s = PRINT_PERIOD_S if self._file is None else PROGRESS_PERIOD_S
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """One line."""
+        if self._file is not None:
+            self._file.write(json.dumps({"kind": kind, "time": time.time(), **fields}, default=str) + "\n")
+            return
+        shown = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in fields.items()}
+        for name in ("idle_step_us", "statistics", "pid"):
+            shown.pop(name, None)
+        text = ", ".join(f"{name} {value}" for name, value in shown.items())
+        print(f"rank {self._rank}: {kind}: {text}", flush=True)
+
+    def close(self) -> None:
+        """After the last line."""
+        if self._file is not None:
+            self._file.close()
+
+
+class Recorder:
+    """Writes the diary of one rank that trains, and times its steps.
+
+    Args:
+        directory: Where `rankN.jsonl` goes; None prints instead.
+        rank: This rank.
+    """
+
+    def __init__(self, directory: Path | None, rank: int) -> None:
+        self._diary = Diary(directory, rank)
         self._started = self._last = time.perf_counter()
         self._last_iteration = 0
         self._idle_step_us: list[float] = []
@@ -41,7 +70,7 @@ class Recorder:
 
     def start(self, *, transport: str, ranks: int, mode_count: int, parameter_count: int) -> None:
         """The clock starts here."""
-        self._write(
+        self._diary.write(
             "start",
             pid=os.getpid(),
             transport=transport,
@@ -55,7 +84,7 @@ class Recorder:
         """After each `policy.step`: how long it took and what it returned."""
         self._stall_s += step_s
         if info:
-            self._write(
+            self._diary.write(
                 "replaced",
                 iteration=iteration,
                 metric=metric,
@@ -68,15 +97,24 @@ class Recorder:
         else:
             self._idle_step_us.append(round(1e6 * step_s, 2))
         now = time.perf_counter()
-        if now - self._last >= self._period_s:
+        if now - self._last >= self._diary.period_s:
             rate = (iteration - self._last_iteration) / (now - self._last)
-            self._write("progress", iteration=iteration, metric=metric, rate=rate)
+            self._diary.write("progress", iteration=iteration, metric=metric, rate=rate)
             self._last, self._last_iteration = now, iteration
 
-    def end(self, *, iteration: int, metric: float, modes: Iterable[int], l1_distance: float, statistics: Any) -> None:
-        """Last line: what came out. `statistics` are a selective policy's, else None."""
+    def end(
+        self,
+        *,
+        iteration: int,
+        metric: float,
+        modes: Iterable[int],
+        l1_distance: float,
+        statistics: Any,
+        replay: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Last line: what came out. `statistics` are a selective policy's, `replay` what was got of a buffer."""
         seconds = self.seconds()
-        self._write(
+        self._diary.write(
             "end",
             iteration=iteration,
             metric=metric,
@@ -87,16 +125,37 @@ class Recorder:
             l1_distance=l1_distance,
             stall_s=self._stall_s,
             idle_step_us=self._idle_step_us,
+            **({} if replay is None else {"replay": replay}),
         )
-        if self._file is not None:
-            self._file.close()
+        self._diary.close()
 
-    def _write(self, kind: str, **fields: Any) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps({"kind": kind, "time": time.time(), **fields}, default=str) + "\n")
-            return
-        shown = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in fields.items()}
-        for name in ("idle_step_us", "statistics", "pid"):
-            shown.pop(name, None)
-        text = ", ".join(f"{name} {value}" for name, value in shown.items())
-        print(f"rank {self._rank}: {kind}: {text}", flush=True)
+
+class BufferRecorder:
+    """Writes the diary of one rank that serves a replay buffer.
+
+    Args:
+        directory: Where `rankN.jsonl` goes; None prints instead.
+        rank: This rank.
+    """
+
+    def __init__(self, directory: Path | None, rank: int) -> None:
+        self._diary = Diary(directory, rank)
+        self._last = time.perf_counter()
+
+    def start(self, **fields: Any) -> None:
+        """The first line: over which transport, for whom."""
+        self._diary.write("start", pid=os.getpid(), **fields)
+
+    def is_due(self) -> bool:
+        """Whether it is time for another line."""
+        return time.perf_counter() - self._last >= self._diary.period_s
+
+    def held(self, **contents: Any) -> None:
+        """What the buffer holds now."""
+        self._last = time.perf_counter()
+        self._diary.write("held", **contents)
+
+    def end(self, **fields: Any) -> None:
+        """Last line: what it holds and has done."""
+        self._diary.write("end", **fields)
+        self._diary.close()

@@ -2,9 +2,11 @@
 
     python tools/hypergrid/train.py --iterations 200       one rank, nothing to average
     asyncdist run -n 4 tools/hypergrid/train.py            four ranks, selective averaging
+    asyncdist run -n 5 tools/hypergrid/train.py --buffer-ranks 1      and a fifth that is a replay buffer
 
 All ranks start from the same weights and draw their own trajectories. Each rank judges itself by minus the running mean
-of its loss: cheap, steady, and soon forgotten. `demo.py` shows all this while it runs.
+of its loss: cheap, steady, and soon forgotten. With `--buffer-ranks` the last ranks do not train: they keep what the
+others have found, and give some of it back to them to learn from. `demo.py` shows all this while it runs.
 """
 
 import argparse
@@ -16,12 +18,14 @@ from typing import Any
 
 import torch
 from evaluate import l1_distance, mode_count
+from gfn.containers import Trajectories
 from gfn.estimators import DiscretePolicyEstimator
 from gfn.gflownet import TBGFlowNet
 from gfn.gym import HyperGrid
 from gfn.preprocessors import KHotPreprocessor
 from gfn.utils.modules import MLP
 from record import Recorder
+from replay import Replay, serve
 from verify import EventWriter
 
 import asyncdist as ad
@@ -53,26 +57,34 @@ def build_model(env: HyperGrid) -> tuple[TBGFlowNet, torch.optim.Optimizer]:
     return model, torch.optim.Adam([fast, slow])
 
 
-def build_policy(args: argparse.Namespace, rank: int, model: TBGFlowNet, optimizer: torch.optim.Optimizer) -> Any:
-    """Make the policy that `--policy` names, or a context without one."""
+def build_policy(
+    args: argparse.Namespace, context: ad.DistributedContext, model: TBGFlowNet, optimizer: torch.optim.Optimizer
+) -> Any:
+    """Make the policy that `--policy` names, or a context without one. Buffer ranks take no part in it."""
     if args.policy == "none":
         return nullcontext()
+    group = context.train_global_group
     if args.policy == "average-all":
-        return AverageAllPolicy(model, optimizer, average_every=args.average_every)
-    on_event = EventWriter(args.log_dir, rank, model) if args.verify else None
+        return AverageAllPolicy(model, optimizer, average_every=args.average_every, group=group)
+    on_event = EventWriter(args.log_dir, context.my_rank, model) if args.verify else None
     return AsyncSelectiveAveragingPolicy(
-        model, optimizer, average_every=args.average_every, replacement_ratio=0.25, on_event=on_event
+        model, optimizer, average_every=args.average_every, replacement_ratio=0.25, on_event=on_event, group=group
     )
 
 
-def train_step(env: HyperGrid, model: TBGFlowNet, optimizer: torch.optim.Optimizer) -> tuple[float, set[int]]:
-    """Plain, blocking torch; returns the loss and the modes that the trajectories ended in."""
+def train_step(env: HyperGrid, model: TBGFlowNet, optimizer: torch.optim.Optimizer) -> tuple[float, Trajectories]:
+    """Plain, blocking torch; returns the loss and the trajectories that it was computed from."""
     trajectories = model.sample_trajectories(env, n=BATCH_SIZE, save_estimator_outputs=True)
     loss = model.loss(env, trajectories, recalculate_all_logprobs=False)
+    learn(loss, optimizer)
+    return loss.item(), trajectories
+
+
+def learn(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """One step down the gradient."""
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    return loss.item(), env.modes_found(trajectories.terminating_states)
 
 
 def slowed(factor: float, started: float) -> None:
@@ -81,9 +93,17 @@ def slowed(factor: float, started: float) -> None:
         time.sleep((factor - 1) * (time.perf_counter() - started))
 
 
-async def train(world: ad.World, args: argparse.Namespace) -> float:
-    """Train on this rank until some rank has made its iterations; returns the distance from the true distribution."""
+async def main(world: ad.World, args: argparse.Namespace) -> float | None:
+    """What every rank runs: give out the roles, then train, or be a buffer."""
     torch.set_num_threads(1)
+    context = await ad.initialize_distributed_compute(args.buffer_ranks)
+    if context.is_buffer_rank():
+        return await serve(world, context, build_env(), args.log_dir)
+    return await train(world, context, args)
+
+
+async def train(world: ad.World, context: ad.DistributedContext, args: argparse.Namespace) -> float:
+    """Train on this rank until some rank has made its iterations; returns the distance from the true distribution."""
     env = build_env()
     torch.manual_seed(args.seed)
     model, optimizer = build_model(env)
@@ -91,27 +111,33 @@ async def train(world: ad.World, args: argparse.Namespace) -> float:
     factor = args.slow_factor if world.rank == args.slow_rank else 1.0
 
     finished = world.channel(Finished, tag=100)
-    others = [rank for rank in range(world.size) if rank != world.rank]
+    others = [rank for rank in context.train_global_group.ranks if rank != world.rank]
     record = Recorder(args.log_dir, world.rank)
     iteration = loss_count = finished_count = 0
     mean_loss = 0.0
     modes: set[int] = set()
 
-    async with build_policy(args, world.rank, model, optimizer) as policy:
+    server = context.assigned_buffer
+    async with (
+        nullcontext() if server is None else Replay(env, model, server) as buffer,
+        build_policy(args, context, model, optimizer) as policy,
+    ):
         record.start(
             transport=world.transport_name,
-            ranks=world.size,
+            ranks=context.num_training_ranks,
             mode_count=mode_count(env),
             parameter_count=sum(parameter.numel() for parameter in model.parameters()),
         )
         while iteration < args.iterations and record.seconds() < args.seconds and not finished_count:
             started = time.perf_counter()
-            loss, found = train_step(env, model, optimizer)
+            loss, trajectories = train_step(env, model, optimizer)
             slowed(factor, started)
             iteration += 1
-            modes |= found
+            modes |= env.modes_found(trajectories.terminating_states)
             loss_count = min(loss_count + 1, LOSSES_IN_METRIC)
             mean_loss += (loss - mean_loss) / loss_count
+            if buffer and (replayed := await buffer.exchange(trajectories)):
+                learn(model.loss(env, replayed.trajectories, log_rewards=replayed.log_rewards), optimizer)
 
             started = time.perf_counter()
             try:
@@ -130,7 +156,14 @@ async def train(world: ad.World, args: argparse.Namespace) -> float:
 
     distance = l1_distance(env, model)
     statistics = policy.statistics() if args.policy == "selective" else None
-    record.end(iteration=iteration, metric=-mean_loss, modes=modes, l1_distance=distance, statistics=statistics)
+    record.end(
+        iteration=iteration,
+        metric=-mean_loss,
+        modes=modes,
+        l1_distance=distance,
+        statistics=statistics,
+        replay=buffer.summary() if buffer else None,
+    )
     return distance
 
 
@@ -144,6 +177,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--slow-rank", type=int, default=-1, help="this rank is slow on purpose")
     parser.add_argument("--slow-factor", type=float, default=1.0, help="its training step takes so many times as long")
+    parser.add_argument("--buffer-ranks", type=int, default=0, help="the last so many ranks are replay buffers")
     parser.add_argument("--log-dir", type=Path, help="write rankN.jsonl there instead of printing")
     parser.add_argument("--verify", action="store_true", help="also write there what each average was made from")
     args = parser.parse_args()
@@ -153,4 +187,4 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    ad.run(train, parse_arguments())
+    ad.run(main, parse_arguments())

@@ -1,0 +1,163 @@
+"""The promise of the README's table of worlds: one file, started in each of them, and in each the same bits.
+
+``scripts/worlds.py`` is that file. What it must print is computed here by plain torch, without a world: the training
+steps of all ranks one after the other, and the averages by hand. What ``srun`` tells its tasks is detected in
+``test_launch.py``, from recorded environments: there is no Slurm here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scripts import worlds
+from support import mpi, torchrun
+
+import asyncdist as ad
+from asyncdist import mpirun
+
+SCRIPT = Path(worlds.__file__)
+RANKS = 3
+TIMEOUT_S = 300.0  # each start imports torch three times
+
+LAUNCH_SUBPROCESSES = f"""
+import asyncdist as ad
+from scripts import worlds
+if __name__ == "__main__":
+    ad.launch_subprocesses(worlds.main, ad.MultiprocessConfig(world_size={RANKS}))
+"""
+
+
+# -- by hand ----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def by_hand(ranks: int) -> list[list[float]]:
+    """The weights of all ranks in the end: rank 0 has taken the average of the others twice, after four steps each."""
+    made = [worlds.build(rank) for rank in range(ranks)]
+    for number, strategy in enumerate(worlds.STRATEGIES):
+        for rank, (model, optimizer) in enumerate(made):
+            for step in range(worlds.EVERY):
+                worlds.train_step(model, optimizer, rank, worlds.EVERY * number + step)
+        if ranks > 1:
+            take_average([model for model, _ in made], strategy)
+    for rank, (model, optimizer) in enumerate(made):
+        worlds.train_step(model, optimizer, rank, worlds.EVERY * len(worlds.STRATEGIES))
+    return [worlds.weights_of(model) for model, _ in made]
+
+
+@torch.no_grad()
+def take_average(models: list[torch.nn.Module], strategy: str) -> None:
+    """Rank r's metric is r - ranks. So rank 0 is the worst, and rank r better than it by r."""
+    worst, *donors = models
+    weights = [1.0] * len(donors) if strategy == "mean" else [float(rank) for rank in range(1, len(models))]
+    for parameter, *given in zip(worst.parameters(), *(donor.parameters() for donor in donors), strict=True):
+        total = torch.zeros_like(parameter)
+        for tensor, weight in zip(given, weights, strict=True):
+            total += tensor * weight
+        parameter.copy_(total / sum(weights))
+
+
+def test_the_averages_make_a_difference() -> None:
+    """Else equal weights would say little."""
+    alone, two, three = by_hand(1), by_hand(2), by_hand(RANKS)
+    assert alone[0] not in two + three and two[0] not in three and two[1] == three[1]
+    assert len({tuple(weights) for weights in three}) == RANKS
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+def plain_mpirun() -> tuple[list[str], dict[str, str]]:
+    """The one that belongs to the library that mpi4py loads, with what root and few cores need."""
+    mpi.require_mpi()
+    installation = mpirun.find_installation(os.environ)
+    flavour = mpirun.choose_flavour(installation, None)
+    options = ["--host", f"localhost:{RANKS}", "--bind-to", "none"] if flavour == "openmpi" else []
+    command = [installation.launchers[flavour], "-n", str(RANKS), *options, sys.executable, str(SCRIPT)]
+    return command, mpirun.build_environment(flavour, {}, ranks=RANKS, threads=1)
+
+
+def asyncdist_run_on_mpi() -> tuple[list[str], dict[str, str]]:
+    mpi.require_mpi()
+    return [sys.executable, "-m", "asyncdist", "run", "-n", str(RANKS), str(SCRIPT)], {}
+
+
+def asyncdist_run_on_torch() -> tuple[list[str], dict[str, str]]:
+    return [sys.executable, "-m", "asyncdist", "run", "--transport", "torch", "-n", str(RANKS), str(SCRIPT)], {}
+
+
+def torch_run() -> tuple[list[str], dict[str, str]]:
+    options = ["--standalone", "--nproc-per-node", str(RANKS)]
+    return [sys.executable, "-m", "torch.distributed.run", *options, str(SCRIPT)], {}
+
+
+def launch_subprocesses() -> tuple[list[str], dict[str, str]]:
+    return [sys.executable, "-c", LAUNCH_SUBPROCESSES], {}
+
+
+def asyncdist_sim() -> tuple[list[str], dict[str, str]]:
+    return [sys.executable, "-m", "asyncdist", "sim", str(SCRIPT), "--ranks", str(RANKS), "--seed", "7"], {}
+
+
+@pytest.mark.timeout(TIMEOUT_S + 60)
+@pytest.mark.parametrize(
+    ("command", "world"),
+    [
+        (plain_mpirun, "mpi"),
+        (asyncdist_run_on_mpi, "mpi"),
+        (asyncdist_run_on_torch, "torch"),
+        (torch_run, "torch"),
+        (launch_subprocesses, "torch"),
+        (asyncdist_sim, "sim"),
+    ],
+)
+def test_every_way_to_start_three_ranks_ends_with_the_same_bits(
+    command: Callable[[], tuple[list[str], dict[str, str]]], world: str
+) -> None:
+    result = torchrun.run_jobs([command()], TIMEOUT_S).check()
+    assert told(result.stdout) == {"world": world, "ranks": RANKS, "weights": by_hand(RANKS)}
+
+
+@pytest.mark.timeout(TIMEOUT_S + 60)
+def test_ranks_that_are_told_by_variables_alone() -> None:
+    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, set by whatever else."""
+    result = torchrun.run_ranks(2, SCRIPT, timeout_s=TIMEOUT_S).check()
+    assert told(result.stdout) == {"world": "torch", "ranks": 2, "weights": by_hand(2)}
+
+
+@pytest.mark.timeout(TIMEOUT_S + 60)
+def test_python_alone_is_one_rank_and_nothing_changes_its_weights() -> None:
+    result = torchrun.run_jobs([([sys.executable, str(SCRIPT)], {})], TIMEOUT_S).check()
+    assert result.stderr == ""
+    assert told(result.stdout) == {"world": "local", "ranks": 1, "weights": by_hand(1)}
+
+
+def told(output: str) -> Any:
+    """The one line of rank 0."""
+    [line] = [line for line in output.splitlines() if line.startswith('{"world"')]
+    return json.loads(line)
+
+
+# -- in this process --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, RANKS])
+def test_hosted_on_one_loop(ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ad.run(worlds.main, transport="local", ranks=ranks, strict=True) == by_hand(ranks)
+    assert ad.run_local(worlds.main, ranks=ranks, strict=True) == [by_hand(ranks), *[None] * (ranks - 1)]
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_simulated(seed: int) -> None:
+    for ranks in (1, 2, RANKS):
+        report = ad.simulate(worlds.main, ranks=ranks, seed=seed, strict=True)
+        assert report.value() == by_hand(ranks)
