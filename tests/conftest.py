@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -13,5 +14,8 @@ pytest_plugins = ["pytester"]
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [path for path in (str(HERE), str(HERE.parent)) if path not in sys.path]
 pytest.register_assert_rewrite("support", "conformance", "helpers")
+# A shell's background jobs ignore SIGINT, and so would every job that is started and interrupted here.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Several ranks and test processes share few cores.
 torch.set_num_threads(1)
