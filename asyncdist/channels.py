@@ -282,7 +282,8 @@ class Channel(Generic[MessageT]):
         self._mailbox: _Mailbox[MessageT] = _LatestMailbox() if overflow == "latest" else deque()
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._last_sequence: dict[int, int] = {}
-        self._sequence = 0
+        # Peers that heard an earlier channel of this scope go on counting from there.
+        self._sequence = lane.sent_count
         self._sent_count = self._received_count = self._sending_count = 0
         # Where a doorbell rings, nothing arrives while this rank runs on.
         self._hot_test_count = 1 if lane.engine.transport.capabilities.wakes else HOT_TEST_COUNT

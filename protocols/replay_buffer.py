@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
@@ -33,6 +33,7 @@ from asyncdist import (
     Envelope,
     LocalProtocolError,
     RankLostError,
+    RemoteProtocolError,
     StartTimeoutError,
     World,
     current_world,
@@ -40,7 +41,7 @@ from asyncdist import (
 )
 from asyncdist.channels import Channel
 from asyncdist.progress import settle
-from asyncdist.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, check_grant, split
+from asyncdist.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted, check_grant, split
 from protocols.replay_messages import (
     INLINE_NBYTES_MAX,
     Add,
@@ -49,7 +50,9 @@ from protocols.replay_messages import (
     Declare,
     Draw,
     Drawn,
+    Ended,
     Failed,
+    Leaving,
     Open,
     Refused,
     ReplayMessage,
@@ -61,7 +64,8 @@ from protocols.replay_server import declare, declared, scopes
 from protocols.replay_store import Batch, RowLayout
 
 _REQUEST_COUNT: Final = 1 << 32  # they travel in the frames' round
-#: How often a client knocks until it is let in: where a buffer has ended, and the next one has not begun, nobody hears.
+#: After so long a client knocks again, then after twice as long, and so on: where a buffer has ended, and the next one
+#: has not begun, nobody hears; one that begins late finds all knocks at once, and its mailbox is bounded.
 _KNOCK_PERIOD_S: Final = 0.25
 
 
@@ -110,7 +114,7 @@ class ReplayBuffer:
     Raises:
         StartTimeoutError: nobody serves a buffer of that name there in time.
         DisagreementError: this rank is none of its clients.
-        RankLostError, ClosedError: the server is lost, or has left; from every method.
+        RankLostError, ClosedError: the server is lost, has left or serves no more; from every method.
     """
 
     def __init__(
@@ -129,6 +133,9 @@ class ReplayBuffer:
         self._calls: dict[int, _Call] = {}
         self._streams: dict[int, OutboundStream] = {}
         self._next_request = 0
+        self._entry = 0
+        self._adding_count = self._drawing_count = 0
+        self._is_closed = False
         # Draws may wait for items that this rank is yet to add, so they take no room from adds.
         self._room_to_add = self._room_to_draw = asyncio.Semaphore(0)
         self._own_layout: RowLayout | None = None
@@ -147,6 +154,7 @@ class ReplayBuffer:
             name=f"client of replay {self._name}",
             handler=self._on_message,
         )
+        self._entry = self._channel.lane.sent_count  # of all entries of a rank each finds another: it sends
         world.on_gone(self._on_gone)
         try:
             if server in world.gone:
@@ -162,15 +170,16 @@ class ReplayBuffer:
     async def _knock(self) -> Welcome:
         """Ask to be let in, again and again, until there is an answer."""
         engine, what = self._world.engine, f"the replay buffer {self._name!r} on rank {self._server}"
-        give_up_at = self._world.time() + self._start_timeout_s
+        give_up_at, period_s = self._world.time() + self._start_timeout_s, _KNOCK_PERIOD_S
         while self._welcome is None and self._error is None:
             if self._world.time() >= give_up_at:
                 raise StartTimeoutError(
                     f"rank {self._server} served no replay buffer {self._name!r} within {self._start_timeout_s:g} s",
                     missing=(self._server,),
                 )
-            self._send(Open())
-            knock_again_at = min(give_up_at, self._world.time() + _KNOCK_PERIOD_S)
+            self._send(Open(self._entry))
+            knock_again_at = min(give_up_at, self._world.time() + period_s)
+            period_s *= 2
             await engine.until(
                 lambda: self._welcome is not None or self._error is not None, what, deadline=knock_again_at
             )
@@ -183,14 +192,21 @@ class ReplayBuffer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if error is None and self._world.engine.failure is None:
-                await self._world.engine.until(lambda: not self._calls, "answers of the replay buffer")
+            engine = self._world.engine
+            if error is None and engine.failure is None:
+                await engine.until(lambda: not self._adding_count, "answers of the replay buffer")
+                self._send(Leaving())
+                await engine.until(
+                    lambda: not (self._adding_count or self._drawing_count or self._calls),
+                    "answers of the replay buffer",
+                )
         finally:
             self._fail(ClosedError(f"the replay buffer {self._name!r} was left"))
             self._close()
 
     def _close(self) -> None:
         assert self._channel is not None
+        self._is_closed = True
         for stream in self._streams.values():
             stream.stop()
         if self._server not in self._world.gone:
@@ -222,13 +238,9 @@ class ReplayBuffer:
         payload = rows.reshape(-1)
         if priorities is not None:
             payload = np.concatenate((payload, _priorities(priorities, count, self._is_prioritized).view(np.uint8)))
-        inline = len(payload) <= INLINE_NBYTES_MAX
-        data = payload.tobytes() if inline else b""
-        payload = payload if inline else np.array(payload)  # a cancelled call leaves a stream that still reads it
-        call = await self._call(
-            lambda request: Add(request, count, priorities is not None, len(payload), data), payload
+        score: float | None = await self._change(
+            lambda request, data: Add(request, count, priorities is not None, len(payload), data), payload
         )
-        score: float | None = call.answer
         return score
 
     def _layout_of(self, batch: Batch) -> RowLayout:
@@ -254,15 +266,22 @@ class ReplayBuffer:
         Raises:
             ValueError: n below 1, or beta out of range.
             LocalProtocolError: n above the buffer's capacity, with ``wait``; every priority is zero.
-            BusyError: nothing is held yet, without ``wait``.
+            BusyError: nothing is held yet, without ``wait``; fewer than n are held, and whoever added has left. A
+                rank that has added itself is believed to go on, until it leaves the block.
         """
         if type(n) is not int or n < 1:
             raise ValueError(f"n is {n!r}; allowed: a whole number from 1")
         if not 0 <= beta <= 1:
             raise ValueError(f"beta is {beta!r}; allowed: a number from 0 to 1")
-        call = await self._call(lambda request: Draw(request, n, float(beta), wait), None)
-        drawn: Drawn = call.answer
-        return await self._unpack(drawn)
+        self._drawing_count += 1
+        try:
+            drawn: Drawn = await self._call(
+                lambda request: (Draw(request, n, float(beta), wait), None), self._room_to_draw
+            )
+            return await self._unpack(drawn)
+        finally:
+            self._drawing_count -= 1
+            self._world.engine.recheck()
 
     async def update_priorities(
         self, ids: torch.Tensor | Sequence[int], priorities: torch.Tensor | Sequence[float]
@@ -276,11 +295,11 @@ class ReplayBuffer:
         Raises:
             ValueError: the buffer is not prioritised; lengths differ; a priority is out of range.
         """
-        which = np.ascontiguousarray(np.asarray(ids, np.int64)).reshape(-1)
+        given = ids.detach().cpu() if isinstance(ids, torch.Tensor) else ids
+        which = np.ascontiguousarray(np.asarray(given, np.int64)).reshape(-1)
         values = _priorities(priorities, len(which), self._is_prioritized)
         payload = np.concatenate((which.view(np.uint8), values.view(np.uint8)))
-        data = payload.tobytes() if len(payload) <= INLINE_NBYTES_MAX else b""
-        await self._call(lambda request: Update(request, len(which), len(payload), data), payload)
+        await self._change(lambda request, data: Update(request, len(which), len(payload), data), payload)
 
     @property
     def capacity(self) -> int:
@@ -296,32 +315,60 @@ class ReplayBuffer:
             raise LocalProtocolError("a ReplayBuffer is used inside: async with ReplayBuffer(server) as buffer")
         return self._welcome
 
-    async def _call(self, make: Any, payload: npt.NDArray[np.uint8] | None) -> _Call:
-        """Send a request when there is room for it, and wait for its answer.
+    async def _change(self, make: Callable[[int, bytes], Add | Update], payload: npt.NDArray[np.uint8]) -> Any:
+        """Send what the server is to keep. Nothing of it is copied before there is room."""
+
+        def with_payload(request: int) -> tuple[Add | Update, npt.NDArray[np.uint8] | None]:
+            if len(payload) <= INLINE_NBYTES_MAX:
+                return make(request, payload.tobytes()), None
+            return make(request, b""), np.array(payload)  # a cancelled call leaves a stream that still reads it
+
+        self._adding_count += 1
+        try:
+            return await self._call(with_payload, self._room_to_add)
+        finally:
+            self._adding_count -= 1
+            if not self._adding_count:
+                self._world.engine.recheck()
+
+    async def _call(
+        self,
+        make: Callable[[int], tuple[Add | Update | Draw, npt.NDArray[np.uint8] | None]],
+        room: asyncio.Semaphore,
+    ) -> Any:
+        """Send a request when there is room for it; its answer.
 
         The room is free again when the answer has come, whether anybody waits for it or not.
+
+        Args:
+            make: the request of that number, and what it streams when the server grants it.
+            room: of its kind.
         """
         self._welcomed()
-        room = self._room_to_draw if payload is None else self._room_to_add
         await room.acquire()
         if self._error is not None:
             room.release()
             raise self._error
         request, self._next_request = self._next_request, (self._next_request + 1) % _REQUEST_COUNT
+        message, payload = make(request)
         call = self._calls[request] = _Call(self._world.engine.loop.create_future(), payload, room)
-        self._send(make(request))
+        self._send(message)
         try:
             await self._world.engine.park(call.waiter, f"the replay buffer {self._name!r} on rank {self._server}")
         except asyncio.CancelledError:
-            if payload is None:
+            if isinstance(message, Draw):
                 self._send(Withdraw(request))
             raise
         if call.error is not None:
             raise call.error
-        return call
+        return call.answer
 
     async def _unpack(self, drawn: Drawn) -> Sample:
-        assert self._layout is not None, "items without a layout"
+        if self._layout is None or drawn.count < 0 or drawn.nbytes != drawn.count * (self._layout.nbytes + 16):
+            raise RemoteProtocolError(
+                f"rank {self._server} gave {drawn.count} items of {self._layout} in {drawn.nbytes} bytes",
+                rank=self._server,
+            )
         payload = np.frombuffer(drawn.data, np.uint8)
         if drawn.nbytes and not drawn.data:
             payload = await self._receive(drawn)
@@ -334,16 +381,24 @@ class ReplayBuffer:
         )
 
     async def _receive(self, drawn: Drawn) -> npt.NDArray[np.uint8]:
+        if self._error is not None:  # nobody answers a grant
+            raise self._error
         buffer = np.empty(drawn.nbytes, np.uint8)
         world, targets = self._world, split(buffer.data, CHUNK_NBYTES)
         async with world.slots.inbound(self._server, targets, lambda slot: self._send(Cancel(slot))) as stream:
             self._send(Grant(stream.slot, drawn.nbytes, CHUNK_NBYTES), round=drawn.request)
-            await stream.whole()
+            try:
+                await stream.whole()
+            except StreamAborted as error:
+                failure: AsyncdistError | None = self._error  # it may have come meanwhile
+                raise failure or error from error
         world.stream_received_nbytes += drawn.nbytes
         return buffer
 
     def _send(self, message: Any, *, round: int = 0) -> None:
         assert self._channel is not None
+        if self._is_closed:  # with its farewell the server stopped everything that this could be about
+            return
         try:
             self._channel.send_nowait(message, self._server, round=round)
         except RankLostError as error:
@@ -355,14 +410,14 @@ class ReplayBuffer:
         if envelope.source != self._server or not (self._welcome or isinstance(envelope.message, Welcome | Refused)):
             return  # a stranger, or an answer to somebody who was here before
         match envelope.message:
-            case Welcome() as welcome:
+            case Welcome() as welcome if welcome.entry == self._entry:
                 self._welcome = welcome
-            case Refused(reason):
+            case Refused(entry, reason) if entry == self._entry:
                 self._fail(DisagreementError(f"the replay buffer on rank {self._server} refused this rank: {reason}"))
             case Declare() as message:
-                self._layout = declared(message)
+                self._on_declare(message)
             case Added(requests, scores):
-                for request, score in zip(requests, scores, strict=True):
+                for request, score in zip(requests, scores, strict=False):
                     self._settle(request, score, None)
             case Drawn() as drawn:
                 self._on_drawn(drawn)
@@ -373,7 +428,16 @@ class ReplayBuffer:
             case Cancel(slot):
                 if slot in self._streams:
                     self._streams[slot].stop()
+            case Ended(reason):
+                what = f"the replay buffer {self._name!r} on rank {self._server} ended before its clients"
+                self._fail(ClosedError(f"{what}: {reason}", rank=self._server))
         self._world.engine.recheck()
+
+    def _on_declare(self, message: Declare) -> None:
+        try:
+            self._layout = declared(message)
+        except ValueError as error:
+            self._fail(RemoteProtocolError(f"rank {self._server} declared no layout: {error}", rank=self._server))
 
     def _on_drawn(self, drawn: Drawn) -> None:
         call = self._calls.get(drawn.request)
@@ -422,7 +486,7 @@ class ReplayBuffer:
 def _priorities(values: torch.Tensor | Sequence[float], count: int, is_prioritized: bool) -> npt.NDArray[np.float64]:
     if not is_prioritized:
         raise ValueError("priorities were given; this buffer draws uniformly (serve it with prioritized=True)")
-    given = values.detach().cpu() if isinstance(values, torch.Tensor) else values
+    given = values.detach().to("cpu", torch.float64) if isinstance(values, torch.Tensor) else values  # no bfloat16
     found = np.ascontiguousarray(np.asarray(given, np.float64)).reshape(-1)
     if len(found) != count:
         raise ValueError(f"{len(found)} priorities for {count} items; each has one")

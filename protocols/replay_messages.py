@@ -16,7 +16,13 @@ INLINE_NBYTES_MAX = 32 << 10
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Client to server, first: here I am."""
+    """Client to server, first, and again until it is answered: here I am.
+
+    Attributes:
+        entry: tells this rank's clients of one buffer apart, who come one after the other.
+    """
+
+    entry: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +30,13 @@ class Welcome:
     """Server to client: what it may do.
 
     Attributes:
+        entry: of the ``Open`` that this answers.
         capacity: items that the buffer holds at most.
         in_flight_max: draws of one client that may be unanswered, and as many other requests beside them.
         prioritized: whether priorities count.
     """
 
+    entry: int
     capacity: int
     in_flight_max: int
     prioritized: bool
@@ -36,8 +44,9 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Server to client, in place of ``Welcome``, or when its items are not like those of the others: why."""
+    """Server to client, last: in place of ``Welcome``, or when it did what none may, why; it is no client any more."""
 
+    entry: int
     reason: str
 
 
@@ -90,6 +99,18 @@ class Withdraw:
 
 
 @dataclass(frozen=True, slots=True)
+class Leaving:
+    """Client to server: I add nothing more, and wait for what I asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Server to client, last: it serves no more, though its clients are not done."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Bye:
     """Client to server, last."""
 
@@ -122,5 +143,20 @@ class Failed:
 
 
 ReplayMessage = (
-    Open | Welcome | Refused | Declare | Add | Draw | Update | Withdraw | Bye | Added | Drawn | Failed | Grant | Cancel
+    Open
+    | Welcome
+    | Refused
+    | Declare
+    | Add
+    | Draw
+    | Update
+    | Withdraw
+    | Leaving
+    | Bye
+    | Added
+    | Drawn
+    | Failed
+    | Ended
+    | Grant
+    | Cancel
 )

@@ -2,18 +2,19 @@
 
 1. A client says ``Open`` and is welcomed, or refused.
 2. Its batches are stored as they come. What has come in one pass is answered together.
-3. A draw is answered when there are enough items, in the order in which each client asked.
+3. A draw is answered when there are enough items, or when nobody is left to add them.
 4. It ends when every client has said ``Bye``, has left or is lost.
 
-Memory is bounded: ``capacity`` items, ``in_flight_max`` small requests per client, and one large batch per client at a
-time, for which nothing is allocated before it may come. A client that is faster than the buffer waits.
+Memory is bounded: ``capacity`` items, ``in_flight_max`` small requests per client, and per client one large batch that
+comes and one that goes at a time, for which nothing is allocated before. A client that is faster than the buffer waits.
+A client that does what none of ours does is refused; the others are served on.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncdist import Envelope, RankLostError, World, current_world, tags, wire
+from asyncdist import BusyError, Envelope, RankLostError, RemoteProtocolError, World, current_world, tags, wire
 from asyncdist.channels import Channel
 from asyncdist.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted, check_grant, split
 from protocols.replay_messages import (
@@ -33,7 +34,9 @@ from protocols.replay_messages import (
     Declare,
     Draw,
     Drawn,
+    Ended,
     Failed,
+    Leaving,
     Open,
     Refused,
     ReplayMessage,
@@ -48,6 +51,7 @@ logger = logging.getLogger("protocols.replay_buffer")
 #: What the hook says of the items of one ``add``; it goes back to whoever sent them.
 Score = Callable[[Batch], float | int | torch.Tensor | None]
 IN_FLIGHT_MAX: Final = 64
+_REASON_LENGTH_MAX: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +75,16 @@ class ReplayStatistics:
 
 @dataclass(slots=True, eq=False)
 class _Client:
+    """One stay of a client: who comes again is another one."""
+
     rank: int
+    entry: int = -1
     is_open: bool = False
     is_done: bool = False
+    is_leaving: bool = False
+    is_refused: bool = False
+    has_declared: bool = False
     layout_sent: bool = False
-    added_count: int = 0
-    drawn_count: int = 0
     answers: list[tuple[int, float | None]] = field(default_factory=list)
     draws: deque[Draw] = field(default_factory=deque)
     large: deque[Add | Update] = field(default_factory=deque)
@@ -168,11 +176,15 @@ class _Server:
         self._in_flight_max = in_flight_max
         self._name = name
         self._layout: RowLayout | None = None
+        self._row_nbytes = 0
+        self._has_lost_one = False
+        self._added: Counter[int] = Counter()
+        self._drawn: Counter[int] = Counter()
         self._stale_update_count = 0
         self._clients = {rank: _Client(rank, is_done=rank in world.gone) for rank in clients}
         to_server, to_clients = scopes(world.rank, name)
-        # An open, a declaration, grants, cancels, withdrawals and a farewell beside the requests themselves.
-        capacity = 2 * (len(clients) + 1) * (2 * in_flight_max + 8)
+        # Knocks, a declaration, grants, cancels, withdrawals and a farewell beside the requests themselves.
+        capacity = 2 * (len(clients) + 1) * (2 * in_flight_max + 32)
         self._channel: Channel[Any] = world.open_channel(
             ReplayMessage,
             tag=tags.REPLAY,
@@ -187,17 +199,25 @@ class _Server:
         channel = self._channel
         try:
             while not self._is_finished():
-                while (envelope := channel.receive_nowait()) is not None:
+                # Whoever knocks when the last one is done is for the next buffer of that name, and will knock again.
+                while not self._is_finished() and (envelope := channel.receive_nowait()) is not None:
                     self._hear(envelope)
+                self._has_lost_one = False
                 self._answer_all()
                 if not self._is_finished():
                     await self._world.engine.until(self._has_work, f"clients of the replay buffer {self._name!r}")
+        except BaseException as error:
+            for client in self._clients.values():
+                self._tell(client, Ended(f"{type(error).__name__} {error}"[:_REASON_LENGTH_MAX]))
+            raise
         finally:
+            for client in self._clients.values():
+                self._finish(client)
             self._world.off_gone(self._on_gone)
             channel.close()
         return ReplayStatistics(
-            added={client.rank: client.added_count for client in self._clients.values()},
-            drawn={client.rank: client.drawn_count for client in self._clients.values()},
+            added={rank: self._added[rank] for rank in self._clients},
+            drawn={rank: self._drawn[rank] for rank in self._clients},
             size=self._store.size,
             evicted_count=self._store.evicted_count,
             stale_update_count=self._stale_update_count,
@@ -207,11 +227,12 @@ class _Server:
         return all(client.is_done for client in self._clients.values())
 
     def _has_work(self) -> bool:
-        return self._channel.is_ready or self._is_finished()
+        return self._channel.is_ready or self._has_lost_one or self._is_finished()
 
     def _on_gone(self, rank: int) -> None:
         if rank in self._clients:  # whoever leaves in order has its answers, and has said so
             self._finish(self._clients[rank])
+            self._has_lost_one = True  # others may have waited for its items
 
     def _finish(self, client: _Client) -> None:
         client.is_open, client.is_done = False, True
@@ -233,23 +254,40 @@ class _Server:
                 reason = (
                     f"rank {envelope.source} is no client of {self._name!r} on rank {self._world.rank}: {assigned} are"
                 )
-                self._tell(envelope.source, Refused(reason))
+                self._send_nowait(envelope.source, Refused(envelope.message.entry, reason))
+        elif isinstance(envelope.message, Open):
+            self._admit(client, envelope.message.entry)
+        elif client.is_refused and isinstance(envelope.message, Bye):
+            client.is_done = True
+        elif client.is_open or isinstance(envelope.message, Grant):  # every grant is answered, be it with an abort
+            try:
+                self._obey(client, envelope)
+            except RemoteProtocolError as error:
+                self._expel(client, str(error))
+        # all else was meant for a buffer that was here before, or came behind what the client was refused for
+
+    def _admit(self, client: _Client, entry: int) -> None:
+        if client.rank in self._world.gone or entry == client.entry:  # it knocked again before it heard the answer
             return
-        if not (client.is_open or isinstance(envelope.message, Open)):
-            return  # meant for a buffer that was here before
+        self._finish(client)
+        self._clients[client.rank] = _Client(client.rank, entry, is_open=True)
+        prioritized = self._store.alpha is not None
+        welcome = Welcome(entry, self._store.capacity, self._in_flight_max, prioritized)
+        self._tell(self._clients[client.rank], welcome)
+
+    def _expel(self, client: _Client, reason: str) -> None:
+        """Serve it no more, whatever it has sent behind that; this rank stays until it has heard so."""
+        self._tell(client, Refused(client.entry, reason))
+        was_done = client.is_done
+        self._finish(client)
+        client.is_refused, client.is_done = True, was_done
+
+    def _obey(self, client: _Client, envelope: Envelope[ReplayMessage]) -> None:
         match envelope.message:
-            case Open():
-                client.is_open = True
-                client.is_done = client.layout_sent = False  # it may have been here before
-                prioritized = self._store.alpha is not None
-                self._tell(client.rank, Welcome(self._store.capacity, self._in_flight_max, prioritized))
             case Declare() as message:
                 self._on_declare(client, message)
-            case Add() | Update() as message if message.nbytes and not message.data:
-                client.large.append(message)
-                self._receive_next(client)
             case Add() | Update() as message:
-                self._on_payload(client, message, np.frombuffer(message.data, np.uint8))
+                self._on_payload(client, message)
             case Draw() as message:
                 self._on_draw(client, message)
             case Withdraw(request):
@@ -259,6 +297,8 @@ class _Server:
             case Cancel(slot):
                 if slot in client.streams:
                     client.streams[slot].stop()
+            case Leaving():
+                client.is_leaving = True
             case Bye():
                 self._finish(client)
 
@@ -266,40 +306,60 @@ class _Server:
         try:
             layout = declared(message)
         except ValueError as error:
-            self._tell(client.rank, Refused(f"not a layout: {error}"))
-            return
+            raise RemoteProtocolError(f"not a layout: {error}", rank=client.rank) from error
         if self._layout is None:
-            self._layout = layout
+            self._layout, self._row_nbytes = layout, layout.nbytes
         difference = self._layout.difference(layout)
         if difference is not None:
-            self._tell(client.rank, Refused(f"its items are not like those that {self._name!r} holds: {difference}"))
+            self._expel(client, f"its items are not like those that {self._name!r} holds: {difference}")
+        client.has_declared = True
 
-    def _on_payload(self, client: _Client, message: Add | Update, payload: npt.NDArray[np.uint8]) -> None:
-        """Store the items of an ``Add``, or the priorities of an ``Update``."""
-        layout = self._layout
-        row_nbytes = 8 if isinstance(message, Update) else layout.nbytes if layout is not None else -1
-        has_priorities = isinstance(message, Update) or message.has_priorities
-        end = message.count * row_nbytes
-        if message.count < 0 or len(payload) != end + 8 * message.count * has_priorities or row_nbytes < 0:
-            self._fail(client, message.request, f"{len(payload)} bytes for {message.count} items of {row_nbytes} bytes")
+    def _on_payload(self, client: _Client, message: Add | Update) -> None:
+        """Take what came inside the message, and let come what is too large for that."""
+        if isinstance(message, Add) and not client.has_declared:
+            raise RemoteProtocolError(f"rank {client.rank} added items without saying what they are", rank=client.rank)
+        end, expected = self._sizes(message)
+        if message.count < 0 or message.nbytes != expected or len(message.data) not in (0, expected):
+            what = f"{message.nbytes} bytes, {len(message.data)} of them here, for {message.count} items"
+            raise RemoteProtocolError(f"rank {client.rank} sent {what}: {end} bytes and priorities", rank=client.rank)
+        if len(message.data) == expected:
+            self._store_payload(client, message, np.frombuffer(message.data, np.uint8))
             return
-        priorities = payload[end:].view(np.float64) if has_priorities else None
+        if len(client.large) == self._in_flight_max:
+            raise RemoteProtocolError(f"rank {client.rank} has more than {len(client.large)} adds under way")
+        client.large.append(message)
+        self._receive_next(client)
+
+    def _sizes(self, message: Add | Update) -> tuple[int, int]:
+        """Bytes of the rows or ids, and with the priorities behind them."""
+        if isinstance(message, Update):
+            return 8 * message.count, 16 * message.count
+        end = message.count * self._row_nbytes
+        return end, end + 8 * message.count * message.has_priorities
+
+    def _store_payload(self, client: _Client, message: Add | Update, payload: npt.NDArray[np.uint8]) -> None:
+        """Store the items of an ``Add``, or the priorities of an ``Update``."""
+        end, nbytes = self._sizes(message)
+        priorities = payload[end:].view(np.float64) if nbytes > end or isinstance(message, Update) else None
         if priorities is not None and not (np.isfinite(priorities) & (priorities >= 0)).all():
             self._fail(client, message.request, "a priority is not finite or below zero")
             return
-        if isinstance(message, Update):
-            assert priorities is not None
-            self._stale_update_count += self._store.update(payload[:end].view(np.int64), priorities)
-            client.answers.append((message.request, None))
+        rows = payload[:end].reshape(message.count, end // max(1, message.count))
+        try:
+            if isinstance(message, Update):
+                assert priorities is not None
+                self._stale_update_count += self._store.update(payload[:end].view(np.int64), priorities)
+            else:
+                self._store.add(rows, priorities)
+                self._added[client.rank] += message.count
+        except ValueError as error:  # a priority too large
+            self._fail(client, message.request, str(error))
             return
-        assert layout is not None
-        rows = payload[:end].reshape(message.count, row_nbytes)
-        self._store.add(rows, priorities)
-        client.added_count += message.count
-        client.answers.append((message.request, self._score_of(layout, rows)))
+        client.answers.append((message.request, self._score_of(rows) if isinstance(message, Add) else None))
 
-    def _score_of(self, layout: RowLayout, rows: npt.NDArray[np.uint8]) -> float | None:
-        value: object = None if self._score is None else self._score(layout.unpack(rows))
+    def _score_of(self, rows: npt.NDArray[np.uint8]) -> float | None:
+        assert self._layout is not None, "items without a layout"
+        value: object = None if self._score is None else self._score(self._layout.unpack(rows))
         if value is None:
             return None
         if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
@@ -315,27 +375,32 @@ class _Server:
             )
 
     async def _receive(self, client: _Client, message: Add | Update) -> None:
-        buffer = np.empty(message.nbytes, np.uint8)
         cancel = functools.partial(self._cancel, client.rank)
         try:
+            buffer = np.empty(message.nbytes, np.uint8)
             targets = split(buffer.data, CHUNK_NBYTES)
             async with self._world.slots.inbound(client.rank, targets, cancel) as stream:
                 grant = Grant(stream.slot, message.nbytes, CHUNK_NBYTES)
                 self._channel.send_nowait(grant, client.rank, round=message.request)
                 await stream.whole()
             self._world.stream_received_nbytes += message.nbytes
-            self._on_payload(client, message, buffer)
+            self._store_payload(client, message, buffer)
         except StreamAborted:
             self._fail(client, message.request, "withdrawn")
+        except (BusyError, MemoryError) as error:
+            reason = f"no room for {message.nbytes} bytes on rank {self._world.rank}: {error}"
+            self._fail(client, message.request, reason, later=True)
         except RankLostError:
             self._finish(client)
+        except RemoteProtocolError as error:
+            self._expel(client, str(error))
         finally:
             client.is_receiving = False
         self._receive_next(client)
         self._answer_all()
 
     def _cancel(self, rank: int, slot: int) -> None:
-        self._tell(rank, Cancel(slot))
+        self._send_nowait(rank, Cancel(slot))
 
     # -- drawing ----------------------------------------------------------------------------------------------------
 
@@ -345,6 +410,8 @@ class _Server:
             self._fail(client, message.request, reason)
         elif not self._store.size and not message.waits:
             self._fail(client, message.request, f"{self._name!r} holds nothing yet", later=True)
+        elif len(client.draws) == self._in_flight_max:
+            raise RemoteProtocolError(f"rank {client.rank} has more than {len(client.draws)} draws under way")
         else:
             client.draws.append(message)
 
@@ -362,9 +429,43 @@ class _Server:
             if client.answers:
                 requests, scores = zip(*client.answers, strict=True)
                 client.answers.clear()
-                self._tell(client.rank, Added(requests, scores))
-            while client.draws and (not client.draws[0].waits or client.draws[0].count <= self._store.size):
-                self._give(client, client.draws.popleft())
+                self._tell(client, Added(requests, scores))
+        more_may_come = self._more_may_come()
+        for client in self._clients.values():
+            if client.draws:
+                self._answer_draws(client, more_may_come)
+
+    def _answer_draws(self, client: _Client, more_may_come: bool) -> None:
+        """Give this client what there is for it. A large one goes alone: what waits to be granted takes memory here."""
+        size = self._store.size
+        waiting: deque[Draw] = deque()
+        for draw in client.draws:
+            if draw.waits and draw.count > size:
+                if more_may_come:
+                    waiting.append(draw)
+                else:
+                    reason = f"n is {draw.count}; {self._name!r} holds {size} items, and those who added have left"
+                    self._fail(client, draw.request, reason, later=True)
+            elif client.outgoing or client.streams:
+                waiting.append(draw)
+            else:
+                self._give(client, draw)
+        client.draws = waiting if client.is_open else deque()
+
+    def _more_may_come(self) -> bool:
+        """Whether anybody may add still. When others have left, who draws and has never added is taken not to.
+
+        Who has added is believed to go on: its draws may wait for another of its own tasks.
+        """
+        clients = self._clients.values()
+        some_have_left = any(client.is_done for client in clients)
+
+        def may_begin(client: _Client) -> bool:
+            if client.is_done or client.is_leaving or client.is_refused:
+                return False
+            return client.has_declared or not client.draws or not some_have_left
+
+        return any(client.large or client.is_receiving or may_begin(client) for client in clients)
 
     def _give(self, client: _Client, draw: Draw) -> None:
         assert self._layout is not None, "items without a layout"
@@ -376,17 +477,19 @@ class _Server:
             return
         if not client.layout_sent:
             client.layout_sent = True
-            self._tell(client.rank, declare(self._layout))
-        client.drawn_count += count
+            self._tell(client, declare(self._layout))
+        self._drawn[client.rank] += count
         parts = (drawn.rows.reshape(-1), drawn.ids.view(np.uint8), drawn.weights.view(np.uint8))
         payload = np.concatenate(parts)
         inline = len(payload) <= INLINE_NBYTES_MAX
         if not inline:
             client.outgoing[draw.request] = payload
-        self._tell(client.rank, Drawn(draw.request, count, len(payload), payload.tobytes() if inline else b""))
+        self._tell(client, Drawn(draw.request, count, len(payload), payload.tobytes() if inline else b""))
 
     def _on_grant(self, client: _Client, grant: Grant, request: int) -> None:
         check_grant(grant, client.rank)
+        if grant.slot in client.streams:
+            raise RemoteProtocolError(f"rank {client.rank} granted slot {grant.slot} twice", rank=client.rank)
         payload = client.outgoing.pop(request, None)
         chunks = []
         if payload is not None and grant.nbytes == len(payload):
@@ -404,13 +507,18 @@ class _Server:
             self._world.stream_sent_nbytes += stream.sent_nbytes
             if client.streams.get(slot) is stream:  # the slot may be in use again already
                 del client.streams[slot]
+        self._answer_all()
 
     # -- answering --------------------------------------------------------------------------------------------------
 
     def _fail(self, client: _Client, request: int, reason: str, *, later: bool = False) -> None:
-        self._tell(client.rank, Failed(request, later, reason))
+        self._tell(client, Failed(request, later, reason))
 
-    def _tell(self, rank: int, message: Any) -> None:
+    def _tell(self, client: _Client, message: Any) -> None:
+        if client.is_open:  # else it has left, or come again: its requests were another's
+            self._send_nowait(client.rank, message)
+
+    def _send_nowait(self, rank: int, message: Any) -> None:
         try:
             self._channel.send_nowait(message, rank)
         except RankLostError as error:

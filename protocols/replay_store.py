@@ -107,17 +107,18 @@ class RowLayout:
                 and tensor.shape[1:] == field.shape
             ):
                 return False
-            lengths.add(len(tensor))
+            lengths.add(tensor.shape[0])
         return len(lengths) == 1
 
     def pack(self, batch: Batch) -> Rows:
         """The rows of a batch of this layout: (items, ``nbytes``)."""
         columns = []
         for tensor, field in zip(_parts(batch)[1].values(), self.fields, strict=True):
+            count = tensor.shape[0]
             if tensor.numel():
-                columns.append(_as_bytes(tensor.detach().contiguous().view(len(tensor), -1)))
+                columns.append(_as_bytes(tensor.detach().contiguous().view(count, -1)))
             else:
-                columns.append(np.empty((len(tensor), field.nbytes), np.uint8))
+                columns.append(np.empty((count, field.nbytes), np.uint8))
         return columns[0] if len(columns) == 1 else np.concatenate(columns, axis=1)
 
     def unpack(self, rows: Rows) -> Batch:
@@ -231,7 +232,13 @@ class ReplayStore:
         Args:
             rows: (n, bytes of an item); of more than ``capacity`` the last stay.
             priorities: float64 (n,), finite and not negative.
+
+        Raises:
+            ValueError: a priority is too large to be raised to alpha and summed up; nothing is stored.
         """
+        if not len(rows):
+            return
+        powers = None if self._priorities is None or priorities is None else self._powers(priorities)
         if self._rows is None:
             self._rows = np.zeros((self.capacity, rows.shape[1]), np.uint8)
         first = self.added_count
@@ -245,10 +252,10 @@ class ReplayStore:
         places = np.arange(first + skipped, self.added_count) % self.capacity
         self._rows[places] = rows[skipped:]
         if self._priorities is not None:
-            if priorities is None:
+            if powers is None:
                 self._priorities.set(places, self._largest)
             else:
-                self._set_priorities(places, priorities[skipped:])
+                self._set_priorities(places, powers[skipped:])
 
     def sample(self, n: int, *, beta: float = 0.4) -> Drawn:
         """Draw ``n`` items with replacement; there is at least one.
@@ -269,23 +276,36 @@ class ReplayStore:
         return Drawn(ids, weights, self._rows[places])
 
     def update(self, ids: npt.NDArray[np.int64], priorities: npt.NDArray[np.float64]) -> int:
-        """Give items new priorities, float64 (n,); how many of them are gone already, or never were."""
+        """Give items new priorities, float64 (n,); how many of them are gone already, or never were.
+
+        Raises:
+            ValueError: as ``add``; none is changed.
+        """
         known = (ids >= self.evicted_count) & (ids < self.added_count)
         if self._priorities is not None:
-            self._set_priorities(ids[known] % self.capacity, priorities[known])
+            self._set_priorities(ids[known] % self.capacity, self._powers(priorities[known]))
         return int(len(ids) - known.sum())
 
-    def _set_priorities(self, places: npt.NDArray[np.int64], priorities: npt.NDArray[np.float64]) -> None:
-        assert self._priorities is not None and self.alpha is not None, "uniform sampling has no priorities"
-        if len(places):
+    def _powers(self, priorities: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """priority^alpha, small enough that a store full of them has a sum."""
+        assert self.alpha is not None, "uniform sampling has no priorities"
+        with np.errstate(over="ignore"):
             powers = np.power(priorities, self.alpha)
+        too_large = priorities[powers > np.finfo(np.float64).max / (2 * self.capacity)]
+        if len(too_large):
+            raise ValueError(f"a priority is {float(too_large[0])!r}; {self.capacity} of it^{self.alpha} have no sum")
+        return np.asarray(powers, np.float64)
+
+    def _set_priorities(self, places: npt.NDArray[np.int64], powers: npt.NDArray[np.float64]) -> None:
+        assert self._priorities is not None, "uniform sampling has no priorities"
+        if len(places):
             self._largest = max(self._largest, float(powers.max()))
             self._priorities.set(places, powers)
 
     def _weights(self, places: npt.NDArray[np.int64], beta: float) -> npt.NDArray[np.float64]:
         """(size * chance)^-beta, over the same of the least likely item that has a chance at all."""
         assert self._priorities is not None
-        smallest = self._priorities.smallest(self.size)
+        smallest = self._priorities.smallest()
         return np.asarray((smallest / self._priorities.of(places)) ** beta, np.float64)
 
 
@@ -297,6 +317,7 @@ class _Priorities:
         self._values = np.zeros((block_count, _BLOCK))
         self._flat = self._values.reshape(-1)
         self._sums = np.zeros(block_count)
+        self._smallest = np.full(block_count, np.inf)
 
     def of(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         return self._flat[places]
@@ -304,13 +325,13 @@ class _Priorities:
     def set(self, places: npt.NDArray[np.int64], values: Any) -> None:
         self._flat[places] = values
         blocks = np.unique(places // _BLOCK)
-        self._sums[blocks] = self._values[blocks].sum(axis=1)
+        changed = self._values[blocks]
+        self._sums[blocks] = changed.sum(axis=1)
+        self._smallest[blocks] = np.where(changed > 0, changed, np.inf).min(axis=1)
 
-    def smallest(self, size: int) -> float:
-        """The smallest above zero; 1 if there is none."""
-        held = self._flat[:size]
-        held = held[held > 0]
-        return float(held.min()) if len(held) else 1.0
+    def smallest(self) -> float:
+        """The smallest above zero; infinite if there is none."""
+        return float(self._smallest.min())
 
     def draw(self, at: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
         """The places at these fractions (0 to 1) of the total; if all are zero, nothing is likelier than another."""
@@ -320,7 +341,8 @@ class _Priorities:
         wanted = at * bounds[-1]
         blocks = np.minimum(np.searchsorted(bounds, wanted, side="right"), np.flatnonzero(self._sums)[-1])
         inside = np.cumsum(self._values[blocks], axis=1)
-        rest = wanted - (bounds[blocks] - self._sums[blocks])
+        # From where the block before ended, to the bit: below it, the first place would be meant, chance or none.
+        rest = wanted - np.concatenate(([0.0], bounds))[blocks]
         # Rounding may put a number a hair beyond its block's end; the last place with a chance is meant then.
         columns = (inside <= rest[:, None]).sum(axis=1)
         last = _BLOCK - 1 - (self._values[blocks][:, ::-1] > 0).argmax(axis=1)

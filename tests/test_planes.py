@@ -128,3 +128,18 @@ def test_a_bulk_plane_that_does_not_exist_is_named() -> None:
         ad.run(main, bulk="nccl")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="bulk='torch' needs a transport between processes, not 'local'"):
         ad.run(main, transport="local", bulk="torch")
+
+
+def test_a_plane_that_does_not_close_does_not_keep_the_other_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, transport = planes(2)
+    closed: list[str] = []
+
+    def refuse() -> None:
+        raise TransportError("bulk is stuck")
+
+    for how in ("close", "close_failed"):
+        monkeypatch.setattr(transport._bulk, how, refuse)
+        monkeypatch.setattr(transport._control, how, lambda how=how: closed.append(how))
+        with pytest.raises(TransportError, match="bulk is stuck"):
+            getattr(transport, how)()
+    assert closed == ["close", "close_failed"]

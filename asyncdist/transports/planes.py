@@ -98,12 +98,16 @@ class TwoPlaneTransport(Transport):
         self._control.abort(exit_code)
 
     def close(self) -> None:
-        self._bulk.close()
-        self._control.close()
+        try:
+            self._bulk.close()
+        finally:
+            self._control.close()
 
     def close_failed(self) -> None:
-        self._bulk.close_failed()
-        self._control.close_failed()
+        try:
+            self._bulk.close_failed()
+        finally:
+            self._control.close_failed()
 
     def set_doorbell(self, ring: Callable[[], None]) -> None:
         self._control.set_doorbell(ring)

@@ -1,0 +1,254 @@
+"""Replay buffers when somebody leaves, comes again, dies, comes late, or says what none of ours would say."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from test_replay_buffer import on_ranks, run
+
+import asyncdist as ad
+from asyncdist.simulation.faults import Kill
+from asyncdist.streams import CHUNK_NBYTES, Grant
+from protocols import ReplayBuffer, replay_messages, replay_server, serve_replay_buffer
+
+# -- draws that wait --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_draw_fails_when_those_who_add_have_left(seed: int, dies: bool) -> None:
+    """Two learners ask for more than will ever come; one actor leaves, the other one leaves or dies."""
+
+    async def client(world: ad.World, buffer: ReplayBuffer) -> int:
+        if world.rank in (0, 1):
+            await buffer.add(torch.zeros(5, 2))
+            while world.rank == 1 and dies:
+                await world.sleep(0.01)
+            return 0
+        with pytest.raises(ad.BusyError, match=r"n is 100; 'replay' holds 10 items, and those who added have left"):
+            await buffer.sample(100)
+        return len((await buffer.sample(10)).ids)
+
+    faults = [Kill(1, at_s=0.5)] if dies else []
+    report = ad.simulate(on_ranks(5, client), ranks=5, seed=seed, faults=faults, strict=not dies)
+    assert [report.results[2], report.results[3]] == [10, 10]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_client_that_leaves_is_not_kept_by_its_own_draw(seed: int) -> None:
+    """While it is in the block its other tasks may add; when it leaves, what they still add comes first."""
+    draws: list[asyncio.Task[Any]] = []
+
+    async def client(world: ad.World, buffer: ReplayBuffer) -> None:
+        draws.extend(asyncio.create_task(buffer.sample(n)) for n in (30, 31))
+        for _ in range(30):
+            world.spawn(buffer.add(torch.zeros(1, 2)))
+        await asyncio.sleep(0)
+
+    report = ad.simulate(on_ranks(2, client, in_flight_max=2), ranks=2, seed=seed, strict=True)
+    report.value()
+    assert report.results[1].added == {0: 30}
+    enough, too_many = draws
+    assert len(enough.result().ids) == 30
+    assert isinstance(too_many.exception(), ad.BusyError)
+
+
+def test_a_draw_of_what_there_is_does_not_wait_behind_another() -> None:
+    async def client(world: ad.World, buffer: ReplayBuffer) -> list[int]:
+        await buffer.add(torch.zeros(2, 2))
+        waiting = asyncio.create_task(buffer.sample(5))
+        await asyncio.sleep(0)
+        found = [len((await buffer.sample(9, wait=False)).ids), len((await buffer.sample(2)).ids)]
+        await buffer.add(torch.zeros(3, 2))
+        return [*found, len((await waiting).ids)]
+
+    assert run(2, client)[0] == [2, 2, 5]
+
+
+def test_large_draws_take_the_servers_memory_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 0
+    give = replay_server._Server._give
+
+    def counting(server: Any, client: Any, draw: Any) -> None:
+        nonlocal most
+        give(server, client, draw)
+        most = max(most, len(client.outgoing) + len(client.streams))
+
+    monkeypatch.setattr(replay_server._Server, "_give", counting)
+
+    async def client(world: ad.World, buffer: ReplayBuffer) -> int:
+        await buffer.add(torch.arange(20_000))
+        samples = await asyncio.gather(*(buffer.sample(20_000) for _ in range(10)))
+        return len({tuple(sample.batch[:10].tolist()) for sample in samples})
+
+    assert run(2, client, capacity=20_000)[0] == 10
+    assert most == 1
+
+
+# -- entering and leaving ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_flight_max", [1, 64])
+def test_a_server_that_begins_late_is_not_flooded_by_knocks(in_flight_max: int) -> None:
+    async def main(world: ad.World) -> Any:
+        if world.rank == 1:
+            await world.sleep(3000)
+            return await serve_replay_buffer([0], capacity=5, in_flight_max=in_flight_max)
+        async with ReplayBuffer(1, start_timeout_s=6000) as buffer:
+            await buffer.add(torch.zeros(1))
+        return None
+
+    report = ad.simulate(main, ranks=2, seed=1, strict=True)
+    report.value()
+    assert report.results[1].added == {0: 1}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_one_stay_left_behind_does_not_answer_the_next_one(seed: int) -> None:
+    """The large add of the first stay is given up; its answer once became that of the second one's first request."""
+
+    async def main(world: ad.World) -> Any:
+        if world.rank == 2:
+            return await serve_replay_buffer([0, 1], capacity=100_000, score=lambda batch: float(len(batch)))
+        if world.rank == 1:
+            async with ReplayBuffer(2):
+                await world.sleep(1)
+            return None
+        adding: list[asyncio.Task[Any]] = []
+        with contextlib.suppress(KeyError):
+            async with ReplayBuffer(2) as buffer:
+                adding = [asyncio.create_task(buffer.add(torch.zeros(30_000, 2))) for _ in range(2)]
+                await world.sleep(0.00001 * seed)
+                raise KeyError
+        async with ReplayBuffer(2) as buffer:
+            scores = [await buffer.add(torch.zeros(count, 2)) for count in (1, 20_000, 2)]
+        await asyncio.wait(adding)
+        assert all(task.exception() is None or isinstance(task.exception(), ad.ClosedError) for task in adding)
+        return scores
+
+    report = ad.simulate(main, ranks=3, seed=seed, strict=True)
+    report.value()
+    assert report.results[0] == [1.0, 20_000.0, 2.0]
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("fails", [False, True])
+def test_leaving_while_large_items_come(seed: int, fails: bool) -> None:
+    """In order, the block waits for the draw; by an exception, the draw is told. ``strict`` names a slot left over."""
+
+    async def client(world: ad.World, buffer: ReplayBuffer) -> int:
+        await buffer.add(torch.zeros(50_000, 2))
+        drawing = asyncio.create_task(buffer.sample(50_000))
+        await world.sleep(0.0001 * seed)
+        with contextlib.suppress(KeyError):
+            async with contextlib.AsyncExitStack() as stack:
+                other = await stack.enter_async_context(ReplayBuffer(1, name="b"))
+                await other.add(torch.zeros(50_000, 2))
+                drawing_there = asyncio.create_task(other.sample(50_000))
+                await world.sleep(0.0001 * seed)
+                if fails:
+                    raise KeyError
+        await asyncio.wait([drawing_there])
+        error = drawing_there.exception()
+        assert error is None or (fails and isinstance(error, ad.ClosedError)), error
+        return len((await drawing).ids)
+
+    async def main(world: ad.World) -> Any:
+        if world.rank == 0:
+            async with ReplayBuffer(1) as buffer:
+                return await client(world, buffer)
+        serving = (serve_replay_buffer([0], capacity=50_000, name=name) for name in ("replay", "b"))
+        return await asyncio.gather(*serving)
+
+    report = ad.simulate(main, ranks=2, seed=seed, strict=True)
+    report.value()
+    assert report.results[0] == 50_000
+
+
+def test_clients_of_a_server_that_gives_up_are_told_why() -> None:
+    async def main(world: ad.World) -> None:
+        if world.rank == 1:
+            serving = asyncio.create_task(serve_replay_buffer([0], capacity=5, score=lambda _: 1 / 0))
+            with pytest.raises(ZeroDivisionError):
+                await serving
+            await world.sleep(0.01)
+        else:
+            with pytest.raises(ad.ClosedError, match="ended before its clients: ZeroDivisionError division by zero"):
+                async with ReplayBuffer(1) as buffer:
+                    await buffer.add(torch.zeros(1))
+        await ad.barrier()
+
+    ad.run_local(main, ranks=2)
+
+
+# -- what none of ours says -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_items_unlike_the_others_are_not_stored_behind_the_refusal(seed: int) -> None:
+    """They are as long as the others', so that nothing but their declaration tells them apart."""
+
+    async def client(world: ad.World, buffer: ReplayBuffer) -> None:
+        if world.rank == 1:
+            await buffer.add(torch.ones(3))
+            await world.sleep(1)
+            sample = await buffer.sample(50, wait=False)
+            assert (sample.batch == 1).all()
+            return
+        await world.sleep(0.5)
+        with pytest.raises(ad.DisagreementError, match="int32"):
+            await asyncio.gather(*(buffer.add(torch.ones(1, dtype=torch.int32)) for _ in range(5)))
+
+    report = ad.simulate(on_ranks(3, client), ranks=3, seed=seed, strict=True)
+    report.value()
+    assert report.results[2].added == {0: 0, 1: 3}
+
+
+@pytest.mark.parametrize(
+    ("hostile", "words"),
+    [
+        ([replay_messages.Add(0, 1, False, 1 << 60, b"")], "1152921504606846976 bytes"),
+        ([replay_messages.Add(0, -1, False, -8, b"")], "-8 bytes"),
+        ([replay_messages.Update(0, 1 << 58, 1 << 60, b"")], "1152921504606846976 bytes"),
+        ([replay_messages.Draw(number, 900, 0.4, True) for number in range(5)], "more than 4 draws under way"),
+        ([replay_messages.Add(number, 9000, False, 72_000, b"") for number in range(6)], "more than 4 adds"),
+        ([replay_messages.Declare("list", ("a",), ("float32",), ((1,),))], "not a layout"),
+        ([Grant(-1, 8, CHUNK_NBYTES)], "granted Grant"),
+    ],
+)
+def test_a_hostile_client_is_refused_and_the_others_are_served(hostile: list[Any], words: str) -> None:
+    async def client(world: ad.World, buffer: ReplayBuffer) -> None:
+        await buffer.add(torch.ones(1, 2))
+        await ad.barrier(group=await ad.new_group([0, 1]))
+        if world.rank == 0:
+            assert buffer._channel is not None
+            for message in hostile:
+                buffer._channel.send_nowait(message, 2)
+            with pytest.raises(ad.DisagreementError, match=words):
+                while True:
+                    await buffer.add(torch.zeros(1, 2))
+        await ad.barrier(group=await ad.new_group([0, 1]))
+        if world.rank == 1:
+            await buffer.add(torch.ones(5, 2))
+            assert len((await buffer.sample(6)).ids) == 6
+
+    *_, statistics = ad.run_local(on_ranks(3, client, in_flight_max=4), ranks=3)
+    assert statistics.added[1] == 6
+
+
+def test_priorities_of_any_floating_dtype_and_those_too_large() -> None:
+    async def client(world: ad.World, buffer: ReplayBuffer) -> list[int]:
+        await buffer.add(torch.arange(3), priorities=torch.tensor([0, 1, 0], dtype=torch.bfloat16, requires_grad=False))
+        with pytest.raises(ad.LocalProtocolError, match=r"a priority is 1e\+200; 1000 of it\^2\.0 have no sum"):
+            await buffer.add(torch.arange(1), priorities=[1e200])
+        with pytest.raises(ad.LocalProtocolError, match=r"a priority is 1e\+200"):
+            await buffer.update_priorities([0], [1e200])
+        return (await buffer.sample(9, wait=False)).batch.tolist()
+
+    found, statistics = run(2, client, prioritized=True, alpha=2.0)
+    assert set(found) == {1}
+    assert statistics.added == {0: 3}
