@@ -56,7 +56,12 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     run.add_argument("-n", "--ranks", type=_count, required=True, metavar="RANKS", help="how many processes")
-    run.add_argument("--transport", choices=("mpi", "torch"), default="mpi", help="what they talk over (default: mpi)")
+    run.add_argument(
+        "--transport",
+        default="mpi",
+        metavar="mpi|torch|torch:BACKEND",
+        help="what they talk over (default: mpi); torch means torch:gloo",
+    )
     run.add_argument("--mpi", choices=launch.FLAVOURS, help="which MPI, where two are installed")
     run.add_argument(
         "--threads-per-rank",
@@ -159,7 +164,15 @@ def _run(options: argparse.Namespace) -> int:
     """Returns the exit code, where it does not become mpirun."""
     script, arguments, ranks, threads = options.script, options.arguments, options.ranks, options.threads_per_rank
     environ = launch.environment()
-    if options.transport == "mpi":
+    try:
+        transport, backend = launch.split_transport(options.transport, what="--transport", allowed=("mpi", "torch"))
+        if backend != launch.TORCH_BACKEND:
+            from asyncdist.transports.torch import check_backend  # imports torch, to say what is wrong
+
+            check_backend(backend)
+    except ValueError as error:
+        raise launch.LaunchError(str(error)) from error
+    if transport == "mpi":
         mpirun.run(script, arguments, ranks=ranks, mpi=options.mpi, threads=threads, environ=environ)
     if options.mpi is not None:
         raise launch.LaunchError(f"--mpi {options.mpi} is for --transport mpi")

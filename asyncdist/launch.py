@@ -29,6 +29,8 @@ FLAVOURS: Final[tuple[Flavour, ...]] = ("openmpi", "mpich")
 #: Overrides ``transport="auto"``.
 TRANSPORT_VARIABLE: Final = "ASYNCDIST_TRANSPORT"
 _TRANSPORTS: Final = ("auto", "local", "mpi", "torch")
+#: Of torch.distributed: the one whose messages have tags, and can be awaited from both ends.
+TORCH_BACKEND: Final = "gloo"
 #: What torch.distributed needs, and torchrun sets.
 TORCH_VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: Size, rank, and the same on this host.
@@ -61,12 +63,34 @@ class Launch:
         expected_size: The number of ranks the launcher says it started; None when it does not say.
         rank: This process's rank by the launcher.
         source: The variable that told, or ``"no launcher"``.
+        backend: Of torch.distributed, where that is the transport; the torch transport says whether it will do.
     """
 
     transport: Literal["mpi", "torch", "local"]
     expected_size: int | None
     rank: int
     source: str
+    backend: str = TORCH_BACKEND
+
+
+def split_transport(name: str, *, what: str = "transport", allowed: Sequence[str] = _TRANSPORTS) -> tuple[str, str]:
+    """A transport as users name it: which one, and torch's backend, as in ``"torch:gloo"``.
+
+    Args:
+        name: what the user wrote.
+        what: what named it, for the error.
+        allowed: the names without a backend.
+
+    Raises:
+        ValueError: there is no such transport.
+    """
+    transport, colon, backend = str(name).partition(":")
+    if transport not in allowed or (colon and not (transport == "torch" and backend)):
+        raise ValueError(
+            f"{what} is {name!r}; allowed are {', '.join(map(repr, allowed))}, "
+            f"and 'torch:BACKEND', which is 'torch:{TORCH_BACKEND}'"
+        )
+    return transport, backend or TORCH_BACKEND
 
 
 def detect(environ: Mapping[str, str] = os.environ, *, wanted: str = "auto") -> Launch:
@@ -86,9 +110,9 @@ def detect(environ: Mapping[str, str] = os.environ, *, wanted: str = "auto") -> 
         ValueError: variables are no numbers, or missing, or contradict each other; one error names all of them.
     """
     if wanted == "auto":
-        wanted = environ.get(TRANSPORT_VARIABLE) or "auto"
-        if wanted not in _TRANSPORTS:
-            raise ValueError(f"{TRANSPORT_VARIABLE} is {wanted!r}; allowed are {', '.join(map(repr, _TRANSPORTS))}")
+        wanted, backend = split_transport(environ.get(TRANSPORT_VARIABLE) or "auto", what=TRANSPORT_VARIABLE)
+    else:
+        wanted, backend = split_transport(wanted)
     variables = _Variables(environ)
     if wanted == "local":
         return Launch("local", 1, 0, "no launcher")
@@ -99,7 +123,7 @@ def detect(environ: Mapping[str, str] = os.environ, *, wanted: str = "auto") -> 
     else:
         launch = _detect_any(variables)
     variables.check()
-    return launch
+    return dataclasses.replace(launch, backend=backend)
 
 
 def _detect_any(variables: _Variables) -> Launch:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("asyncdist.runtime")
 
 T = TypeVar("T")
-TransportName: TypeAlias = Literal["auto", "local", "mpi", "torch"]
+TransportName: TypeAlias = Literal["auto", "local", "mpi", "torch", "torch:gloo"]
 #: What may carry the streams of tensors beside another transport.
 BulkName: TypeAlias = Literal["mpi", "torch"]
 LoopName: TypeAlias = Literal["uvloop", "asyncio"]
@@ -88,7 +88,8 @@ def run(
     Args:
         main: a coroutine function; its first argument is the :class:`World`.
         transport: ``"mpi"``, ``"torch"``, ``"local"``, or ``"auto"``: MPI under an MPI launcher, torch under torchrun
-            or where RANK, WORLD_SIZE and MASTER_ADDR say so, else local.
+            or where RANK, WORLD_SIZE and MASTER_ADDR say so, else local. ``"torch:BACKEND"`` names a backend of
+            torch.distributed; ``"torch"`` means gloo, the one that carries messages.
         bulk: the transport for streams of tensors, ``"mpi"`` or ``"torch"``, where it is to be another one than for
             messages. Both number the ranks alike; started by mpirun, torch's ranks meet through MPI.
         ranks: with ``"local"``, how many ranks to host on one loop of this process; rank 0's value is returned.
@@ -522,11 +523,11 @@ def _loop_of(name: LoopName | None) -> Iterator[asyncio.AbstractEventLoop]:
 def _open_transport(name: str, bulk: str | None, started: launch.Launch) -> Transport:
     """The transport, or both."""
     if bulk is None or bulk == name:
-        return _open_mpi(started) if name == "mpi" else _open_torch(None)
+        return _open_mpi(started) if name == "mpi" else _open_torch(None, started.backend)
     from asyncdist.transports.planes import TwoPlaneTransport
 
     mpi = _open_mpi(started)
-    torch_transport = _open_torch(mpi)
+    torch_transport = _open_torch(mpi, started.backend)
     bulk_tags = range(tags.BULK_FIRST, tags.BULK_LAST + 1)
     if name == "mpi":
         return TwoPlaneTransport(mpi, torch_transport, bulk_tags)
@@ -546,11 +547,12 @@ def _open_mpi(started: launch.Launch) -> MpiTransport:
     return transport
 
 
-def _open_torch(mpi: MpiTransport | None) -> Transport:
+def _open_torch(mpi: MpiTransport | None, backend: str) -> Transport:
     """torch.distributed. Its ranks meet where the user's process group did, or its variables say, or through MPI."""
     from asyncdist.transports.meeting import is_group_initialised
-    from asyncdist.transports.torch import TorchTransport
+    from asyncdist.transports.torch import TorchTransport, check_backend
 
+    check_backend(backend)
     if is_group_initialised():
         return TorchTransport(None, launch.torch_job())
     if mpi is None or launch.names_torch_rendezvous():
@@ -580,8 +582,7 @@ def _check_options(
     _check_bulk(bulk, transport)
     if not inspect.iscoroutinefunction(main):
         raise TypeError(f"main must be a coroutine function (async def), not {main!r}")
-    if transport not in ("auto", "local", "mpi", "torch"):
-        raise ValueError(f"transport is {transport!r}; allowed are 'auto', 'local', 'mpi', 'torch'")
+    transport, _ = launch.split_transport(transport)
     if ranks is not None and (type(ranks) is not int or ranks < 1):
         raise ValueError(f"ranks is {ranks!r}; at least 1 is needed")
     if ranks is not None and transport != "local":

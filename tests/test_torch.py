@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 import socket
+import subprocess
+import sys
+from typing import Any, cast
 
 import pytest
 from support.torchrun import Result, rank_environment, run_ranks, run_source, run_torchrun
 
+import asyncdist as ad
 from asyncdist import launch
 from asyncdist.errors import RankLostError, TruncationError
 from asyncdist.transports.base import ANY_SOURCE
@@ -285,6 +289,53 @@ def test_the_rendezvous_is_what_torchrun_says() -> None:
     again = {"TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_RESTART_COUNT": "1"}
     jobs = [launch.torch_job(environ), launch.torch_job({**environ, **again, "TORCHELASTIC_RESTART_COUNT": "0"})]
     assert len({*jobs, launch.torch_job({**environ, **again})}) == 3
+
+
+# ------------------------------------------------------------------------------------------------------------ backends
+
+
+NOT_THESE = [
+    ("nccl", "NCCL ignores tags"),
+    ("tcp", "this torch has registered gloo, nccl"),
+    ("mpi", "whose messages nothing here can await"),
+]
+
+
+@pytest.mark.parametrize(("backend", "words"), NOT_THESE)
+def test_a_backend_that_carries_no_messages_is_refused(
+    backend: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main(world: ad.World) -> None:
+        raise AssertionError
+
+    with pytest.raises(ValueError, match=f"transport is 'torch:{backend}'.*{words}.*messages is gloo") as caught:
+        ad.run(main, transport=cast("Any", f"torch:{backend}"))
+    monkeypatch.setenv("ASYNCDIST_TRANSPORT", f"torch:{backend}")
+    with pytest.raises(ValueError, match=words) as by_variable:
+        ad.run(main)
+    assert str(by_variable.value) == str(caught.value)
+
+
+@pytest.mark.parametrize(("backend", "words"), NOT_THESE)
+def test_the_command_refuses_it_before_anything_starts(backend: str, words: str) -> None:
+    command = [sys.executable, "-m", "asyncdist", "run", "--transport", f"torch:{backend}", "-n", "2", "missing.py"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert words in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "launched"), [("torch", "torch"), ("torch:gloo", "torch"), ("mpi", "mpi"), ("local", "local")]
+)
+def test_torch_means_gloo(name: str, launched: str) -> None:
+    for found in (launch.detect({}, wanted=name), launch.detect({launch.TRANSPORT_VARIABLE: name})):
+        assert (found.transport, found.backend) == (launched, "gloo")
+
+
+@pytest.mark.parametrize("name", ["torch:", "mpi:gloo", "local:gloo", ":gloo"])
+def test_a_backend_of_nothing_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"transport is '{name}'; allowed are"):
+        launch.detect({}, wanted=name)
 
 
 # ------------------------------------------------------------------------------------------------------------- matching

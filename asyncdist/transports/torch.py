@@ -37,6 +37,28 @@ logger = logging.getLogger("asyncdist.transports.torch")
 #: How long the ranks wait for each other at the start.
 START_TIMEOUT_S = 300.0
 _GROUP_TIMEOUT: Final = timedelta(seconds=60)
+_GLOO_ALONE: Final = "The backend that carries messages is gloo: 'torch:gloo', or 'torch'"
+
+
+def check_backend(name: str) -> None:
+    """Refuse a backend of torch.distributed that carries no messages.
+
+    Raises:
+        ValueError: it is not gloo; says what is wrong with it.
+    """
+    if name == "gloo":
+        return
+    registered = [known for known in dist.Backend.backend_list if known != dist.Backend.UNDEFINED]
+    if name not in registered:
+        raise ValueError(
+            f"transport is 'torch:{name}'; this torch has registered {', '.join(registered)}. {_GLOO_ALONE}"
+        )
+    if name == "nccl":
+        raise ValueError(
+            "transport is 'torch:nccl', but NCCL ignores tags and matches messages by the order of issue, so it cannot "
+            f"carry channels. {_GLOO_ALONE}"
+        )
+    raise ValueError(f"transport is 'torch:{name}', whose messages nothing here can await. {_GLOO_ALONE}")
 
 
 class TorchTransport(Transport):
