@@ -66,6 +66,15 @@ def test_bandwidth(scratch: Path, transport: str) -> None:
         assert figures["ratio"] == pytest.approx(figures["ours_gb_s"] / figures["raw_gb_s"])
 
 
+@pytest.mark.parametrize("transport", ["mpi", "torch"])
+def test_beside(scratch: Path, transport: str) -> None:
+    results = bench("beside", scratch, "--transport", transport)
+    assert results.pop("transport") == transport
+    assert results["beside"]["count"] == results["alone"]["count"] >= 2
+    for figures in (results["beside"], results["alone"]):
+        assert 0 < figures["median_ms"] <= figures["p95_ms"] <= figures["max_ms"]
+
+
 @pytest.mark.parametrize("name", ["step", "one-sided"])
 def test_step(name: str, scratch: Path) -> None:
     results = bench(name, scratch)

@@ -29,6 +29,7 @@ from rich.table import Table
 NAMES: Final = (
     "latency",
     "bandwidth",
+    "beside",
     "step",
     "one-sided",
     "round",
