@@ -36,6 +36,9 @@ HOT_PASS_COUNT: Final = 100
 TRANSFER_HOT_S: Final = 0.004
 WARM_SLEEP_S: Final = 20e-6
 WARM_PASS_COUNT: Final = 20
+#: Where threads of the transport move the bytes: how long after the last step of a transfer training code gives them
+#: the core and the GIL at its safe points. As long as two chunks take; a receive that waits for ever costs nothing.
+TRANSFER_GIVES_S: Final = 0.01
 IDLE_PERIOD_S: Final = 0.001
 #: Where the transport rings, a slow look all the same: a wake-up may be missed (ucxx#30), and not all requests are
 #: messages.
@@ -125,6 +128,8 @@ class Engine:
         self._abandoned: dict[tuple[int, int], deque[_Abandoned]] = {}
         self._wakes = transport.capabilities.wakes
         self._misses_wakes = transport.capabilities.misses_wakes
+        self._has_threads = transport.capabilities.rings_from_threads
+        self._transferred_at = 0.0
         self._context = contextvars.copy_context()
         self._rung = False
         transport.set_doorbell(self._ring_from_a_thread if transport.capabilities.rings_from_threads else self.ring)
@@ -167,6 +172,8 @@ class Engine:
                 raise
             operation.finish(error)
         completed = len(operations) - len(pending)
+        if completed and self._has_threads:
+            self._transferred_at = time.perf_counter()
         self._request_count += completed
         self._operations = pending + self._operations if self._operations else pending
         return completed
@@ -182,6 +189,7 @@ class Engine:
         completed = self.poll()
         await yield_to_loop()
         if not completed:
+            self._give_core()
             return
         deadline = now() + budget_s
         talk_pass_count = 0
@@ -192,6 +200,11 @@ class Engine:
             talk_pass_count += self._request_count == requests
             await yield_to_loop()
         await yield_to_loop()
+
+    def _give_core(self) -> None:
+        """Let the transport's threads run, where a transfer is under way: a loop of safe points would starve them."""
+        if self._has_threads and self._operations and time.perf_counter() - self._transferred_at < TRANSFER_GIVES_S:
+            time.sleep(WARM_SLEEP_S)
 
     async def drain(self) -> None:
         """Take in everything that has arrived: what must happen before a deadline is judged after a gap.
@@ -217,6 +230,8 @@ class Engine:
         try:
             if not request.test():
                 self._operations.append(operation)
+                if self._has_threads:
+                    self._transferred_at = time.perf_counter()
                 self.wake()
                 return
             error = None
