@@ -550,9 +550,9 @@ def _open_mpi(started: launch.Launch) -> MpiTransport:
 def _open_torch(mpi: MpiTransport | None, backend: str) -> Transport:
     """torch.distributed. Its ranks meet where the user's process group did, or its variables say, or through MPI."""
     from asyncdist.transports.meeting import is_group_initialised
-    from asyncdist.transports.torch import TorchTransport, check_backend
+    from asyncdist.transports.torch import TorchTransport
 
-    check_backend(backend)
+    check_torch_backend(backend)
     if is_group_initialised():
         return TorchTransport(None, launch.torch_job())
     if mpi is None or launch.names_torch_rendezvous():
@@ -560,6 +560,13 @@ def _open_torch(mpi: MpiTransport | None, backend: str) -> Transport:
     address, port = mpi.said_by_rank_0(f"{mpi.own_address()} {launch.find_free_port()}").split()
     place = launch.TorchRendezvous(mpi.rank, mpi.size, address, int(port), is_store_served=False)
     return TorchTransport(place, launch.torch_job())
+
+
+def check_torch_backend(backend: str) -> None:
+    """Raise ValueError, which says why, for a backend of torch.distributed that carries no messages."""
+    from asyncdist.transports.torch import check_backend
+
+    check_backend(backend)
 
 
 def _limit_threads() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import itertools
 import random
 import zlib
 from collections import Counter
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from asyncdist.errors import AsyncdistError, TruncationError
-from asyncdist.transports.base import ANY_SOURCE
+from asyncdist.transports.base import ANY_SOURCE, Request
 from conformance.endpoint import Endpoint
 
 EAGER = 65536
@@ -358,6 +360,54 @@ async def case_a_cancelled_receive_is_tested_to_its_end(end: Endpoint) -> None:
     await end.barrier()
     await end.send(b"after", end.right)
     assert await end.receive(10, end.left) == (b"after", end.left)
+
+
+async def case_receives_cancelled_at_random_among_messages_of_all_sizes(end: Endpoint) -> None:
+    """Which receive gets which message is settled by the order of posting alone, whatever is taken back meanwhile."""
+    count, window = 200, 6
+    draw = random.Random(700 + end.rank)
+    sizes = (4, 100, 20_000, 90_000, 200_000)
+    posted: dict[int, tuple[Request, bytearray]] = {}
+    contents: dict[int, bytes] = {}
+    cancelled = []
+
+    async def send() -> None:
+        draw_size = random.Random(800 + end.rank)
+        for i in range(count):
+            await end.send(payload(end.rank, i, nbytes=draw_size.choice(sizes)), end.right)
+            await asyncio.sleep(0.002 if i % 3 == 0 else 0)  # the receiver is ahead at times, and behind at others
+
+    def on_done(place: int, error: AsyncdistError | None) -> None:
+        assert error is None
+        request, buffer = posted.pop(place)
+        if request.cancelled:
+            cancelled.append(place)
+        else:
+            contents[place] = bytes(buffer[: request.nbytes])
+
+    async def receive() -> None:
+        for place in itertools.count():
+            if len(contents) == count:
+                break
+            buffer, source = bytearray(sizes[-1]), ANY_SOURCE if draw.random() < 0.03 else end.left
+            request = end.transport.irecv(buffer, source, end.tag)
+            posted[place] = request, buffer
+            end.engine.watch(request, "receive", functools.partial(on_done, place))
+            if posted and draw.random() < 0.15:
+                posted[draw.choice(list(posted))][0].cancel()
+            await end.engine.until(lambda: len(posted) < window or len(contents) == count)
+            await end.yields(draw.randrange(4))
+        for request, _ in list(posted.values()):
+            request.cancel()
+        end.engine.wake()
+        await end.engine.until(lambda: not posted)
+
+    await asyncio.gather(send(), receive())
+    draw_size = random.Random(800 + end.left)
+    expected = [payload(end.left, i, nbytes=draw_size.choice(sizes)) for i in range(count)]
+    for i, place in enumerate(sorted(contents)):
+        assert contents[place] == expected[i], f"message {i}"
+    assert cancelled, "nothing was cancelled: the case tests nothing"
 
 
 async def case_many_requests_at_once(end: Endpoint) -> None:
