@@ -488,6 +488,8 @@ class World:
                     listener(source, summary)
             case Farewell():
                 self.answered.add(source)
+                self.left.add(source)  # its Leave may have been spoiled, and dropped
+                self.mark_gone(source)
         self.engine.recheck()
 
     def announce(self, message: Leave | Failed | Farewell) -> None:
