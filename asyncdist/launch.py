@@ -18,6 +18,7 @@ import secrets
 import signal
 import socket
 import sys
+import time
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,6 +44,8 @@ _LOCAL_SIZE_VARIABLES: Final = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS",
 _BACKEND_VARIABLE: Final = "ASYNCDIST_BACKEND"
 #: The process that started this rank and must not be outlived.
 _PARENT_VARIABLE: Final = "ASYNCDIST_PARENT"
+# MPICH's mpirun ends a job that is to be aborted without reading what its ranks have written last.
+_LAST_WORDS_S: Final = 0.2
 # Slurm numbers its batch and interactive shells as steps of their own, from here upwards.
 _FIRST_SHELL_STEP: Final = 0xFFFFFFF0
 
@@ -572,6 +575,7 @@ def _end_job(code: int) -> None:
         mpi.COMM_WORLD.Abort(code)
     elif not is_mpi_up and descriptor.isdecimal():
         sys.stdout.flush()
+        time.sleep(_LAST_WORDS_S)
         os.write(int(descriptor), b"cmd=abort exitcode=%d\n" % code)
 
 

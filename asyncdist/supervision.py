@@ -65,6 +65,8 @@ class Interrupts:
             self._cancel(self._loop)
 
     def _cancel(self, loop: asyncio.AbstractEventLoop) -> None:
+        if loop.is_closed():  # everything has ended already
+            return
         for task in self._tasks:
             loop.call_soon_threadsafe(task.cancel)
 

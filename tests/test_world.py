@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import importlib.util
 import logging
+import signal
 import threading
 import time
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from support.mpi import run_source
 import asyncdist as ad
 from asyncdist import runtime
 from asyncdist.errors import BusyError, ClosedError, LocalProtocolError, RankLostError
+from asyncdist.supervision import Interrupts
 
 NO_UVLOOP = importlib.util.find_spec("uvloop") is None
 LOOPS = ["asyncio", pytest.param("uvloop", marks=pytest.mark.skipif(NO_UVLOOP, reason="uvloop is not installed"))]
@@ -539,3 +541,14 @@ def test_mpi_a_strict_end_that_finds_something_names_it_and_spares_the_others() 
     assert result.reports == {0: "rank 0 ended with 1 stream slots, 0 of them discarding", 1: "value"}, result.output()
     assert "did not stop" not in result.stderr
     result.check()
+
+
+def test_a_signal_after_everything_has_ended_finds_nothing_to_stop() -> None:
+    """Between the end of the loop and that of the handlers."""
+    loop = asyncio.new_event_loop()
+    with Interrupts() as interrupts:
+        interrupts.cancel_on_first(loop, [loop.create_task(asyncio.sleep(0))])
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+        signal.raise_signal(signal.SIGINT)
+    assert interrupts.received == signal.SIGINT
