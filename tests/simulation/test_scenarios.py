@@ -32,6 +32,7 @@ FOUND = {
     205: "a rank killed inside world.compute could not be cleared away: its timer was dropped",
     331: "a rank that died after its main had returned was noticed by nobody who waited",
     3864: "an average applied after its round's time was up did not count once a second round was overdue",
+    217200: "a grant took minutes over a slowed link: the rank ends after its bound, and says what is left over",
     206385: "a coordinator waited for ever for a member both of whose words of leaving had been spoiled",
     201191: "a lane whose receive had met a large message of a rank that died did not look at what else had come",
     101295: "the answer to a peer's late cancel was still under way when a rank looked at what it had left over",
