@@ -177,8 +177,15 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # another Ctrl-C would leave the work half done; it ends soon enough
+        # Another Ctrl-C meanwhile would leave the work half done; it ends soon enough.
+        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self._end()
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _end(self) -> None:
         for number, patience_s in STOP_SIGNALS:
             if self.exit_code is not None:
                 break
