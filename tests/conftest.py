@@ -6,6 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -17,5 +18,7 @@ pytest.register_assert_rewrite("support", "conformance", "helpers")
 # A shell's background jobs ignore SIGINT, and so would every job that is started and interrupted here.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 # Several ranks and test processes share few cores.
 torch.set_num_threads(1)
