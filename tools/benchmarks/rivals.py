@@ -30,6 +30,9 @@ class Rival(Protocol):
     def round_trip(self, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
         """Rank 0 sends first, rank 1 answers."""
 
+    def round_trips(self, outgoing: torch.Tensor, incoming: torch.Tensor, count: int) -> None:
+        """So many, with nothing in the loop but the calls that move bytes."""
+
     def await_message(self, incoming: torch.Tensor) -> None:
         """Wait for it, for seconds maybe, without spinning."""
 
@@ -78,6 +81,19 @@ class MpiRival:
             spin(arriving)
             self.send(outgoing)
 
+    def round_trips(self, outgoing: torch.Tensor, incoming: torch.Tensor, count: int) -> None:
+        comm, peer = self._comm, self._peer
+        send, receive = bytearray(outgoing.nbytes), bytearray(incoming.nbytes)
+        if comm.rank == 0:
+            for _ in range(count):
+                arriving = comm.Irecv(receive, peer, _TAG)
+                spin(comm.Isend(send, peer, _TAG))
+                spin(arriving)
+        else:
+            for _ in range(count):
+                spin(comm.Irecv(receive, peer, _TAG))
+                spin(comm.Isend(send, peer, _TAG))
+
     def await_message(self, incoming: torch.Tensor) -> None:
         request = self._comm.Irecv(incoming.numpy(), self._peer, _TAG)
         while not request.Test():
@@ -109,6 +125,10 @@ class TorchRival:
         else:
             self.await_message(incoming)
             self.send(outgoing)
+
+    def round_trips(self, outgoing: torch.Tensor, incoming: torch.Tensor, count: int) -> None:
+        for _ in range(count):
+            self.round_trip(outgoing, incoming)
 
     def await_message(self, incoming: torch.Tensor) -> None:
         self._dist.recv(incoming, 1 - self._rank, tag=_TAG)
