@@ -235,6 +235,15 @@ def test_ranks_that_never_come_are_named() -> None:
         assert f"rank {rank} waits for ranks [1, 3], which did not come" in result.stderr
 
 
+def test_ranks_that_never_come_are_named_by_those_who_outwait_the_store() -> None:
+    """Rank 0 gave up a moment before rank 2, whose error then was the store's, not the missing ranks."""
+    patient = SHORT_START.replace("= 3.0", "= 3.0 if os.environ['RANK'] == '0' else 60.0")
+    result = run_source(4, "\n    import os" + patient, missing=(1, 3)).check(1, 1)
+    assert "rank 0 waits for ranks [1, 3], which did not come" in result.stderr
+    assert "rank 2 waits for ranks [1, 3], which did not come" in result.stderr
+    assert "before the store closed: " in result.stderr
+
+
 def test_a_missing_rank_0_is_named() -> None:
     result = run_source(2, SHORT_START, missing=(0,)).check(1)
     assert "rank 1 waits for rank 0, but nobody serves a store at 127.0.0.1:" in result.stderr

@@ -15,6 +15,7 @@ worlds that the rank has opened before.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import socket
 import time
@@ -191,25 +192,37 @@ def _await_key(store: Any, key: str, deadline: float) -> bool:
     while not store.check([key]):
         if time.monotonic() >= deadline:
             return False
-        try:
-            store.wait([key], timedelta(seconds=min(_LOOK_S, max(0.001, deadline - time.monotonic()))))
-        except dist.DistStoreError:
-            continue  # to look at the clock, and at signals
+        _look(store, key, deadline)
     return True
+
+
+def _look(store: Any, key: str, deadline: float) -> None:
+    """Wait a little for the key, then let the caller see the clock, and signals."""
+    with contextlib.suppress(dist.DistStoreError):
+        store.wait([key], timedelta(seconds=min(_LOOK_S, max(0.001, deadline - time.monotonic()))))
 
 
 def _await_everybody(store: Any, what: str, rank: int, size: int, deadline: float) -> None:
     """Come, and wait for the others; all must count alike."""
-    store.set(f"rank {rank}", f"of {size}")
     keys = [f"rank {peer}" for peer in range(size)]
-    for key in keys:
-        _await_key(store, key, deadline)
-    missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
-    if missing:
+    missing = [peer for peer in range(size) if peer != rank]
+    try:
+        store.set(keys[rank], f"of {size}")
+        while missing := [peer for peer in missing if not store.check([keys[peer]])]:
+            if time.monotonic() >= deadline:
+                raise TransportError(f"{_who_is_missing(rank, missing)} to the start of {what}", missing=missing)
+            _look(store, keys[missing[0]], deadline)
+    except RuntimeError as error:
+        # Whoever serves the store has ended; its deadline may have come a moment before ours.
         raise TransportError(
-            f"rank {rank} waits for ranks {missing}, which did not come to the start of {what}", missing=missing
-        )
+            f"{_who_is_missing(rank, missing)} to the start of {what} before the store closed: {reason(error)}",
+            missing=missing,
+        ) from error
     _check_sizes([bytes(store.get(key)).decode() for key in keys], rank, size)
+
+
+def _who_is_missing(rank: int, missing: Sequence[int]) -> str:
+    return f"rank {rank} waits for ranks {missing}, which did not come"
 
 
 def _check_sizes(sizes: Sequence[str], rank: int, size: int) -> None:
