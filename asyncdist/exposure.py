@@ -346,7 +346,7 @@ class _StreamExposure(Exposure):
                 self._reads.send_nowait(Cancel(slot), rank, round=version)
 
         try:
-            async with world.slots.inbound(rank, targets, cancel) as stream:
+            with world.slots.inbound(rank, targets, cancel) as stream:
                 grant = Grant(stream.slot, sum(map(len, targets)), self._chunk_nbytes)
                 self._reads.send_nowait(grant, rank, round=version)
                 async for index in stream.chunks(deadline=deadline):

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import logging
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
@@ -36,6 +36,7 @@ from asyncdist.groups import Agreements, Group, Join, Verdict, Withdraw, check_r
 from asyncdist.progress import PROGRESS_BUDGET_S, Engine, EngineStatistics, yield_to_loop
 from asyncdist.scratch import Scratch
 from asyncdist.transports.base import Transport
+from asyncdist.user_streams import UserStreams
 
 logger = logging.getLogger("asyncdist.world")
 
@@ -414,8 +415,8 @@ class World:
         self._streams.refuse_all()
 
     @functools.cached_property
-    def _streams(self) -> _UserStreams:
-        return _UserStreams(self)
+    def _streams(self) -> UserStreams:
+        return UserStreams(self, wire.scope_of(self.group.ranks, "streams", 0))
 
     # -- groups -----------------------------------------------------------------------------------------------------
 
@@ -567,100 +568,6 @@ class World:
             stream_sent_nbytes=self.stream_sent_nbytes,
             stream_received_nbytes=self.stream_received_nbytes,
         )
-
-
-class _UserStreams:
-    """``send_stream`` and ``receive_stream``: grants between two ranks, first come, first served."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._refusing = False
-        self._grants: dict[int, deque[streams.Grant]] = {}
-        self._under_way: dict[tuple[int, int], streams.OutboundStream] = {}
-        self._channel: Channel[Any] = world.open_channel(
-            streams.Grant | streams.Cancel,
-            tag=tags.PARAM,
-            scope=wire.scope_of(world.group.ranks, "streams", 0),
-            name="streams",
-            handler=self._on_message,
-        )
-
-    def _on_message(self, envelope: Envelope[Any]) -> None:
-        source, message = envelope.source, envelope.message
-        grants = self._grants.setdefault(source, deque())
-        if isinstance(message, streams.Grant):
-            streams.check_grant(message, source)
-            grants.append(message)
-            if self._refusing:
-                self._refuse(source)
-        elif pending := [grant for grant in grants if grant.slot == message.slot]:
-            # Given up before anybody sent. (An older stream on this slot may still be under way here: it has arrived.)
-            grants.remove(pending[0])
-            self._abort(source, message.slot)
-        elif (source, message.slot) in self._under_way:
-            self._under_way[source, message.slot].stop()
-
-    def refuse_all(self) -> None:
-        """Nobody will send from here any more: answer every grant, now and later, with an abort."""
-        self._refusing = True
-        for source in self._grants:
-            self._refuse(source)
-
-    def _refuse(self, source: int) -> None:
-        grants = self._grants[source]
-        while grants:
-            grant = grants.popleft()
-            if grant.nbytes:  # else it is complete as it is
-                self._abort(source, grant.slot)
-
-    def _abort(self, source: int, slot: int) -> None:
-        stream = streams.OutboundStream(self._world.engine, [], source, slot)
-        self._world.spawn_service(stream.abort(), name=f"abort to rank {source}")
-
-    async def send(self, tensor: torch.Tensor, dest: int) -> None:
-        view = streams.byte_view(tensor)
-        world = self._world
-        world.check_peer(dest)
-        grants = self._grants.setdefault(dest, deque())
-        await world.engine.until(lambda: bool(grants) or dest in world.gone, f"rank {dest} to receive a stream")
-        if not grants:
-            raise RankLostError(f"rank {dest} left before it received", rank=dest)
-        grant = grants.popleft()
-        fits = grant.nbytes == len(view)
-        stream = streams.OutboundStream(world.engine, streams.split(view, grant.chunk_nbytes), dest, grant.slot)
-        if not fits:
-            if grant.nbytes:  # nobody waits for an answer to a grant of nothing: the next stream would get it
-                await stream.abort()
-            raise LocalProtocolError(
-                f"rank {dest} receives {grant.nbytes} bytes, this rank sends {len(view)}", dest=dest, nbytes=len(view)
-            )
-        self._under_way[dest, grant.slot] = stream
-        try:
-            complete = await stream.run()
-        finally:
-            # The receiver may have had it all, and granted the slot again, before this end noticed.
-            if self._under_way.get((dest, grant.slot)) is stream:
-                del self._under_way[dest, grant.slot]
-            world.stream_sent_nbytes += stream.sent_nbytes
-        if not complete:
-            raise ClosedError(f"rank {dest} gave up receiving", dest=dest)
-
-    async def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        view = streams.byte_view(tensor)
-        world = self._world
-        world.check_peer(source)
-        chunk_nbytes = streams.USER_CHUNK_NBYTES
-        targets = streams.split(view, chunk_nbytes)
-
-        def cancel(slot: int) -> None:
-            if source not in world.gone:
-                self._channel.send_nowait(streams.Cancel(slot), source)
-
-        async with world.slots.inbound(source, targets, cancel) as stream:
-            self._channel.send_nowait(streams.Grant(stream.slot, len(view), chunk_nbytes), source)
-            await stream.whole()
-        world.stream_received_nbytes += stream.received_nbytes
-        return tensor
 
 
 def _torch_modes() -> tuple[bool, bool, bool, torch.dtype]:

@@ -216,7 +216,7 @@ async def receive_donor(
         if donor not in world.gone:
             channel.send_nowait(Cancel(slot), donor, round=round)
 
-    async with world.slots.inbound(donor, [byte_view(piece.landing) for piece in pieces], cancel) as stream:
+    with world.slots.inbound(donor, [byte_view(piece.landing) for piece in pieces], cancel) as stream:
         nbytes = stream_nbytes(accumulator, exact=exact)
         channel.send_nowait(Grant(stream.slot, nbytes, CHUNK_NBYTES), donor, round=round)
         async for index in stream.chunks(deadline=deadline):

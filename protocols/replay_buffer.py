@@ -385,7 +385,7 @@ class ReplayBuffer:
             raise self._error
         buffer = np.empty(drawn.nbytes, np.uint8)
         world, targets = self._world, split(buffer.data, CHUNK_NBYTES)
-        async with world.slots.inbound(self._server, targets, lambda slot: self._send(Cancel(slot))) as stream:
+        with world.slots.inbound(self._server, targets, lambda slot: self._send(Cancel(slot))) as stream:
             self._send(Grant(stream.slot, drawn.nbytes, CHUNK_NBYTES), round=drawn.request)
             try:
                 await stream.whole()

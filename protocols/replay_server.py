@@ -379,7 +379,7 @@ class _Server:
         try:
             buffer = np.empty(message.nbytes, np.uint8)
             targets = split(buffer.data, CHUNK_NBYTES)
-            async with self._world.slots.inbound(client.rank, targets, cancel) as stream:
+            with self._world.slots.inbound(client.rank, targets, cancel) as stream:
                 grant = Grant(stream.slot, message.nbytes, CHUNK_NBYTES)
                 self._channel.send_nowait(grant, client.rank, round=message.request)
                 await stream.whole()

@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("channels", "streams", "transports.gloo"),
     ("groups", "transports.meeting"),
-    ("collectives", "transports.torch"),
+    ("collectives", "transports.torch", "user_streams"),
     ("world",),
     ("exposure",),
     ("launch", "mesh"),

@@ -72,7 +72,7 @@ async def test_the_window_bounds_what_is_posted_and_targets_may_repeat() -> None
         two = rooms(2)
         sending = None
         found = []
-        async with slots.inbound(0, [two[i % 2] for i in range(8)], lambda slot: None, window=2) as stream:
+        with slots.inbound(0, [two[i % 2] for i in range(8)], lambda slot: None, window=2) as stream:
             sending = asyncio.ensure_future(OutboundStream(made[0], chunks_of(8), 1, stream.slot).run())
             async for index in stream.chunks():
                 assert len(hub._posted[1]) <= 2
@@ -99,13 +99,15 @@ async def test_the_sender_has_no_more_under_way_than_its_window() -> None:
 async def test_a_stopped_sender_answers_with_the_abort() -> None:
     async with engines(2) as (_, made):
         slots = Slots(made[1])
-        with pytest.raises(StreamAborted, match="rank 0 gave up its stream") as caught:
-            async with slots.inbound(0, rooms(10), lambda slot: None) as stream:
-                outbound = OutboundStream(made[0], chunks_of(10), 1, stream.slot)
-                sending = asyncio.ensure_future(outbound.run())
-                async for index in stream.chunks():
-                    if index == 0:
-                        outbound.stop()
+        with (
+            pytest.raises(StreamAborted, match="rank 0 gave up its stream") as caught,
+            slots.inbound(0, rooms(10), lambda slot: None) as stream,
+        ):
+            outbound = OutboundStream(made[0], chunks_of(10), 1, stream.slot)
+            sending = asyncio.ensure_future(outbound.run())
+            async for index in stream.chunks():
+                if index == 0:
+                    outbound.stop()
         assert await sending is False
         assert caught.value.rank == 0
         assert caught.value.received_nbytes == stream.received_nbytes
@@ -122,7 +124,7 @@ async def test_a_receiver_that_gives_up_discards_until_the_answer(taken: int) ->
         told: list[int] = []
 
         async def give_up() -> None:
-            async with slots.inbound(0, rooms(10), cancel) as stream:
+            with slots.inbound(0, rooms(10), cancel) as stream:
                 inbound.append(stream)
                 async for index in stream.chunks():
                     if index == taken:
@@ -146,7 +148,7 @@ async def test_a_receiver_that_gives_up_discards_until_the_answer(taken: int) ->
         assert slots.discarding_count == 0
         await eventually(lambda: not made[1].outstanding() and not made[0].outstanding())
         targets = rooms(6)
-        async with slots.inbound(0, targets, lambda slot: None) as stream:
+        with slots.inbound(0, targets, lambda slot: None) as stream:
             assert stream.slot == 0
             again = asyncio.ensure_future(OutboundStream(made[0], chunks_of(6), 1, 0).run())
             assert await read(stream) == list(range(6))
@@ -158,12 +160,14 @@ async def test_the_slot_stays_taken_until_the_answer_has_come() -> None:
     """A late chunk must never land in another stream's buffer."""
     async with engines(2) as (_, made):
         slots = Slots(made[1])
-        with pytest.raises(TimeoutError, match="nothing more came in time"):
-            async with slots.inbound(0, rooms(3), lambda slot: None) as stream:
-                await read(stream, deadline=0.0)
+        with (
+            pytest.raises(TimeoutError, match="nothing more came in time"),
+            slots.inbound(0, rooms(3), lambda slot: None) as stream,
+        ):
+            await read(stream, deadline=0.0)
         await yields(20)
         assert (slots.taken_count, slots.discarding_count) == (1, 1)
-        async with slots.inbound(0, rooms(1), lambda slot: None) as other:
+        with slots.inbound(0, rooms(1), lambda slot: None) as other:
             assert other.slot == 1
             await OutboundStream(made[0], chunks_of(1), 1, 1).run()
             assert await read(other) == [0]
@@ -176,7 +180,7 @@ async def test_a_deadline_is_judged_after_what_has_arrived() -> None:
     async with engines(2) as (_, made):
         slots = Slots(made[1])
         made[1].stop()
-        async with slots.inbound(0, rooms(2, 10), lambda slot: None) as stream:
+        with slots.inbound(0, rooms(2, 10), lambda slot: None) as stream:
             await OutboundStream(made[0], chunks_of(2, 10), 1, stream.slot).run()
             assert await read(stream, deadline=0.0) == [0, 1]
 
@@ -184,22 +188,23 @@ async def test_a_deadline_is_judged_after_what_has_arrived() -> None:
 async def test_a_chunk_of_the_wrong_size_is_the_peers_fault() -> None:
     async with engines(2) as (_, made):
         slots = Slots(made[1])
-        with pytest.raises(RemoteProtocolError, match=f"a chunk of 5 bytes for {CHUNK}"):
-            async with slots.inbound(0, rooms(1), lambda slot: None) as stream:
-                await OutboundStream(made[0], chunks_of(1, 5), 1, stream.slot).run()
-                await read(stream)
+        with (
+            pytest.raises(RemoteProtocolError, match=f"a chunk of 5 bytes for {CHUNK}"),
+            slots.inbound(0, rooms(1), lambda slot: None) as stream,
+        ):
+            await OutboundStream(made[0], chunks_of(1, 5), 1, stream.slot).run()
+            await read(stream)
         assert slots.taken_count == 0, "it was the answer all the same"
 
 
 async def test_a_cancelled_sender_answers_with_the_abort() -> None:
     async with engines(2) as (_, made):
         slots = Slots(made[1])
-        with pytest.raises(StreamAborted):
-            async with slots.inbound(0, rooms(100), lambda slot: None) as stream:
-                sending = asyncio.ensure_future(OutboundStream(made[0], chunks_of(100), 1, stream.slot).run())
-                async for index in stream.chunks():
-                    if index == 1:
-                        sending.cancel()
+        with pytest.raises(StreamAborted), slots.inbound(0, rooms(100), lambda slot: None) as stream:
+            sending = asyncio.ensure_future(OutboundStream(made[0], chunks_of(100), 1, stream.slot).run())
+            async for index in stream.chunks():
+                if index == 1:
+                    sending.cancel()
         assert sending.cancelled()
         assert slots.taken_count == 0
 
@@ -207,10 +212,9 @@ async def test_a_cancelled_sender_answers_with_the_abort() -> None:
 async def test_a_lost_sender_retires_its_slot() -> None:
     async with engines(2) as (hub, made):
         slots = Slots(made[1])
-        with pytest.raises(RankLostError):
-            async with slots.inbound(0, rooms(3), lambda slot: None) as stream:
-                asyncio.get_running_loop().call_soon(hub.lose, 0)
-                await read(stream)
+        with pytest.raises(RankLostError), slots.inbound(0, rooms(3), lambda slot: None) as stream:
+            asyncio.get_running_loop().call_soon(hub.lose, 0)
+            await read(stream)
         assert (slots.taken_count, slots.discarding_count) == (1, 0)
         await eventually(lambda: not made[1].outstanding())
 
@@ -338,9 +342,10 @@ async def test_a_stream_whose_first_chunks_arrive_while_they_are_posted_comes_wh
         slots, targets = Slots(made[1]), rooms(10)
         sending = asyncio.ensure_future(OutboundStream(made[0], chunks_of(10), 1, slot=0).run())
         await yields(3)
-        async with asyncio.timeout(20), slots.inbound(0, targets, lambda slot: None) as stream:
-            assert stream.slot == 0
-            await stream.whole()
+        async with asyncio.timeout(20):
+            with slots.inbound(0, targets, lambda slot: None) as stream:
+                assert stream.slot == 0
+                await stream.whole()
         assert await sending
         assert [bytes(target) for target in targets] == [bytes(chunk) for chunk in chunks_of(10)]
         assert slots.taken_count == 0

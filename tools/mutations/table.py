@@ -87,9 +87,8 @@ MUTANTS: Final = (
         4,
         "a snapshot is given back while chunks of it are under way",
         "asyncdist/streams.py",
-        '                self._post(memoryview(b""))\n        await self._until(lambda: self.under_way_count == 0)\n'
-        "        return complete",
-        '                self._post(memoryview(b""))\n        return complete',
+        "            complete = self.cut()\n        await self._until(lambda: self.under_way_count == 0)\n",
+        "            complete = self.cut()\n",
         LATENESS,
     ),
     Mutant(
