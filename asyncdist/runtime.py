@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import gc
 import importlib.util
 import inspect
 import logging
@@ -31,6 +30,7 @@ from asyncdist._version import __version__
 from asyncdist.collectives import Collectives
 from asyncdist.errors import DisagreementError, LocalProtocolError, RankLostError, RemoteError
 from asyncdist.groups import Group
+from asyncdist.process import limit_threads, spare_collections
 from asyncdist.progress import Engine
 from asyncdist.supervision import (
     FailureReport,
@@ -86,6 +86,9 @@ def run(
 ) -> T:
     """Run ``main(world, *args)`` as this process's rank and return what it returns.
 
+    Under a launcher the first call takes what exists by then, modules above all, out of garbage collection
+    (:func:`gc.freeze`): cycles among those objects are kept to the end of the process.
+
     Args:
         main: a coroutine function; its first argument is the :class:`World`.
         transport: ``"mpi"``, ``"torch"``, ``"local"``, or ``"auto"``: MPI under an MPI launcher, torch under torchrun
@@ -113,8 +116,8 @@ def run(
     chosen = started.transport
     if chosen == "local" or ranks is not None:
         return run_local(main, *args, ranks=ranks or 1, loop=loop, strict=strict)[0]
-    _limit_threads()
-    _spare_collections()
+    limit_threads()
+    spare_collections()
     opened = _open_transport(chosen, bulk, started)
     with Interrupts() as interrupts, _loop_of(loop) as event_loop:
         task = event_loop.create_task(host_rank(main, args, opened, interrupts, grace_s=grace_s, strict=strict))
@@ -569,24 +572,6 @@ def check_torch_backend(backend: str) -> None:
     from asyncdist.transports.torch import check_backend
 
     check_backend(backend)
-
-
-def _limit_threads() -> None:
-    """Ranks that share a host share its cores: torch would give every one of them all."""
-    threads = launch.threads_per_rank()
-    if threads is not None:
-        torch.set_num_threads(threads)
-
-
-def _spare_collections() -> None:
-    """Have the garbage collector never look again at what was imported: some 170,000 objects of torch.
-
-    They live as long as the process. Each full collection walked them, and so did the interpreter at its end, which is
-    a quarter of what a rank that does nothing costs. Once in a process: what a user throws away between two runs is
-    collected.
-    """
-    if gc.get_freeze_count() == 0:
-        gc.freeze()
 
 
 def _check_bulk(bulk: str | None, transport: str) -> None:
