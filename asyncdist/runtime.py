@@ -30,6 +30,7 @@ from asyncdist._version import __version__
 from asyncdist.collectives import Collectives
 from asyncdist.errors import DisagreementError, LocalProtocolError, RankLostError, RemoteError
 from asyncdist.groups import Group
+from asyncdist.process import limit_threads, spare_collections
 from asyncdist.progress import Engine
 from asyncdist.supervision import (
     FailureReport,
@@ -85,6 +86,9 @@ def run(
 ) -> T:
     """Run ``main(world, *args)`` as this process's rank and return what it returns.
 
+    Under a launcher the first call takes what exists by then, modules above all, out of garbage collection
+    (:func:`gc.freeze`): cycles among those objects are kept to the end of the process.
+
     Args:
         main: a coroutine function; its first argument is the :class:`World`.
         transport: ``"mpi"``, ``"torch"``, ``"local"``, or ``"auto"``: MPI under an MPI launcher, torch under torchrun
@@ -112,7 +116,8 @@ def run(
     chosen = started.transport
     if chosen == "local" or ranks is not None:
         return run_local(main, *args, ranks=ranks or 1, loop=loop, strict=strict)[0]
-    _limit_threads()
+    limit_threads()
+    spare_collections()
     opened = _open_transport(chosen, bulk, started)
     with Interrupts() as interrupts, _loop_of(loop) as event_loop:
         task = event_loop.create_task(host_rank(main, args, opened, interrupts, grace_s=grace_s, strict=strict))
@@ -567,13 +572,6 @@ def check_torch_backend(backend: str) -> None:
     from asyncdist.transports.torch import check_backend
 
     check_backend(backend)
-
-
-def _limit_threads() -> None:
-    """Ranks that share a host share its cores: torch would give every one of them all."""
-    threads = launch.threads_per_rank()
-    if threads is not None:
-        torch.set_num_threads(threads)
 
 
 def _check_bulk(bulk: str | None, transport: str) -> None:

@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("world",),
     ("exposure",),
     ("launch", "mesh"),
-    ("population", "placement"),
+    ("population", "placement", "process"),
     ("gradients", "shards"),
     ("runtime", "api", "outcomes", "timing_report", "mpirun", "processes"),
     ("averaging", "everyday"),

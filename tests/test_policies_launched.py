@@ -1,4 +1,4 @@
-"""The policies between real processes: 2, 3 and 4 ranks under mpirun and on torch, one job each for many stories.
+"""The policies between real processes: 2 and 4 ranks under mpirun and on torch, one job each for many stories.
 
 ``scripts/policies.py`` has the stories and says what they are; its job ends in failure if anything is left over.
 """
@@ -16,7 +16,7 @@ from support import mpi, torchrun
 
 from protocols import AverageApplied
 
-SIZES = (2, 3, 4)
+SIZES = (2, 4)
 STATE = flat_state(Mixed())
 FLOATING_NBYTES = sum(tensor.nbytes for name, tensor in STATE.items() if name.startswith("float"))
 EXACT_NBYTES = sum(tensor.nbytes for name, tensor in STATE.items() if not name.startswith("float"))

@@ -462,7 +462,7 @@ def test_mpi_returns_each_ranks_value_and_open_world_works_too() -> None:
     result = run_source(
         2,
         """
-        import asyncio
+        import asyncio, gc
         import asyncdist as ad
         from support.mpi import report
 
@@ -476,7 +476,10 @@ def test_mpi_returns_each_ranks_value_and_open_world_works_too() -> None:
                 return world.rank
 
         first = ad.run(main, "x", strict=True, loop="asyncio")
+        spared = gc.get_freeze_count()
+        made_between = [[] for _ in range(1000)]
         second = ad.run(main, "y", strict=True)
+        assert spared >= gc.get_freeze_count() > 10_000, "what was imported is spared, what is made later is not"
         third = asyncio.run(notebook())
         alone = ad.run_local(main, "z", ranks=2, strict=True)
         report(first[0], [first, second, third, alone])

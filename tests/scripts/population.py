@@ -69,6 +69,9 @@ def equal_states(one: State, two: State) -> bool:
 
 
 def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    # At a process's first optimizer torch imports its compiler, to keep it away from this method: a second of work.
+    method = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", torch.optim.Optimizer.add_param_group)
+    vars(method).setdefault("__dynamo_disable", method)
     return torch.optim.SGD(model.parameters(), lr=0.1, **options)
 
 

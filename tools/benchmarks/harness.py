@@ -80,6 +80,9 @@ def model_of(parameter_count: int, layer_count: int = 8) -> nn.Module:
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     """Any optimizer of that model: nothing is trained here."""
+    # At a process's first optimizer torch imports its compiler, to keep it away from this method: a second of work.
+    method = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", torch.optim.Optimizer.add_param_group)
+    vars(method).setdefault("__dynamo_disable", method)
     return torch.optim.SGD(model.parameters(), lr=0.0)
 
 
