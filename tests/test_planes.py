@@ -124,8 +124,8 @@ def test_a_bulk_plane_that_does_not_exist_is_named() -> None:
     async def main(world: ad.World) -> None:
         raise AssertionError("refused before anything starts")
 
-    with pytest.raises(ValueError, match="bulk is 'nccl'; allowed are 'mpi', 'torch', or None"):
-        ad.run(main, bulk="nccl")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="bulk is 'nccl'; allowed are 'mpi', 'torch', and 'torch:BACKEND'"):
+        ad.run(main, bulk="nccl")
     with pytest.raises(ValueError, match="bulk='torch' needs a transport between processes, not 'local'"):
         ad.run(main, transport="local", bulk="torch")
 
