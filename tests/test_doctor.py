@@ -156,7 +156,7 @@ def test_a_healthy_machine() -> None:
     rows = dict(line.split("  ", 1) for line in ended.stdout.splitlines() if "  " in line)
     assert rows["transport"].strip() == "local, no launcher's variables are set"
     assert rows["asyncdist"].strip() == ad.__version__
-    assert "gloo" in rows["torch backends"]
+    assert "gloo (messages and streams, waited for by threads)" in rows["torch backends"]
     assert ended.stdout.endswith("all is well\n")
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 from asyncdist.errors import TransportError
@@ -93,13 +93,22 @@ def _agree(store: Any, seen: str, rank: int, size: int, patience_s: float) -> st
     """What the lowest rank that has seen something saw."""
     keys = [f"seen by {peer}" for peer in range(size)]
     store.set(keys[rank], seen)
-    deadline = time.monotonic() + patience_s * size  # each pair may have taken its time
-    while not store.check(keys):
-        if time.monotonic() >= deadline:
-            silent = [peer for peer, key in enumerate(keys) if not store.check([key])]
-            return seen or f"ranks {silent} did not finish the test at the start"
+    if silent := _missing(store, keys, patience_s * size):  # each pair may have taken its time
+        return seen or f"ranks {silent} did not finish the test at the start"
+    verdict = next(filter(None, (bytes(store.get(key)).decode() for key in keys)), "")
+    told = [f"told {peer}" for peer in range(size)]
+    store.set(told[rank], "")
+    if rank == 0:  # who may serve the store, and end with it
+        _missing(store, told, patience_s)
+    return verdict
+
+
+def _missing(store: Any, keys: Sequence[str], patience_s: float) -> list[int]:
+    """Which of the keys nobody has set in time."""
+    deadline = time.monotonic() + patience_s
+    while not store.check(list(keys)) and time.monotonic() < deadline:
         time.sleep(_PAUSE_S)
-    return next(filter(None, (bytes(store.get(key)).decode() for key in keys)), "")
+    return [number for number, key in enumerate(keys) if not store.check([key])]
 
 
 class _Probe:
@@ -178,13 +187,22 @@ class _Probe:
         self._store.set(self._key(word), "")
 
     def _await(self, word: str, peer: int) -> None:
-        self._until(lambda: self._store.check([self._key(word)]), lambda: f"rank {peer} did not go on with the test in")
+        # Twice as long as for a work, which says more about what is wrong.
+        patience_s = 2 * self._patience_s
+        self._until(
+            lambda: self._store.check([self._key(word)]),
+            lambda: f"rank {peer} did not go on with the test in",
+            patience_s,
+        )
 
-    def _until(self, condition: Callable[[], bool], complain: Callable[[], str]) -> None:
-        deadline = time.monotonic() + self._patience_s
+    def _until(
+        self, condition: Callable[[], bool], complain: Callable[[], str], patience_s: float | None = None
+    ) -> None:
+        patience_s = self._patience_s if patience_s is None else patience_s
+        deadline = time.monotonic() + patience_s
         while not condition():
             if self._store.check([_FAILED]):
                 raise _Elsewhere
             if time.monotonic() >= deadline:
-                raise _Untrue(f"{complain()} {self._patience_s:g} s")
+                raise _Untrue(f"{complain()} {patience_s:g} s")
             time.sleep(_PAUSE_S)

@@ -88,15 +88,19 @@ def _make_pairs(
     rank, size = _place(rendezvous)
     store = meet(rendezvous, job, rank, size, START_TIMEOUT_S)
     device = backends.device_of(backend, local_rank)
-    made = []
+    made: list[Pairs] = []
     for name in names:
         place = PrefixStore(name, store)
         make_group = functools.partial(
             backends.make_group, backend, store=place, rank=rank, size=size, timeout=_GROUP_TIMEOUT
         )
-        pairs = Pairs(make_group, rank, device)
-        self_test.examine(pairs, backend, PrefixStore("self-test", place), rank, size)
-        made.append(pairs)
+        made.append(Pairs(make_group, rank, device))
+        try:
+            self_test.examine(made[-1], backend, PrefixStore("self-test", place), rank, size)
+        except TransportError:
+            for pairs in made:
+                pairs.close()
+            raise
     return made
 
 

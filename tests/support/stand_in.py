@@ -8,7 +8,6 @@
 | truthful | when it is |
 | orderly | when it is; as NCCL it ignores tags, and does one thing after the other with a peer, both ways together |
 | hasty | always |
-| early | when it is, if it is a receive; always, if it is a send |
 | mute | never, as on gloo |
 | broken | a send raises |
 
@@ -32,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-NAMES = ("truthful", "orderly", "hasty", "early", "mute", "broken")
+NAMES = ("truthful", "orderly", "hasty", "mute", "broken")
 #: Of a message: tag, number, bytes.
 _HEADER = struct.Struct("<qQQ")
 _NUMBER = struct.Struct("<Q")
@@ -56,10 +55,9 @@ class Work(dist.Work):
 
     def is_completed(self) -> bool:
         self.group.progress(self.peer)
-        kind = self.group.kind
-        if kind == "hasty" or (kind == "early" and self.is_send):
+        if self.group.kind == "hasty":
             return True
-        return kind != "mute" and (self.is_done or self.error is not None)
+        return self.group.kind != "mute" and (self.is_done or self.error is not None)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         del timeout
