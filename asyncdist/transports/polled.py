@@ -405,7 +405,7 @@ class PolledTransport(MatchedTransport):
     def __init__(self, rank: int, size: int, backend: str, pairs: tuple[Pairs, Pairs] | None) -> None:
         super().__init__(rank, size, _Poller(self._poll), _CAPABILITIES)
         self._backend = backend
-        self._pairs = pairs or ()
+        self._pairs = list(pairs or ())
         self._exchange = _Exchange(pairs[1] if pairs else None, self._matcher, self._tell, self._break)
         self._frames = {peer: _Frames(pairs[0], peer) for peer in range(size) if peer != rank} if pairs else {}
         self._is_closing = False
@@ -474,8 +474,8 @@ class PolledTransport(MatchedTransport):
             frames.say_goodbye()
         self._poll_until(lambda: all(frames.is_over for frames in self._frames.values()))
         self._frames = {}
-        pairs, self._pairs = self._pairs, ()
-        _close_all(pairs)
+        while self._pairs:
+            self._pairs.pop().close()
 
     def close_failed(self) -> None:
         _close_quietly(self.close)
@@ -584,7 +584,8 @@ class PolledBulk(MatchedTransport):
 
     def _close_pairs(self) -> None:
         pairs, self._pairs = self._pairs, None
-        _close_all([] if pairs is None else [pairs])
+        if pairs is not None:
+            pairs.close()
 
     def describe(self) -> str:
         return f"torch: {self._backend} of torch {torch.__version__}, polled, {_ranks(self.size)}"
@@ -592,11 +593,6 @@ class PolledBulk(MatchedTransport):
 
 def _gone(rank: int, why: str) -> RankLostError:
     return RankLostError(f"rank {rank} is gone: {why}", rank=rank)
-
-
-def _close_all(all_pairs: Iterable[Pairs]) -> None:
-    for pairs in all_pairs:
-        pairs.close()
 
 
 def _close_quietly(close: Callable[[], None]) -> None:
