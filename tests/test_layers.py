@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "supervision",
     ),
     ("channels", "streams", "transports.gloo"),
-    ("groups", "transports.meeting"),
+    ("groups", "transports.backends", "transports.meeting", "transports.polled", "transports.self_test"),
     ("collectives", "transports.torch", "user_streams"),
     ("world",),
     ("exposure",),
@@ -118,7 +118,7 @@ def test_mpi4py_is_imported_in_the_mpi_transport_and_the_doctor_alone() -> None:
 def test_torch_distributed_is_imported_where_processes_meet_alone() -> None:
     """Plain functions of ``launch_subprocesses`` bring collectives of their own and need a process group of torch."""
     users = {name for name, tree in ASYNCDIST.items() if uses(tree, "torch.distributed")}
-    assert users == {"process_groups", "transports.gloo", "transports.meeting", "transports.torch"}
+    assert users == {"process_groups", *(f"transports.{name}" for name in ("backends", "gloo", "meeting", "torch"))}
     assert not any(uses(tree, "torch.distributed") for tree in PROTOCOLS.values())
 
 

@@ -369,7 +369,7 @@ class Link:
                 if nbytes == _FRAME.size + _ENTRY.size:
                     kind, exit_code, _, _ = _ENTRY.unpack_from(frame, _FRAME.size)
                     if kind == _ABORT:
-                        _end_process(self.peer, exit_code)
+                        end_process(self.peer, exit_code)
                 self._inbox.put(self._on_frame, frame)
                 works[slot] = self._control.recv(tensors[slot], self.peer, _CONTROL_TAG)
 
@@ -397,7 +397,7 @@ class Link:
                 self._inbox.put(self._on_landed, download)
 
 
-def _end_process(peer: int, exit_code: int) -> None:
+def end_process(peer: int, exit_code: int) -> None:
     """What an abort does, from a thread: the loop may be blocked, which is why there are aborts."""
     sys.stderr.write(f"asyncdist: rank {peer} aborted the job\n")
     sys.stderr.flush()

@@ -1,4 +1,7 @@
-"""Ways in which a torch job can end; ``test_torch.py`` runs them: ``torch_ends.py WAY``."""
+"""Ways in which a torch job can end; ``test_torch.py`` runs them: ``torch_ends.py WAY``.
+
+``test_polled.py`` does too, on a backend of ``support.stand_in``: ``torch_ends.py WAY BACKEND``.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import time
 from typing import Any
 
 import torch
+from support import stand_in
 from support.mpi import report
 
 import asyncdist as ad
@@ -181,7 +185,8 @@ def main() -> None:
     if way in ("closes", "caught"):
         globals()[way]()
     else:
-        ad.run(globals()[way], transport="torch", grace_s=1.0 if "blocked" in way else 20.0)
+        stand_in.register()
+        ad.run(globals()[way], transport=":".join(["torch", *sys.argv[2:]]), grace_s=1.0 if "blocked" in way else 20.0)
 
 
 if __name__ == "__main__":
