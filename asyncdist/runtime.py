@@ -528,10 +528,9 @@ def _open_transport(name: str, bulk: str | None, started: launch.Launch) -> Tran
 
     mpi = _open_mpi(started)
     torch_transport = _open_torch(mpi, started.backend)
-    bulk_tags = range(tags.BULK_FIRST, tags.BULK_LAST + 1)
     if name == "mpi":
-        return TwoPlaneTransport(mpi, torch_transport, bulk_tags)
-    return TwoPlaneTransport(torch_transport, mpi, bulk_tags)
+        return TwoPlaneTransport(mpi, torch_transport, tags.BULK)
+    return TwoPlaneTransport(torch_transport, mpi, tags.BULK)
 
 
 def _open_mpi(started: launch.Launch) -> MpiTransport:
@@ -554,12 +553,12 @@ def _open_torch(mpi: MpiTransport | None, backend: str) -> Transport:
 
     check_torch_backend(backend)
     if is_group_initialised():
-        return TorchTransport(None, launch.torch_job())
+        return TorchTransport(None, launch.torch_job(), granted_tags=tags.BULK)
     if mpi is None or launch.names_torch_rendezvous():
-        return TorchTransport(launch.torch_rendezvous(), launch.torch_job())
+        return TorchTransport(launch.torch_rendezvous(), launch.torch_job(), granted_tags=tags.BULK)
     address, port = mpi.said_by_rank_0(f"{mpi.own_address()} {launch.find_free_port()}").split()
     place = launch.TorchRendezvous(mpi.rank, mpi.size, address, int(port), is_store_served=False)
-    return TorchTransport(place, launch.torch_job())
+    return TorchTransport(place, launch.torch_job(), granted_tags=tags.BULK)
 
 
 def check_torch_backend(backend: str) -> None:

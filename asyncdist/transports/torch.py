@@ -67,6 +67,8 @@ class TorchTransport(Transport):
     Args:
         rendezvous: where they meet; None where the user's process group says who there is.
         job: a name that no other job with this store has.
+        granted_tags: those on which a receive names its source, and no message is larger than its receive, which is
+            posted for it: streams', which take less time so.
         start_timeout_s: how long to wait for the other ranks.
 
     Raises:
@@ -75,7 +77,14 @@ class TorchTransport(Transport):
 
     name = "torch"
 
-    def __init__(self, rendezvous: Rendezvous | None, job: str, *, start_timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        rendezvous: Rendezvous | None,
+        job: str,
+        *,
+        granted_tags: range = range(0),
+        start_timeout_s: float | None = None,
+    ) -> None:
         if rendezvous is None:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
         else:
@@ -90,6 +99,7 @@ class TorchTransport(Transport):
             misses_wakes=False,
             rings_from_threads=True,
         )
+        self._granted_tags = granted_tags
         self._inbox = Inbox()
         self._matcher = Matcher(self._inbox)
         make_group = functools.partial(gloo.make_group, store, rank=self.rank, size=self.size, timeout=_GROUP_TIMEOUT)
@@ -100,13 +110,16 @@ class TorchTransport(Transport):
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         view = as_bytes(buffer)
         if dest != self.rank:
-            return self._mesh.links[dest].send(view, tag)
+            link = self._mesh.links[dest]
+            return link.send_granted(view, tag) if tag in self._granted_tags else link.send(view, tag)
         send = Send(self._inbox, view.nbytes)
         self._matcher.deliver(OwnMessage(self._inbox, send, self.rank, tag, view))
         self._inbox.ring()
         return send
 
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
+        if tag in self._granted_tags and source != self.rank:
+            return self._mesh.links[source].receive_granted(buffer, tag)
         receive = Receive(self._matcher, buffer, source, tag)
         self._matcher.post(receive)
         return receive
