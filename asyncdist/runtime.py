@@ -545,7 +545,7 @@ def _open_transport(name: str, bulk: str | None, started: launch.Launch) -> Tran
     from asyncdist.transports.planes import TwoPlaneTransport
 
     bulk_plane = mpi if other[0] == "mpi" and mpi is not None else _open_torch(mpi, other[1], control)
-    return TwoPlaneTransport(control, bulk_plane, range(tags.BULK_FIRST, tags.BULK_LAST + 1))
+    return TwoPlaneTransport(control, bulk_plane, tags.BULK)
 
 
 def _open_mpi(started: launch.Launch) -> MpiTransport:
@@ -572,7 +572,7 @@ def _open_torch(mpi: MpiTransport | None, backend: str, control: Transport | Non
     place = None if is_group_initialised() else _torch_rendezvous(mpi)
     job, local_rank = launch.torch_job(), launch.local_rank()
     if control is None or backend == launch.TORCH_BACKEND:
-        return open_transport(place, job, backend=backend, local_rank=local_rank)
+        return open_transport(place, job, granted_tags=tags.BULK, backend=backend, local_rank=local_rank)
     return open_bulk(control, tags.BULK_ENTRIES, place, job, backend=backend, local_rank=local_rank)
 
 

@@ -128,6 +128,11 @@ class OutboundStream(_Stream):
         self.under_way_count = 0
         self.sent_nbytes = 0
 
+    @property
+    def has_left(self) -> bool:
+        """Whether all of it has been sent and its memory is free; :meth:`run` may not have had its turn to say so."""
+        return self._next == len(self._chunks) and self.under_way_count == 0
+
     def stop(self) -> None:
         """Send no further chunk, but the abort."""
         self._stopping = True

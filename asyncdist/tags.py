@@ -22,6 +22,7 @@ PARAM: Final = 8000
 BULK_FIRST: Final = 8001  # plus a slot number
 BULK_SLOT_COUNT: Final = 4096
 BULK_LAST: Final = BULK_FIRST + BULK_SLOT_COUNT - 1
+BULK: Final = range(BULK_FIRST, BULK_LAST + 1)
 
 _RESERVED: Final = (
     (METRIC, METRIC, "metric reports"),

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: From the bottom up. A module may import those of lower layers alone.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_version", "errors", "flat", "trees"),
-    ("tags", "packing", "scratch", "transports.base", "values"),
+    ("tags", "packing", "scratch", "transports.base", "transports.transfers", "values"),
     (
         "wire",
         "progress",
@@ -23,10 +23,17 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "transports.__init__",
         "supervision",
     ),
-    ("channels", "streams", "transports.gloo"),
-    ("groups", "transports.backends", "transports.meeting", "transports.polled", "transports.self_test"),
-    ("collectives", "transports.torch", "user_streams"),
-    ("world",),
+    ("channels", "streams", "transports.granted"),
+    ("groups", "transports.gloo"),
+    (
+        "collectives",
+        "transports.backends",
+        "transports.meeting",
+        "transports.polled",
+        "transports.self_test",
+        "user_streams",
+    ),
+    ("world", "transports.torch"),
     ("exposure",),
     ("launch", "mesh"),
     ("population", "placement", "process"),

@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from asyncdist.errors import TransportError
 from asyncdist.transports import backends, gloo, self_test
-from asyncdist.transports.base import Capabilities, Request, Transport
+from asyncdist.transports.base import Buffer, Capabilities, Request, Transport
 from asyncdist.transports.matching import Inbox, MatchedTransport
 from asyncdist.transports.meeting import Rendezvous, meet
 from asyncdist.transports.polled import Pairs, PolledBulk, PolledTransport
@@ -34,13 +34,19 @@ _GROUP_TIMEOUT: Final = timedelta(seconds=60)
 
 
 def open_transport(
-    rendezvous: Rendezvous | None, job: str, *, backend: str = backends.GLOO, local_rank: int | None = None
+    rendezvous: Rendezvous | None,
+    job: str,
+    *,
+    granted_tags: range = range(0),
+    backend: str = backends.GLOO,
+    local_rank: int | None = None,
 ) -> Transport:
     """A rank of a torch.distributed job.
 
     Args:
         rendezvous: where the ranks meet; None where the user's process group says who there is.
         job: a name that no other job with this store has.
+        granted_tags: see :class:`TorchTransport`.
         backend: of torch.distributed; ``backends.check_backend`` has let it pass.
         local_rank: this rank's number on its host, where that is known.
 
@@ -48,7 +54,7 @@ def open_transport(
         TransportError: the ranks do not find each other, or the backend's works cannot be polled; says what was seen.
     """
     if backend == backends.GLOO:
-        return TorchTransport(rendezvous, job)
+        return TorchTransport(rendezvous, job, granted_tags=granted_tags)
     rank, size = _place(rendezvous)
     if size == 1:
         return PolledTransport(rank, size, backend, None)
@@ -110,6 +116,8 @@ class TorchTransport(MatchedTransport):
     Args:
         rendezvous: where they meet; None where the user's process group says who there is.
         job: a name that no other job with this store has.
+        granted_tags: those on which a receive names its source, and no message is larger than its receive, which is
+            posted for it: streams', which take less time so.
         start_timeout_s: how long to wait for the other ranks.
 
     Raises:
@@ -118,7 +126,14 @@ class TorchTransport(MatchedTransport):
 
     name = "torch"
 
-    def __init__(self, rendezvous: Rendezvous | None, job: str, *, start_timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        rendezvous: Rendezvous | None,
+        job: str,
+        *,
+        granted_tags: range = range(0),
+        start_timeout_s: float | None = None,
+    ) -> None:
         rank, size = _place(rendezvous)
         timeout_s = START_TIMEOUT_S if start_timeout_s is None else start_timeout_s
         store = meet(rendezvous, job, rank, size, timeout_s) if size > 1 else None
@@ -131,13 +146,20 @@ class TorchTransport(MatchedTransport):
             rings_from_threads=True,
         )
         super().__init__(rank, size, Inbox(), capabilities)
+        self._granted_tags = granted_tags
         make_group = functools.partial(gloo.make_group, store, rank=rank, size=size, timeout=_GROUP_TIMEOUT)
         self._mesh = gloo.Mesh(make_group, rank, size, self._matcher)
         self._is_closed = False
         atexit.register(self.close_failed)  # threads that wait in gloo at the interpreter's end abort the process
 
     def _send_away(self, view: memoryview, dest: int, tag: int) -> Request:
-        return self._mesh.links[dest].send(view, tag)
+        link = self._mesh.links[dest]
+        return link.send_granted(view, tag) if tag in self._granted_tags else link.send(view, tag)
+
+    def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
+        if tag in self._granted_tags and source != self.rank:
+            return self._mesh.links[source].receive_granted(buffer, tag)
+        return super().irecv(buffer, source, tag)
 
     def lost_ranks(self) -> frozenset[int]:
         return self._mesh.lost

@@ -249,7 +249,8 @@ MUTANTS: Final = (
         14,
         "a new version is written into the slot that a reader is being sent: two versions in one average",
         "asyncdist/exposure.py",
-        "        if any(answer.version == version - 2 for answer in self._answers):\n            return None\n",
+        "        if any(answer.version == version - 2 and not answer.stream.has_left for answer in self._answers):\n"
+        "            return None\n",
         "",
         ONE_SIDED,
     ),
