@@ -1,31 +1,53 @@
-"""The parameter-stream protocol: one donor's snapshot into one replacer's accumulator.
+"""The parameter-stream protocol: the donors' snapshots into one replacer's accumulator.
 
-The replacer asks (:class:`asyncdist.streams.Grant`, with the round in the frame's header) and names the bytes it has
-posted: the averaged tensors, or those and the exact ones. The donor answers with exactly these bytes or with the
+The replacer asks (:class:`asyncdist.streams.Grant`, with the round in the frame's header) and names the bytes that it
+has room for: the averaged tensors, or those and the exact ones. The donor answers with exactly these bytes or with the
 abort. Tensors travel as they are stored, dtype after dtype in the order of the flat state, each cut into chunks of its
 own.
 
-The first donor's chunks land in the accumulator itself, where its dtype is the stored one; further ones pass through a
-ring of ``WINDOW_COUNT`` chunks and are added as they come. So a replacer holds one accumulator and one ring, however
-many donors there are, and a donor one snapshot, however many replacers.
+All chunks of an exchange, of one donor after the other, pass through one window of ``WINDOW_COUNT`` pages of
+``CHUNK_NBYTES`` each, and are added in that order, whichever comes first. So a replacer holds one accumulator and one
+window, however many donors there are, and a donor one snapshot, however many replacers. The first donor's chunks land
+in the accumulator itself, where its dtype is the stored one.
+
+Small states share a page, so many donors may be under way at once, and an exchange takes one answer's time instead of
+one per donor. Of large ones the next donor is asked while the last chunks of the one before it are under way.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
 
 import torch
 
 from asyncdist import Envelope, RankLostError, World, tags
 from asyncdist.channels import Channel
 from asyncdist.flat import FlatBuffers, accumulate
-from asyncdist.streams import CHUNK_NBYTES, WINDOW_COUNT, Cancel, Grant, OutboundStream, byte_view, split
+from asyncdist.streams import (
+    CHUNK_NBYTES,
+    WINDOW_COUNT,
+    Cancel,
+    Grant,
+    InboundStream,
+    OutboundStream,
+    byte_view,
+    split,
+)
 
 logger = logging.getLogger("protocols.parameter_stream")
 
 StreamMessage = Grant | Cancel
+
+#: Donors that a replacer has asked and not yet taken: each posted receive is tested in every pass.
+ASKED_COUNT_MAX: Final = 16
+#: Places in a page begin at multiples of the widest element.
+_ALIGNMENT_NBYTES: Final = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -149,96 +171,167 @@ class ChunkRing:
 
     def __init__(self, chunk_nbytes: int | None = None) -> None:
         self._chunk_nbytes = chunk_nbytes
-        self._buffers: list[torch.Tensor] = []
+        self._buffers: dict[int, torch.Tensor] = {}
         self._next = 0
 
     def take(self, dtype: torch.dtype, count: int) -> torch.Tensor:
         """The next buffer, as ``count`` elements of ``dtype``."""
-        if len(self._buffers) < WINDOW_COUNT:
-            self._buffers.append(torch.empty(self._chunk_nbytes or CHUNK_NBYTES, dtype=torch.uint8))
-        buffer = self._buffers[self._next % WINDOW_COUNT]
         self._next += 1
-        return buffer[: count * dtype.itemsize].view(dtype)
+        return self.page(self._next)[: count * dtype.itemsize].view(dtype)
+
+    def page(self, number: int) -> torch.Tensor:
+        """The bytes of a buffer; pages that are ``WINDOW_COUNT`` apart are the same one."""
+        place = number % WINDOW_COUNT
+        if place not in self._buffers:
+            self._buffers[place] = torch.empty(self._chunk_nbytes or CHUNK_NBYTES, dtype=torch.uint8)
+        return self._buffers[place]
 
     @property
     def nbytes(self) -> int:
         """What it holds."""
-        return sum(buffer.nbytes for buffer in self._buffers)
+        return sum(buffer.nbytes for buffer in self._buffers.values())
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Where one chunk belongs. ``landing`` is where it is received: ``into`` itself, or a buffer of the ring."""
+    """Where one chunk belongs. ``landing`` is where it is received: ``into`` itself, or a place in the ring."""
 
     into: torch.Tensor
     landing: torch.Tensor
     averaged: bool
+    page: int
 
 
-async def receive_donor(
-    world: World,
-    channel: Channel[StreamMessage],
-    accumulator: FlatBuffers,
-    ring: ChunkRing,
-    *,
-    donor: int,
-    weight: float,
-    first: bool,
-    exact: bool,
-    round: int,
-    deadline: float,
-) -> int:
-    """Stream one donor's snapshot into ``accumulator``: weight * snapshot, added to what is there.
+class Intake:
+    """A replacer's end of the protocol: the sum of weight * snapshot over the donors of a round.
 
     Args:
         world: this rank's.
         channel: the policy's parameter-stream channel.
-        accumulator: flat tensors in the accumulation dtypes.
+        accumulator: flat tensors in the accumulation dtypes; what is in them is overwritten.
         ring: for chunks that cannot land in place.
-        donor: the sender.
-        weight: its weight, not normalised.
-        first: overwrite the accumulator instead of adding to it.
-        exact: take the integer and bool tensors too.
+        donors: the senders, in the order in which they are added.
+        weights: theirs, not normalised.
+        best: the donor whose integer and bool tensors are taken.
         round: goes into the frames' headers.
-        deadline: on the loop's clock.
 
-    Returns:
-        Bytes received.
-
-    Raises:
-        StreamAborted: the donor gave up.
-        RankLostError: the donor is gone.
-        TimeoutError: the deadline passed.
+    Attributes:
+        donor: who is asked or waited for: when :meth:`run` raises, on account of this one.
+        received_nbytes: of the donors whose snapshots have been added.
     """
-    pieces = _pieces(accumulator, ring, first=first, exact=exact)
 
-    def cancel(slot: int) -> None:
-        if donor not in world.gone:
-            channel.send_nowait(Cancel(slot), donor, round=round)
+    def __init__(
+        self,
+        world: World,
+        channel: Channel[StreamMessage],
+        accumulator: FlatBuffers,
+        ring: ChunkRing,
+        *,
+        donors: Sequence[int],
+        weights: Sequence[float],
+        best: int,
+        round: int,
+    ) -> None:
+        self._world = world
+        self._channel = channel
+        self._accumulator = accumulator
+        self._ring = ring
+        self._donors = donors
+        self._weights = weights
+        self._best = best
+        self._round = round
+        self._page = self._offset = 0
+        self._asked: deque[tuple[InboundStream, Sequence[_Piece]]] = deque()
+        self._asked_count = 0
+        self._posting: InboundStream | None = None  # of the donor that was asked last
+        self._unposted: deque[_Piece] = deque()  # its pieces
+        self._posted_count = 0
+        self._under_way: deque[_Piece] = deque()  # posted, and not taken
+        self.donor = donors[0]
+        self.received_nbytes = 0
 
-    async with world.slots.inbound(donor, [byte_view(piece.landing) for piece in pieces], cancel) as stream:
-        nbytes = stream_nbytes(accumulator, exact=exact)
-        channel.send_nowait(Grant(stream.slot, nbytes, CHUNK_NBYTES), donor, round=round)
-        async for index in stream.chunks(deadline=deadline):
-            piece = pieces[index]
-            if piece.landing is not piece.into:
-                accumulate(piece.into, piece.landing, weight, first=first)
-            elif piece.averaged and weight != 1.0:
-                piece.into.mul_(weight)
-    world.stream_received_nbytes += stream.received_nbytes
-    return stream.received_nbytes
+    async def run(self, *, deadline: float) -> None:
+        """Ask the donors, and add what comes.
 
+        Args:
+            deadline: on the loop's clock, for all of it.
 
-def _pieces(accumulator: FlatBuffers, ring: ChunkRing, *, first: bool, exact: bool) -> list[_Piece]:
-    pieces = []
-    averaged = accumulator.averaged().keys()
-    for dtype, tensor in _parts(accumulator, exact):
-        in_place = dtype not in averaged or (first and tensor.dtype == dtype)
-        count = CHUNK_NBYTES // dtype.itemsize
-        for into in torch.split(tensor, count) if tensor.numel() else ():
-            landing = into if in_place else ring.take(dtype, into.numel())
-            pieces.append(_Piece(into, landing, dtype in averaged))
-    return pieces
+        **Cancellation**: the donors are told to stop; accumulator and ring are in use until they have answered.
+
+        Raises:
+            StreamAborted: a donor gave up.
+            RankLostError: a donor is gone.
+            TimeoutError: the deadline passed.
+            BusyError: all slots of a donor are taken.
+        """
+        with ExitStack() as streams:
+            self._ask_more(streams)
+            for place, donor in enumerate(self._donors):
+                stream, pieces = self._asked.popleft()
+                for index, piece in enumerate(pieces):
+                    self.donor = donor
+                    await stream.arrival(index, deadline=deadline)
+                    self._take(piece, self._weights[place], first=not place)
+                    self._ask_more(streams)
+                self.received_nbytes += stream.received_nbytes
+                self._world.stream_received_nbytes += stream.received_nbytes
+                self._ask_more(streams)
+
+    def _ask_more(self, streams: ExitStack) -> None:
+        """Post receives for as long as the window has room, and ask the donors to whom they belong."""
+        self._post()
+        while not self._unposted and self._asked_count < len(self._donors) and len(self._asked) < ASKED_COUNT_MAX:
+            self.donor = donor = self._donors[self._asked_count]
+            pieces = self._pieces(first=not self._asked_count, exact=donor == self._best)
+            stream = InboundStream(self._world.slots, donor, [byte_view(piece.landing) for piece in pieces], 0)
+            streams.callback(stream.finish, partial(self._cancel, donor, stream.slot))
+            self._asked.append((stream, pieces))
+            self._asked_count += 1
+            self._posting, self._posted_count = stream, 0
+            self._unposted.extend(pieces)
+            self._post()
+            nbytes = stream_nbytes(self._accumulator, exact=donor == self._best)
+            self._channel.send_nowait(Grant(stream.slot, nbytes, CHUNK_NBYTES), donor, round=self._round)
+
+    def _post(self) -> None:
+        """Post the receives for which the window has room."""
+        while self._unposted and self._posting is not None:
+            if self._under_way and self._unposted[0].page - self._under_way[0].page >= WINDOW_COUNT:
+                return
+            self._under_way.append(self._unposted.popleft())
+            self._posted_count += 1
+            self._posting.post_up_to(self._posted_count)
+
+    def _take(self, piece: _Piece, weight: float, *, first: bool) -> None:
+        """Add the chunk that has landed; its place is free."""
+        if piece.landing is not piece.into:
+            accumulate(piece.into, piece.landing, weight, first=first)
+        elif piece.averaged and weight != 1.0:
+            piece.into.mul_(weight)
+        self._under_way.popleft()
+
+    def _cancel(self, donor: int, slot: int) -> None:
+        if donor not in self._world.gone:
+            self._channel.send_nowait(Cancel(slot), donor, round=self._round)
+
+    def _pieces(self, *, first: bool, exact: bool) -> list[_Piece]:
+        """One donor's stream. Chunks that land in place have a page too: it bounds what is under way."""
+        pieces = []
+        averaged = self._accumulator.averaged().keys()
+        for dtype, tensor in _parts(self._accumulator, exact):
+            in_place = dtype not in averaged or (first and tensor.dtype == dtype)
+            count = CHUNK_NBYTES // dtype.itemsize
+            for into in torch.split(tensor, count) if tensor.numel() else ():
+                nbytes = into.numel() * dtype.itemsize
+                if self._offset + nbytes > CHUNK_NBYTES:
+                    self._page += 1
+                    self._offset = 0
+                landing = into
+                if not in_place:
+                    landing = self._ring.page(self._page)[self._offset : self._offset + nbytes].view(dtype)
+                pieces.append(_Piece(into, landing, dtype in averaged, self._page))
+                self._offset += -(-nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
+        return pieces
 
 
 def _parts(buffers: FlatBuffers, exact: bool) -> list[tuple[torch.dtype, torch.Tensor]]:

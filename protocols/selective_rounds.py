@@ -435,9 +435,9 @@ class RoundCoordinator:
     def _timeout_s(self, state: _Round, donors: Sequence[int], replacer: int) -> float:
         """Return how long one replacer may take from the moment it reads `Frozen`.
 
-        To `round_timeout_s` come the safe points during which messages may stand still. The replacer takes the donors
-        one after the other. Of each donor: one of its steps until it reads the grant, then `stream_safe_points` steps
-        of either end. At last one step of the replacer until it swaps.
+        To `round_timeout_s` come the safe points during which messages may stand still, as if the replacer took one
+        donor after the other, which is what it comes to with a large state. Of each donor: one of its steps until it
+        reads the grant, then `stream_safe_points` steps of either end. At last one step of the replacer until it swaps.
         """
         own_s = _step_s(state.judged[replacer])
         count = self._stream_safe_points

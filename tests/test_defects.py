@@ -38,7 +38,7 @@ import asyncdist as ad
 from asyncdist import streams, tags
 from asyncdist.flat import FlatState
 from asyncdist.transports import local
-from protocols import AsyncSelectiveAveragingPolicy, SnapshotTaken, parameter_stream, selective_averaging
+from protocols import AsyncSelectiveAveragingPolicy, SnapshotTaken, parameter_stream
 
 HERE = Path(__file__).resolve()
 DEFECTS = range(1, 16)
@@ -190,16 +190,16 @@ def test_defect_08_chunks_of_an_abandoned_round_never_reach_the_next(monkeypatch
     monkeypatch.setattr(parameter_stream, "CHUNK_NBYTES", 64)
     monkeypatch.setattr(local, "EAGER_NBYTES", 65536)
     story, abandoned, tries = Story(), [], Counter[str]()
-    original = selective_averaging.receive_donor
+    original = parameter_stream.Intake.run
 
-    async def impatient(world: ad.World, *args: Any, deadline: float, **options: Any) -> int:
+    async def impatient(intake: parameter_stream.Intake, *, deadline: float) -> None:
         tries["all"] += 1
         if tries["all"] % 3:  # two of three exchanges have no time
-            deadline = world.time()
+            deadline = 0.0
             tries["without time"] += 1
-        return await original(world, *args, deadline=deadline, **options)
+        await original(intake, deadline=deadline)
 
-    monkeypatch.setattr(selective_averaging, "receive_donor", impatient)
+    monkeypatch.setattr(parameter_stream.Intake, "run", impatient)
 
     async def main(world: ad.World) -> int:
         model = Mixed(float(world.rank), width=64)
@@ -251,19 +251,18 @@ def test_defect_08_a_donor_answers_other_rounds_with_an_abort_and_keeps_its_buff
                 await world.safe_point()
             return
 
-        async def receive(number: int) -> int:
-            return await parameter_stream.receive_donor(
+        async def receive(number: int) -> None:
+            intake = parameter_stream.Intake(
                 world,
                 desk.channel,
                 state.new_buffers(accumulate=True),
                 parameter_stream.ChunkRing(),
-                donor=1,
-                weight=1.0,
-                first=True,
-                exact=True,
+                donors=(1,),
+                weights=(1.0,),
+                best=1,
                 round=number,
-                deadline=world.time() + 60,
             )
+            await intake.run(deadline=world.time() + 60)
 
         for number in (4, 5, 5):
             with pytest.raises(streams.StreamAborted):
