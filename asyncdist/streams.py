@@ -76,7 +76,10 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
         )
     if not tensor.numel():
         return memoryview(bytearray())
-    return tensor.detach().view(-1).view(torch.uint8).numpy().data
+    flat = tensor.detach() if tensor.requires_grad else tensor
+    if flat.ndim != 1:
+        flat = flat.view(-1)
+    return flat.view(torch.uint8).numpy().data
 
 
 def split(view: memoryview, chunk_nbytes: int) -> list[memoryview]:
@@ -131,6 +134,14 @@ class OutboundStream(_Stream):
         """Send no further chunk, but the abort."""
         self._stopping = True
         self._engine.recheck()
+
+    def start(self) -> bool:
+        """Send what the window holds; whether that was everything, and has left: then there is nothing to :meth:`run`.
+
+        A small stream needs no task of its own.
+        """
+        self._post_more()
+        return self._next == len(self._chunks) and not self.under_way_count and self._error is None
 
     async def run(self) -> bool:
         """Send everything; whether it was the whole stream.

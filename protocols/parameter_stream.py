@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -59,6 +59,16 @@ class Offer:
     on_free: Callable[[FlatBuffers], None]
     streams: dict[tuple[int, int], OutboundStream] = field(default_factory=dict)
     withdrawn: bool = False
+    _chunks: dict[int, list[memoryview]] = field(default_factory=dict)
+
+    def chunks(self, grant: Grant) -> list[memoryview] | None:
+        """What is sent for ``grant``, made once for all replacers; None when it fits no stream of this state."""
+        chunks = self._chunks.get(grant.nbytes)
+        if chunks is None or grant.chunk_nbytes != CHUNK_NBYTES:
+            chunks = snapshot_chunks(self.snapshot, grant)
+            if chunks is not None:
+                self._chunks[grant.nbytes] = chunks
+        return chunks
 
 
 class DonorDesk:
@@ -117,13 +127,23 @@ class DonorDesk:
             return
         for offer in self._offers:
             if offer.round == envelope.round and not offer.withdrawn:
-                chunks = snapshot_chunks(offer.snapshot, message)
+                chunks = offer.chunks(message)
                 if chunks is not None:
-                    stream = OutboundStream(self._world.engine, chunks, *key)
-                    offer.streams[key] = stream
-                    self._world.spawn_service(self._send(offer, stream, key), name=f"stream to rank {key[0]}")
+                    self._begin(offer, OutboundStream(self._world.engine, chunks, *key), key)
                     return
         self._world.spawn_service(self._refuse(OutboundStream(self._world.engine, [], *key)), name="abort")
+
+    def _begin(self, offer: Offer, stream: OutboundStream, key: tuple[int, int]) -> None:
+        """Send; what has not left at once goes on in a task."""
+        try:
+            if stream.start():
+                self._count(stream)
+                return
+        except RankLostError as error:
+            logger.info("round %d: %s", offer.round, error)
+            return
+        offer.streams[key] = stream
+        self._world.spawn_service(self._send(offer, stream, key), name=f"stream to rank {key[0]}")
 
     async def _send(self, offer: Offer, stream: OutboundStream, key: tuple[int, int]) -> None:
         try:
@@ -131,10 +151,13 @@ class DonorDesk:
         except RankLostError as error:
             logger.info("round %d: %s", offer.round, error)
         finally:
-            self.sent_nbytes += stream.sent_nbytes
-            self._world.stream_sent_nbytes += stream.sent_nbytes
+            self._count(stream)
             del offer.streams[key]
             self._free(offer)
+
+    def _count(self, stream: OutboundStream) -> None:
+        self.sent_nbytes += stream.sent_nbytes
+        self._world.stream_sent_nbytes += stream.sent_nbytes
 
     async def _refuse(self, stream: OutboundStream) -> None:
         try:
@@ -171,7 +194,7 @@ class ChunkRing:
 
     def __init__(self, chunk_nbytes: int | None = None) -> None:
         self._chunk_nbytes = chunk_nbytes
-        self._buffers: dict[int, torch.Tensor] = {}
+        self._buffers: dict[int, tuple[torch.Tensor, memoryview]] = {}
         self._next = 0
 
     def take(self, dtype: torch.dtype, count: int) -> torch.Tensor:
@@ -181,25 +204,43 @@ class ChunkRing:
 
     def page(self, number: int) -> torch.Tensor:
         """The bytes of a buffer; pages that are ``WINDOW_COUNT`` apart are the same one."""
+        return self._at(number)[0]
+
+    def view(self, number: int) -> memoryview:
+        """The same bytes, for the transport."""
+        return self._at(number)[1]
+
+    def _at(self, number: int) -> tuple[torch.Tensor, memoryview]:
         place = number % WINDOW_COUNT
-        if place not in self._buffers:
-            self._buffers[place] = torch.empty(self._chunk_nbytes or CHUNK_NBYTES, dtype=torch.uint8)
-        return self._buffers[place]
+        found = self._buffers.get(place)
+        if found is None:
+            buffer = torch.empty(self._chunk_nbytes or CHUNK_NBYTES, dtype=torch.uint8)
+            found = self._buffers[place] = buffer, byte_view(buffer)
+        return found
 
     @property
     def nbytes(self) -> int:
         """What it holds."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+        return sum(buffer.nbytes for buffer, _ in self._buffers.values())
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Where one chunk belongs. ``landing`` is where it is received: ``into`` itself, or a place in the ring."""
+class _Piece(NamedTuple):
+    """A chunk of the state, as it is cut for every donor. ``view`` is where it is received if it lands in place."""
 
     into: torch.Tensor
-    landing: torch.Tensor
+    dtype: torch.dtype
+    nbytes: int
     averaged: bool
+    view: memoryview | None
+
+
+class _Landing(NamedTuple):
+    """A chunk of one donor, and where it is received: in place, or at ``offset`` of a page of the ring."""
+
+    piece: _Piece
+    in_place: bool
     page: int
+    offset: int
 
 
 class Intake:
@@ -234,19 +275,19 @@ class Intake:
     ) -> None:
         self._world = world
         self._channel = channel
-        self._accumulator = accumulator
         self._ring = ring
         self._donors = donors
         self._weights = weights
         self._best = best
         self._round = round
+        self._pieces = _pieces(accumulator)
         self._page = self._offset = 0
-        self._asked: deque[tuple[InboundStream, Sequence[_Piece]]] = deque()
+        self._asked: deque[tuple[InboundStream, Sequence[_Landing]]] = deque()
         self._asked_count = 0
         self._posting: InboundStream | None = None  # of the donor that was asked last
-        self._unposted: deque[_Piece] = deque()  # its pieces
+        self._unposted: deque[_Landing] = deque()  # its chunks
         self._posted_count = 0
-        self._under_way: deque[_Piece] = deque()  # posted, and not taken
+        self._under_way: deque[_Landing] = deque()  # posted, and not taken
         self.donor = donors[0]
         self.received_nbytes = 0
 
@@ -267,11 +308,11 @@ class Intake:
         with ExitStack() as streams:
             self._ask_more(streams)
             for place, donor in enumerate(self._donors):
-                stream, pieces = self._asked.popleft()
-                for index, piece in enumerate(pieces):
+                stream, landings = self._asked.popleft()
+                for index, landing in enumerate(landings):
                     self.donor = donor
                     await stream.arrival(index, deadline=deadline)
-                    self._take(piece, self._weights[place], first=not place)
+                    self._take(landing, self._weights[place], first=not place)
                     self._ask_more(streams)
                 self.received_nbytes += stream.received_nbytes
                 self._world.stream_received_nbytes += stream.received_nbytes
@@ -282,15 +323,15 @@ class Intake:
         self._post()
         while not self._unposted and self._asked_count < len(self._donors) and len(self._asked) < ASKED_COUNT_MAX:
             self.donor = donor = self._donors[self._asked_count]
-            pieces = self._pieces(first=not self._asked_count, exact=donor == self._best)
-            stream = InboundStream(self._world.slots, donor, [byte_view(piece.landing) for piece in pieces], 0)
+            landings, targets = self._landings(first=not self._asked_count, exact=donor == self._best)
+            stream = InboundStream(self._world.slots, donor, targets, 0)
             streams.callback(stream.finish, partial(self._cancel, donor, stream.slot))
-            self._asked.append((stream, pieces))
+            self._asked.append((stream, landings))
             self._asked_count += 1
             self._posting, self._posted_count = stream, 0
-            self._unposted.extend(pieces)
+            self._unposted.extend(landings)
             self._post()
-            nbytes = stream_nbytes(self._accumulator, exact=donor == self._best)
+            nbytes = sum(landing.piece.nbytes for landing in landings)
             self._channel.send_nowait(Grant(stream.slot, nbytes, CHUNK_NBYTES), donor, round=self._round)
 
     def _post(self) -> None:
@@ -302,36 +343,52 @@ class Intake:
             self._posted_count += 1
             self._posting.post_up_to(self._posted_count)
 
-    def _take(self, piece: _Piece, weight: float, *, first: bool) -> None:
+    def _take(self, landing: _Landing, weight: float, *, first: bool) -> None:
         """Add the chunk that has landed; its place is free."""
-        if piece.landing is not piece.into:
-            accumulate(piece.into, piece.landing, weight, first=first)
-        elif piece.averaged and weight != 1.0:
-            piece.into.mul_(weight)
+        into, dtype, nbytes, averaged, _ = landing.piece
+        if not landing.in_place:
+            chunk = self._ring.page(landing.page)[landing.offset : landing.offset + nbytes].view(dtype)
+            accumulate(into, chunk, weight, first=first)
+        elif averaged and weight != 1.0:
+            into.mul_(weight)
         self._under_way.popleft()
 
     def _cancel(self, donor: int, slot: int) -> None:
         if donor not in self._world.gone:
             self._channel.send_nowait(Cancel(slot), donor, round=self._round)
 
-    def _pieces(self, *, first: bool, exact: bool) -> list[_Piece]:
-        """One donor's stream. Chunks that land in place have a page too: it bounds what is under way."""
-        pieces = []
-        averaged = self._accumulator.averaged().keys()
-        for dtype, tensor in _parts(self._accumulator, exact):
-            in_place = dtype not in averaged or (first and tensor.dtype == dtype)
-            count = CHUNK_NBYTES // dtype.itemsize
-            for into in torch.split(tensor, count) if tensor.numel() else ():
-                nbytes = into.numel() * dtype.itemsize
-                if self._offset + nbytes > CHUNK_NBYTES:
-                    self._page += 1
-                    self._offset = 0
-                landing = into
-                if not in_place:
-                    landing = self._ring.page(self._page)[self._offset : self._offset + nbytes].view(dtype)
-                pieces.append(_Piece(into, landing, dtype in averaged, self._page))
-                self._offset += -(-nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
-        return pieces
+    def _landings(self, *, first: bool, exact: bool) -> tuple[list[_Landing], list[memoryview]]:
+        """One donor's stream, and its targets. Chunks that land in place have a page too: it bounds what is under way.
+
+        The first donor's chunks land in place where the accumulator has their dtype, and so do all that are not summed.
+        """
+        landings, targets = [], []
+        for piece in self._pieces:
+            if not (piece.averaged or exact):
+                continue
+            if self._offset + piece.nbytes > CHUNK_NBYTES:
+                self._page += 1
+                self._offset = 0
+            in_place = piece.view is not None and (first or not piece.averaged)
+            landings.append(_Landing(piece, in_place, self._page, self._offset))
+            if in_place and piece.view is not None:
+                targets.append(piece.view)
+            else:
+                targets.append(self._ring.view(self._page)[self._offset : self._offset + piece.nbytes])
+            self._offset += -(-piece.nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
+        return landings, targets
+
+
+def _pieces(accumulator: FlatBuffers) -> list[_Piece]:
+    """The chunks of a stream, those that are averaged first."""
+    pieces = []
+    averaged = accumulator.averaged().keys()
+    for dtype, tensor in _parts(accumulator, exact=True):
+        count = CHUNK_NBYTES // dtype.itemsize
+        for into in torch.split(tensor, count) if tensor.numel() else ():
+            view = byte_view(into) if into.dtype == dtype else None
+            pieces.append(_Piece(into, dtype, into.numel() * dtype.itemsize, dtype in averaged, view))
+    return pieces
 
 
 def _parts(buffers: FlatBuffers, exact: bool) -> list[tuple[torch.dtype, torch.Tensor]]:
