@@ -591,7 +591,7 @@ def _tensor_is_finite(tensor: Tensor) -> bool:
 
 def _bounds_are_finite(tensor: Tensor) -> bool:
     low, high = torch.aminmax(tensor)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
+    return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
 def _is_averaged(dtype: torch.dtype) -> bool:

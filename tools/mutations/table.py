@@ -206,8 +206,8 @@ MUTANTS: Final = (
         12,
         "integer entries come from the first donor, not from the best",
         "protocols/selective_averaging.py",
-        "                    exact=donor == frozen.best,",
-        "                    exact=donor == frozen.donors[0],",
+        "            best=frozen.best,",
+        "            best=frozen.donors[0],",
         SUITE,
     ),
     Mutant(
@@ -305,8 +305,8 @@ MUTANTS: Final = (
         "deadline",
         "a replacer waits for a donor's chunks without its deadline",
         "asyncdist/streams.py",
-        "            await self._until(functools.partial(self._arrived.__contains__, index), deadline)",
-        "            await self._until(functools.partial(self._arrived.__contains__, index))",
+        "        await self._until(functools.partial(self._arrived.__contains__, index), deadline)",
+        "        await self._until(functools.partial(self._arrived.__contains__, index))",
         LATENESS,
     ),
 )
