@@ -76,9 +76,9 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(bytearray())
     try:  # with the cold caches that a transfer leaves: 7 us, and 35 by view(torch.uint8)
-        return memoryview(tensor.detach().numpy()).cast("B")
+        return tensor.detach().numpy().data.cast("B")
     except TypeError:  # numpy has no bfloat16
-        return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+        return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def split(view: memoryview, chunk_nbytes: int) -> list[memoryview]:
