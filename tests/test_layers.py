@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: From the bottom up. A module may import those of lower layers alone.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_version", "errors", "flat", "trees"),
+    ("_version", "errors", "flat", "spread", "trees"),
     ("tags", "packing", "scratch", "transports.base", "values"),
     (
         "wire",
@@ -25,7 +25,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("channels", "streams", "transports.gloo"),
     ("groups", "transports.meeting"),
-    ("collectives", "transports.torch"),
+    ("folding", "transports.torch"),
+    ("collectives",),
     ("world",),
     ("exposure",),
     ("launch", "mesh"),
