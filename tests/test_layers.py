@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: From the bottom up. A module may import those of lower layers alone.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_version", "errors", "flat", "trees"),
+    ("_version", "errors", "flat", "spread", "trees"),
     ("tags", "packing", "scratch", "transports.base", "transports.transfers", "values"),
     (
         "wire",
@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("channels", "streams", "transports.granted"),
     ("groups", "transports.gloo"),
+    ("folding",),
     (
         "collectives",
         "transports.backends",

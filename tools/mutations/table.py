@@ -267,9 +267,9 @@ MUTANTS: Final = (
         "world-size-divisor",
         15,
         "the synchronous average divides by the world's size",
-        "protocols/average_all.py",
-        "                tensor.div_(group.size)",
-        "                tensor.div_(self._world.size)",
+        "asyncdist/collectives.py",
+        "            divide(tensor, group.size)",
+        "            divide(tensor, self._engine.transport.size)",
         SUBGROUP,
     ),
     Mutant(
