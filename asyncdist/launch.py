@@ -208,11 +208,6 @@ def names_torch_rendezvous(environ: Mapping[str, str] = os.environ) -> bool:
     return any(environ.get(name) for name in TORCH_VARIABLES)
 
 
-def torch_job(environ: Mapping[str, str] = os.environ) -> str:
-    """The name of a torch.distributed job: workers that torchrun has started again are another one."""
-    return f"{environ.get('TORCHELASTIC_RUN_ID', 'job')}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-
 def _detect_slurm(variables: _Variables) -> Launch | None:
     """A step of several tasks started by srun; a shell of sbatch or salloc, or one task, is one plain process.
 

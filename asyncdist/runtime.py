@@ -554,12 +554,12 @@ def _open_torch(mpi: MpiTransport | None, backend: str) -> Transport:
 
     check_torch_backend(backend)
     if is_group_initialised():
-        return TorchTransport(None, launch.torch_job())
+        return TorchTransport(None)
     if mpi is None or launch.names_torch_rendezvous():
-        return TorchTransport(launch.torch_rendezvous(), launch.torch_job())
+        return TorchTransport(launch.torch_rendezvous())
     address, port = mpi.said_by_rank_0(f"{mpi.own_address()} {launch.find_free_port()}").split()
     place = launch.TorchRendezvous(mpi.rank, mpi.size, address, int(port), is_store_served=False)
-    return TorchTransport(place, launch.torch_job())
+    return TorchTransport(place)
 
 
 def check_torch_backend(backend: str) -> None:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from support.torchrun import Result, rank_environment, run_ranks, run_source, run_torchrun
+from support.torchrun import Result, rank_environment, run_ranks, run_source, run_torchrun, run_torchruns
+from torch import distributed as dist
 
 import asyncdist as ad
 from asyncdist import launch
-from asyncdist.errors import RankLostError, TruncationError
+from asyncdist.errors import RankLostError, TransportError, TruncationError
 from asyncdist.transports.base import ANY_SOURCE
 from asyncdist.transports.gloo import reason
 from asyncdist.transports.matching import Inbox, InlineMessage, Matcher, OwnMessage, Receive, Send
+from asyncdist.transports.meeting import _Gathering as Gathering
 
 MIB = 1 << 20
 VICTIM = 2
@@ -217,6 +224,62 @@ def test_torchrun_starts_workers_again_as_another_job() -> None:
     assert result.reports == {0: [1, "new"], 1: [1, "new"]}
 
 
+FAILS_ONCE = """
+    import os, pathlib, sys
+    import asyncdist as ad
+    from support.mpi import report
+
+    told, when = pathlib.Path(sys.argv[1]), sys.argv[2]
+
+    def fail_once():
+        if os.environ["RANK"] == "1" and not told.exists():
+            told.touch()
+            os._exit(7)
+
+    async def main(world):
+        await ad.barrier()
+        if when == "late":
+            fail_once()
+        await ad.barrier()
+        return world.size
+
+    if when == "early":
+        fail_once()
+    values = [ad.run(main), ad.run(main)]
+    report(int(os.environ["RANK"]), [os.environ["TORCHELASTIC_RESTART_COUNT"], values])
+"""
+
+
+@pytest.mark.parametrize("when", ["early", "late"])
+@pytest.mark.parametrize("unshared", ["0", "1"])
+def test_two_agents_that_count_restarts_differently_meet_again(tmp_path: Path, when: str, unshared: str) -> None:
+    """An agent counts its own failures: one said 0, the other 1, and ranks that went by that never met."""
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": unshared}
+    told = tmp_path / "told"
+    result = run_torchruns(2, FAILS_ONCE, told, when, options=("--max-restarts", "2"), **env).check()
+    assert told.exists(), "rank 1 has not failed"
+    if when == "early":  # later both fail, or one is stopped before it does
+        assert sorted(count for count, _ in result.reports.values()) == ["0", "1"]
+    assert [values for _, values in result.reports.values()] == [[2, 2], [2, 2]]
+
+
+def test_a_rank_that_comes_late_is_awaited_in_silence() -> None:
+    """The store's own wait printed two lines a second."""
+    source = """
+        import os, time
+        import asyncdist as ad
+
+        async def main(world):
+            await ad.barrier()
+
+        if os.environ["RANK"] == "1":
+            time.sleep(6)
+        ad.run(main)
+    """
+    result = run_source(3, source).check()
+    assert (result.stdout, result.stderr) == ("", "")
+
+
 SHORT_START = """
     from asyncdist.transports import torch as transport
     transport.START_TIMEOUT_S = 3.0
@@ -259,6 +322,24 @@ def test_a_port_that_is_taken_is_named() -> None:
     assert "address already in use" in result.stderr.lower()
 
 
+def test_two_processes_of_one_rank_are_named() -> None:
+    """They waited in silence, and then were told that another rank was missing."""
+    source = """
+        import os
+        if os.environ["RANK"] == "2":
+            os.environ["RANK"] = "1"
+        import asyncdist as ad
+
+        async def main(world):
+            await ad.barrier()
+
+        ad.run(main)
+    """
+    result = run_source(3, source)
+    assert result.returncodes == (1, 1, 1)
+    assert "rank 1 has come twice: two processes were started as this rank (RANK)" in result.stderr
+
+
 def test_sizes_that_differ_are_named() -> None:
     source = """
     import os
@@ -295,9 +376,55 @@ def test_the_rendezvous_is_what_torchrun_says() -> None:
     environ = rank_environment(1, 4, 29500)
     assert launch.torch_rendezvous(environ) == launch.TorchRendezvous(1, 4, "127.0.0.1", 29500, False)
     assert launch.torch_rendezvous({**environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}).is_store_served
-    again = {"TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_RESTART_COUNT": "1"}
-    jobs = [launch.torch_job(environ), launch.torch_job({**environ, **again, "TORCHELASTIC_RESTART_COUNT": "0"})]
-    assert len({*jobs, launch.torch_job({**environ, **again})}) == 3
+
+
+# -------------------------------------------------------------------------------------------------------- the handshake
+
+
+def gather(store: Any, ranks: Sequence[int], size: int, timeout_s: float = 100.0) -> list[str]:
+    """What becomes of these ranks, a thread each: the token of their world, or why there is none."""
+
+    def come(rank: int) -> str:
+        gathering = Gathering(store, rank, size, time.monotonic() + timeout_s)
+        try:
+            gathering.come()
+            gathering.go_on()
+        except TransportError as error:
+            return str(error)
+        return bytes(gathering.world.get("whose")).decode() if rank else whose(gathering)
+
+    def whose(gathering: Gathering) -> str:
+        token = f"{time.monotonic_ns()}"
+        gathering.world.set("whose", token)
+        return token
+
+    with concurrent.futures.ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(come, ranks))
+
+
+def test_ranks_gather_again_and_again_where_others_have_said_hello() -> None:
+    store = dist.HashStore()
+    for rank in range(4):
+        store.set(f"asyncdist/hello/{rank}", "of somebody dead")
+    worlds = [set(gather(store, range(size), size)) for size in (4, 4, 2, 3)]
+    assert [len(tokens) for tokens in worlds] == [1, 1, 1, 1], "ranks of one gathering are in one world"
+    assert len(set.union(*worlds)) == 4, "and not in that of another one"
+
+
+def test_a_rank_that_is_started_again_while_others_gather_is_answered_again() -> None:
+    store = dist.HashStore()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        others = pool.submit(gather, store, (0, 1), 3)
+        dead = dist.PrefixStore("asyncdist", store)
+        dead.set("hello/2", "of somebody who is answered, and dies")
+        dead.wait(["answer/of somebody who is answered, and dies"], timedelta(seconds=100))
+        assert len({*gather(store, (2,), 3), *others.result()}) == 1
+
+
+@pytest.mark.parametrize("ranks", [(0, 0), (0, 1, 1)])
+def test_whoever_comes_as_a_rank_that_is_there_is_named_by_both_and_by_rank_0(ranks: tuple[int, ...]) -> None:
+    for text in gather(dist.HashStore(), ranks, 3):
+        assert text.startswith(f"rank {ranks[-1]} has come twice: ")
 
 
 # ------------------------------------------------------------------------------------------------------------ backends

@@ -66,7 +66,6 @@ class TorchTransport(Transport):
 
     Args:
         rendezvous: where they meet; None where the user's process group says who there is.
-        job: a name that no other job with this store has.
         start_timeout_s: how long to wait for the other ranks.
 
     Raises:
@@ -75,13 +74,13 @@ class TorchTransport(Transport):
 
     name = "torch"
 
-    def __init__(self, rendezvous: Rendezvous | None, job: str, *, start_timeout_s: float | None = None) -> None:
+    def __init__(self, rendezvous: Rendezvous | None, *, start_timeout_s: float | None = None) -> None:
         if rendezvous is None:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
         else:
             self.rank, self.size = rendezvous.rank, rendezvous.size
         timeout_s = START_TIMEOUT_S if start_timeout_s is None else start_timeout_s
-        store = meet(rendezvous, job, self.rank, self.size, timeout_s) if self.size > 1 else None
+        store = meet(rendezvous, self.rank, self.size, timeout_s) if self.size > 1 else None
         self.capabilities = Capabilities(
             native_collectives=False,
             survives_rank_loss=True,
