@@ -28,7 +28,7 @@ import torch
 from asyncdist import launch, tags, wire
 from asyncdist._version import __version__
 from asyncdist.collectives import Collectives
-from asyncdist.errors import DisagreementError, LocalProtocolError, RankLostError, RemoteError
+from asyncdist.errors import DisagreementError, LocalProtocolError, RankLostError, RemoteError, TransportError
 from asyncdist.groups import Group
 from asyncdist.progress import Engine
 from asyncdist.supervision import (
@@ -88,7 +88,8 @@ def run(
     Args:
         main: a coroutine function; its first argument is the :class:`World`.
         transport: ``"mpi"``, ``"torch"``, ``"local"``, or ``"auto"``: MPI under an MPI launcher, torch under torchrun
-            or where RANK, WORLD_SIZE and MASTER_ADDR say so, else local. ``"torch:BACKEND"`` names a backend of
+            or where RANK, WORLD_SIZE and MASTER_ADDR say so, or where the program has made a process group of several
+            ranks, else local. ``"torch:BACKEND"`` names a backend of
             torch.distributed; ``"torch"`` means gloo, the one that carries messages.
         bulk: the transport for streams of tensors, ``"mpi"`` or ``"torch"``, where it is to be another one than for
             messages. Both number the ranks alike; started by mpirun, torch's ranks meet through MPI.
@@ -108,7 +109,7 @@ def run(
     elsewhere = run_elsewhere.get()
     if elsewhere is not None:
         return cast(T, elsewhere(main, args, strict))
-    started = launch.detect(wanted=transport)
+    started = _detect(transport)
     chosen = started.transport
     if chosen == "local" or ranks is not None:
         return run_local(main, *args, ranks=ranks or 1, loop=loop, strict=strict)[0]
@@ -166,7 +167,7 @@ async def open_world(
     Args and Raises: as :func:`run`.
     """
     _check_bulk(bulk, transport)
-    started = launch.detect(wanted=transport)
+    started = _detect(transport)
     chosen = started.transport
     opened = LocalHub(1).transport(0) if chosen == "local" else _open_transport(chosen, bulk, started)
     async with _hosted(opened, Interrupts(), grace_s=grace_s, strict=strict) as world:
@@ -520,6 +521,12 @@ def _loop_of(name: LoopName | None) -> Iterator[asyncio.AbstractEventLoop]:
         yield runner.get_loop()
 
 
+def _detect(transport: str) -> launch.Launch:
+    from asyncdist.transports.meeting import place_in_group
+
+    return launch.detect(wanted=transport, group=place_in_group())
+
+
 def _open_transport(name: str, bulk: str | None, started: launch.Launch) -> Transport:
     """The transport, or both."""
     if bulk is None or bulk == name:
@@ -527,6 +534,13 @@ def _open_transport(name: str, bulk: str | None, started: launch.Launch) -> Tran
     from asyncdist.transports.planes import TwoPlaneTransport
 
     mpi = _open_mpi(started)
+    if mpi.size == 1 and (started.expected_size or 1) > 1:
+        mpi.close()
+        raise TransportError(
+            f"transport={name!r} and bulk={bulk!r} need MPI as well, but {started.source} says that this is one of "
+            f"{started.expected_size} ranks, and MPI knows of none but itself: start with mpirun (or asyncdist run -n "
+            f"{started.expected_size} script.py), under which torch's ranks meet through MPI"
+        )
     torch_transport = _open_torch(mpi, started.backend)
     bulk_tags = range(tags.BULK_FIRST, tags.BULK_LAST + 1)
     if name == "mpi":

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from support.torchrun import Result, rank_environment, run_ranks, run_source, run_torchrun, run_torchruns
+from support.torchrun import Result, free_port, rank_environment, run_ranks, run_source, run_torchrun, run_torchruns
 from torch import distributed as dist
 
 import asyncdist as ad
@@ -195,6 +195,32 @@ def test_a_group_without_variables_is_enough() -> None:
     assert run_source(2, source).check().reports == {0: [0, 2, "torch"], 1: [1, 2, "torch"]}
 
 
+def test_a_group_of_the_users_that_no_launcher_made_is_found() -> None:
+    """Started by torch.multiprocessing.spawn, each rank trained alone, and said nothing."""
+    source = """
+        import socket, sys
+        import torch
+        from torch import distributed as dist
+        from support.mpi import report
+        import asyncdist as ad
+
+        async def main(world):
+            total = await ad.all_reduce(torch.tensor([1.0]))
+            return [world.transport_name, world.rank, world.size, total.item()]
+
+        def work(rank, address, size):
+            dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
+            report(rank, ad.run(main))
+            dist.destroy_process_group()
+
+        if __name__ == "__main__":
+            torch.multiprocessing.spawn(work, (sys.argv[1], 2), nprocs=2)
+    """
+    unset = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "")
+    result = run_source(1, source, f"tcp://127.0.0.1:{free_port()}", env=unset).check()
+    assert result.reports == {rank: ["torch", rank, 2, 2.0] for rank in range(2)}
+
+
 def test_torchrun_starts_workers_again_as_another_job() -> None:
     """The first time rank 1 dies while messages of that job are under way."""
     source = """
@@ -349,6 +375,12 @@ def test_sizes_that_differ_are_named() -> None:
     result = run_source(3, source + SHORT_START)
     assert result.returncodes == (1, 1, 1)
     assert "rank 1 is one of 2 ranks (WORLD_SIZE), rank 0 one of 3" in result.stderr
+
+
+def test_an_address_that_leads_to_no_host_is_named_at_once() -> None:
+    """It was asked for again and again, for 300 s."""
+    result = run_source(2, SHORT_START.replace("= 3.0", "= 300.0"), env={"MASTER_ADDR": "no host.invalid"}).check(1, 1)
+    assert result.stderr.count("ValueError: MASTER_ADDR='no host.invalid' leads to no host (") == 2
 
 
 def test_one_rank_needs_no_store() -> None:

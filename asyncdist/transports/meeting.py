@@ -66,6 +66,11 @@ def is_group_initialised() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def place_in_group() -> tuple[int, int] | None:
+    """Rank and size in the process group that the user has made; None where there is none."""
+    return (dist.get_rank(), dist.get_world_size()) if is_group_initialised() else None
+
+
 def meet(rendezvous: Rendezvous | None, rank: int, size: int, timeout_s: float) -> Any:
     """Wait for all ranks.
 
