@@ -7,14 +7,16 @@ does. Besides the torch transport the only module that imports torch.distributed
 from __future__ import annotations
 
 import datetime
+import urllib.parse
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from asyncdist import launch
-from asyncdist.errors import LocalProtocolError
+from asyncdist.errors import LocalProtocolError, TransportError
 from asyncdist.parallel import ParallelGroups, ParallelLayout, check_count, current_groups
 
 #: Hand-made device types that a backend may be named for, as in ``"cpu:gloo,cuda:nccl"``.
@@ -119,6 +121,8 @@ def init_dist(
     master_port: int,
     init_method: str = "env://",
     backend: str | dist.Backend | None = None,
+    *,
+    timeout_s: float | None = None,
 ) -> None:
     """Make this process a rank of torch.distributed: its variables, its GPU and the default process group.
 
@@ -131,11 +135,17 @@ def init_dist(
         master_port: a free TCP port there.
         init_method: where ranks meet: ``"env://"``, ``"tcp://address:port"`` or ``"file://path"``.
         backend: None takes :func:`get_distributed_backend`.
+        timeout_s: how long the ranks wait for each other at the start, in seconds; None is torch's own, and that of
+            collectives always is.
 
     Raises:
-        ValueError: a number is out of its range, or the backend is not available.
-        RuntimeError: there is a default process group already, or the ranks cannot meet.
+        ValueError: a number is out of its range, the backend is not available, or ``init_method`` is not one of those.
+        TransportError: the ranks did not meet in time; says where they were to.
+        RuntimeError: there is a default process group already.
     """
+    check_init_method(init_method)
+    if timeout_s is not None and not timeout_s > 0:
+        raise ValueError(f"timeout_s is {timeout_s!r}; it must be above 0 seconds")
     check_place(rank, local_rank, world_size, local_world_size, master_port)
     if dist.is_initialized():
         raise RuntimeError("torch.distributed has a default process group already; destroy_process_group() ends it")
@@ -151,7 +161,25 @@ def init_dist(
     )
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
-    init_process_group_from_backend(backend, init_method=init_method, rank=rank, world_size=world_size)
+    chosen = get_distributed_backend() if backend is None else check_backend(str(backend))
+    where = f"{master_addr}:{master_port}" if init_method == "env://" else init_method
+    store = _meet(init_method, where, rank, world_size, timeout_s)
+    dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size)
+
+
+def _meet(init_method: str, where: str, rank: int, world_size: int, timeout_s: float | None) -> Any:
+    """The store of all ranks, when they have come. As ``init_process_group`` does it, but for the time it may take."""
+    timeout = dist.constants.default_pg_timeout if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+    try:
+        store, _, _ = next(iter(dist.rendezvous(init_method, rank, world_size, timeout=timeout)))  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        waited = "" if timeout_s is None else f" within {timeout_s:g} s"
+        first = str(error).partition("\n")[0]
+        raise TransportError(
+            f"rank {rank} did not meet the other {world_size - 1} at {where}{waited}: {first}"
+        ) from error
+    store.set_timeout(dist.constants.default_pg_timeout)
+    return PrefixStore("default_pg", store)  # a part of its own, since a store may have other users
 
 
 def end_dist() -> None:
@@ -170,6 +198,24 @@ def check_place(rank: int, local_rank: int, world_size: int, local_world_size: i
         if type(value) is not int or not 0 <= value < size:
             raise ValueError(f"{name} is {value!r}; allowed are 0..{size - 1}")
     check_port("master_port", master_port)
+
+
+def check_init_method(value: object) -> None:
+    """Raise TypeError or ValueError unless ``value`` says where process groups meet, in a way that torch knows."""
+    allowed = "allowed are 'env://', 'tcp://address:port' and 'file://path'"
+    if not isinstance(value, str):
+        raise TypeError(f"init_method is {value!r}; {allowed}")
+    url = urllib.parse.urlsplit(value)
+    try:
+        is_allowed = {
+            "env": value == "env://",
+            "tcp": bool(url.hostname and url.port),
+            "file": bool(url.path.strip("/")),
+        }.get(url.scheme, False)
+    except ValueError:  # a port that is none
+        is_allowed = False
+    if not is_allowed:
+        raise ValueError(f"init_method is {value!r}; {allowed}")
 
 
 def check_port(name: str, value: object) -> None:
