@@ -29,6 +29,8 @@ MIB = 1 << 20
 VICTIM = 2
 SURVIVORS = (0, 1, 3)
 KILLED = -9
+#: What takes hundredths of a second has gone wrong when it takes this: half of the shortest timeout inside.
+LONG_S = 30.0
 ENDS = "tests/scripts/torch_ends.py"
 
 
@@ -61,13 +63,25 @@ def test_the_others_go_on_talking(rank: int) -> None:
     assert loss().reports[rank]["arrived"] == 2 * 2 * MIB
 
 
+@pytest.mark.parametrize("rank", SURVIVORS)
+def test_a_loss_is_known_long_before_anything_times_out(rank: int) -> None:
+    """Connections tell, in a few hundredths of a second; gloo's own patience is a minute, the store's too."""
+    killed_at, ended_at = loss().reports[VICTIM]["at"], loss().reports[rank]["ended_at"]
+    assert len(ended_at) == (4 if rank == 0 else 3)
+    assert all(killed_at < at < killed_at + LONG_S for at in ended_at)
+
+
 def test_the_others_end_cleanly() -> None:
     assert loss().stderr == ""
 
 
 def test_a_loss_that_nobody_waits_for_is_noticed() -> None:
     result = run_ranks(4, ENDS, "lost_at_rest").check(0, 0, KILLED, 0)
-    assert {rank: found["lost"] for rank, found in result.reports.items()} == {rank: [VICTIM] for rank in SURVIVORS}
+    assert result.reports[VICTIM].keys() == {"at"}
+    killed_at = result.reports[VICTIM]["at"]
+    for rank in SURVIVORS:
+        assert result.reports[rank]["lost"] == [VICTIM]
+        assert killed_at < result.reports[rank]["at"] < killed_at + LONG_S
 
 
 # -------------------------------------------------------------------------------------------------------------- the end
@@ -98,7 +112,8 @@ def test_messages_that_nobody_receives_do_not_hold_the_end() -> None:
 
 def test_closing_leaves_no_thread() -> None:
     for found in run_ranks(4, ENDS, "closes").check().reports.values():
-        assert found["alive"] == [] and len(found["took"]) == 1
+        (took_s,) = found["took"]
+        assert found["alive"] == [] and took_s < LONG_S
 
 
 def test_a_world_after_one_that_failed() -> None:
@@ -173,6 +188,62 @@ def test_beside_a_process_group_of_the_user(order: str) -> None:
 def test_beside_a_process_group_of_the_user_under_torchrun(order: str) -> None:
     result = run_torchrun(2, BESIDE_A_GROUP, order).check()
     assert result.reports == dict.fromkeys(range(2), [1.0] * SUM_COUNTS[order])
+
+
+def test_beside_distributed_data_parallel() -> None:
+    """DDP reduces gradients inside the ranks' group while a policy averages weights beside it, in the same objects.
+
+    Gradients and averages are equal on all ranks, so the weights must be, and must be those of training alone.
+    """
+    source = """
+        import os
+        import torch
+        from torch import distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+        from protocols import AverageAllPolicy
+        from support.mpi import report
+        import asyncdist as ad
+
+        STEPS, EVERY = 12, 4
+
+        def train_step(model, optimizer, samples):
+            optimizer.zero_grad()
+            model(samples).square().mean().backward()
+            optimizer.step()
+
+        def new_model():
+            torch.manual_seed(7)
+            return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).double()
+
+        def samples_of(rank, step):
+            return torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
+
+        async def main(world):
+            model = DistributedDataParallel(new_model())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            averages = 0
+            async with AverageAllPolicy(model, optimizer, average_every=EVERY) as policy:
+                for step in range(STEPS):
+                    train_step(model, optimizer, samples_of(world.rank, step))
+                    averages += bool(await policy.step(0.0))
+            alone = new_model()
+            optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+            for step in range(STEPS):
+                train_step(alone, optimizer, torch.cat([samples_of(rank, step) for rank in range(world.size)]))
+            flat = torch.nn.utils.parameters_to_vector
+            ours, theirs = flat(model.module.parameters()), flat(alone.parameters())
+            moved = (theirs - flat(new_model().parameters())).abs().max()
+            return [averages, (ours - theirs).abs().max().item(), moved.item(), ours.tolist()]
+
+        dist.init_process_group("gloo")
+        report(int(os.environ["RANK"]), ad.run(main))
+        dist.destroy_process_group()
+    """
+    reports = run_source(3, source).check().reports
+    for averages, off, moved, weights in reports.values():
+        assert averages == 3
+        assert off < 1e-12 < 1e-3 < moved
+        assert weights == reports[0][3]
 
 
 def test_a_group_without_variables_is_enough() -> None:
