@@ -7,6 +7,7 @@ does. Besides the torch transport the only module that imports torch.distributed
 from __future__ import annotations
 
 import datetime
+import time
 import urllib.parse
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from asyncdist import launch
 from asyncdist.errors import LocalProtocolError, TransportError
 from asyncdist.parallel import ParallelGroups, ParallelLayout, check_count, current_groups
+from asyncdist.transports.meeting import await_listener
 
 #: Hand-made device types that a backend may be named for, as in ``"cpu:gloo,cuda:nccl"``.
 _FAKE_BACKENDS = ("undefined", "fake")
@@ -135,8 +137,8 @@ def init_dist(
         master_port: a free TCP port there.
         init_method: where ranks meet: ``"env://"``, ``"tcp://address:port"`` or ``"file://path"``.
         backend: None takes :func:`get_distributed_backend`.
-        timeout_s: how long the ranks wait for each other at the start, in seconds; None is torch's own, and that of
-            collectives always is.
+        timeout_s: how long the ranks wait for each other at an address and port, in seconds; None is torch's half an
+            hour, which is that of collectives in any case.
 
     Raises:
         ValueError: a number is out of its range, the backend is not available, or ``init_method`` is not one of those.
@@ -162,23 +164,32 @@ def init_dist(
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
     chosen = get_distributed_backend() if backend is None else check_backend(str(backend))
-    where = f"{master_addr}:{master_port}" if init_method == "env://" else init_method
-    store = _meet(init_method, where, rank, world_size, timeout_s)
+    url = urllib.parse.urlsplit(init_method)
+    place = (master_addr, master_port) if init_method == "env://" else (url.hostname, url.port)
+    store = _meet(init_method, place, rank, world_size, timeout_s)
     dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size)
 
 
-def _meet(init_method: str, where: str, rank: int, world_size: int, timeout_s: float | None) -> Any:
+def _meet(
+    init_method: str, place: tuple[str | None, int | None], rank: int, world_size: int, timeout_s: float | None
+) -> Any:
     """The store of all ranks, when they have come. As ``init_process_group`` does it, but for the time it may take."""
-    timeout = dist.constants.default_pg_timeout if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+    usual = dist.constants.default_pg_timeout
+    limit_s = usual.total_seconds() if timeout_s is None else timeout_s
+    deadline = time.monotonic() + limit_s
+    address, port = place
     try:
-        store, _, _ = next(iter(dist.rendezvous(init_method, rank, world_size, timeout=timeout)))  # type: ignore[attr-defined]
-    except RuntimeError as error:
-        waited = "" if timeout_s is None else f" within {timeout_s:g} s"
+        if rank != 0 and address is not None and port is not None:
+            await_listener(address, port, deadline)
+        left = datetime.timedelta(seconds=max(0.001, deadline - time.monotonic()))
+        store, _, _ = next(iter(dist.rendezvous(init_method, rank, world_size, timeout=left)))  # type: ignore[attr-defined]
+    except (OSError, RuntimeError) as error:
         first = str(error).partition("\n")[0]
+        where = init_method if address is None else f"{address}:{port}"
         raise TransportError(
-            f"rank {rank} did not meet the other {world_size - 1} at {where}{waited}: {first}"
+            f"rank {rank} did not meet the other {world_size - 1} at {where} within {limit_s:g} s: {first}"
         ) from error
-    store.set_timeout(dist.constants.default_pg_timeout)
+    store.set_timeout(usual)
     return PrefixStore("default_pg", store)  # a part of its own, since a store may have other users
 
 

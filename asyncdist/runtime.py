@@ -522,9 +522,10 @@ def _loop_of(name: LoopName | None) -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def _detect(transport: str) -> launch.Launch:
-    from asyncdist.transports.meeting import place_in_group
-
-    return launch.detect(wanted=transport, group=place_in_group())
+    group = None
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        group = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return launch.detect(wanted=transport, group=group)
 
 
 def _open_transport(name: str, bulk: str | None, started: launch.Launch) -> Transport:

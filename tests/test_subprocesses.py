@@ -530,7 +530,9 @@ def nothing() -> None:
     raise AssertionError("it was called")
 
 
-def test_a_host_of_rank_0_that_does_not_answer_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_of_rank_0_that_does_not_answer_is_named_in_time(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Torch's own patience is half an hour."""
     for name in launch.rank_variables(0, 1, local_rank=0, local_size=1, address="", port=1, run_id=""):
         monkeypatch.setenv(name, "")
@@ -540,6 +542,7 @@ def test_a_host_of_rank_0_that_does_not_answer_is_named_in_time(monkeypatch: pyt
     with pytest.raises(TransportError, match=f"rank 1 did not meet the other 1 at 127.0.0.1:{port} within 1 s: "):
         ad.init_and_run(nothing, cfg)
     assert not dist.is_initialized()
+    assert capfd.readouterr().err == "", "torch prints the stack of each try"
     with pytest.raises(ValueError, match="timeout_s is 0; it must be above 0 seconds"):
         ad.init_dist(0, 0, 1, 1, "127.0.0.1", port, timeout_s=0)
 

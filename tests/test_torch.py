@@ -491,7 +491,7 @@ def gather(store: Any, ranks: Sequence[int], size: int, timeout_s: float = 100.0
         gathering = Gathering(store, rank, size, time.monotonic() + timeout_s)
         try:
             gathering.come()
-            gathering.go_on()
+            gathering.let_go()
         except TransportError as error:
             return str(error)
         return bytes(gathering.world.get("whose")).decode() if rank else whose(gathering)

@@ -21,7 +21,7 @@ import functools
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final, Protocol
 
@@ -33,6 +33,8 @@ from asyncdist.transports.gloo import reason
 
 #: Between two looks. Not a wait inside the store: it sees no signal, and complains aloud.
 _PAUSE_S: Final = 0.02
+#: More where many look: the store answers some ten thousand questions a second.
+_PAUSE_PER_RANK_S: Final = 0.0005
 _CONNECT_S: Final = 1.0
 _STORE_TIMEOUT: Final = timedelta(seconds=60)
 
@@ -66,11 +68,6 @@ def is_group_initialised() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def place_in_group() -> tuple[int, int] | None:
-    """Rank and size in the process group that the user has made; None where there is none."""
-    return (dist.get_rank(), dist.get_world_size()) if is_group_initialised() else None
-
-
 def meet(rendezvous: Rendezvous | None, rank: int, size: int, timeout_s: float) -> Any:
     """Wait for all ranks.
 
@@ -100,7 +97,7 @@ def meet(rendezvous: Rendezvous | None, rank: int, size: int, timeout_s: float) 
             raise
         finally:
             place.free_port()  # nobody has gone on
-    gathering.go_on()
+    gathering.let_go()
     return gathering.world
 
 
@@ -131,38 +128,37 @@ class _Gathering:
         self.world: Any = None
 
     def come(self) -> None:
-        """Return when all have come, and none has gone on."""
-        self._store_to(self._gather)
+        """Rank 0 returns when all have come, the others when it lets them go on."""
+        try:
+            self._store.set(f"hello/{self._rank}", self._hello)
+            if self._rank == 0:
+                self._lead()
+            else:
+                self._follow()
+        except RuntimeError as error:  # whoever serves the store has ended; its deadline may come a moment before ours
+            raise TransportError(
+                f"{self._who_is_missing()} before the store closed: {reason(error)}", missing=self._missing
+            ) from error
 
-    def go_on(self) -> None:
-        """Return when rank 0 has come so far."""
-        self._store_to(self._leave)
-
-    def _gather(self) -> None:
-        self._store.set(f"hello/{self._rank}", self._hello)
-        token = self._hello
-        if self._rank != 0:
-            answer = f"answer/{self._hello}"
-            self._until(lambda: self._store.check([answer]))
-            token = _text(self._store, answer)
-            self._missing = [peer for peer in range(self._size) if peer != self._rank]
-        self.world = PrefixStore(token, self._store)
-        self.world.set(f"rank {self._rank}", f"of {self._size}")
-        self._until(self._is_everybody_here)
-
-    def _leave(self) -> None:
+    def let_go(self) -> None:
+        """Rank 0 lets the others go on."""
         if self._rank == 0:
             self.world.set("go", "")
-        self._missing = [0]
-        self._until(lambda: self.world.check(["go"]))
+
+    def _lead(self) -> None:
+        self.world = PrefixStore(self._hello, self._store)
+        self.world.set("size", str(self._size))
+        self.world.set("missing", _join(self._missing))
+        self._until(self._is_everybody_here)
 
     def _is_everybody_here(self) -> bool:
-        if self._rank == 0:
-            self._answer()
+        self._answer()
         here = [peer for peer in self._missing if self.world.check([f"rank {peer}"])]
         for peer in here:
-            _check_sizes({peer: _text(self.world, f"rank {peer}"), self._rank: f"of {self._size}"})
-        self._missing = [peer for peer in self._missing if peer not in here]
+            _check_sizes(peer, int(_text(self.world, f"rank {peer}")), self._size)
+        if here:
+            self._missing = [peer for peer in self._missing if peer not in here]
+            self.world.set("missing", _join(self._missing))
         return not self._missing
 
     def _answer(self) -> None:
@@ -175,12 +171,31 @@ class _Gathering:
                     self._answered.add(hello)
                 self._check_single(peer, hello)
 
+    def _follow(self) -> None:
+        answer = f"answer/{self._hello}"
+        self._until(lambda: self._store.check([answer]))
+        self.world = PrefixStore(_text(self._store, answer), self._store)
+        self.world.set(f"rank {self._rank}", str(self._size))
+        _check_sizes(self._rank, self._size, int(_text(self.world, "size")))
+        self._until(self._may_go)
+
+    def _may_go(self) -> bool:
+        """Or learn who else is missing. Not by looking for each: of n ranks that would be n * n looks."""
+        if self.world.check(["go"]):
+            return True
+        missing = map(int, _text(self.world, "missing").split())
+        self._missing = [peer for peer in missing if peer != self._rank] or [0]
+        return False
+
     def _until(self, is_done: Callable[[], bool]) -> None:
+        longest_s = _PAUSE_S + self._size * _PAUSE_PER_RANK_S
+        pause_s = 0.001
         while not is_done():
             self._check_alone()
             if time.monotonic() >= self._deadline:
                 raise TransportError(self._who_is_missing(), missing=self._missing)
-            time.sleep(_PAUSE_S)
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, longest_s)
 
     def _check_alone(self) -> None:
         """Raise where another process comes as this rank. The one before, if this was started again, is silent."""
@@ -196,15 +211,6 @@ class _Gathering:
                 f"rank {rank} has come twice: two processes were started as this rank (RANK)", rank=rank
             )
 
-    def _store_to(self, act: Callable[[], None]) -> None:
-        """Use the store, which whoever serves it may close: its deadline may come a moment before ours."""
-        try:
-            act()
-        except RuntimeError as error:
-            raise TransportError(
-                f"{self._who_is_missing()} before the store closed: {reason(error)}", missing=self._missing
-            ) from error
-
     def _who_is_missing(self) -> str:
         return f"rank {self._rank} waits for ranks {self._missing}, which did not come to the start of the world"
 
@@ -213,11 +219,14 @@ def _text(store: Any, key: str) -> str:
     return bytes(store.get(key)).decode()
 
 
-def _check_sizes(sizes: dict[int, str]) -> None:
-    """Raise unless both ranks count alike. Both say it in the same words, since the first one to say it is heard."""
-    (low, low_size), (high, high_size) = sorted(sizes.items())
-    if low_size != high_size:
-        raise TransportError(f"rank {high} is one {high_size} ranks (WORLD_SIZE), rank {low} one {low_size}", rank=high)
+def _join(ranks: Sequence[int]) -> str:
+    return " ".join(map(str, ranks))
+
+
+def _check_sizes(rank: int, size: int, size_of_0: int) -> None:
+    """Raise unless a rank counts as rank 0 does. Both look, and whoever is first says it for both."""
+    if size != size_of_0:
+        raise TransportError(f"rank {rank} is one of {size} ranks (WORLD_SIZE), rank 0 one of {size_of_0}", rank=rank)
 
 
 # -- the store --------------------------------------------------------------------------------------------------------
@@ -315,16 +324,32 @@ def _place(rendezvous: Rendezvous, port: int) -> str:
 
 
 def _await_server(rendezvous: Rendezvous, deadline: float, whose: str) -> None:
-    """Look until somebody listens. The store's own way to wait sees no signal, and complains aloud."""
+    try:
+        await_listener(rendezvous.address, rendezvous.port, deadline)
+    except OSError as error:
+        raise TransportError(
+            f"rank {rendezvous.rank} waits for {whose}, but nobody serves a store at "
+            f"{_place(rendezvous, rendezvous.port)}: {error}",
+            port=rendezvous.port,
+        ) from error
+
+
+def await_listener(address: str, port: int, deadline: float) -> None:
+    """Look until somebody listens. The store's own way to wait sees no signal, and complains aloud.
+
+    Args:
+        address: name or address of a host.
+        port: a TCP port there.
+        deadline: by ``time.monotonic``.
+
+    Raises:
+        OSError: nobody has; why the last try failed.
+    """
     while True:
         try:
-            socket.create_connection((rendezvous.address, rendezvous.port), timeout=_CONNECT_S).close()
+            socket.create_connection((address, port), timeout=_CONNECT_S).close()
             return
-        except OSError as error:
+        except OSError:
             if time.monotonic() >= deadline:
-                raise TransportError(
-                    f"rank {rendezvous.rank} waits for {whose}, but nobody serves a store at "
-                    f"{_place(rendezvous, rendezvous.port)}: {error}",
-                    port=rendezvous.port,
-                ) from error
+                raise
         time.sleep(_PAUSE_S)
