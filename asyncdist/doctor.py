@@ -81,7 +81,7 @@ class Facts:
         backends: what torch.distributed offers, and what each is used for.
         gpus: the names of those that torch sees.
         gpu_error: why torch sees none where there are some.
-        address_error: why MASTER_ADDR does not lead to a host.
+        torch_error: why the torch transport cannot start, by its backend or its variables.
         notes: what else is wrong, each with its cure in the text.
     """
 
@@ -99,7 +99,7 @@ class Facts:
     backends: Mapping[str, str] = field(default_factory=dict)
     gpus: Sequence[str] = ()
     gpu_error: str | None = None
-    address_error: str | None = None
+    torch_error: str | None = None
     notes: Sequence[str] = field(default=())
 
     @property
@@ -124,8 +124,9 @@ def find_problems(facts: Facts) -> list[Problem]:
         problems.append(Problem("this torch was built without gloo", "install another build of torch"))
     problems += _mpi_problems(facts)
     problems += _thread_problems(facts)
-    if facts.address_error is not None:
-        problems.append(Problem(facts.address_error, "set MASTER_ADDR to a name that all hosts know, or to an address"))
+    if facts.torch_error is not None:
+        cure = "start with torchrun, or asyncdist run --transport torch, which set what is needed, or correct it"
+        problems.append(Problem(facts.torch_error, cure))
     if facts.gpu_error is not None:
         problems.append(Problem(facts.gpu_error, "install a build of torch that fits the driver, see pytorch.org"))
     for note in facts.notes:
@@ -298,7 +299,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
         backends=backends,
         gpus=gpus,
         gpu_error=None if gpus else _explain_no_gpu(),
-        address_error=_check_address(environ) if started.transport == "torch" else None,
+        torch_error=_check_torch(started, environ) if started.transport == "torch" and torch_version else None,
         notes=notes,
     )
 
@@ -375,10 +376,13 @@ def _explain_no_gpu() -> str | None:
     return f"nvidia-smi lists {count} {_plural('GPU', count)}, of which this torch sees none" if count else None
 
 
-def _check_address(environ: Mapping[str, str]) -> str | None:
-    address = environ.get("MASTER_ADDR", "")
+def _check_torch(started: Launch, environ: Mapping[str, str]) -> str | None:
+    """What a run would refuse."""
+    from asyncdist import runtime
+
     try:
-        socket.getaddrinfo(address, None)
-    except (OSError, UnicodeError) as error:
-        return f"MASTER_ADDR={address!r} leads to no host ({error})"
+        runtime.check_torch_backend(started.backend)
+        launch.torch_rendezvous(environ)
+    except ValueError as error:
+        return str(error)
     return None

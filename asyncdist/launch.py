@@ -34,6 +34,8 @@ _TRANSPORTS: Final = ("auto", "local", "mpi", "torch")
 TORCH_BACKEND: Final = "gloo"
 #: What torch.distributed needs, and torchrun sets.
 TORCH_VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: What told of ranks that the program itself has joined.
+GROUP_SOURCE: Final = "torch.distributed.init_process_group"
 #: Size, rank, and the same on this host.
 _MPI_FAMILIES: Final = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -96,7 +98,9 @@ def split_transport(name: str, *, what: str = "transport", allowed: Sequence[str
     return transport, backend or TORCH_BACKEND
 
 
-def detect(environ: Mapping[str, str] = os.environ, *, wanted: str = "auto") -> Launch:
+def detect(
+    environ: Mapping[str, str] = os.environ, *, wanted: str = "auto", group: tuple[int, int] | None = None
+) -> Launch:
     """Read from the environment which launcher started this process.
 
     The innermost launcher wins: torchrun is commonly started by srun or mpirun, once per host, and not the other way
@@ -108,6 +112,8 @@ def detect(environ: Mapping[str, str] = os.environ, *, wanted: str = "auto") -> 
         wanted: the transport that the caller names, or ``"auto"``, in which case the variable ASYNCDIST_TRANSPORT may
             name it. Variables of launchers that a named transport has nothing to do with are not looked at, and that
             nobody launched it is then left to the transport to say.
+        group: rank and size in the process group that the program has made by itself, if it has: what joined these
+            processes where no launcher says so.
 
     Raises:
         ValueError: variables are no numbers, or missing, or contradict each other; one error names all of them.
@@ -124,12 +130,12 @@ def detect(environ: Mapping[str, str] = os.environ, *, wanted: str = "auto") -> 
     elif wanted == "torch":
         launch = _detect_torch(variables, "WORLD_SIZE") or Launch("torch", None, 0, "no launcher")
     else:
-        launch = _detect_any(variables)
+        launch = _detect_any(variables, group)
     variables.check()
     return dataclasses.replace(launch, backend=backend)
 
 
-def _detect_any(variables: _Variables) -> Launch:
+def _detect_any(variables: _Variables, group: tuple[int, int] | None) -> Launch:
     if variables.has("TORCHELASTIC_RUN_ID"):
         variables.require(TORCH_VARIABLES, because="TORCHELASTIC_RUN_ID")
         found = _detect_torch(variables, "TORCHELASTIC_RUN_ID")
@@ -138,6 +144,8 @@ def _detect_any(variables: _Variables) -> Launch:
         if found is None and all(map(variables.has, TORCH_VARIABLES)):
             found = _detect_torch(variables, "WORLD_SIZE")
         found = found or _detect_slurm(variables)
+        if found is None and group is not None and group[1] > 1:
+            return Launch("torch", group[1], group[0], GROUP_SOURCE)
         if found is None and (variables.has("RANK") or variables.has("WORLD_SIZE")):
             variables.require(TORCH_VARIABLES, because="RANK" if variables.has("RANK") else "WORLD_SIZE")
     return found or Launch("local", 1, 0, "no launcher")
@@ -187,7 +195,8 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
     """Read what torchrun sets, or whoever takes its place.
 
     Raises:
-        ValueError: Variables are missing, are no numbers or contradict each other; names all of them.
+        ValueError: Variables are missing, are no numbers or contradict each other; names all of them. Or MASTER_ADDR
+            leads to no host.
     """
     missing = [name for name in TORCH_VARIABLES if not environ.get(name)]
     if missing:
@@ -199,18 +208,25 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
     launch, port = _detect_torch(variables, "WORLD_SIZE"), variables.number("MASTER_PORT")
     variables.check()
     assert launch is not None and launch.expected_size is not None and port is not None
+    if launch.expected_size > 1:
+        check_address("MASTER_ADDR", environ["MASTER_ADDR"])
     is_served = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # as torch.distributed compares it
     return TorchRendezvous(launch.rank, launch.expected_size, environ["MASTER_ADDR"], port, is_served)
+
+
+def check_address(name: str, address: str) -> None:
+    """Raise ValueError unless ``address``, which is called ``name``, leads to a host."""
+    try:
+        socket.getaddrinfo(address, None)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(
+            f"{name}={address!r} leads to no host ({error}); a name that all hosts know, or an address, is needed"
+        ) from error
 
 
 def names_torch_rendezvous(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether somebody has set any of the variables that say where torch's ranks meet."""
     return any(environ.get(name) for name in TORCH_VARIABLES)
-
-
-def torch_job(environ: Mapping[str, str] = os.environ) -> str:
-    """The name of a torch.distributed job: workers that torchrun has started again are another one."""
-    return f"{environ.get('TORCHELASTIC_RUN_ID', 'job')}.{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def _detect_slurm(variables: _Variables) -> Launch | None:
@@ -446,6 +462,16 @@ def find_free_port() -> int:
     with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
+
+
+def probe_port(port: int) -> None:
+    """Raise OSError unless a store of torch.distributed could be served at this port of this host."""
+    has_both = socket.has_dualstack_ipv6()
+    with socket.socket(socket.AF_INET6 if has_both else socket.AF_INET) as probe:
+        if has_both:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the past do not count
+        probe.bind(("", port))
 
 
 def backend_name(environ: Mapping[str, str] = os.environ) -> str | None:

@@ -7,15 +7,19 @@ does. Besides the torch transport the only module that imports torch.distributed
 from __future__ import annotations
 
 import datetime
+import time
+import urllib.parse
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from asyncdist import launch
-from asyncdist.errors import LocalProtocolError
+from asyncdist.errors import LocalProtocolError, TransportError
 from asyncdist.parallel import ParallelGroups, ParallelLayout, check_count, current_groups
+from asyncdist.transports.meeting import await_listener
 
 #: Hand-made device types that a backend may be named for, as in ``"cpu:gloo,cuda:nccl"``.
 _FAKE_BACKENDS = ("undefined", "fake")
@@ -119,6 +123,8 @@ def init_dist(
     master_port: int,
     init_method: str = "env://",
     backend: str | dist.Backend | None = None,
+    *,
+    timeout_s: float | None = None,
 ) -> None:
     """Make this process a rank of torch.distributed: its variables, its GPU and the default process group.
 
@@ -131,11 +137,17 @@ def init_dist(
         master_port: a free TCP port there.
         init_method: where ranks meet: ``"env://"``, ``"tcp://address:port"`` or ``"file://path"``.
         backend: None takes :func:`get_distributed_backend`.
+        timeout_s: how long the ranks wait for each other at an address and port, in seconds; None is torch's half an
+            hour, which is that of collectives in any case.
 
     Raises:
-        ValueError: a number is out of its range, or the backend is not available.
-        RuntimeError: there is a default process group already, or the ranks cannot meet.
+        ValueError: a number is out of its range, the backend is not available, or ``init_method`` is not one of those.
+        TransportError: the ranks did not meet in time; says where they were to.
+        RuntimeError: there is a default process group already.
     """
+    check_init_method(init_method)
+    if timeout_s is not None and not timeout_s > 0:
+        raise ValueError(f"timeout_s is {timeout_s!r}; it must be above 0 seconds")
     check_place(rank, local_rank, world_size, local_world_size, master_port)
     if dist.is_initialized():
         raise RuntimeError("torch.distributed has a default process group already; destroy_process_group() ends it")
@@ -151,7 +163,34 @@ def init_dist(
     )
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
-    init_process_group_from_backend(backend, init_method=init_method, rank=rank, world_size=world_size)
+    chosen = get_distributed_backend() if backend is None else check_backend(str(backend))
+    url = urllib.parse.urlsplit(init_method)
+    place = (master_addr, master_port) if init_method == "env://" else (url.hostname, url.port)
+    store = _meet(init_method, place, rank, world_size, timeout_s)
+    dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size)
+
+
+def _meet(
+    init_method: str, place: tuple[str | None, int | None], rank: int, world_size: int, timeout_s: float | None
+) -> Any:
+    """The store of all ranks, when they have come. As ``init_process_group`` does it, but for the time it may take."""
+    usual = dist.constants.default_pg_timeout
+    limit_s = usual.total_seconds() if timeout_s is None else timeout_s
+    deadline = time.monotonic() + limit_s
+    address, port = place
+    try:
+        if rank != 0 and address is not None and port is not None:
+            await_listener(address, port, deadline)
+        left = datetime.timedelta(seconds=max(0.001, deadline - time.monotonic()))
+        store, _, _ = next(iter(dist.rendezvous(init_method, rank, world_size, timeout=left)))  # type: ignore[attr-defined]
+    except (OSError, RuntimeError) as error:
+        first = str(error).partition("\n")[0]
+        where = init_method if address is None else f"{address}:{port}"
+        raise TransportError(
+            f"rank {rank} did not meet the other {world_size - 1} at {where} within {limit_s:g} s: {first}"
+        ) from error
+    store.set_timeout(usual)
+    return PrefixStore("default_pg", store)  # a part of its own, since a store may have other users
 
 
 def end_dist() -> None:
@@ -170,6 +209,24 @@ def check_place(rank: int, local_rank: int, world_size: int, local_world_size: i
         if type(value) is not int or not 0 <= value < size:
             raise ValueError(f"{name} is {value!r}; allowed are 0..{size - 1}")
     check_port("master_port", master_port)
+
+
+def check_init_method(value: object) -> None:
+    """Raise TypeError or ValueError unless ``value`` says where process groups meet, in a way that torch knows."""
+    allowed = "allowed are 'env://', 'tcp://address:port' and 'file://path'"
+    if not isinstance(value, str):
+        raise TypeError(f"init_method is {value!r}; {allowed}")
+    url = urllib.parse.urlsplit(value)
+    try:
+        is_allowed = {
+            "env": value == "env://",
+            "tcp": bool(url.hostname and url.port),
+            "file": bool(url.path.strip("/")),
+        }.get(url.scheme, False)
+    except ValueError:  # a port that is none
+        is_allowed = False
+    if not is_allowed:
+        raise ValueError(f"init_method is {value!r}; {allowed}")
 
 
 def check_port(name: str, value: object) -> None:

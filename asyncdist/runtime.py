@@ -28,7 +28,7 @@ import torch
 from asyncdist import launch, tags, wire
 from asyncdist._version import __version__
 from asyncdist.collectives import Collectives
-from asyncdist.errors import DisagreementError, LocalProtocolError, RankLostError, RemoteError
+from asyncdist.errors import DisagreementError, LocalProtocolError, RankLostError, RemoteError, TransportError
 from asyncdist.groups import Group
 from asyncdist.process import limit_threads, spare_collections
 from asyncdist.progress import Engine
@@ -93,9 +93,9 @@ def run(
     Args:
         main: a coroutine function; its first argument is the :class:`World`.
         transport: ``"mpi"``, ``"torch"``, ``"local"``, or ``"auto"``: MPI under an MPI launcher, torch under torchrun
-            or where RANK, WORLD_SIZE and MASTER_ADDR say so, else local. ``"torch:BACKEND"`` names a backend of
-            torch.distributed, which is polled if its works pass a test at the start; ``"torch"`` means gloo, for whose
-            works threads wait.
+            or where RANK, WORLD_SIZE and MASTER_ADDR say so, or where the program has made a process group of several
+            ranks, else local. ``"torch:BACKEND"`` names a backend of torch.distributed, which is polled if its works
+            pass a test at the start; ``"torch"`` means gloo, for whose works threads wait.
         bulk: the transport for streams of tensors, ``"mpi"``, ``"torch"`` or ``"torch:BACKEND"``, where it is to be
             another one than for messages. Both number the ranks alike; started by mpirun, torch's ranks meet through
             MPI. ``"torch:nccl"``, which cannot carry messages, is for here; it was never run.
@@ -117,7 +117,7 @@ def run(
     elsewhere = run_elsewhere.get()
     if elsewhere is not None:
         return cast(T, elsewhere(main, args, strict))
-    started = launch.detect(wanted=transport)
+    started = _detect(transport)
     chosen = started.transport
     if chosen == "local" or ranks is not None:
         return run_local(main, *args, ranks=ranks or 1, loop=loop, strict=strict)[0]
@@ -176,7 +176,7 @@ async def open_world(
     Args and Raises: as :func:`run`.
     """
     _check_bulk(bulk, transport)
-    started = launch.detect(wanted=transport)
+    started = _detect(transport)
     chosen = started.transport
     opened = LocalHub(1).transport(0) if chosen == "local" else _open_transport(chosen, bulk, started)
     async with _hosted(opened, Interrupts(), grace_s=grace_s, strict=strict) as world:
@@ -530,6 +530,13 @@ def _loop_of(name: LoopName | None) -> Iterator[asyncio.AbstractEventLoop]:
         yield runner.get_loop()
 
 
+def _detect(transport: str) -> launch.Launch:
+    group = None
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        group = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return launch.detect(wanted=transport, group=group)
+
+
 def _open_transport(name: str, bulk: str | None, started: launch.Launch) -> Transport:
     """The transport, or both."""
     own = name, started.backend
@@ -539,6 +546,13 @@ def _open_transport(name: str, bulk: str | None, started: launch.Launch) -> Tran
     if other[0] == "torch":
         check_torch_backend(other[1], what="transport" if other == own else "bulk")
     mpi = _open_mpi(started) if "mpi" in (name, other[0]) else None
+    if mpi is not None and other != own and mpi.size == 1 and (started.expected_size or 1) > 1:
+        mpi.close()
+        raise TransportError(
+            f"transport={name!r} and bulk={bulk!r} need MPI as well, but {started.source} says that this is one of "
+            f"{started.expected_size} ranks, and MPI knows of none but itself: start with mpirun (or asyncdist run -n "
+            f"{started.expected_size} script.py), under which torch's ranks meet through MPI"
+        )
     control = mpi if name == "mpi" and mpi is not None else _open_torch(mpi, started.backend)
     if other == own:
         return control
@@ -570,10 +584,10 @@ def _open_torch(mpi: MpiTransport | None, backend: str, control: Transport | Non
     from asyncdist.transports.torch import open_bulk, open_transport
 
     place = None if is_group_initialised() else _torch_rendezvous(mpi)
-    job, local_rank = launch.torch_job(), launch.local_rank()
+    local_rank = launch.local_rank()
     if control is None or backend == launch.TORCH_BACKEND:
-        return open_transport(place, job, granted_tags=tags.BULK, backend=backend, local_rank=local_rank)
-    return open_bulk(control, tags.BULK_ENTRIES, place, job, backend=backend, local_rank=local_rank)
+        return open_transport(place, granted_tags=tags.BULK, backend=backend, local_rank=local_rank)
+    return open_bulk(control, tags.BULK_ENTRIES, place, backend=backend, local_rank=local_rank)
 
 
 def _torch_rendezvous(mpi: MpiTransport | None) -> launch.TorchRendezvous:

@@ -46,8 +46,6 @@ LAUNCH_METHODS: Final = ("forkserver", "spawn")
 START_TIMEOUT_S: Final = 300.0
 #: How long children may take to stop when they are asked to.
 STOP_S: Final = 5.0
-#: How long a rank that has lost another one leaves that one to tell its story.
-_STORY_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +94,7 @@ class MultiprocessConfig:
         self._check_places()
         if self.world_size is not None:
             ParallelLayout(self.world_size, self.model_parallelism, self.pipeline_parallelism)
-        if not self.master_addr:
-            raise ValueError(f"master_addr is {self.master_addr!r}; it must be the name or address of rank 0's host")
-        if self.master_port is not None:
-            process_groups.check_port("master_port", self.master_port)
-        if "://" not in self.init_method:
-            raise ValueError(
-                f"init_method is {self.init_method!r}; allowed are 'env://', 'tcp://address:port' and 'file://path'"
-            )
+        self._check_meeting()
         for name, backend in self._backends().items():
             if backend is not None:
                 process_groups.check_backend(backend, name)
@@ -130,6 +121,14 @@ class MultiprocessConfig:
         if self.rank is not None and (self.local_rank or 0) > self.rank:
             raise ValueError(f"local_rank is {self.local_rank}; rank={self.rank} is the most it can be")
 
+    def _check_meeting(self) -> None:
+        address = self.master_addr
+        if type(address) is not str or not address or any(character.isspace() for character in address):
+            raise ValueError(f"master_addr is {address!r}; it must be the name or address of rank 0's host")
+        if self.master_port is not None:
+            process_groups.check_port("master_port", self.master_port)
+        process_groups.check_init_method(self.init_method)
+
     def _backends(self) -> dict[str, str | None]:
         names = ("backend", "model_parallel_backend", "pipeline_parallel_backend", "data_parallel_backend")
         return {name: getattr(self, name) for name in names}
@@ -142,7 +141,8 @@ class MultiprocessConfig:
         follows from the rank; otherwise they stay missing.
 
         Raises:
-            ValueError: what is filled in contradicts the rest, or several hosts need a port that all of them know.
+            ValueError: what is filled in contradicts the rest, several hosts need a port that all of them know, or
+                ``master_addr`` is needed and leads to no host.
         """
         local_size = self.local_world_size or self.world_size or max(1, torch.cuda.device_count())
         size = self.world_size or local_size
@@ -150,6 +150,8 @@ class MultiprocessConfig:
             raise ValueError(
                 f"master_port is missing: {size} ranks, {local_size} of them on this host, must all be told the same"
             )
+        if size > 1 and self.init_method == "env://":
+            launch.check_address("master_addr", self.master_addr)
         rank = 0 if size == 1 else self.rank
         return dataclasses.replace(
             self,
@@ -178,16 +180,19 @@ def init_and_run(func: Callable[P, Any], cfg: MultiprocessConfig, *args: P.args,
         kwargs: of ``func``.
 
     Raises:
-        ValueError: the config lacks a rank, or names backends for a coroutine function, which has no process group.
+        TypeError: ``func`` is no function, or ``cfg`` no config.
+        ValueError: the config lacks a rank, or says how to make a process group, which a coroutine function has not.
+        TransportError: the other ranks did not come within 300 s; says where they were to meet.
         Exception: what ``func`` raised.
     """
+    _check_call(func, cfg)
     cfg = cfg.resolve()
     if cfg.rank is None:
         raise ValueError(
             f"rank is missing; allowed are 0..{(cfg.world_size or 1) - 1}, since this process is to be one"
         )
-    _check_backends(func, cfg)
-    if inspect.iscoroutinefunction(func):
+    _check_process_group(func, cfg)
+    if _is_coroutine_function(func):
         _run_coroutine(func, cfg, args, kwargs)
     else:
         contextvars.copy_context().run(_run_function, func, cfg, args, kwargs)  # its parallel groups end with it
@@ -206,6 +211,7 @@ def _run_function(
         facts.master_port,
         cfg.init_method,
         cfg.backend,
+        timeout_s=START_TIMEOUT_S,
     )
     try:
         process_groups.init_parallel_groups(
@@ -246,10 +252,27 @@ async def _with_groups(
     await func(world, *args, **kwargs)
 
 
-def _check_backends(func: Callable[..., Any], cfg: MultiprocessConfig) -> None:
-    named = {name: backend for name, backend in cfg._backends().items() if backend is not None}
-    if named and inspect.iscoroutinefunction(func):
-        text = ", ".join(f"{name}={backend!r}" for name, backend in named.items())
+def _is_coroutine_function(func: Callable[..., Any]) -> bool:
+    """Also an object that is called like one, and either with arguments bound to it."""
+    while isinstance(func, functools.partial):
+        func = func.func
+    return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(func).__call__)
+
+
+def _check_call(func: object, cfg: object) -> None:
+    if not callable(func):
+        raise TypeError(f"func is {func!r}; it must be a function or a coroutine function")
+    if not isinstance(cfg, MultiprocessConfig):
+        raise TypeError(f"cfg is {cfg!r}; it must be a MultiprocessConfig")
+
+
+def _check_process_group(func: Callable[..., Any], cfg: MultiprocessConfig) -> None:
+    """What a coroutine function has no use for."""
+    named: dict[str, str | None] = {name: backend for name, backend in cfg._backends().items() if backend is not None}
+    if cfg.init_method != "env://":
+        named["init_method"] = cfg.init_method
+    if named and _is_coroutine_function(func):
+        text = ", ".join(f"{name}={value!r}" for name, value in named.items())
         raise ValueError(f"{text}: a coroutine function is given a world in place of process groups; leave it away")
 
 
@@ -282,19 +305,26 @@ def launch_subprocesses(
         RuntimeError: ``func`` failed on a rank, and the text holds that rank's traceback; or a rank was killed, by a
             signal that is named, or exited with another code than 0, or did not start within 300 s. The other ranks
             have been stopped.
-        TypeError: ``func`` or an argument cannot be taken to another process; nothing has been started.
-        ValueError: the config does not allow it.
+        TypeError: ``func`` or an argument cannot be taken to another process, or has the wrong type; nothing has been
+            started.
+        ValueError: the config does not allow it, or ``master_port`` is not free; nothing has been started.
         KeyboardInterrupt: at Ctrl-C, when all ranks have been stopped.
     """
-    if not callable(func):
-        raise TypeError(f"func is {func!r}; it must be a function or a coroutine function")
     cfg = MultiprocessConfig() if cfg is None else cfg
+    _check_call(func, cfg)
+    if setup is not None and not callable(setup):
+        raise TypeError(
+            f"setup is {setup!r}; it must be None or a function without arguments: what is for func comes after setup "
+            "and rank_offset, as in launch_subprocesses(func, cfg, None, 0, ...)"
+        )
     for name, value in (("rank", cfg.rank), ("local_rank", cfg.local_rank)):
         if value is not None and cfg.world_size != 1:
             raise ValueError(f"{name} is {value}; every child is given its own: leave it away, or call init_and_run")
     resolved = _resolve_for(cfg, rank_offset)
-    _check_backends(func, resolved)
+    _check_process_group(func, resolved)
     _check_reachable(func)
+    if rank_offset == 0 and cfg.master_port is not None and cfg.init_method == "env://":
+        _check_port_is_free(cfg.master_port)
     if setup is not None:
         setup()
     size = cast("int", resolved.local_world_size)
@@ -324,6 +354,15 @@ def _resolve_for(cfg: MultiprocessConfig, rank_offset: int) -> MultiprocessConfi
     return cfg
 
 
+def _check_port_is_free(port: int) -> None:
+    try:
+        launch.probe_port(port)
+    except OSError as error:
+        raise ValueError(
+            f"master_port is {port}, where rank 0 of this host cannot listen ({error.strerror}); None takes a free one"
+        ) from error
+
+
 def _check_reachable(func: Callable[..., Any]) -> None:
     """What a child would find out only after it has been started."""
     main = sys.modules["__main__"]
@@ -345,7 +384,7 @@ class _Child:
         pipe: an empty message when it runs, and later perhaps why it failed.
         started: whether it runs.
         failure: what it told, or what became of it.
-        is_cause: whether that failure can have come by itself.
+        kind: whether that failure can have come by itself.
     """
 
     rank: int
@@ -353,7 +392,7 @@ class _Child:
     pipe: Connection
     started: bool = False
     failure: str | None = None
-    is_cause: bool = True
+    kind: bytes = b"!"
 
     def read(self) -> None:
         """Take what has arrived."""
@@ -361,7 +400,7 @@ class _Child:
             while self.pipe.poll():
                 message = self.pipe.recv_bytes()
                 if message:
-                    self.is_cause = message[:1] == _CAUSE
+                    self.kind = message[:1]
                     self.failure = message[1:].decode()
                 self.started = True
         except (EOFError, OSError):
@@ -385,7 +424,11 @@ class _Child:
 
 
 _CAUSE: Final = b"!"
+#: What torch.distributed says of a peer that has died is a RuntimeError like any other.
+_PERHAPS: Final = b"?"
 _CONSEQUENCE: Final = b"-"
+#: How long one that failed so leaves another to tell its story, or to be found dead.
+_PATIENCE_S: Final = {_CAUSE: 0.0, _PERHAPS: 2.0, _CONSEQUENCE: 5.0}
 
 
 def _start_all(
@@ -442,16 +485,18 @@ def _wait_for_news(living: Sequence[_Child], timeout_s: float | None) -> None:
 
 
 def _find_cause(ranks: Sequence[_Child]) -> _Child:
-    """The rank that failed by itself, for which those that lost it leave a moment; else the first of those."""
-    deadline = time.monotonic() + _STORY_S
-    failed = [child for child in ranks if child.failure is not None]
-    while not any(child.is_cause for child in failed) and time.monotonic() < deadline:
+    """The rank that failed by itself, for which those that may have lost it leave a moment; else the first to tell."""
+    began_at = time.monotonic()
+    failed: list[_Child] = []
+    while True:
         living = [child for child in ranks if not child.reap()]
-        if not living:
-            break
-        _wait_for_news(living, max(0.0, deadline - time.monotonic()))
-        failed = [child for child in ranks if child.failure is not None]
-    return next((child for child in failed if child.is_cause), failed[0])
+        failed += [child for child in ranks if child.failure is not None and child not in failed]
+        first = {kind: [child for child in failed if child.kind == kind][:1] for kind in _PATIENCE_S}
+        found = next(iter(first[_CAUSE] + first[_PERHAPS] + first[_CONSEQUENCE]))
+        left_s = began_at + _PATIENCE_S[found.kind] - time.monotonic()
+        if not living or left_s <= 0:
+            return found
+        _wait_for_news(living, left_s)
 
 
 def _describe(child: _Child) -> str:
@@ -501,11 +546,14 @@ def _be_child(
     if threads is not None:
         torch.set_num_threads(threads)
     story = _Story(pipe)
-    told = func if inspect.iscoroutinefunction(func) else functools.partial(_call, story, func)
+    told = func if _is_coroutine_function(func) else functools.partial(_call, story, func)
     try:
         init_and_run(told, cfg, *args, **kwargs)
     except KeyboardInterrupt:
         sys.exit(130)
+    except SystemExit as error:
+        story.tell(error)
+        sys.exit(error.code if error.code is None or isinstance(error.code, int) else 1)
     except Exception as error:
         story.tell(error)
         sys.exit(1)
@@ -531,7 +579,7 @@ def _call(story: _Story, func: Callable[..., Any], *args: Any, **kwargs: Any) ->
     """Tell of a failure before the process group goes, which the others would notice first."""
     try:
         func(*args, **kwargs)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         story.tell(error)
         raise
 
@@ -543,11 +591,22 @@ class _Story:
         self._pipe = pipe
         self._told = False
 
-    def tell(self, error: Exception) -> None:
+    def tell(self, error: Exception | SystemExit) -> None:
         if self._told:
             return
+        kind = (
+            _CONSEQUENCE
+            if isinstance(error, RankLostError)
+            else _PERHAPS
+            if isinstance(error, RuntimeError)
+            else _CAUSE
+        )
+        if isinstance(error, SystemExit):
+            if error.code is None or isinstance(error.code, int):
+                return  # which the launcher sees
+            text = f"exited with {error.code!r}"
+        else:
+            trace = error.__traceback__ and error.__traceback__.tb_next  # without the frame that caught it
+            text = "".join(traceback.format_exception(type(error), error, trace))
         self._told = True
-        kind = _CONSEQUENCE if isinstance(error, RankLostError) else _CAUSE
-        trace = error.__traceback__ and error.__traceback__.tb_next  # without the frame that caught it
-        text = "".join(traceback.format_exception(type(error), error, trace))
         self._pipe.send_bytes(kind + text.encode(errors="replace"))

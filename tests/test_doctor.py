@@ -95,7 +95,7 @@ def test_all_is_well(facts: Facts) -> None:
         ),
         (replace(UNDER_MPIRUN, omp_threads="2", own_cores=1), "a rank bound to 1", "set OMP_NUM_THREADS=1"),
         (replace(WELL, omp_threads="all"), "OMP_NUM_THREADS is 'all'", "unset it"),
-        (replace(UNDER_TORCHRUN, address_error="MASTER_ADDR='x' leads to no host"), "MASTER_ADDR='x'", "MASTER_ADDR"),
+        (replace(UNDER_TORCHRUN, torch_error="MASTER_ADDR='x' leads to no host"), "MASTER_ADDR='x'", "torchrun"),
         (replace(WELL, gpu_error="nvidia-smi lists 2 GPUs"), "nvidia-smi lists 2 GPUs", "build of torch"),
         (replace(WELL, notes=["4 ranks share 2 slots: start otherwise"]), "4 ranks share 2 slots", "start otherwise"),
     ],
@@ -173,6 +173,37 @@ def test_started_for_torch() -> None:
     assert "MASTER_ADDR='no host.invalid' leads to no host" in ended.stdout
     ended = examine(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     assert (ended.returncode, ended.stdout) == (0, ""), "rank 0 speaks for all"
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"ASYNCDIST_TRANSPORT": "torch"}, "unset: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+            | {"ASYNCDIST_TRANSPORT": "torch:nccl"},
+            "transport is 'torch:nccl', but NCCL ignores tags",
+        ),
+    ],
+)
+def test_what_a_run_refuses_is_an_illness_in_the_same_words(
+    environ: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said that all was well with NCCL, and of nothing set that MASTER_ADDR='' led to no host."""
+
+    async def main(world: ad.World) -> None:
+        raise AssertionError
+
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError) as caught:
+        ad.run(main)
+    ended = examine(**environ)
+    assert ended.returncode == 1
+    assert words in str(caught.value)
+    assert f"1 thing to mend:\n  1. {caught.value}\n     -> " in ended.stdout
 
 
 def test_a_sick_first_rank_of_another_host_speaks_for_itself() -> None:

@@ -154,6 +154,26 @@ def test_launcher_is_detected(environ: dict[str, str], expected: Launch) -> None
     assert launch.detect(environ) == expected
 
 
+@pytest.mark.parametrize(
+    ("environ", "wanted", "group", "transport"),
+    [
+        ({}, "auto", (1, 4), "torch"),
+        ({"RANK": "1"}, "auto", (1, 4), "torch"),
+        ({}, "auto", (0, 1), "local"),
+        ({}, "local", (1, 4), "local"),
+        ({"ASYNCDIST_TRANSPORT": "local"}, "auto", (1, 4), "local"),
+        (OPENMPI, "auto", (1, 4), "mpi"),
+    ],
+)
+def test_a_group_that_the_program_made_counts_where_no_launcher_says_anything(
+    environ: dict[str, str], wanted: str, group: tuple[int, int], transport: str
+) -> None:
+    found = launch.detect(environ, wanted=wanted, group=group)
+    assert found.transport == transport
+    if transport == "torch":
+        assert (found.rank, found.expected_size, found.source) == (1, 4, "torch.distributed.init_process_group")
+
+
 @pytest.mark.parametrize("name", RECORDED)
 def test_launcher_is_detected_from_all_that_it_sets(name: str) -> None:
     environ, expected = RECORDED[name]

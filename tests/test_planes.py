@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from support import torchrun
 from support.mpi import require_mpi, run_source
 
 import asyncdist as ad
@@ -151,3 +152,19 @@ def test_a_plane_that_does_not_close_does_not_keep_the_other_open(monkeypatch: p
         with pytest.raises(TransportError, match="bulk is stuck"):
             getattr(transport, how)()
     assert closed == ["close", "close_failed"]
+
+
+def test_mpi_for_streams_under_torchruns_variables_says_what_to_start_with() -> None:
+    """It said that this was rank 1 of 2 on torch, but rank 0 of 1 on MPI."""
+    require_mpi()
+    source = """
+        import asyncdist as ad
+
+        async def main(world):
+            raise AssertionError
+
+        ad.run(main, bulk="mpi")
+    """
+    result = torchrun.run_source(2, source).check(1, 1)
+    assert "WORLD_SIZE says that this is one of 2 ranks, and MPI knows of none but itself: start with" in result.stderr
+    assert "asyncdist run -n 2" in result.stderr

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +23,7 @@ import torch.distributed as dist
 
 import asyncdist as ad
 from asyncdist import launch, process_groups, runtime, subprocesses
-from asyncdist.errors import LocalProtocolError, RankLostError
+from asyncdist.errors import LocalProtocolError, RankLostError, TransportError
 from asyncdist.parallel import ParallelLayout
 from asyncdist.subprocesses import MultiprocessConfig
 
@@ -92,7 +94,14 @@ def test_resolving_changes_nothing_that_is_there() -> None:
         ({"master_port": 65536}, "master_port is 65536; allowed are 1..65535"),
         ({"master_port": "http"}, "master_port is 'http'"),
         ({"master_addr": ""}, "master_addr is ''"),
+        ({"master_addr": 5}, "master_addr is 5; it must be"),
+        ({"master_addr": "a b"}, "master_addr is 'a b'; it must be"),
         ({"init_method": "env"}, "init_method is 'env'; allowed are 'env://'"),
+        ({"init_method": 5}, "init_method is 5; allowed are 'env://', 'tcp://address:port' and 'file://path'"),
+        ({"init_method": "udp://h:1"}, "init_method is 'udp://h:1'; allowed are"),
+        ({"init_method": "tcp://h"}, "init_method is 'tcp://h'; allowed are"),
+        ({"init_method": "tcp://h:http"}, "init_method is 'tcp://h:http'; allowed are"),
+        ({"init_method": "file://"}, "init_method is 'file://'; allowed are"),
         (
             {"launch_method": "fork"},
             "launch_method is 'fork': threads and MPI do not survive it; allowed are 'forkserver'",
@@ -113,6 +122,11 @@ def test_a_config_that_cannot_be_is_refused(options: dict[str, Any], words: str)
 def test_hosts_must_agree_on_a_port() -> None:
     with pytest.raises(ValueError, match="master_port is missing: 8 ranks, 4 of them on this host"):
         MultiprocessConfig(world_size=8, local_world_size=4).resolve()
+
+
+def test_an_address_that_leads_to_no_host_is_named_before_anybody_waits_there() -> None:
+    with pytest.raises(ValueError, match=r"master_addr='no-host\.invalid' leads to no host"):
+        config(master_addr="no-host.invalid").resolve()
 
 
 # ---------------------------------------------------------------------------------------------------------- backends
@@ -396,6 +410,21 @@ def test_ranks_that_are_coroutines_talk(tmp_path: Path, fails: bool) -> None:
 def test_a_coroutine_function_has_no_process_group_to_choose_a_backend_for() -> None:
     with pytest.raises(ValueError, match="data_parallel_backend='gloo': a coroutine function is given a world"):
         launch_here(coroutine, config(data_parallel_backend="gloo"))
+    with pytest.raises(ValueError, match="init_method='tcp://h:1': a coroutine function is given a world"):
+        launch_here(coroutine, config(init_method="tcp://h:1"))
+
+
+class Trainer:
+    """Its objects are called like a coroutine function."""
+
+    async def __call__(self, world: ad.World, folder: str) -> None:
+        report(folder, [world.rank, world.transport_name])
+
+
+def test_an_object_with_an_async_call_is_a_coroutine_function(tmp_path: Path) -> None:
+    """It was called as a plain function: the coroutine was never awaited, and all seemed well."""
+    launch_here(functools.partial(Trainer()), config(), str(tmp_path))
+    assert reports(tmp_path) == [[0, "torch"], [1, "torch"]]
 
 
 # ------------------------------------------------------------------------------------------------------------ failures
@@ -475,6 +504,60 @@ def test_the_rank_that_failed_by_itself_is_named_and_not_one_that_lost_it(tmp_pa
         launch_here(lose, config(), str(tmp_path))
 
 
+def die(folder: str, how: str) -> None:
+    """Rank 1 dies; rank 0 hears of it from gloo, and tells that first."""
+    note_pid(folder)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        pids_in(Path(folder), 3)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        sys.exit("no data here")
+    Path(folder, f"{-1 - dist.get_rank()}.pid").touch()
+    raise RuntimeError("Connection closed by peer")
+
+
+@pytest.mark.parametrize(("how", "words"), [("kill", "was killed by SIGKILL"), ("exit", "exited with 'no data here'")])
+def test_the_rank_that_died_is_named_and_not_one_that_lost_its_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, words: str
+) -> None:
+    monkeypatch.setitem(subprocesses._PATIENCE_S, subprocesses._PERHAPS, TIMEOUT_S)
+    with pytest.raises(RuntimeError, match=f"^rank 1 {words}$"):
+        launch_here(die, config(), str(tmp_path), how)
+
+
+def nothing() -> None:
+    raise AssertionError("it was called")
+
+
+def test_a_host_of_rank_0_that_does_not_answer_is_named_in_time(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Torch's own patience is half an hour."""
+    for name in launch.rank_variables(0, 1, local_rank=0, local_size=1, address="", port=1, run_id=""):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(subprocesses, "START_TIMEOUT_S", 1.0)
+    port = launch.find_free_port()
+    cfg = MultiprocessConfig(rank=1, world_size=2, local_world_size=1, master_port=port)
+    with pytest.raises(TransportError, match=f"rank 1 did not meet the other 1 at 127.0.0.1:{port} within 1 s: "):
+        ad.init_and_run(nothing, cfg)
+    assert not dist.is_initialized()
+    assert capfd.readouterr().err == "", "torch prints the stack of each try"
+    with pytest.raises(ValueError, match="timeout_s is 0; it must be above 0 seconds"):
+        ad.init_dist(0, 0, 1, 1, "127.0.0.1", port, timeout_s=0)
+
+
+def test_a_master_port_that_is_taken_is_named_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocesses, "_start_all", lambda *_: pytest.fail("a rank was started"))
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(ValueError, match=f"master_port is {port}, where rank 0 of this host cannot listen"):
+            launch_here(note_rank, config(master_port=port), "folder")
+    launch.probe_port(port)
+
+
 def ignore_signals(folder: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -509,12 +592,28 @@ def test_what_cannot_travel_is_refused_before_a_rank_starts(method: str, monkeyp
         (note_rank, config(), 1, "rank_offset is 1; with world_size=2 and local_world_size=2 allowed are 0..0"),
         (note_rank, config(), -1, "rank_offset is -1"),
         (note_rank, config(), 0.0, "rank_offset is 0.0"),
+        (note_rank, 4, 0, "cfg is 4; it must be a MultiprocessConfig"),
+        (note_rank, {"world_size": 2}, 0, "cfg is {'world_size': 2}; it must be a MultiprocessConfig"),
     ],
 )
 def test_a_launch_that_cannot_be_is_refused(func: Any, cfg: MultiprocessConfig, offset: Any, words: str) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:
         ad.launch_subprocesses(func, cfg, None, offset)
     assert words in str(caught.value)
+
+
+def test_arguments_in_the_place_of_setup_are_told_where_they_belong() -> None:
+    with pytest.raises(TypeError, match=r"setup is 100; .* what is for func comes after setup and rank_offset"):
+        ad.launch_subprocesses(note_rank, config(), 100)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("func", "cfg", "words"),
+    [(note_rank, None, "cfg is None; it must be a MultiprocessConfig"), ("x", config(), "func is 'x'; it must be")],
+)
+def test_a_rank_that_cannot_be_is_refused(func: Any, cfg: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        ad.init_and_run(func, cfg)
 
 
 # -------------------------------------------------------------------------------------------- from a script of its own

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from support.torchrun import Result, rank_environment, run_ranks, run_source, run_torchrun
+from support.torchrun import Result, free_port, rank_environment, run_ranks, run_source, run_torchrun, run_torchruns
+from torch import distributed as dist
 
 import asyncdist as ad
 from asyncdist import launch
-from asyncdist.errors import RankLostError, TruncationError
+from asyncdist.errors import RankLostError, TransportError, TruncationError
 from asyncdist.transports.base import ANY_SOURCE
 from asyncdist.transports.gloo import reason
 from asyncdist.transports.matching import Inbox, InlineMessage, Matcher, OwnMessage, Receive, Send
+from asyncdist.transports.meeting import _Gathering as Gathering
 
 MIB = 1 << 20
 VICTIM = 2
 SURVIVORS = (0, 1, 3)
 KILLED = -9
+#: What takes hundredths of a second has gone wrong when it takes this: half of the shortest timeout inside.
+LONG_S = 30.0
 ENDS = "tests/scripts/torch_ends.py"
 
 
@@ -54,13 +63,25 @@ def test_the_others_go_on_talking(rank: int) -> None:
     assert loss().reports[rank]["arrived"] == 2 * 2 * MIB
 
 
+@pytest.mark.parametrize("rank", SURVIVORS)
+def test_a_loss_is_known_long_before_anything_times_out(rank: int) -> None:
+    """Connections tell, in a few hundredths of a second; gloo's own patience is a minute, the store's too."""
+    killed_at, ended_at = loss().reports[VICTIM]["at"], loss().reports[rank]["ended_at"]
+    assert len(ended_at) == (4 if rank == 0 else 3)
+    assert all(killed_at < at < killed_at + LONG_S for at in ended_at)
+
+
 def test_the_others_end_cleanly() -> None:
     assert loss().stderr == ""
 
 
 def test_a_loss_that_nobody_waits_for_is_noticed() -> None:
     result = run_ranks(4, ENDS, "lost_at_rest").check(0, 0, KILLED, 0)
-    assert {rank: found["lost"] for rank, found in result.reports.items()} == {rank: [VICTIM] for rank in SURVIVORS}
+    assert result.reports[VICTIM].keys() == {"at"}
+    killed_at = result.reports[VICTIM]["at"]
+    for rank in SURVIVORS:
+        assert result.reports[rank]["lost"] == [VICTIM]
+        assert killed_at < result.reports[rank]["at"] < killed_at + LONG_S
 
 
 # -------------------------------------------------------------------------------------------------------------- the end
@@ -91,7 +112,8 @@ def test_messages_that_nobody_receives_do_not_hold_the_end() -> None:
 
 def test_closing_leaves_no_thread() -> None:
     for found in run_ranks(4, ENDS, "closes").check().reports.values():
-        assert found["alive"] == [] and len(found["took"]) == 1
+        (took_s,) = found["took"]
+        assert found["alive"] == [] and took_s < LONG_S
 
 
 def test_a_world_after_one_that_failed() -> None:
@@ -168,6 +190,62 @@ def test_beside_a_process_group_of_the_user_under_torchrun(order: str) -> None:
     assert result.reports == dict.fromkeys(range(2), [1.0] * SUM_COUNTS[order])
 
 
+def test_beside_distributed_data_parallel() -> None:
+    """DDP reduces gradients inside the ranks' group while a policy averages weights beside it, in the same objects.
+
+    Gradients and averages are equal on all ranks, so the weights must be, and must be those of training alone.
+    """
+    source = """
+        import os
+        import torch
+        from torch import distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+        from protocols import AverageAllPolicy
+        from support.mpi import report
+        import asyncdist as ad
+
+        STEPS, EVERY = 12, 4
+
+        def train_step(model, optimizer, samples):
+            optimizer.zero_grad()
+            model(samples).square().mean().backward()
+            optimizer.step()
+
+        def new_model():
+            torch.manual_seed(7)
+            return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).double()
+
+        def samples_of(rank, step):
+            return torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
+
+        async def main(world):
+            model = DistributedDataParallel(new_model())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            averages = 0
+            async with AverageAllPolicy(model, optimizer, average_every=EVERY) as policy:
+                for step in range(STEPS):
+                    train_step(model, optimizer, samples_of(world.rank, step))
+                    averages += bool(await policy.step(0.0))
+            alone = new_model()
+            optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+            for step in range(STEPS):
+                train_step(alone, optimizer, torch.cat([samples_of(rank, step) for rank in range(world.size)]))
+            flat = torch.nn.utils.parameters_to_vector
+            ours, theirs = flat(model.module.parameters()), flat(alone.parameters())
+            moved = (theirs - flat(new_model().parameters())).abs().max()
+            return [averages, (ours - theirs).abs().max().item(), moved.item(), ours.tolist()]
+
+        dist.init_process_group("gloo")
+        report(int(os.environ["RANK"]), ad.run(main))
+        dist.destroy_process_group()
+    """
+    reports = run_source(3, source).check().reports
+    for averages, off, moved, weights in reports.values():
+        assert averages == 3
+        assert off < 1e-12 < 1e-3 < moved
+        assert weights == reports[0][3]
+
+
 def test_a_group_without_variables_is_enough() -> None:
     source = """
         import os, sys
@@ -186,6 +264,32 @@ def test_a_group_without_variables_is_enough() -> None:
         report(rank, ad.run(main, transport="torch"))
     """
     assert run_source(2, source).check().reports == {0: [0, 2, "torch"], 1: [1, 2, "torch"]}
+
+
+def test_a_group_of_the_users_that_no_launcher_made_is_found() -> None:
+    """Started by torch.multiprocessing.spawn, each rank trained alone, and said nothing."""
+    source = """
+        import socket, sys
+        import torch
+        from torch import distributed as dist
+        from support.mpi import report
+        import asyncdist as ad
+
+        async def main(world):
+            total = await ad.all_reduce(torch.tensor([1.0]))
+            return [world.transport_name, world.rank, world.size, total.item()]
+
+        def work(rank, address, size):
+            dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
+            report(rank, ad.run(main))
+            dist.destroy_process_group()
+
+        if __name__ == "__main__":
+            torch.multiprocessing.spawn(work, (sys.argv[1], 2), nprocs=2)
+    """
+    unset = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "")
+    result = run_source(1, source, f"tcp://127.0.0.1:{free_port()}", env=unset).check()
+    assert result.reports == {rank: ["torch", rank, 2, 2.0] for rank in range(2)}
 
 
 def test_torchrun_starts_workers_again_as_another_job() -> None:
@@ -215,6 +319,62 @@ def test_torchrun_starts_workers_again_as_another_job() -> None:
     """
     result = run_torchrun(2, source, options=("--max-restarts", "1")).check()
     assert result.reports == {0: [1, "new"], 1: [1, "new"]}
+
+
+FAILS_ONCE = """
+    import os, pathlib, sys
+    import asyncdist as ad
+    from support.mpi import report
+
+    told, when = pathlib.Path(sys.argv[1]), sys.argv[2]
+
+    def fail_once():
+        if os.environ["RANK"] == "1" and not told.exists():
+            told.touch()
+            os._exit(7)
+
+    async def main(world):
+        await ad.barrier()
+        if when == "late":
+            fail_once()
+        await ad.barrier()
+        return world.size
+
+    if when == "early":
+        fail_once()
+    values = [ad.run(main), ad.run(main)]
+    report(int(os.environ["RANK"]), [os.environ["TORCHELASTIC_RESTART_COUNT"], values])
+"""
+
+
+@pytest.mark.parametrize("when", ["early", "late"])
+@pytest.mark.parametrize("unshared", ["0", "1"])
+def test_two_agents_that_count_restarts_differently_meet_again(tmp_path: Path, when: str, unshared: str) -> None:
+    """An agent counts its own failures: one said 0, the other 1, and ranks that went by that never met."""
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": unshared}
+    told = tmp_path / "told"
+    result = run_torchruns(2, FAILS_ONCE, told, when, options=("--max-restarts", "2"), **env).check()
+    assert told.exists(), "rank 1 has not failed"
+    if when == "early":  # later both fail, or one is stopped before it does
+        assert sorted(count for count, _ in result.reports.values()) == ["0", "1"]
+    assert [values for _, values in result.reports.values()] == [[2, 2], [2, 2]]
+
+
+def test_a_rank_that_comes_late_is_awaited_in_silence() -> None:
+    """The store's own wait printed two lines a second."""
+    source = """
+        import os, time
+        import asyncdist as ad
+
+        async def main(world):
+            await ad.barrier()
+
+        if os.environ["RANK"] == "1":
+            time.sleep(6)
+        ad.run(main)
+    """
+    result = run_source(3, source).check()
+    assert (result.stdout, result.stderr) == ("", "")
 
 
 SHORT_START = """
@@ -259,6 +419,24 @@ def test_a_port_that_is_taken_is_named() -> None:
     assert "address already in use" in result.stderr.lower()
 
 
+def test_two_processes_of_one_rank_are_named() -> None:
+    """They waited in silence, and then were told that another rank was missing."""
+    source = """
+        import os
+        if os.environ["RANK"] == "2":
+            os.environ["RANK"] = "1"
+        import asyncdist as ad
+
+        async def main(world):
+            await ad.barrier()
+
+        ad.run(main)
+    """
+    result = run_source(3, source)
+    assert result.returncodes == (1, 1, 1)
+    assert "rank 1 has come twice: two processes were started as this rank (RANK)" in result.stderr
+
+
 def test_sizes_that_differ_are_named() -> None:
     source = """
     import os
@@ -268,6 +446,12 @@ def test_sizes_that_differ_are_named() -> None:
     result = run_source(3, source + SHORT_START)
     assert result.returncodes == (1, 1, 1)
     assert "rank 1 is one of 2 ranks (WORLD_SIZE), rank 0 one of 3" in result.stderr
+
+
+def test_an_address_that_leads_to_no_host_is_named_at_once() -> None:
+    """It was asked for again and again, for 300 s."""
+    result = run_source(2, SHORT_START.replace("= 3.0", "= 300.0"), env={"MASTER_ADDR": "no host.invalid"}).check(1, 1)
+    assert result.stderr.count("ValueError: MASTER_ADDR='no host.invalid' leads to no host (") == 2
 
 
 def test_one_rank_needs_no_store() -> None:
@@ -295,9 +479,55 @@ def test_the_rendezvous_is_what_torchrun_says() -> None:
     environ = rank_environment(1, 4, 29500)
     assert launch.torch_rendezvous(environ) == launch.TorchRendezvous(1, 4, "127.0.0.1", 29500, False)
     assert launch.torch_rendezvous({**environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}).is_store_served
-    again = {"TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_RESTART_COUNT": "1"}
-    jobs = [launch.torch_job(environ), launch.torch_job({**environ, **again, "TORCHELASTIC_RESTART_COUNT": "0"})]
-    assert len({*jobs, launch.torch_job({**environ, **again})}) == 3
+
+
+# -------------------------------------------------------------------------------------------------------- the handshake
+
+
+def gather(store: Any, ranks: Sequence[int], size: int, timeout_s: float = 100.0) -> list[str]:
+    """What becomes of these ranks, a thread each: the token of their world, or why there is none."""
+
+    def come(rank: int) -> str:
+        gathering = Gathering(store, rank, size, time.monotonic() + timeout_s)
+        try:
+            gathering.come()
+            gathering.let_go()
+        except TransportError as error:
+            return str(error)
+        return bytes(gathering.world.get("whose")).decode() if rank else whose(gathering)
+
+    def whose(gathering: Gathering) -> str:
+        token = f"{time.monotonic_ns()}"
+        gathering.world.set("whose", token)
+        return token
+
+    with concurrent.futures.ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(come, ranks))
+
+
+def test_ranks_gather_again_and_again_where_others_have_said_hello() -> None:
+    store = dist.HashStore()
+    for rank in range(4):
+        store.set(f"asyncdist/hello/{rank}", "of somebody dead")
+    worlds = [set(gather(store, range(size), size)) for size in (4, 4, 2, 3)]
+    assert [len(tokens) for tokens in worlds] == [1, 1, 1, 1], "ranks of one gathering are in one world"
+    assert len(set.union(*worlds)) == 4, "and not in that of another one"
+
+
+def test_a_rank_that_is_started_again_while_others_gather_is_answered_again() -> None:
+    store = dist.HashStore()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        others = pool.submit(gather, store, (0, 1), 3)
+        dead = dist.PrefixStore("asyncdist", store)
+        dead.set("hello/2", "of somebody who is answered, and dies")
+        dead.wait(["answer/of somebody who is answered, and dies"], timedelta(seconds=100))
+        assert len({*gather(store, (2,), 3), *others.result()}) == 1
+
+
+@pytest.mark.parametrize("ranks", [(0, 0), (0, 1, 1)])
+def test_whoever_comes_as_a_rank_that_is_there_is_named_by_both_and_by_rank_0(ranks: tuple[int, ...]) -> None:
+    for text in gather(dist.HashStore(), ranks, 3):
+        assert text.startswith(f"rank {ranks[-1]} has come twice: ")
 
 
 # ------------------------------------------------------------------------------------------------------------ backends

@@ -9,17 +9,19 @@ Which store, in this order:
   ``init_process_group``, which finds nothing of ours there. (torch uses the same keys again after
   ``destroy_process_group``; in a server that lived on they would lead to connections of the group before.)
 
-Every key begins with the job's name, so that workers which were started again are another job, and with the number of
-worlds that the rank has opened before.
+A store may still hold what earlier workers left there, and torchrun's agents count differently how often they have
+started theirs. So a world has no number but a token, drawn by its rank 0. Every rank says hello with a token of its
+own; rank 0 answers each hello with the world's, and a newer one of the same rank again, until all have gathered under
+it; then it says go. The answer to the hello of a rank that is no more does no harm.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final, Protocol
 
@@ -29,9 +31,11 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from asyncdist.errors import TransportError
 from asyncdist.transports.gloo import reason
 
-#: Between two looks at the clock: a wait inside the store sees no signal.
-_LOOK_S: Final = 1.0
+#: Between two looks. Not a wait inside the store: it sees no signal, and complains aloud.
 _PAUSE_S: Final = 0.02
+#: More where many look: the store answers some ten thousand questions a second.
+_PAUSE_PER_RANK_S: Final = 0.0005
+_CONNECT_S: Final = 1.0
 _STORE_TIMEOUT: Final = timedelta(seconds=60)
 
 
@@ -64,12 +68,11 @@ def is_group_initialised() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def meet(rendezvous: Rendezvous | None, job: str, rank: int, size: int, timeout_s: float) -> Any:
+def meet(rendezvous: Rendezvous | None, rank: int, size: int, timeout_s: float) -> Any:
     """Wait for all ranks.
 
     Args:
         rendezvous: where; None where the user's process group has a store.
-        job: a name that no other job with this store has.
         rank: this one.
         size: how many there are.
         timeout_s: how long the ranks wait for each other.
@@ -78,56 +81,205 @@ def meet(rendezvous: Rendezvous | None, job: str, rank: int, size: int, timeout_
         The part of a store that is this world's alone.
 
     Raises:
-        TransportError: the store cannot be served or reached, or ranks did not come; names them.
+        TransportError: the store cannot be served or reached, ranks did not come, or one came twice; names them.
     """
     deadline = time.monotonic() + timeout_s
     if rendezvous is None:
-        store = dist.distributed_c10d._get_default_store()
-    elif rendezvous.is_store_served:
-        store = _agents_store(rendezvous, timeout_s)
+        gathering = _Gathering(dist.distributed_c10d._get_default_store(), rank, size, deadline)
+        gathering.come()
     else:
-        store = _own_store(rendezvous, job, timeout_s)
-    number = store.add(f"asyncdist/{job}/worlds of {rank}", 1)
-    world = PrefixStore(f"asyncdist/{job}/{number}", store)
-    _await_everybody(world, f"world {number} of job {job!r}", rank, size, deadline)
-    return world
+        place = _place_of(rendezvous)
+        try:
+            gathering = _Gathering(place.open(deadline), rank, size, deadline)
+            gathering.come()
+        except BaseException:
+            place.forget()
+            raise
+        finally:
+            place.free_port()  # nobody has gone on
+    gathering.let_go()
+    return gathering.world
 
 
-# Stores are kept for the process's life: of a job's next world, this rank may be the first to come or the last to go.
+# -- the handshake ----------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _agents_store(rendezvous: Rendezvous, timeout_s: float) -> Any:
-    _await_server(rendezvous, time.monotonic() + timeout_s, "torchrun's agent")
-    return _reach(rendezvous, rendezvous.port)
+class _Gathering:
+    """One rank at the start of one world.
+
+    Args:
+        store: where all ranks of this world come, and nobody knows who else has.
+        rank: this one.
+        size: how many there are.
+        deadline: by ``time.monotonic``.
+
+    Attributes:
+        world: the part of the store that is this world's, once this rank knows it.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, deadline: float) -> None:
+        self._store = PrefixStore("asyncdist", store)
+        self._rank = rank
+        self._size = size
+        self._deadline = deadline
+        self._hello = secrets.token_hex(8)
+        self._answered: set[str] = set()
+        self._missing = [peer for peer in range(size) if peer != rank] if rank == 0 else [0]
+        self.world: Any = None
+
+    def come(self) -> None:
+        """Rank 0 returns when all have come, the others when it lets them go on."""
+        try:
+            self._store.set(f"hello/{self._rank}", self._hello)
+            if self._rank == 0:
+                self._lead()
+            else:
+                self._follow()
+        except RuntimeError as error:  # whoever serves the store has ended; its deadline may come a moment before ours
+            raise TransportError(
+                f"{self._who_is_missing()} before the store closed: {reason(error)}", missing=self._missing
+            ) from error
+
+    def let_go(self) -> None:
+        """Rank 0 lets the others go on."""
+        if self._rank == 0:
+            self.world.set("go", "")
+
+    def _lead(self) -> None:
+        self.world = PrefixStore(self._hello, self._store)
+        self.world.set("size", str(self._size))
+        self.world.set("missing", _join(self._missing))
+        self._until(self._is_everybody_here)
+
+    def _is_everybody_here(self) -> bool:
+        self._answer()
+        here = [peer for peer in self._missing if self.world.check([f"rank {peer}"])]
+        for peer in here:
+            _check_sizes(peer, int(_text(self.world, f"rank {peer}")), self._size)
+        if here:
+            self._missing = [peer for peer in self._missing if peer not in here]
+            self.world.set("missing", _join(self._missing))
+        return not self._missing
+
+    def _answer(self) -> None:
+        """Tell the world's token to whoever has said hello since the last look."""
+        for peer in range(1, self._size):
+            if self._store.check([f"hello/{peer}"]):
+                hello = _text(self._store, f"hello/{peer}")
+                if hello not in self._answered:
+                    self._store.set(f"answer/{hello}", self._hello)
+                    self._answered.add(hello)
+                self._check_single(peer, hello)
+
+    def _follow(self) -> None:
+        answer = f"answer/{self._hello}"
+        self._until(lambda: self._store.check([answer]))
+        self.world = PrefixStore(_text(self._store, answer), self._store)
+        self.world.set(f"rank {self._rank}", str(self._size))
+        _check_sizes(self._rank, self._size, int(_text(self.world, "size")))
+        self._until(self._may_go)
+
+    def _may_go(self) -> bool:
+        """Or learn who else is missing. Not by looking for each: of n ranks that would be n * n looks."""
+        if self.world.check(["go"]):
+            return True
+        missing = map(int, _text(self.world, "missing").split())
+        self._missing = [peer for peer in missing if peer != self._rank] or [0]
+        return False
+
+    def _until(self, is_done: Callable[[], bool]) -> None:
+        longest_s = _PAUSE_S + self._size * _PAUSE_PER_RANK_S
+        pause_s = 0.001
+        while not is_done():
+            self._check_alone()
+            if time.monotonic() >= self._deadline:
+                raise TransportError(self._who_is_missing(), missing=self._missing)
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, longest_s)
+
+    def _check_alone(self) -> None:
+        """Raise where another process comes as this rank. The one before, if this was started again, is silent."""
+        newest = _text(self._store, f"hello/{self._rank}")
+        if newest != self._hello:
+            self._store.set(f"twice/{newest}", "")
+            self._store.set(f"twice/{self._hello}", "")
+        self._check_single(self._rank, self._hello)
+
+    def _check_single(self, rank: int, hello: str) -> None:
+        if self._store.check([f"twice/{hello}"]):
+            raise TransportError(
+                f"rank {rank} has come twice: two processes were started as this rank (RANK)", rank=rank
+            )
+
+    def _who_is_missing(self) -> str:
+        return f"rank {self._rank} waits for ranks {self._missing}, which did not come to the start of the world"
 
 
-@functools.cache
-def _own_store(rendezvous: Rendezvous, job: str, timeout_s: float) -> Any:
-    deadline = time.monotonic() + timeout_s
-    what, key = f"job {job!r}", f"asyncdist/{job}/port"
-    if rendezvous.rank == 0:
-        own = _serve(rendezvous, 0)
-        announcement = _serve(rendezvous, rendezvous.port)
-        announcement.set(key, str(own.port))
-        _await_everybody(own, what, 0, rendezvous.size, deadline)
-        del announcement  # which closes it; nobody has gone on
-        own.set("go", "")
-    else:
-        own = _reach(rendezvous, _announced_port(rendezvous, key, deadline))
-        _await_everybody(own, what, rendezvous.rank, rendezvous.size, deadline)
-        _await_key(own, "go", deadline)
-    return own
+def _text(store: Any, key: str) -> str:
+    return bytes(store.get(key)).decode()
 
 
-def _announced_port(rendezvous: Rendezvous, key: str, deadline: float) -> int:
+def _join(ranks: Sequence[int]) -> str:
+    return " ".join(map(str, ranks))
+
+
+def _check_sizes(rank: int, size: int, size_of_0: int) -> None:
+    """Raise unless a rank counts as rank 0 does. Both look, and whoever is first says it for both."""
+    if size != size_of_0:
+        raise TransportError(f"rank {rank} is one of {size} ranks (WORLD_SIZE), rank 0 one of {size_of_0}", rank=rank)
+
+
+# -- the store --------------------------------------------------------------------------------------------------------
+
+
+class _Place:
+    """The store of a rendezvous. Kept: of a job's next world, this rank may be the first to come or the last to go."""
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
+        self._store: Any = None
+        self._announcement: Any = None
+
+    def open(self, deadline: float) -> Any:
+        if self._store is None:
+            self._store = self._find(deadline)
+        return self._store
+
+    def forget(self) -> None:
+        """Begin anew next time, as those do who have not come."""
+        self._store = None
+
+    def free_port(self) -> None:
+        """Let go of the user's, by closing what is served there."""
+        self._announcement = None
+
+    def _find(self, deadline: float) -> Any:
+        rendezvous = self._rendezvous
+        if rendezvous.is_store_served:
+            _await_server(rendezvous, deadline, "torchrun's agent")
+            return _reach(rendezvous, rendezvous.port)
+        if rendezvous.rank != 0:
+            return _reach(rendezvous, _announced_port(rendezvous, deadline))
+        store = _serve(rendezvous, 0)
+        self._announcement = _serve(rendezvous, rendezvous.port)
+        self._announcement.set(_PORT, str(store.port))
+        return store
+
+
+_PORT: Final = "asyncdist/port"
+_place_of = functools.cache(_Place)
+
+
+def _announced_port(rendezvous: Rendezvous, deadline: float) -> int:
     """What rank 0 says at MASTER_PORT. The server there may first be that of a group which is being destroyed."""
     while True:
         _await_server(rendezvous, deadline, "rank 0")
         try:
             announcement = _reach(rendezvous, rendezvous.port)
-            if _await_key(announcement, key, deadline):
-                return int(announcement.get(key))
+            while time.monotonic() < deadline:
+                if announcement.check([_PORT]):
+                    return int(announcement.get(_PORT))
+                time.sleep(_PAUSE_S)
         except (RuntimeError, TransportError) as error:
             if time.monotonic() >= deadline:
                 raise TransportError(f"{_who_waits(rendezvous)}: {error}", missing=[0]) from error
@@ -172,62 +324,32 @@ def _place(rendezvous: Rendezvous, port: int) -> str:
 
 
 def _await_server(rendezvous: Rendezvous, deadline: float, whose: str) -> None:
-    """Look until somebody listens. The store's own way to wait sees no signal, and complains aloud."""
+    try:
+        await_listener(rendezvous.address, rendezvous.port, deadline)
+    except OSError as error:
+        raise TransportError(
+            f"rank {rendezvous.rank} waits for {whose}, but nobody serves a store at "
+            f"{_place(rendezvous, rendezvous.port)}: {error}",
+            port=rendezvous.port,
+        ) from error
+
+
+def await_listener(address: str, port: int, deadline: float) -> None:
+    """Look until somebody listens. The store's own way to wait sees no signal, and complains aloud.
+
+    Args:
+        address: name or address of a host.
+        port: a TCP port there.
+        deadline: by ``time.monotonic``.
+
+    Raises:
+        OSError: nobody has; why the last try failed.
+    """
     while True:
         try:
-            socket.create_connection((rendezvous.address, rendezvous.port), timeout=_LOOK_S).close()
+            socket.create_connection((address, port), timeout=_CONNECT_S).close()
             return
-        except OSError as error:
+        except OSError:
             if time.monotonic() >= deadline:
-                raise TransportError(
-                    f"rank {rendezvous.rank} waits for {whose}, but nobody serves a store at "
-                    f"{_place(rendezvous, rendezvous.port)}: {error}",
-                    port=rendezvous.port,
-                ) from error
+                raise
         time.sleep(_PAUSE_S)
-
-
-def _await_key(store: Any, key: str, deadline: float) -> bool:
-    """Whether somebody has set it before the deadline."""
-    while not store.check([key]):
-        if time.monotonic() >= deadline:
-            return False
-        _look(store, key, deadline)
-    return True
-
-
-def _look(store: Any, key: str, deadline: float) -> None:
-    """Wait a little for the key, then let the caller see the clock, and signals."""
-    with contextlib.suppress(dist.DistStoreError):
-        store.wait([key], timedelta(seconds=min(_LOOK_S, max(0.001, deadline - time.monotonic()))))
-
-
-def _await_everybody(store: Any, what: str, rank: int, size: int, deadline: float) -> None:
-    """Come, and wait for the others; all must count alike."""
-    keys = [f"rank {peer}" for peer in range(size)]
-    missing = [peer for peer in range(size) if peer != rank]
-    try:
-        store.set(keys[rank], f"of {size}")
-        while missing := [peer for peer in missing if not store.check([keys[peer]])]:
-            if time.monotonic() >= deadline:
-                raise TransportError(f"{_who_is_missing(rank, missing)} to the start of {what}", missing=missing)
-            _look(store, keys[missing[0]], deadline)
-    except RuntimeError as error:
-        # Whoever serves the store has ended; its deadline may have come a moment before ours.
-        raise TransportError(
-            f"{_who_is_missing(rank, missing)} to the start of {what} before the store closed: {reason(error)}",
-            missing=missing,
-        ) from error
-    _check_sizes([bytes(store.get(key)).decode() for key in keys], rank, size)
-
-
-def _who_is_missing(rank: int, missing: Sequence[int]) -> str:
-    return f"rank {rank} waits for ranks {missing}, which did not come"
-
-
-def _check_sizes(sizes: Sequence[str], rank: int, size: int) -> None:
-    for peer, theirs in enumerate(sizes):
-        if theirs != f"of {size}":
-            raise TransportError(
-                f"rank {rank} is one of {size} ranks (WORLD_SIZE), rank {peer} one {theirs}", rank=peer
-            )

@@ -35,7 +35,6 @@ _GROUP_TIMEOUT: Final = timedelta(seconds=60)
 
 def open_transport(
     rendezvous: Rendezvous | None,
-    job: str,
     *,
     granted_tags: range = range(0),
     backend: str = backends.GLOO,
@@ -45,7 +44,6 @@ def open_transport(
 
     Args:
         rendezvous: where the ranks meet; None where the user's process group says who there is.
-        job: a name that no other job with this store has.
         granted_tags: see :class:`TorchTransport`.
         backend: of torch.distributed; ``backends.check_backend`` has let it pass.
         local_rank: this rank's number on its host, where that is known.
@@ -54,30 +52,30 @@ def open_transport(
         TransportError: the ranks do not find each other, or the backend's works cannot be polled; says what was seen.
     """
     if backend == backends.GLOO:
-        return TorchTransport(rendezvous, job, granted_tags=granted_tags)
+        return TorchTransport(rendezvous, granted_tags=granted_tags)
     rank, size = _place(rendezvous)
     if size == 1:
         return PolledTransport(rank, size, backend, None)
-    frames, large = _make_pairs(("frames", "large"), rendezvous, job, backend, local_rank)
+    frames, large = _make_pairs(("frames", "large"), rendezvous, backend, local_rank)
     return PolledTransport(rank, size, backend, (frames, large))
 
 
 def open_bulk(
-    control: Transport, tag: int, rendezvous: Rendezvous | None, job: str, *, backend: str, local_rank: int | None
+    control: Transport, tag: int, rendezvous: Rendezvous | None, *, backend: str, local_rank: int | None
 ) -> Transport:
     """A rank of the same job that carries streams of tensors alone; what it must say goes over ``control``.
 
     Args:
         control: the ranks' other transport.
         tag: for what is said there.
-        rendezvous, job, backend, local_rank: as for :func:`open_transport`; not gloo, which needs no control.
+        rendezvous, backend, local_rank: as for :func:`open_transport`; not gloo, which needs no control.
 
     Raises:
         TransportError: as :func:`open_transport`.
     """
     if control.size == 1:
         return PolledBulk(control, tag, backend, None)
-    (large,) = _make_pairs(("large",), rendezvous, job, backend, local_rank)
+    (large,) = _make_pairs(("large",), rendezvous, backend, local_rank)
     return PolledBulk(control, tag, backend, large)
 
 
@@ -88,11 +86,11 @@ def _place(rendezvous: Rendezvous | None) -> tuple[int, int]:
 
 
 def _make_pairs(
-    names: Sequence[str], rendezvous: Rendezvous | None, job: str, backend: str, local_rank: int | None
+    names: Sequence[str], rendezvous: Rendezvous | None, backend: str, local_rank: int | None
 ) -> list[Pairs]:
     """Pairs on groups of their own, each found to tell the truth."""
     rank, size = _place(rendezvous)
-    store = meet(rendezvous, job, rank, size, START_TIMEOUT_S)
+    store = meet(rendezvous, rank, size, START_TIMEOUT_S)
     device = backends.device_of(backend, local_rank)
     made: list[Pairs] = []
     for name in names:
@@ -115,7 +113,6 @@ class TorchTransport(MatchedTransport):
 
     Args:
         rendezvous: where they meet; None where the user's process group says who there is.
-        job: a name that no other job with this store has.
         granted_tags: those on which a receive names its source, and no message is larger than its receive, which is
             posted for it: streams', which take less time so.
         start_timeout_s: how long to wait for the other ranks.
@@ -129,14 +126,13 @@ class TorchTransport(MatchedTransport):
     def __init__(
         self,
         rendezvous: Rendezvous | None,
-        job: str,
         *,
         granted_tags: range = range(0),
         start_timeout_s: float | None = None,
     ) -> None:
         rank, size = _place(rendezvous)
         timeout_s = START_TIMEOUT_S if start_timeout_s is None else start_timeout_s
-        store = meet(rendezvous, job, rank, size, timeout_s) if size > 1 else None
+        store = meet(rendezvous, rank, size, timeout_s) if size > 1 else None
         capabilities = Capabilities(
             native_collectives=False,
             survives_rank_loss=True,

@@ -106,10 +106,10 @@ async def lost_at_rest(world: ad.World) -> None:
     """The victim dies while nobody waits for it; the others leave later."""
     await ad.barrier()
     if world.rank == VICTIM:
+        report(world.rank, {"at": time.monotonic()})
         os.kill(os.getpid(), signal.SIGKILL)
     await world.engine.until(lambda: VICTIM in world.gone, "the loss")
-    began_at = time.monotonic()
-    report(world.rank, {"lost": sorted(world.engine.transport.lost_ranks()), "at": began_at})
+    report(world.rank, {"lost": sorted(world.engine.transport.lost_ranks()), "at": time.monotonic()})
 
 
 async def raises(world: ad.World) -> None:

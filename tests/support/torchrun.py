@@ -113,6 +113,28 @@ def run_torchrun(ranks: int, source: str, *args: object, options: Sequence[str] 
         return run_jobs([([*command, *options, str(script), *map(str, args)], {})], timeout_s)
 
 
+def run_torchruns(
+    agents: int, source: str, *args: object, options: Sequence[str] = (), timeout_s: float = 300, **env: str
+) -> Result:
+    """A program given as text, one rank under each of several agents of torchrun, which stand for hosts.
+
+    Args:
+        agents: how many.
+        source: the program.
+        args: its arguments.
+        options: of torchrun.
+        timeout_s: of wall-clock time, for everything.
+        env: added to this process's environment.
+    """
+    where = ["--nnodes", str(agents), "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
+    where += ["--rdzv-id", "job", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"]
+    with tempfile.TemporaryDirectory(prefix="asyncdist-test-") as folder:
+        script = Path(folder, "program.py")
+        script.write_text(textwrap.dedent(source))
+        command = [sys.executable, "-m", "torch.distributed.run", *where, *options, str(script), *map(str, args)]
+        return run_jobs([(command, env)] * agents, timeout_s)
+
+
 def run_jobs(jobs: Sequence[tuple[list[str], Mapping[str, str]]], timeout_s: float) -> Result:
     """Run commands at the same time until all have ended.
 
