@@ -186,7 +186,7 @@ def test_gloo_does_not_pass() -> None:
         from asyncdist.transports.polled import Pairs
 
         rank = int(os.environ["RANK"])
-        store = meeting.meet(launch.torch_rendezvous(), "test", rank, 2, 60.0)
+        store = meeting.meet(launch.torch_rendezvous(), rank, 2, 60.0)
         make = lambda name: gloo.make_group(store, name, rank, 2, datetime.timedelta(seconds=60))
         try:
             self_test.examine(Pairs(make, rank, torch.device("cpu")), "gloo", store, rank, 2, patience_s=5.0)
