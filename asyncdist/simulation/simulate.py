@@ -135,7 +135,7 @@ def simulate(
         DeadlockError: nothing was left to happen, and some main had not returned: who waits for what.
         KeyboardInterrupt: after SIGINT, between two events.
         LocalProtocolError: simulate inside a simulation, or a task that loops without waiting. On a rank: a thread, a
-            socket or something else that would not follow from the seed.
+            process, a socket or something else that would not follow from the seed.
         TypeError, ValueError: an argument is of the wrong kind or out of range.
     """
     if not inspect.iscoroutinefunction(main):
