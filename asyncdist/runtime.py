@@ -168,8 +168,18 @@ async def open_world(
 ) -> AsyncIterator[World]:
     """A world inside a running loop, for notebooks and tests: ``async with ad.open_world() as world``.
 
-    Args and Raises: as :func:`run`.
+    Args: as :func:`run`.
+
+    Raises:
+        LocalProtocolError: inside a world, a simulated or local one included: a rank has one.
+        BaseException: as :func:`run`.
     """
+    here = _current_world.get(None)
+    if here is not None and here.is_open:
+        raise LocalProtocolError(
+            f"a world is open here already, {here!r}: use that one, as asyncdist.current_world() returns it",
+            rank=here.rank,
+        )
     _check_bulk(bulk, transport)
     started = launch.detect(wanted=transport)
     chosen = started.transport

@@ -522,6 +522,11 @@ class World:
             raise LocalProtocolError(f"rank {rank!r} does not exist; ranks go from 0 to {self.size - 1}", rank=rank)
         self.check()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether main may run."""
+        return self._task_group is not None
+
     def attach_tasks(self, task_group: asyncio.TaskGroup | None) -> None:
         """Where ``spawn`` puts its tasks; None when it may not any more."""
         self._task_group = task_group
