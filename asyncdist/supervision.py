@@ -15,14 +15,13 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any, Final
 
 from asyncdist.errors import RankLostError
+from asyncdist.tracebacks import format_error
 
-_HOST: Final = "asyncdist.runtime"
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -95,11 +94,7 @@ class FailureReport:
 
     def print_traceback(self, error: BaseException, rank: int) -> None:
         """The whole traceback on stderr, from the user's first frame on."""
-        trace = error.__traceback__
-        while trace is not None and trace.tb_next is not None and trace.tb_frame.f_globals.get("__name__") == _HOST:
-            trace = trace.tb_next
-        text = "".join(traceback.format_exception(type(error), error, trace))
-        self._print(f"asyncdist: rank {rank} failed:\n{text}", error)
+        self._print(f"asyncdist: rank {rank} failed:\n{format_error(error)}", error)
 
     def print_line(self, line: str, error: BaseException) -> None:
         """One line in place of a traceback."""

@@ -535,6 +535,28 @@ def test_run_refuses_what_it_cannot_do(main: Any, options: dict[str, Any], words
     assert words in str(caught.value)
 
 
+def test_a_world_inside_a_world_is_refused() -> None:
+    """It gave each simulated rank a world of one rank, in which everything went on, to no purpose."""
+
+    async def inner(world: ad.World) -> None:
+        async with ad.open_world():
+            raise AssertionError("another world")
+
+    async def outer() -> int:
+        async with ad.open_world() as first:
+            with pytest.raises(ad.LocalProtocolError, match="open here already"):
+                await inner(first)
+        async with ad.open_world() as second:  # one after the other is fine
+            return second.size
+
+    said = r"a world is open here already, <World rank 0 of 2, local>: use that one, as asyncdist.current_world\(\)"
+    with pytest.raises(ad.LocalProtocolError, match=said):
+        ad.run_local(inner, ranks=2)
+    with pytest.raises(ad.LocalProtocolError, match="<World rank 0 of 3, sim>"):
+        ad.simulate(inner, ranks=3).value()
+    assert asyncio.run(outer()) == 1
+
+
 def test_run_inside_a_running_loop() -> None:
     async def main() -> None:
         with pytest.raises(RuntimeError, match=r"async with asyncdist\.open_world"):
@@ -546,23 +568,38 @@ def test_run_inside_a_running_loop() -> None:
 # -- a user's own protocols.py ----------------------------------------------------------------------------------------
 
 
+IN_MAIN = """
+import asyncdist as ad
+
+async def main(world):
+    from protocols import AverageAllPolicy
+
+ad.run(main)
+"""
+
+
 @pytest.mark.parametrize(
-    ("source", "launched"),
+    ("source", "command"),
     [
-        ("import asyncdist\nfrom protocols import AverageAllPolicy\n", False),
-        ("import asyncdist\nimport protocols.messages\n", False),
-        ("from protocols import AverageAllPolicy\nimport asyncdist\n", True),
+        ("import asyncdist\nfrom protocols import AverageAllPolicy\n", []),
+        ("import asyncdist\nimport protocols.messages\n", []),
+        (IN_MAIN, []),
+        ("from protocols import AverageAllPolicy\nimport asyncdist\n", [str(ROOT / "asyncdist" / "launch.py")]),
+        ("import asyncdist\nfrom protocols import AverageAllPolicy\n", ["-m", "asyncdist", "sim", "-n", "2"]),
+        (IN_MAIN, ["-m", "asyncdist", "sim", "-n", "2"]),
+        (IN_MAIN, ["-m", "asyncdist", "sim", "-n", "2", "--explore", "3", "--processes", "1"]),
     ],
-    ids=["name", "module", "launched"],
+    ids=["name", "module", "in-main", "launched", "sim", "sim-in-main", "explore"],
 )
-def test_a_file_of_the_users_that_hides_the_package_is_explained(tmp_path: Path, source: str, launched: bool) -> None:
+def test_a_file_of_the_users_that_hides_the_package_is_explained(
+    tmp_path: Path, source: str, command: list[str]
+) -> None:
     """``launched`` is what ``asyncdist run`` makes of each rank."""
     mine, script = tmp_path / "protocols.py", tmp_path / "train.py"
     mine.write_text("x = 1\n")
     script.write_text(source)
-    launch = [str(ROOT / "asyncdist" / "launch.py")] if launched else []
     done = subprocess.run(
-        [sys.executable, *launch, str(script)],
+        [sys.executable, *command, str(script)],
         capture_output=True,
         text=True,
         env={"PYTHONPATH": str(ROOT), "PATH": ""},
