@@ -550,6 +550,10 @@ class World:
             found += probe()
         return found
 
+    def early_frames(self) -> list[str]:
+        """What has arrived for channels that are not open here, in words, by tag."""
+        return [lane.describe_early() for lane in self._lanes.values() if lane.early_count]
+
     def close_lanes(self) -> None:
         """Take the receives back."""
         for lane in self._lanes.values():

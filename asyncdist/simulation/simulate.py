@@ -384,6 +384,7 @@ class _Simulation:
             lines += [
                 f"  rank {rank}, {task.get_name()}: {_what_awaits(task, world)}" for task in loop.unfinished_tasks()
             ]
+            lines += [f"  rank {rank}: {text}" for text in (world.early_frames() if world is not None else ())]
         return "\n".join(lines)
 
     def _clear(self) -> None:

@@ -472,6 +472,19 @@ def test_a_rank_that_ends_does_not_hide_a_deadlock() -> None:
     assert "rank 0, main of rank 0: the other ranks to come to their end" in text
 
 
+def test_a_deadlock_tells_of_messages_for_a_channel_that_was_never_opened(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(world: ad.World) -> None:
+        channel = world.channel(Number, tag=100, name="results" if world.rank else "result")
+        await channel.send(Number(1), 1 - world.rank)
+        await channel.receive()
+
+    text = str(deadlock_of(main))
+    for rank in range(2):
+        said = f"rank {rank}: 1 message on tag 100 waits for a channel that this rank has not opened, from rank"
+        assert said in text, text
+    assert sum("awaiting result" in record.getMessage() for record in caplog.records) == 2, "after 5 s, on each"
+
+
 def test_a_timer_that_is_still_running_is_no_deadlock() -> None:
     async def main(world: ad.World) -> str:
         try:
