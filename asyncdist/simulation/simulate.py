@@ -190,6 +190,8 @@ class _Clock:
         seconds = self._simulation.draw_compute_s(self._loop.rank)
         if seconds:
             await self._loop.be_deaf(seconds)
+        else:
+            self._loop.has_computed()
 
     async def beside_compute(self) -> None:
         over = self._loop.create_future()

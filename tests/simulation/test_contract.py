@@ -505,8 +505,48 @@ def test_a_task_that_loops_without_waiting_is_named_instead_of_a_hang(monkeypatc
         while world.rank == 1:
             await yield_to_loop()
 
-    with pytest.raises(ad.LocalProtocolError, match="rank 1 took 1000 turns in a row"):
+    with pytest.raises(ad.LocalProtocolError, match="rank 1 took 1001 turns in a row"):
         simulate(main, ranks=2)
+
+
+@pytest.mark.parametrize("loopers", [(0,), (1,), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("timed", [False, True])
+def test_it_is_named_sooner_where_nothing_else_is_to_come(loopers: tuple[int, ...], timed: bool) -> None:
+    """It took a million turns, and the better part of a minute. A timer that was cancelled will not come either."""
+    turns: Counter[int] = Counter()
+
+    async def main(world: ad.World) -> None:
+        if timed:
+            async with asyncio.timeout(1e6):
+                await world.sleep(1e-3)
+        while world.rank in loopers:
+            turns[world.rank] += 1
+            await asyncio.sleep(0)
+
+    with pytest.raises(ad.LocalProtocolError, match=r"rank \d took \d+ turns in a row until 0\.\d+ s of virtual time"):
+        simulate(main, ranks=3)
+    assert sum(turns.values()) < 201_000
+
+
+@pytest.mark.parametrize("waits_for", ["a rank that computes", "a timer", "its own steps, which take no time"])
+def test_a_loop_that_waits_for_what_will_come_is_not_named(waits_for: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncdist.simulation.loop.IDLE_TURN_COUNT_MAX", 1000)
+
+    async def main(world: ad.World) -> None:
+        channel = world.channel(Number, tag=5)
+        if waits_for == "its own steps, which take no time":
+            for _ in range(5000):
+                await world.safe_point()
+        elif world.rank == 0 and waits_for == "a timer":
+            asyncio.get_running_loop().call_later(0.01, channel.send_nowait, Number(1), 0)
+        elif world.rank == 1:
+            await world.safe_point()
+            await channel.send(Number(1), 0)
+        while world.rank == 0 and not waits_for.startswith("its own") and channel.receive_nowait() is None:
+            await yield_to_loop()
+
+    step_s = 0.0 if waits_for.startswith("its own") else 0.01
+    simulate(main, ranks=2, compute=Compute(step_s=step_s), until_s=1.0).value()
 
 
 def test_a_task_that_only_yields_lets_messages_arrive() -> None:
