@@ -1,8 +1,9 @@
 """How a job ends: by itself, by a failure somewhere, or by a signal.
 
-A rank that fails prints its traceback, at once and once, tells every peer on the control tag, and waits for their
-farewells. Peers stop at their next safe point (or wherever they wait) with RankLostError, and end with one line
-instead of a traceback. Whoever is not done within the grace period is aborted.
+A rank that fails prints its traceback, once, tells every peer on the control tag, and waits for their farewells. Where
+a lower rank has failed with the same words, it prints a line in place of the traceback. Peers stop at their next safe
+point (or wherever they wait) with RankLostError, and end with one line too. Whoever is not done within the grace
+period is aborted.
 
 SIGINT and SIGTERM are plain signal handlers, since a loop's own do not run while torch blocks it. The first one asks
 the rank to stop at its next await, the second one ends the process.
