@@ -14,6 +14,7 @@ import functools
 import importlib.util
 import inspect
 import logging
+import math
 import secrets
 import struct
 import sys
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, cast
 
 import torch
 
-from asyncdist import launch, tags, wire
+from asyncdist import checks, launch, tags, wire
 from asyncdist._version import __version__
 from asyncdist.collectives import Collectives
 from asyncdist.errors import DisagreementError, LocalProtocolError, RankLostError, RemoteError
@@ -613,14 +614,13 @@ def _check_options(
     if not inspect.iscoroutinefunction(main):
         raise TypeError(f"main must be a coroutine function (async def), not {main!r}")
     transport, _ = launch.split_transport(transport)
-    if ranks is not None and (type(ranks) is not int or ranks < 1):
-        raise ValueError(f"ranks is {ranks!r}; at least 1 is needed")
+    if ranks is not None:
+        checks.count("ranks", ranks)
     if ranks is not None and transport != "local":
         raise ValueError(f"ranks={ranks} needs transport='local'; elsewhere the launcher decides how many there are")
     if loop not in (None, "uvloop", "asyncio"):
         raise ValueError(f"loop is {loop!r}; allowed are 'uvloop', 'asyncio'")
-    if not grace_s > 0:
-        raise ValueError(f"grace_s is {grace_s!r}; it must be above 0 seconds")
+    checks.real("grace_s", grace_s, "a number of seconds above 0", low=checks.SMALLEST, high=math.inf)
     try:
         asyncio.get_running_loop()
     except RuntimeError:

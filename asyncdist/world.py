@@ -21,7 +21,7 @@ from typing import Any, Final, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from asyncdist import streams, tags, wire
+from asyncdist import checks, streams, tags, wire
 from asyncdist.channels import Channel, Envelope, Lane, Overflow
 from asyncdist.collectives import Collectives
 from asyncdist.errors import (
@@ -336,8 +336,7 @@ class World:
             TypeError: the message type cannot travel.
             ValueError: capacity below 1.
         """
-        if type(capacity) is not int or capacity < 1:
-            raise ValueError(f"capacity is {capacity!r}; at least 1 message must fit")
+        capacity = checks.count("capacity", capacity)
         name = name or str(getattr(message_type, "__name__", message_type))
         ranks = (group or self.group).ranks
         self._tags.claim(tag, f"channel {name!r}")

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from scripts.population import Mixed, clone_state, equal_states, sgd
@@ -73,6 +74,14 @@ def run(main: Callable[..., Coroutine[Any, Any, Any]], ranks: int) -> list[Any]:
         ({"drain_timeout_s": math.inf}, ["drain_timeout_s is inf", "finite"]),
         ({"on_event": 7}, ["on_event is 7", "callable"]),
         ({"name": 7}, ["name is 7", "text"]),
+        ({"name": "x" * 70_000}, ["name is 'xxx", "xxx...; allowed: a text of up to 200 characters"]),
+        ({"group": [0, 1]}, ["group is [0, 1]", "a Group"]),
+        ({"group": "x"}, ["group is 'x'", "a Group"]),
+        ({"world": 3}, ["world is 3", "a World"]),
+        ({"coordinator": 1.0}, ["coordinator is 1.0", "whole number of 0 or more, or None"]),
+        ({"coordinator": True}, ["coordinator is True", "whole number"]),
+        ({"coordinator": "0"}, ["coordinator is '0'", "whole number"]),
+        ({"coordinator": -1}, ["coordinator is -1", "0 or more"]),
     ],
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
@@ -81,6 +90,25 @@ def test_an_option_out_of_range_is_refused_when_the_policy_is_made(options: dict
     with pytest.raises((ValueError, TypeError)) as caught:
         AsyncSelectiveAveragingPolicy(model, sgd(model), **{"average_every": 1, **options})
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_coordinator_that_is_no_rank_is_refused_where_the_policy_starts(ranks: int) -> None:
+    async def main(world: ad.World) -> None:
+        model = Mixed()
+        policy = AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1, coordinator=ranks)
+        with pytest.raises(ValueError, match=rf"coordinator is {ranks}; allowed: a rank from 0 to {ranks - 1}"):
+            async with policy:
+                pass
+
+    run(main, ranks)
+
+
+def test_whole_numbers_of_numpy_are_counts() -> None:
+    model = Mixed()
+    policy = AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=np.int64(5), cooldown=np.int32(7))  # type: ignore[arg-type]
+    assert type(policy.average_every) is int and policy.average_every == 5
+    assert ad.run(nothing, transport="local", ranks=np.int64(2)) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("options", [{"average_every": 0}, {"optimizer_state": "x"}, {"start_timeout_s": -1}])
@@ -522,12 +550,13 @@ async def nothing(world: ad.World) -> None:
     [
         (print, {}, "main must be a coroutine function"),
         (nothing, {"transport": "tcp"}, "transport is 'tcp'; allowed are 'auto', 'local', 'mpi', 'torch'"),
-        (nothing, {"transport": "local", "ranks": 0}, "ranks is 0; at least 1 is needed"),
+        (nothing, {"transport": "local", "ranks": 0}, "ranks is 0; allowed: a whole number of 1 or more"),
         (nothing, {"ranks": 3}, "ranks=3 needs transport='local'"),
         (nothing, {"loop": "trio"}, "loop is 'trio'; allowed are 'uvloop', 'asyncio'"),
-        (nothing, {"grace_s": 0}, "grace_s is 0; it must be above 0"),
+        (nothing, {"grace_s": 0}, "grace_s is 0; allowed: a number of seconds above 0"),
+        (nothing, {"grace_s": "1"}, "grace_s is '1'; allowed: a number of seconds above 0"),
     ],
-    ids=["main", "transport", "ranks", "ranks-elsewhere", "loop", "grace"],
+    ids=["main", "transport", "ranks", "ranks-elsewhere", "loop", "grace", "grace-text"],
 )
 def test_run_refuses_what_it_cannot_do(main: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:

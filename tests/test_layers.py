@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: From the bottom up. A module may import those of lower layers alone.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_version", "errors", "flat", "trees"),
+    ("_version", "checks", "errors", "flat", "trees"),
     ("tags", "packing", "scratch", "transports.base", "values"),
     (
         "wire",

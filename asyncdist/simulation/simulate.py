@@ -25,6 +25,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from asyncdist import checks
 from asyncdist.errors import DeadlockError, LocalProtocolError, RankLostError
 from asyncdist.progress import Engine
 from asyncdist.runtime import Outcome, host_rank
@@ -140,8 +141,7 @@ def simulate(
     """
     if not inspect.iscoroutinefunction(main):
         raise TypeError(f"main must be a coroutine function (async def), not {main!r}")
-    if type(ranks) is not int or ranks < 1:
-        raise ValueError(f"ranks is {ranks!r}; allowed: a whole number of 1 or more")
+    ranks = checks.count("ranks", ranks)
     if type(seed) is not int:
         raise TypeError(f"seed is {seed!r}; a whole number is needed")
     if until_s is not None:
@@ -160,8 +160,9 @@ def simulate(
         pass
     else:
         raise LocalProtocolError("a loop is running already: no simulation inside a simulation, or inside a coroutine")
-    if not set(inherited_random) <= INHERITABLE:
-        raise ValueError(f"inherited_random is {inherited_random!r}; allowed: {', '.join(sorted(INHERITABLE))}")
+    inherited: Any = inherited_random
+    if isinstance(inherited, str) or not isinstance(inherited, Collection) or not set(inherited) <= INHERITABLE:
+        checks.refuse("inherited_random", inherited, f"a list of names among {', '.join(sorted(INHERITABLE))}")
     states = RandomStates(ranks, seed, inherited_random)
     simulation = _Simulation(ranks, seed, network or Network(), compute or Compute(), tuple(faults), states)
     with simulation.interruptible(), _rare_collections(), refused_outside():
