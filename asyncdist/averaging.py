@@ -2,9 +2,13 @@
 
 Everything of one dtype goes through one collective, however many tensors there are. Sums are in float32 or wider, and
 are divided by the group's size. Before any data is sent the members compare what they are about to average, so another
-model on one of them is an error that names the first difference, on all of them.
+model on one of them is an error that names the first difference, on all of them. Sums run in rank order, so all worlds
+get the same bits.
 
-**Cancellation**: the collectives end in the background; this rank's tensors stay as they are.
+Tensors are read and written piece by piece while the others are on their way: until the call has ended no other task
+may use the model.
+
+**Cancellation**: the collectives end in the background; this rank's tensors are as they were before.
 """
 
 from __future__ import annotations
@@ -12,9 +16,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +29,7 @@ from asyncdist.errors import DisagreementError
 from asyncdist.flat import Fingerprint, FlatBuffers, FlatState, accumulate_dtype, first_difference
 from asyncdist.groups import Group
 from asyncdist.outcomes import Frame, Outcome, attempt, meet, raise_first_error, settle, share
+from asyncdist.spread import Spread
 from asyncdist.world import World
 
 _DIGEST_LENGTH: Final = 64
@@ -49,23 +54,21 @@ async def average_models(model: nn.Module, training_group: Group | None = None, 
         LocalProtocolError: this rank is not in the group.
     """
     world, group = place(world, training_group)
-    outcome = await attempt(lambda: _snapshot(world, model), lambda snapshot: snapshot.digest)
+    outcome = await attempt(lambda: _Models(model, world), lambda models: models.summary)
 
     async def reduce(collectives: Collectives) -> list[Frame]:
         frames = await meet(collectives, group, outcome)
         if not any(frame.has_error for frame in frames):
-            buffers = outcome.value.buffers
-            await _check_equal(collectives, group, frames, outcome.value.state.fingerprint)
-            for tensor in buffers.averaged().values():
-                await collectives.all_mean(tensor, group)
-            for tensor in buffers.exact().values():
+            models = outcome.value
+            await _check_equal(collectives, group, frames, models.fingerprint)
+            for spread in models.spreads:
+                await collectives.all_mean_spread(spread, group)
+            for tensor in models.exact:
                 await collectives.broadcast(tensor, group, group.ranks[0])
         return frames
 
-    raise_first_error(await settle(world, group, outcome, reduce))
-    snapshot = outcome.value
-    snapshot.state.load(snapshot.buffers)
-    world.scratch.give_back(model, "state", snapshot)
+    await _settle_or_restore(world, group, outcome, reduce)
+    outcome.value.finish()
 
 
 async def average_gradients(model: nn.Module, group: Group | None = None, *, world: World | None = None) -> None:
@@ -96,22 +99,34 @@ async def average_gradients(model: nn.Module, group: Group | None = None, *, wor
             await _check_equal(collectives, group, frames, gradients.fingerprint)
             if any(frame.inline != frames[0].inline for frame in frames):
                 await collectives.all_reduce(gradients.present, group, "max")
-                gradients.collect()
-            for flat in gradients.flats.values():
-                await collectives.all_mean(flat, group)
+                gradients.lay_out()
+            for spread in gradients.spreads:
+                await collectives.all_mean_spread(spread, group)
         return frames
 
-    raise_first_error(await settle(world, group, outcome, reduce))
-    outcome.value.write()
+    await _settle_or_restore(world, group, outcome, reduce)
+    outcome.value.finish()
+
+
+async def _settle_or_restore(
+    world: World, group: Group, outcome: Outcome, reduce: Callable[[Collectives], Coroutine[Any, Any, list[Frame]]]
+) -> None:
+    """Do it, or raise and leave every tensor as it was."""
+    try:
+        raise_first_error(await settle(world, group, outcome, reduce))
+    except BaseException:
+        for spread in [] if outcome.error is not None else outcome.value.spreads:
+            spread.give_up()
+        raise
 
 
 @dataclass(frozen=True, slots=True)
-class _Snapshot:
-    """A model's layout, and its state in accumulators: a sum of bfloat16 must not be rounded before division.
+class _Kept:
+    """A model's layout, and memory for its state: wide, as a sum of bfloat16 must not be rounded before division.
 
     Attributes:
         state: refers to the model weakly.
-        buffers: the values.
+        buffers: the memory.
         digest: of the state's fingerprint.
     """
 
@@ -120,19 +135,55 @@ class _Snapshot:
     digest: bytes
 
 
-def _snapshot(world: World, model: nn.Module) -> _Snapshot:
-    """The model's state now, in the kept memory if the model is laid out as it was."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
-    kept: _Snapshot | None = world.scratch.take(model, "state")
-    if kept is not None:
-        with contextlib.suppress(ValueError):  # it has been changed since: another layer, another dtype
-            kept.state.snapshot(kept.buffers)
-            return kept
-    state = FlatState(cast(nn.Module, weakref.proxy(model)))
-    buffers = state.new_buffers(accumulate=True)
-    state.snapshot(buffers)
-    return _Snapshot(state, buffers, state.fingerprint.digest.encode())
+class _Models:
+    """A model's state, ready to be averaged.
+
+    Args:
+        model: checked here.
+        world: whose scratch memory is used.
+
+    Attributes:
+        fingerprint: of the state.
+        summary: its digest, as bytes.
+        spreads: the tensors that are averaged, by dtype.
+        exact: flat tensors of integers and booleans, with this rank's values now.
+    """
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
+        self._model = model
+        self._scratch = world.scratch
+        self._kept, pairs = self._find()
+        self.fingerprint = self._kept.state.fingerprint
+        self.summary = self._kept.digest
+        by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+        for entry, pair in zip(self._kept.state.entries, pairs, strict=True):
+            by_dtype.setdefault(entry.dtype, []).append(pair)
+        buffers = self._kept.buffers
+        self.spreads = [Spread(flat, by_dtype[dtype]) for dtype, flat in buffers.averaged().items()]
+        self._exact_pairs = [pair for dtype in buffers.exact() for pair in by_dtype[dtype]]
+        self.exact = list(buffers.exact().values())
+        with torch.no_grad():
+            for tensor, view in self._exact_pairs:
+                view.copy_(tensor)
+
+    def finish(self) -> None:
+        """Write what is exact into the model, and let the memory be kept."""
+        with torch.no_grad():
+            for tensor, view in self._exact_pairs:
+                tensor.copy_(view)
+        self._scratch.give_back(self._model, "state", self._kept)
+
+    def _find(self) -> tuple[_Kept, list[tuple[Tensor, Tensor]]]:
+        """The model's tensors now, with the kept memory if the model is laid out as it was."""
+        kept: _Kept | None = self._scratch.take(self._model, "state")
+        if kept is not None:
+            with contextlib.suppress(ValueError):  # it has been changed since: another layer, another dtype
+                return kept, list(kept.state.pairs(kept.buffers))
+        state = FlatState(cast(nn.Module, weakref.proxy(self._model)))
+        kept = _Kept(state, state.new_buffers(accumulate=True), state.fingerprint.digest.encode())
+        return kept, list(state.pairs(kept.buffers))
 
 
 async def _check_equal(
@@ -166,7 +217,7 @@ class _Gradients:
         fingerprint: of the parameters, whether they have gradients or not.
         present: 1 for each parameter that has a gradient, 0 for the others; uint8.
         summary: digests of both, as bytes.
-        flats: by dtype, the values of those that are present.
+        spreads: those that are present anywhere, by accumulation dtype.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
@@ -188,48 +239,55 @@ class _Gradients:
         )
         self.present = torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.uint8)
         present_digest = hashlib.sha256(self.present.numpy().tobytes()).digest()
-        self.flats: dict[torch.dtype, Tensor] = {}
+        self._flats: dict[torch.dtype, Tensor] = {}
+        self._views: dict[torch.dtype, list[Tensor]] = {}
         kept = self._scratch.take(model, "gradients")
         before: Fingerprint | None = None
         if kept is not None:
-            self.flats, before, self._digest = kept
+            self._flats, before, self._digest, self._views = kept
         if before != self.fingerprint:
+            self._views = {}
             self._digest = self.fingerprint.digest.encode()
         self.summary = self._digest + present_digest
-        self._views: list[tuple[nn.Parameter, Tensor]] = []
-        self.collect()
+        self.spreads: list[Spread] = []
+        self._missing: list[tuple[nn.Parameter, Tensor]] = []
+        self.lay_out()
 
-    def collect(self) -> None:
-        """Copy what is present into the flat tensors; zeros where this rank has no gradient."""
-        self._lay_out()
-        with torch.no_grad():
-            for parameter, view in self._views:
-                if parameter.grad is None:
-                    view.zero_()
-                else:
-                    view.copy_(parameter.grad)
+    def lay_out(self) -> None:
+        """Find the gradients that are present; zeros in place of those that this rank has not."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for parameter, is_present in zip(self._parameters, self.present.tolist(), strict=True):
+            if is_present:
+                gradient = parameter.grad
+                if gradient is None:
+                    gradient = torch.zeros_like(parameter, requires_grad=False)
+                    self._missing.append((parameter, gradient))
+                by_dtype.setdefault(accumulate_dtype(parameter.dtype), []).append(gradient)
+        self._flats = {wide: _memory(self._flats.get(wide), wide, by_dtype[wide]) for wide in sorted(by_dtype, key=str)}
+        self._views = {wide: _views(self._views.get(wide), flat, by_dtype[wide]) for wide, flat in self._flats.items()}
+        self.spreads = [
+            Spread(flat, list(zip(by_dtype[wide], self._views[wide], strict=True)))
+            for wide, flat in self._flats.items()
+        ]
 
-    def write(self) -> None:
-        """Write the flat tensors into the gradients, and let them be kept."""
-        with torch.no_grad():
-            for parameter, view in self._views:
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(view)
-        self._scratch.give_back(self._model, "gradients", (self.flats, self.fingerprint, self._digest))
+    def finish(self) -> None:
+        """Give gradients to parameters that had none, and let the memory be kept."""
+        for parameter, gradient in self._missing:
+            parameter.grad = gradient
+        self._scratch.give_back(self._model, "gradients", (self._flats, self.fingerprint, self._digest, self._views))
 
-    def _lay_out(self) -> None:
-        """One after the other, those of one accumulation dtype in one tensor; a kept one where it fits."""
-        chosen = [p for p, is_present in zip(self._parameters, self.present.tolist(), strict=True) if is_present]
-        sizes: dict[torch.dtype, list[int]] = {}
-        for parameter in chosen:
-            sizes.setdefault(accumulate_dtype(parameter.dtype), []).append(parameter.numel())
-        kept, self.flats = self.flats, {}
-        pinned = any(parameter.is_cuda for parameter in chosen)
-        for wide in sorted(sizes, key=str):
-            count, flat = sum(sizes[wide]), kept.get(wide)
-            if flat is None or flat.numel() != count:
-                flat = torch.empty(count, dtype=wide, pin_memory=pinned)
-            self.flats[wide] = flat
-        parts = {wide: iter(torch.split(flat, sizes[wide])) for wide, flat in self.flats.items()}
-        self._views = [(p, next(parts[accumulate_dtype(p.dtype)]).view(p.shape)) for p in chosen]
+
+def _memory(kept: Tensor | None, dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
+    """For all elements of some tensors: what was kept, where it fits."""
+    count = sum(tensor.numel() for tensor in tensors)
+    if kept is not None and kept.numel() == count:
+        return kept
+    return torch.empty(count, dtype=dtype, pin_memory=any(tensor.is_cuda for tensor in tensors))
+
+
+def _views(kept: list[Tensor] | None, flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Of each tensor's shape, one after the other: what was kept, where it is that."""
+    if kept and kept[0].data_ptr() == flat.data_ptr() and [k.shape for k in kept] == [t.shape for t in tensors]:
+        return kept
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for tensor, part in zip(tensors, parts, strict=True)]

@@ -27,8 +27,10 @@ import torch
 
 from asyncdist.errors import LocalProtocolError, RankLostError
 from asyncdist.flat import divide
+from asyncdist.folding import Fold, Into, Rooms, fold_in_shares
 from asyncdist.groups import Group
 from asyncdist.progress import Engine
+from asyncdist.spread import Spread
 from asyncdist.streams import byte_view
 from asyncdist.transports.base import GroupHandle, ReduceOp, Request
 
@@ -54,11 +56,16 @@ class Collectives:
     """The collectives of one rank. Ranks in arguments are ranks of the world."""
 
     def __init__(
-        self, engine: Engine, rank: int, spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
+        self,
+        engine: Engine,
+        rank: int,
+        spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
+        rooms: Rooms | None = None,
     ) -> None:
         self._engine = engine
         self._rank = rank
         self._spawn = spawn
+        self._rooms = Rooms() if rooms is None else rooms
         self._newest: dict[int, asyncio.Task[Any]] = {}
 
     async def barrier(self, group: Group) -> None:
@@ -110,18 +117,53 @@ class Collectives:
         return [part.to(tensor.device) for part in receive]
 
     async def all_mean(self, tensor: torch.Tensor, group: Group) -> torch.Tensor:
-        """The sum over all members divided by their number, in place on each; returns it.
+        """The sum over all members, in rank order, divided by their number; in place on each. Returns it.
 
         Args:
             tensor: of float32, complex64 or wider, on the CPU and contiguous; the same on all members.
             group: whose members call this.
         """
-        if group.native is not None and group.size > 1 and tensor.nbytes > _PIECE_NBYTES:
-            await self._finish(group, self._all_reduce_in_pieces, group.native, tensor, "sum", group.size)
+        if group.native is not None and group.size > 1 and tensor.numel():
+            flat = tensor.view(-1)
+            await self._finish(group, fold_in_shares, self._engine, self._rooms, group, flat, _mean, Into(flat))
         else:
             await self.all_reduce(tensor, group, "sum")
             divide(tensor, group.size)
         return tensor
+
+    async def all_mean_spread(self, spread: Spread, group: Group) -> None:
+        """The same of tensors that lie elsewhere: copied piece by piece, just before it is sent and when it has come.
+
+        Args:
+            spread: equally long and of one dtype on all members, as for :meth:`all_mean`.
+            group: whose members call this.
+        """
+        count = len(spread.flat)
+        if group.native is not None and group.size > 1 and count:
+            await self._finish(group, fold_in_shares, self._engine, self._rooms, group, spread.flat, _mean, spread)
+        else:
+            spread.fill(0, count)
+            spread.store(0, await self.all_mean(spread.flat.clone(), group))
+
+    async def reduce_in_order(self, tensor: torch.Tensor, group: Group, fold: Fold) -> torch.Tensor:
+        """What ``fold`` makes of every member's tensor, in rank order; each member folds a share of it.
+
+        That moves as many bytes as a ring reduction does, while the order of a backend's own reduction depends on its
+        version and on the size, and MPI says nothing about NaN in MPI_MAX.
+
+        Args:
+            tensor: 1-D, on the CPU, contiguous, not empty; of one length and dtype on all members.
+            group: whose members call this.
+            fold: the same on all members.
+        """
+        if group.native is not None and group.size > 1:
+            result = torch.empty(len(tensor), dtype=fold([tensor[:0]] * group.size).dtype)
+            await self._finish(group, fold_in_shares, self._engine, self._rooms, group, tensor, fold, Into(result))
+            return result
+        share = -(-len(tensor) // group.size)
+        padded = torch.cat([tensor, tensor.new_zeros(share * group.size - len(tensor))])
+        mine = fold(await self.all_to_all(torch.split(padded, share), group))
+        return torch.cat(await self.all_gather(mine, group))[: len(tensor)]
 
     async def all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
         """The elementwise reduction of every member's tensor, in place on each; returns it."""
@@ -129,7 +171,7 @@ class Collectives:
             raise LocalProtocolError(f"op is {op!r}; allowed are {', '.join(_REDUCE)}", op=op)
         work = _to_host(tensor).to(_REDUCED_AS.get(tensor.dtype, tensor.dtype))
         if work.nbytes > _PIECE_NBYTES and group.native is not None and group.size > 1:
-            await self._finish(group, self._all_reduce_in_pieces, group.native, work, op, 1)
+            await self._finish(group, self._all_reduce_in_pieces, group.native, work, op)
         elif work.numel() and group.native is not None:
             await self._native(group, functools.partial(group.native.all_reduce, work.numpy(), op), f"all_reduce {op}")
         elif work.numel() and group.size > 1:
@@ -196,7 +238,7 @@ class Collectives:
         Returns:
             A task that nobody cancels: await it through ``asyncio.shield``, since the other members count on all of it.
         """
-        return self._start(group, work, Collectives(self._engine, self._rank, self._spawn))
+        return self._start(group, work, Collectives(self._engine, self._rank, self._spawn, self._rooms))
 
     async def _native(self, group: Group, start: Callable[[], Request], what: str) -> None:
         """Start a collective of the backend, unless older ones of this rank have not all been started, and await it."""
@@ -208,25 +250,18 @@ class Collectives:
     async def _started(self, start: Callable[[], Request], what: str) -> None:
         await self._engine.wait(start(), what)
 
-    async def _all_reduce_in_pieces(self, native: GroupHandle, work: torch.Tensor, op: ReduceOp, divisor: int) -> None:
-        """Through a ring of a few buffers: in place the backend takes fresh memory of its own for every piece.
-
-        Divided by ``divisor`` on the way back, while it is in the cache.
-        """
-        flat = work.view(-1)
+    async def _all_reduce_in_pieces(self, native: GroupHandle, work: torch.Tensor, op: ReduceOp) -> None:
+        """Through a ring of a few buffers: in place the backend takes fresh memory of its own for every piece."""
         ring = torch.empty(_PIECES_AT_ONCE, _PIECE_NBYTES // work.itemsize, dtype=work.dtype)
         under_way: deque[tuple[Request, torch.Tensor, torch.Tensor]] = deque()
 
         async def finish_oldest() -> None:
             request, piece, room = under_way[0]
             await self._engine.wait(request, f"all_reduce {op}")
-            if divisor == 1:
-                piece.copy_(room)
-            else:
-                torch.div(room, torch.tensor(divisor, dtype=room.dtype), out=piece)
+            piece.copy_(room)
             under_way.popleft()
 
-        for index, piece in enumerate(torch.split(flat, ring.shape[1])):
+        for index, piece in enumerate(torch.split(work.view(-1), ring.shape[1])):
             if len(under_way) == _PIECES_AT_ONCE:
                 await finish_oldest()
             room = ring[index % _PIECES_AT_ONCE][: piece.numel()]
@@ -370,6 +405,14 @@ class Collectives:
             raise LocalProtocolError(
                 f"rank {source} takes part with {nbytes} bytes, this rank with {len(view)}", rank=source
             )
+
+
+def _mean(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = parts[0] + parts[1]
+    for part in parts[2:]:
+        total += part
+    divide(total, len(parts))
+    return total
 
 
 async def _all(work: Sequence[Awaitable[Any]]) -> None:

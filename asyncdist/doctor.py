@@ -78,7 +78,7 @@ class Facts:
         own_cores: those that this process may use.
         local_size: ranks on this host; None when the launcher does not say.
         omp_threads: OMP_NUM_THREADS, as it is set.
-        backends: what torch.distributed offers.
+        backends: what torch.distributed offers, and what each is used for.
         gpus: the names of those that torch sees.
         gpu_error: why torch sees none where there are some.
         address_error: why MASTER_ADDR does not lead to a host.
@@ -96,7 +96,7 @@ class Facts:
     own_cores: int = 1
     local_size: int | None = None
     omp_threads: str | None = None
-    backends: Sequence[str] = ()
+    backends: Mapping[str, str] = field(default_factory=dict)
     gpus: Sequence[str] = ()
     gpu_error: str | None = None
     address_error: str | None = None
@@ -210,7 +210,7 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
         ("thread level", f"{granted} (asked for: {_LEVELS[1]})"),
         ("cores", f"{facts.host_cores}{own}"),
         ("threads per rank", f"{threads}; OMP_NUM_THREADS is {facts.omp_threads or 'not set'}"),
-        ("torch backends", ", ".join(facts.backends) or "none"),
+        ("torch backends", "; ".join(f"{name} ({use})" for name, use in facts.backends.items()) or "none"),
         ("GPUs", f"{len(facts.gpus)}: {', '.join(facts.gpus)}" if facts.gpus else "none that torch sees"),
     ]
 
@@ -310,16 +310,17 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _ask_torch() -> tuple[list[str], list[str], str | None]:
+def _ask_torch() -> tuple[dict[str, str], list[str], str | None]:
     try:
         import torch
     except ImportError:
-        return [], [], None
-    from asyncdist import process_groups
+        return {}, [], None
+    from asyncdist import process_groups, runtime
 
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs"
-    return process_groups.available_backends(), names, f"{torch.__version__} ({built})"
+    backends = {name: runtime.describe_torch_backend(name) for name in process_groups.available_backends()}
+    return backends, names, f"{torch.__version__} ({built})"
 
 
 def _start_mpi(started: Launch, installation: Installation, environ: Mapping[str, str]) -> Mpi:

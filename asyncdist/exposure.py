@@ -297,7 +297,7 @@ class _StreamExposure(Exposure):
 
     def begin(self) -> torch.Tensor | None:
         version = self.version + 1
-        if any(answer.version == version - 2 for answer in self._answers):
+        if any(answer.version == version - 2 and not answer.stream.has_left for answer in self._answers):
             return None
         self._begun = True
         return self._slots[version % 2]

@@ -210,7 +210,7 @@ class FlatState:
             ValueError: The buffers were made for another layout, or the model has changed its layout since.
         """
         with torch.no_grad():
-            for tensor, view in self._pairs(into):
+            for tensor, view in self.pairs(into):
                 view.copy_(tensor)
 
     def start_snapshot(self, into: FlatBuffers) -> "DeviceCopy | None":
@@ -232,7 +232,7 @@ class FlatState:
         if not self._devices:
             self.snapshot(into)
             return None
-        pairs = list(self._pairs(into))
+        pairs = list(self.pairs(into))
         streams = {device: _copy_stream(device) for device in {tensor.device for tensor, _ in pairs if tensor.is_cuda}}
         for device, stream in streams.items():
             stream.wait_stream(torch.cuda.current_stream(device))
@@ -278,7 +278,7 @@ class FlatState:
         if not 0.0 <= momentum <= 1.0:
             raise ValueError(f"momentum is {momentum!r}; allowed: a number from 0 to 1")
         with torch.no_grad():
-            for entry, (tensor, view) in zip(self.entries, list(self._pairs(buffers)), strict=True):
+            for entry, (tensor, view) in zip(self.entries, list(self.pairs(buffers)), strict=True):
                 if momentum == 0.0 or not entry.averaged:
                     tensor.copy_(view)
                 elif momentum != 1.0:
@@ -303,8 +303,12 @@ class FlatState:
                         f"is not in this {type(self._model).__name__}; allowed: parameters of this model only"
                     )
 
-    def _pairs(self, buffers: FlatBuffers) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each entry's tensor of the model, as it is now, with its view in the buffers."""
+    def pairs(self, buffers: FlatBuffers) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each entry's tensor of the model, as it is now, with its view in the buffers.
+
+        Raises:
+            ValueError: The buffers were made for another layout, or the model has changed its layout since.
+        """
         if buffers.entries is not self.entries and buffers.entries != self.entries:
             raise ValueError("these flat buffers were made for a model of another layout")
         now = dict(_named_tensors(self._model))
@@ -591,7 +595,7 @@ def _tensor_is_finite(tensor: Tensor) -> bool:
 
 def _bounds_are_finite(tensor: Tensor) -> bool:
     low, high = torch.aminmax(tensor)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
+    return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
 def _is_averaged(dtype: torch.dtype) -> bool:

@@ -30,7 +30,7 @@ FLAVOURS: Final[tuple[Flavour, ...]] = ("openmpi", "mpich")
 #: Overrides ``transport="auto"``.
 TRANSPORT_VARIABLE: Final = "ASYNCDIST_TRANSPORT"
 _TRANSPORTS: Final = ("auto", "local", "mpi", "torch")
-#: Of torch.distributed: the one whose messages have tags, and can be awaited from both ends.
+#: Of torch.distributed, where none is named: it comes with every torch, and needs no GPU.
 TORCH_BACKEND: Final = "gloo"
 #: What torch.distributed needs, and torchrun sets.
 TORCH_VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -91,7 +91,7 @@ def split_transport(name: str, *, what: str = "transport", allowed: Sequence[str
     if transport not in allowed or (colon and not (transport == "torch" and backend)):
         raise ValueError(
             f"{what} is {name!r}; allowed are {', '.join(map(repr, allowed))}, "
-            f"and 'torch:BACKEND', which is 'torch:{TORCH_BACKEND}'"
+            f"and 'torch:BACKEND', where 'torch' means 'torch:{TORCH_BACKEND}'"
         )
     return transport, backend or TORCH_BACKEND
 

@@ -36,12 +36,10 @@ from torch import Tensor
 
 from asyncdist import trees
 from asyncdist.errors import DisagreementError, LocalProtocolError
+from asyncdist.folding import Fold
 from asyncdist.mesh import Axis, Mesh, find_axis
 
 T = TypeVar("T")
-
-#: Turns the ranks' tensors, in rank order, into their reduction.
-Fold = Callable[[Sequence[Tensor]], Tensor]
 
 #: Up to so many bytes each rank gets everything and reduces it all: one exchange in place of two.
 WHOLE_NBYTES: Final = 16 * 1024
@@ -265,25 +263,13 @@ async def _reduce_leaves(axis: Axis, leaves: Sequence[Tensor], fold: Fold) -> li
 
 
 async def _reduce_flat(axis: Axis, flat: Tensor, fold: Fold) -> Tensor:
-    """Reduce in rank order: a large tensor in as many shares as there are ranks, each by another rank.
-
-    That moves as many bytes as a ring reduction does, while the order of a backend's own reduction depends on its
-    version and on the size, and MPI says nothing about NaN in MPI_MAX.
-    """
+    """Reduce in rank order: a small tensor whole, on every rank; a large one in as many shares as there are ranks."""
     collectives, group = axis.world.collectives, axis.group
     if axis.size == 1:
         return fold([flat])
     if flat.nbytes <= WHOLE_NBYTES:
         return fold(await collectives.all_gather(flat, group))
-    share = -(-flat.numel() // axis.size)
-    shares = [flat[place * share : (place + 1) * share] for place in range(axis.size)]
-    shares = [part if len(part) == share else _padded(part, share) for part in shares]
-    mine = fold(await collectives.all_to_all(shares, group))
-    return torch.cat(await collectives.all_gather(mine, group))[: flat.numel()]
-
-
-def _padded(part: Tensor, count: int) -> Tensor:
-    return torch.cat([part, part.new_zeros(count - len(part))])
+    return await collectives.reduce_in_order(flat, group, fold)
 
 
 def _total(parts: Sequence[Tensor]) -> Tensor:

@@ -51,9 +51,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("asyncdist.runtime")
 
 T = TypeVar("T")
-TransportName: TypeAlias = Literal["auto", "local", "mpi", "torch", "torch:gloo"]
-#: What may carry the streams of tensors beside another transport.
-BulkName: TypeAlias = Literal["mpi", "torch"]
+#: ``"auto"``, ``"local"``, ``"mpi"``, ``"torch"``, or ``"torch:BACKEND"``, for which there is no type.
+TransportName: TypeAlias = str
+#: What may carry the streams of tensors beside another transport: ``"mpi"``, ``"torch"`` or ``"torch:BACKEND"``.
+BulkName: TypeAlias = str
 LoopName: TypeAlias = Literal["uvloop", "asyncio"]
 
 #: How long a failure waits for the peers to stop by themselves.
@@ -94,9 +95,11 @@ def run(
         main: a coroutine function; its first argument is the :class:`World`.
         transport: ``"mpi"``, ``"torch"``, ``"local"``, or ``"auto"``: MPI under an MPI launcher, torch under torchrun
             or where RANK, WORLD_SIZE and MASTER_ADDR say so, else local. ``"torch:BACKEND"`` names a backend of
-            torch.distributed; ``"torch"`` means gloo, the one that carries messages.
-        bulk: the transport for streams of tensors, ``"mpi"`` or ``"torch"``, where it is to be another one than for
-            messages. Both number the ranks alike; started by mpirun, torch's ranks meet through MPI.
+            torch.distributed, which is polled if its works pass a test at the start; ``"torch"`` means gloo, for whose
+            works threads wait.
+        bulk: the transport for streams of tensors, ``"mpi"``, ``"torch"`` or ``"torch:BACKEND"``, where it is to be
+            another one than for messages. Both number the ranks alike; started by mpirun, torch's ranks meet through
+            MPI. ``"torch:nccl"``, which cannot carry messages, is for here; it was never run.
         ranks: with ``"local"``, how many ranks to host on one loop of this process; rank 0's value is returned.
         loop: ``"uvloop"`` (the default where it is installed) or ``"asyncio"``.
         grace_s: seconds that the peers of a failed rank get to stop by themselves before they are aborted.
@@ -104,8 +107,10 @@ def run(
             stream slot, a snapshot, a task. Without it they are logged.
 
     Raises:
+        ValueError: there is no such transport or backend, or it cannot carry what it is to carry.
         RankLostError: another rank failed; it has printed its traceback.
-        TransportError: the transport cannot be used, or launcher and MPI library do not match.
+        TransportError: the transport cannot be used, the backend's works cannot be polled, or launcher and MPI library
+            do not match.
         KeyboardInterrupt: after SIGINT, when everything has ended.
         BaseException: what ``main`` raised, or an ExceptionGroup with what its spawned tasks raised.
     """
@@ -553,16 +558,20 @@ def _loop_of(name: LoopName | None) -> Iterator[asyncio.AbstractEventLoop]:
 
 def _open_transport(name: str, bulk: str | None, started: launch.Launch) -> Transport:
     """The transport, or both."""
-    if bulk is None or bulk == name:
-        return _open_mpi(started) if name == "mpi" else _open_torch(None, started.backend)
+    own = name, started.backend
+    other = own if bulk is None else launch.split_transport(bulk)
+    if name == "torch":
+        check_torch_backend(started.backend)
+    if other[0] == "torch":
+        check_torch_backend(other[1], what="transport" if other == own else "bulk")
+    mpi = _open_mpi(started) if "mpi" in (name, other[0]) else None
+    control = mpi if name == "mpi" and mpi is not None else _open_torch(mpi, started.backend)
+    if other == own:
+        return control
     from asyncdist.transports.planes import TwoPlaneTransport
 
-    mpi = _open_mpi(started)
-    torch_transport = _open_torch(mpi, started.backend)
-    bulk_tags = range(tags.BULK_FIRST, tags.BULK_LAST + 1)
-    if name == "mpi":
-        return TwoPlaneTransport(mpi, torch_transport, bulk_tags)
-    return TwoPlaneTransport(torch_transport, mpi, bulk_tags)
+    bulk_plane = mpi if other[0] == "mpi" and mpi is not None else _open_torch(mpi, other[1], control)
+    return TwoPlaneTransport(control, bulk_plane, tags.BULK)
 
 
 def _open_mpi(started: launch.Launch) -> MpiTransport:
@@ -578,32 +587,47 @@ def _open_mpi(started: launch.Launch) -> MpiTransport:
     return transport
 
 
-def _open_torch(mpi: MpiTransport | None, backend: str) -> Transport:
-    """torch.distributed. Its ranks meet where the user's process group did, or its variables say, or through MPI."""
+def _open_torch(mpi: MpiTransport | None, backend: str, control: Transport | None = None) -> Transport:
+    """torch.distributed, alone or as the bulk plane beside ``control``.
+
+    Its ranks meet where the user's process group did, or its variables say, or through MPI.
+    """
     from asyncdist.transports.meeting import is_group_initialised
-    from asyncdist.transports.torch import TorchTransport
+    from asyncdist.transports.torch import open_bulk, open_transport
 
-    check_torch_backend(backend)
-    if is_group_initialised():
-        return TorchTransport(None, launch.torch_job())
+    place = None if is_group_initialised() else _torch_rendezvous(mpi)
+    job, local_rank = launch.torch_job(), launch.local_rank()
+    if control is None or backend == launch.TORCH_BACKEND:
+        return open_transport(place, job, granted_tags=tags.BULK, backend=backend, local_rank=local_rank)
+    return open_bulk(control, tags.BULK_ENTRIES, place, job, backend=backend, local_rank=local_rank)
+
+
+def _torch_rendezvous(mpi: MpiTransport | None) -> launch.TorchRendezvous:
     if mpi is None or launch.names_torch_rendezvous():
-        return TorchTransport(launch.torch_rendezvous(), launch.torch_job())
+        return launch.torch_rendezvous()
     address, port = mpi.said_by_rank_0(f"{mpi.own_address()} {launch.find_free_port()}").split()
-    place = launch.TorchRendezvous(mpi.rank, mpi.size, address, int(port), is_store_served=False)
-    return TorchTransport(place, launch.torch_job())
+    return launch.TorchRendezvous(mpi.rank, mpi.size, address, int(port), is_store_served=False)
 
 
-def check_torch_backend(backend: str) -> None:
-    """Raise ValueError, which says why, for a backend of torch.distributed that carries no messages."""
-    from asyncdist.transports.torch import check_backend
+def check_torch_backend(backend: str, *, what: Literal["transport", "bulk"] = "transport") -> None:
+    """Raise ValueError, which says why, for a backend of torch.distributed that cannot be the transport, or bulk."""
+    from asyncdist.transports.backends import check_backend
 
-    check_backend(backend)
+    check_backend(backend, what=what)
+
+
+def describe_torch_backend(backend: str) -> str:
+    """What a backend of torch.distributed that is here is used for."""
+    from asyncdist.transports.backends import describe_use
+
+    return describe_use(backend)
 
 
 def _check_bulk(bulk: str | None, transport: str) -> None:
-    if bulk not in (None, "mpi", "torch"):
-        raise ValueError(f"bulk is {bulk!r}; allowed are 'mpi', 'torch', or None for one transport for everything")
-    if bulk is not None and transport == "local":
+    if bulk is None:
+        return
+    launch.split_transport(bulk, what="bulk", allowed=("mpi", "torch"))
+    if transport == "local":
         raise ValueError(f"bulk={bulk!r} needs a transport between processes, not 'local'")
 
 

@@ -15,17 +15,20 @@ TAG_MAX: Final = 32767
 METRIC: Final = 7001
 CONTROL: Final = 7002
 REPLAY: Final = 7003
+BULK_ENTRIES: Final = 7010  # what a bulk plane without messages of its own says on control
 COLLECTIVE_FIRST: Final = 7100  # one tag per group without a native communicator, agreed when the group is made
 COLLECTIVE_LAST: Final = 7999
 PARAM: Final = 8000
 BULK_FIRST: Final = 8001  # plus a slot number
 BULK_SLOT_COUNT: Final = 4096
 BULK_LAST: Final = BULK_FIRST + BULK_SLOT_COUNT - 1
+BULK: Final = range(BULK_FIRST, BULK_LAST + 1)
 
 _RESERVED: Final = (
     (METRIC, METRIC, "metric reports"),
     (CONTROL, CONTROL, "control messages"),
     (REPLAY, REPLAY, "replay buffers"),
+    (BULK_ENTRIES, BULK_ENTRIES, "the agreements of a bulk plane"),
     (COLLECTIVE_FIRST, COLLECTIVE_LAST, "collectives"),
     (PARAM, PARAM, "parameter-stream control"),
     (BULK_FIRST, BULK_LAST, "bulk streams"),

@@ -115,8 +115,7 @@ class AverageAllPolicy(SpawnPolicy):
         try:
             self._flat.snapshot(buffers)
             for tensor in buffers.averaged().values():
-                await collectives.all_reduce(tensor, group, "sum")
-                tensor.div_(group.size)
+                await collectives.all_mean(tensor, group)
             for tensor in buffers.exact().values():
                 await collectives.broadcast(tensor, group, group.ranks[0])
             self._flat.load(buffers)

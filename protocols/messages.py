@@ -64,7 +64,7 @@ class Decline:
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """Coordinator to the donors that are ready and to the replacers: from here on the round cannot change.
+    """Coordinator to the replacers: from here on the round cannot change.
 
     The three tuples run in parallel, ascending by rank, which is the order of the reduction.
 

@@ -1,31 +1,53 @@
-"""The parameter-stream protocol: one donor's snapshot into one replacer's accumulator.
+"""The parameter-stream protocol: the donors' snapshots into one replacer's accumulator.
 
-The replacer asks (:class:`asyncdist.streams.Grant`, with the round in the frame's header) and names the bytes it has
-posted: the averaged tensors, or those and the exact ones. The donor answers with exactly these bytes or with the
+The replacer asks (:class:`asyncdist.streams.Grant`, with the round in the frame's header) and names the bytes that it
+has room for: the averaged tensors, or those and the exact ones. The donor answers with exactly these bytes or with the
 abort. Tensors travel as they are stored, dtype after dtype in the order of the flat state, each cut into chunks of its
 own.
 
-The first donor's chunks land in the accumulator itself, where its dtype is the stored one; further ones pass through a
-ring of ``WINDOW_COUNT`` chunks and are added as they come. So a replacer holds one accumulator and one ring, however
-many donors there are, and a donor one snapshot, however many replacers.
+All chunks of an exchange, of one donor after the other, pass through one window of ``WINDOW_COUNT`` pages of
+``CHUNK_NBYTES`` each, and are added in that order, whichever comes first. So a replacer holds one accumulator and one
+window, however many donors there are, and a donor one snapshot, however many replacers. The first donor's chunks land
+in the accumulator itself, where its dtype is the stored one.
+
+Small states share a page, so many donors may be under way at once, and an exchange takes one answer's time instead of
+one per donor. Of large ones the next donor is asked while the last chunks of the one before it are under way.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, NamedTuple
 
 import torch
 
 from asyncdist import Envelope, RankLostError, World, tags
 from asyncdist.channels import Channel
 from asyncdist.flat import FlatBuffers, accumulate
-from asyncdist.streams import CHUNK_NBYTES, WINDOW_COUNT, Cancel, Grant, OutboundStream, byte_view, split
+from asyncdist.streams import (
+    CHUNK_NBYTES,
+    WINDOW_COUNT,
+    Cancel,
+    Grant,
+    InboundStream,
+    OutboundStream,
+    byte_view,
+    split,
+)
 
 logger = logging.getLogger("protocols.parameter_stream")
 
 StreamMessage = Grant | Cancel
+
+#: Donors that a replacer has asked and not yet taken: each posted receive is tested in every pass.
+ASKED_COUNT_MAX: Final = 16
+#: Places in a page begin at multiples of the widest element.
+_ALIGNMENT_NBYTES: Final = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +59,16 @@ class Offer:
     on_free: Callable[[FlatBuffers], None]
     streams: dict[tuple[int, int], OutboundStream] = field(default_factory=dict)
     withdrawn: bool = False
+    _chunks: dict[int, list[memoryview]] = field(default_factory=dict)
+
+    def chunks(self, grant: Grant) -> list[memoryview] | None:
+        """What is sent for ``grant``, made once for all replacers; None when it fits no stream of this state."""
+        chunks = self._chunks.get(grant.nbytes)
+        if chunks is None or grant.chunk_nbytes != CHUNK_NBYTES:
+            chunks = snapshot_chunks(self.snapshot, grant)
+            if chunks is not None:
+                self._chunks[grant.nbytes] = chunks
+        return chunks
 
 
 class DonorDesk:
@@ -95,13 +127,23 @@ class DonorDesk:
             return
         for offer in self._offers:
             if offer.round == envelope.round and not offer.withdrawn:
-                chunks = snapshot_chunks(offer.snapshot, message)
+                chunks = offer.chunks(message)
                 if chunks is not None:
-                    stream = OutboundStream(self._world.engine, chunks, *key)
-                    offer.streams[key] = stream
-                    self._world.spawn_service(self._send(offer, stream, key), name=f"stream to rank {key[0]}")
+                    self._begin(offer, OutboundStream(self._world.engine, chunks, *key), key)
                     return
         self._world.spawn_service(self._refuse(OutboundStream(self._world.engine, [], *key)), name="abort")
+
+    def _begin(self, offer: Offer, stream: OutboundStream, key: tuple[int, int]) -> None:
+        """Send; what has not left at once goes on in a task."""
+        try:
+            if stream.start():
+                self._count(stream)
+                return
+        except RankLostError as error:
+            logger.info("round %d: %s", offer.round, error)
+            return
+        offer.streams[key] = stream
+        self._world.spawn_service(self._send(offer, stream, key), name=f"stream to rank {key[0]}")
 
     async def _send(self, offer: Offer, stream: OutboundStream, key: tuple[int, int]) -> None:
         try:
@@ -109,10 +151,13 @@ class DonorDesk:
         except RankLostError as error:
             logger.info("round %d: %s", offer.round, error)
         finally:
-            self.sent_nbytes += stream.sent_nbytes
-            self._world.stream_sent_nbytes += stream.sent_nbytes
+            self._count(stream)
             del offer.streams[key]
             self._free(offer)
+
+    def _count(self, stream: OutboundStream) -> None:
+        self.sent_nbytes += stream.sent_nbytes
+        self._world.stream_sent_nbytes += stream.sent_nbytes
 
     async def _refuse(self, stream: OutboundStream) -> None:
         try:
@@ -149,95 +194,200 @@ class ChunkRing:
 
     def __init__(self, chunk_nbytes: int | None = None) -> None:
         self._chunk_nbytes = chunk_nbytes
-        self._buffers: list[torch.Tensor] = []
+        self._buffers: dict[int, tuple[torch.Tensor, memoryview]] = {}
         self._next = 0
 
     def take(self, dtype: torch.dtype, count: int) -> torch.Tensor:
         """The next buffer, as ``count`` elements of ``dtype``."""
-        if len(self._buffers) < WINDOW_COUNT:
-            self._buffers.append(torch.empty(self._chunk_nbytes or CHUNK_NBYTES, dtype=torch.uint8))
-        buffer = self._buffers[self._next % WINDOW_COUNT]
         self._next += 1
-        return buffer[: count * dtype.itemsize].view(dtype)
+        return self.page(self._next)[: count * dtype.itemsize].view(dtype)
+
+    def page(self, number: int) -> torch.Tensor:
+        """The bytes of a buffer; pages that are ``WINDOW_COUNT`` apart are the same one."""
+        return self._at(number)[0]
+
+    def view(self, number: int) -> memoryview:
+        """The same bytes, for the transport."""
+        return self._at(number)[1]
+
+    def _at(self, number: int) -> tuple[torch.Tensor, memoryview]:
+        place = number % WINDOW_COUNT
+        found = self._buffers.get(place)
+        if found is None:
+            buffer = torch.empty(self._chunk_nbytes or CHUNK_NBYTES, dtype=torch.uint8)
+            found = self._buffers[place] = buffer, byte_view(buffer)
+        return found
 
     @property
     def nbytes(self) -> int:
         """What it holds."""
-        return sum(buffer.nbytes for buffer in self._buffers)
+        return sum(buffer.nbytes for buffer, _ in self._buffers.values())
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Where one chunk belongs. ``landing`` is where it is received: ``into`` itself, or a buffer of the ring."""
+class _Piece(NamedTuple):
+    """A chunk of the state, as it is cut for every donor. ``view`` is where it is received if it lands in place."""
 
     into: torch.Tensor
-    landing: torch.Tensor
+    dtype: torch.dtype
+    nbytes: int
     averaged: bool
+    view: memoryview | None
 
 
-async def receive_donor(
-    world: World,
-    channel: Channel[StreamMessage],
-    accumulator: FlatBuffers,
-    ring: ChunkRing,
-    *,
-    donor: int,
-    weight: float,
-    first: bool,
-    exact: bool,
-    round: int,
-    deadline: float,
-) -> int:
-    """Stream one donor's snapshot into ``accumulator``: weight * snapshot, added to what is there.
+class _Landing(NamedTuple):
+    """A chunk of one donor, and where it is received: in place, or at ``offset`` of a page of the ring."""
+
+    piece: _Piece
+    in_place: bool
+    page: int
+    offset: int
+
+
+class Intake:
+    """A replacer's end of the protocol: the sum of weight * snapshot over the donors of a round.
 
     Args:
         world: this rank's.
         channel: the policy's parameter-stream channel.
-        accumulator: flat tensors in the accumulation dtypes.
+        accumulator: flat tensors in the accumulation dtypes; what is in them is overwritten.
         ring: for chunks that cannot land in place.
-        donor: the sender.
-        weight: its weight, not normalised.
-        first: overwrite the accumulator instead of adding to it.
-        exact: take the integer and bool tensors too.
+        donors: the senders, in the order in which they are added.
+        weights: theirs, not normalised.
+        best: the donor whose integer and bool tensors are taken.
         round: goes into the frames' headers.
-        deadline: on the loop's clock.
 
-    Returns:
-        Bytes received.
-
-    Raises:
-        StreamAborted: the donor gave up.
-        RankLostError: the donor is gone.
-        TimeoutError: the deadline passed.
+    Attributes:
+        donor: who is asked or waited for: when :meth:`run` raises, on account of this one.
+        received_nbytes: of the donors whose snapshots have been added.
     """
-    pieces = _pieces(accumulator, ring, first=first, exact=exact)
 
-    def cancel(slot: int) -> None:
-        if donor not in world.gone:
-            channel.send_nowait(Cancel(slot), donor, round=round)
+    def __init__(
+        self,
+        world: World,
+        channel: Channel[StreamMessage],
+        accumulator: FlatBuffers,
+        ring: ChunkRing,
+        *,
+        donors: Sequence[int],
+        weights: Sequence[float],
+        best: int,
+        round: int,
+    ) -> None:
+        self._world = world
+        self._channel = channel
+        self._ring = ring
+        self._donors = donors
+        self._weights = weights
+        self._best = best
+        self._round = round
+        self._pieces = _pieces(accumulator)
+        self._page = self._offset = 0
+        self._asked: deque[tuple[InboundStream, Sequence[_Landing]]] = deque()
+        self._asked_count = 0
+        self._posting: InboundStream | None = None  # of the donor that was asked last
+        self._unposted: deque[_Landing] = deque()  # its chunks
+        self._posted_count = 0
+        self._under_way: deque[_Landing] = deque()  # posted, and not taken
+        self.donor = donors[0]
+        self.received_nbytes = 0
 
-    with world.slots.inbound(donor, [byte_view(piece.landing) for piece in pieces], cancel) as stream:
-        nbytes = stream_nbytes(accumulator, exact=exact)
-        channel.send_nowait(Grant(stream.slot, nbytes, CHUNK_NBYTES), donor, round=round)
-        async for index in stream.chunks(deadline=deadline):
-            piece = pieces[index]
-            if piece.landing is not piece.into:
-                accumulate(piece.into, piece.landing, weight, first=first)
-            elif piece.averaged and weight != 1.0:
-                piece.into.mul_(weight)
-    world.stream_received_nbytes += stream.received_nbytes
-    return stream.received_nbytes
+    async def run(self, *, deadline: float) -> None:
+        """Ask the donors, and add what comes.
+
+        Args:
+            deadline: on the loop's clock, for all of it.
+
+        **Cancellation**: the donors are told to stop; accumulator and ring are in use until they have answered.
+
+        Raises:
+            StreamAborted: a donor gave up.
+            RankLostError: a donor is gone.
+            TimeoutError: the deadline passed.
+            BusyError: all slots of a donor are taken.
+        """
+        with ExitStack() as streams:
+            self._ask_more(streams)
+            for place, donor in enumerate(self._donors):
+                stream, landings = self._asked.popleft()
+                for index, landing in enumerate(landings):
+                    self.donor = donor
+                    await stream.arrival(index, deadline=deadline)
+                    self._take(landing, self._weights[place], first=not place)
+                    self._ask_more(streams)
+                self.received_nbytes += stream.received_nbytes
+                self._world.stream_received_nbytes += stream.received_nbytes
+                self._ask_more(streams)
+
+    def _ask_more(self, streams: ExitStack) -> None:
+        """Post receives for as long as the window has room, and ask the donors to whom they belong."""
+        self._post()
+        while not self._unposted and self._asked_count < len(self._donors) and len(self._asked) < ASKED_COUNT_MAX:
+            self.donor = donor = self._donors[self._asked_count]
+            landings, targets = self._landings(first=not self._asked_count, exact=donor == self._best)
+            stream = InboundStream(self._world.slots, donor, targets, 0)
+            streams.callback(stream.finish, partial(self._cancel, donor, stream.slot))
+            self._asked.append((stream, landings))
+            self._asked_count += 1
+            self._posting, self._posted_count = stream, 0
+            self._unposted.extend(landings)
+            self._post()
+            nbytes = sum(landing.piece.nbytes for landing in landings)
+            self._channel.send_nowait(Grant(stream.slot, nbytes, CHUNK_NBYTES), donor, round=self._round)
+
+    def _post(self) -> None:
+        """Post the receives for which the window has room."""
+        while self._unposted and self._posting is not None:
+            if self._under_way and self._unposted[0].page - self._under_way[0].page >= WINDOW_COUNT:
+                return
+            self._under_way.append(self._unposted.popleft())
+            self._posted_count += 1
+            self._posting.post_up_to(self._posted_count)
+
+    def _take(self, landing: _Landing, weight: float, *, first: bool) -> None:
+        """Add the chunk that has landed; its place is free."""
+        into, dtype, nbytes, averaged, _ = landing.piece
+        if not landing.in_place:
+            chunk = self._ring.page(landing.page)[landing.offset : landing.offset + nbytes].view(dtype)
+            accumulate(into, chunk, weight, first=first)
+        elif averaged and weight != 1.0:
+            into.mul_(weight)
+        self._under_way.popleft()
+
+    def _cancel(self, donor: int, slot: int) -> None:
+        if donor not in self._world.gone:
+            self._channel.send_nowait(Cancel(slot), donor, round=self._round)
+
+    def _landings(self, *, first: bool, exact: bool) -> tuple[list[_Landing], list[memoryview]]:
+        """One donor's stream, and its targets. Chunks that land in place have a page too: it bounds what is under way.
+
+        The first donor's chunks land in place where the accumulator has their dtype, and so do all that are not summed.
+        """
+        landings, targets = [], []
+        for piece in self._pieces:
+            if not (piece.averaged or exact):
+                continue
+            if self._offset + piece.nbytes > CHUNK_NBYTES:
+                self._page += 1
+                self._offset = 0
+            in_place = piece.view is not None and (first or not piece.averaged)
+            landings.append(_Landing(piece, in_place, self._page, self._offset))
+            if in_place and piece.view is not None:
+                targets.append(piece.view)
+            else:
+                targets.append(self._ring.view(self._page)[self._offset : self._offset + piece.nbytes])
+            self._offset += -(-piece.nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
+        return landings, targets
 
 
-def _pieces(accumulator: FlatBuffers, ring: ChunkRing, *, first: bool, exact: bool) -> list[_Piece]:
+def _pieces(accumulator: FlatBuffers) -> list[_Piece]:
+    """The chunks of a stream, those that are averaged first."""
     pieces = []
     averaged = accumulator.averaged().keys()
-    for dtype, tensor in _parts(accumulator, exact):
-        in_place = dtype not in averaged or (first and tensor.dtype == dtype)
+    for dtype, tensor in _parts(accumulator, exact=True):
         count = CHUNK_NBYTES // dtype.itemsize
         for into in torch.split(tensor, count) if tensor.numel() else ():
-            landing = into if in_place else ring.take(dtype, into.numel())
-            pieces.append(_Piece(into, landing, dtype in averaged))
+            view = byte_view(into) if into.dtype == dtype else None
+            pieces.append(_Piece(into, dtype, into.numel() * dtype.itemsize, dtype in averaged, view))
     return pieces
 
 

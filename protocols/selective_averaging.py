@@ -6,9 +6,8 @@ A round, as a member sees it:
 1. every ``average_every`` steps it reports its metric, and goes on training;
 2. some day the coordinator assigns it a role. A **donor** snapshots its state inside its next ``step`` and says so; a
    **replacer** does nothing yet;
-3. when all donors have answered, the coordinator freezes the round. The replacer grants one donor after the other, in
-rank
-   order, and adds up what streams in; progress is made at the safe points of both;
+3. when all donors have answered, the coordinator freezes the round. The replacer asks the donors, as many at once as
+   its window holds, and adds up in rank order what streams in; progress is made at the safe points of both;
 4. at the replacer's next ``step`` the average is in place: weights change, and the coordinator is told;
 5. ``End`` closes the round for everyone named in it; the donor's snapshot is free again.
 
@@ -44,7 +43,7 @@ from protocols.messages import (
     Ready,
     Report,
 )
-from protocols.parameter_stream import ChunkRing, DonorDesk, Offer, receive_donor, safe_point_count
+from protocols.parameter_stream import ChunkRing, DonorDesk, Intake, Offer, safe_point_count
 from protocols.selective_coordinator import Coordinator, PolicyScopes
 from protocols.selective_core import SelectiveRules
 from protocols.selective_rounds import CoordinatorStatistics
@@ -117,9 +116,14 @@ class _ReplacerRole:
     assigned_at: float
     frozen: Frozen | None = None
     exchange: asyncio.Task[None] | None = None
+    intake: Intake | None = None
     average: FlatBuffers | None = None
     complete: bool = False
-    nbytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Received for it so far."""
+        return 0 if self.intake is None else self.intake.received_nbytes
 
 
 class AsyncSelectiveAveragingPolicy(SpawnPolicy):
@@ -521,31 +525,27 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     async def _exchange(self, role: _ReplacerRole, frozen: Frozen) -> None:
         """Average the donors' snapshots: weighted sum in rank order, divided by the sum of the weights that arrived."""
         average = self._accumulators.acquire()
-        deadline = self._world.time() + frozen.timeout_s
-        donor = frozen.donors[0]
+        role.intake = intake = Intake(
+            self._world,
+            self._desk.channel,
+            average,
+            self._ring,
+            donors=frozen.donors,
+            weights=frozen.weights,
+            best=frozen.best,
+            round=role.round,
+        )
         done = False
         try:
-            for donor, weight in zip(frozen.donors, frozen.weights, strict=True):
-                role.nbytes += await receive_donor(
-                    self._world,
-                    self._desk.channel,
-                    average,
-                    self._ring,
-                    donor=donor,
-                    weight=weight,
-                    first=donor == frozen.donors[0],
-                    exact=donor == frozen.best,
-                    round=role.round,
-                    deadline=deadline,
-                )
+            await intake.run(deadline=self._world.time() + frozen.timeout_s)
             total = sum(frozen.weights)
             for tensor in average.averaged().values():
                 divide(tensor, total)
             done = True
         except (AsyncdistError, TimeoutError) as error:
-            self._abandon(role, f"the stream from rank {donor} did not complete: {error}")
+            self._abandon(role, f"the stream from rank {intake.donor} did not complete: {error}")
         finally:
-            self._counts["received"] += role.nbytes
+            self._counts["received"] += intake.received_nbytes
             if done and self._replacer is role:
                 role.average = average
                 role.complete = self._needs_step = True

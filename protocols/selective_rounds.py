@@ -424,20 +424,18 @@ class RoundCoordinator:
         values = {rank: state.judged[rank].value for rank in donors}
         best = order_worst_first(values, self._rules.metric_mode)[-1] if donors else -1
         timeouts = {rank: self._timeout_s(state, donors, rank) for rank in sorted(state.waiting_replacers)}
-        longest_s = max(timeouts.values())
-        for rank in sorted((*donors, *timeouts)):
-            frozen = Frozen(donors, weights, iterations, best, timeouts.get(rank, longest_s))
-            sends.append(Send(rank, state.number, frozen))
+        for rank, timeout_s in timeouts.items():  # the donors need not know: a grant is word enough
+            sends.append(Send(rank, state.number, Frozen(donors, weights, iterations, best, timeout_s)))
         margin_s = max(2 * _step_s(state.judged[rank]) for rank in timeouts) + self._rules.round_timeout_s / 4
-        state.deadline = now + longest_s + margin_s
+        state.deadline = now + max(timeouts.values()) + margin_s
         self._tell(f"{now:.6f} round {state.number}: frozen with donors {donors}, best {best}")
 
     def _timeout_s(self, state: _Round, donors: Sequence[int], replacer: int) -> float:
         """Return how long one replacer may take from the moment it reads `Frozen`.
 
-        To `round_timeout_s` come the safe points during which messages may stand still. The replacer takes the donors
-        one after the other. Of each donor: one of its steps until it reads the grant, then `stream_safe_points` steps
-        of either end. At last one step of the replacer until it swaps.
+        To `round_timeout_s` come the safe points during which messages may stand still, as if the replacer took one
+        donor after the other, which is what it comes to with a large state. Of each donor: one of its steps until it
+        reads the grant, then `stream_safe_points` steps of either end. At last one step of the replacer until it swaps.
         """
         own_s = _step_s(state.judged[replacer])
         count = self._stream_safe_points

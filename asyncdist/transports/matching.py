@@ -10,13 +10,23 @@ whenever it tests a request.
 
 from __future__ import annotations
 
+import abc
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 from asyncdist.errors import AsyncdistError, RankLostError, TruncationError
-from asyncdist.transports.base import ANY_SOURCE, Buffer, as_bytes
+from asyncdist.transports.base import (
+    ANY_SOURCE,
+    Buffer,
+    Capabilities,
+    GroupHandle,
+    PersistentReceive,
+    Request,
+    Transport,
+    as_bytes,
+)
 
 #: A message to oneself up to this size is copied at once; a larger one waits in its sender's buffer.
 EAGER_NBYTES: Final = 65536
@@ -273,3 +283,46 @@ class Matcher:
         for waiting in self._unexpected.values():
             for message in [message for message in waiting if message.source == rank and not message.is_here]:
                 waiting.remove(message)
+
+
+class MatchedTransport(Transport):
+    """A transport whose backend only takes messages to peers.
+
+    Args:
+        rank: this one.
+        size: how many there are.
+        inbox: what whoever tests a request looks into.
+        capabilities: of the backend.
+    """
+
+    def __init__(self, rank: int, size: int, inbox: Inbox, capabilities: Capabilities) -> None:
+        self.rank = rank
+        self.size = size
+        self.capabilities = capabilities
+        self._inbox = inbox
+        self._matcher = Matcher(inbox)
+
+    @abc.abstractmethod
+    def _send_away(self, view: memoryview, dest: int, tag: int) -> Request:
+        """Start sending to a peer."""
+
+    def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
+        view = as_bytes(buffer)
+        if dest != self.rank:
+            return self._send_away(view, dest, tag)
+        send = Send(self._inbox, view.nbytes)
+        self._matcher.deliver(OwnMessage(self._inbox, send, self.rank, tag, view))
+        self._inbox.ring()
+        return send
+
+    def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
+        receive = Receive(self._matcher, buffer, source, tag)
+        self._matcher.post(receive)
+        return receive
+
+    def persistent_receive(self, buffer: Buffer, tag: int) -> PersistentReceive:
+        return Receive(self._matcher, buffer, ANY_SOURCE, tag)
+
+    def new_group(self, ranks: Sequence[int], tag: int) -> GroupHandle | None:
+        del ranks, tag
+        return None

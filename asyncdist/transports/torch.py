@@ -1,8 +1,9 @@
 """Ranks that torchrun started, or anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-They find each other in :mod:`asyncdist.transports.meeting`; messages go through gloo (:mod:`asyncdist.transports.gloo`)
-and are matched with receives in :mod:`asyncdist.transports.matching`. NCCL cannot carry them: it ignores tags, and
-matches by the order of issue (pytorch#94819, #125079).
+They find each other in :mod:`asyncdist.transports.meeting`. Messages go through gloo
+(:mod:`asyncdist.transports.gloo`), or through a backend that :mod:`asyncdist.transports.self_test` has found can be
+polled (:mod:`asyncdist.transports.polled`); they are matched with receives in :mod:`asyncdist.transports.matching`.
+What each backend may carry is said in :mod:`asyncdist.transports.backends`.
 """
 
 from __future__ import annotations
@@ -16,57 +17,107 @@ from typing import Final
 
 import torch
 from torch import distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from asyncdist.errors import TransportError
-from asyncdist.transports import gloo
-from asyncdist.transports.base import (
-    ANY_SOURCE,
-    Buffer,
-    Capabilities,
-    GroupHandle,
-    PersistentReceive,
-    Request,
-    Transport,
-    as_bytes,
-)
-from asyncdist.transports.matching import Inbox, Matcher, OwnMessage, Receive, Send
+from asyncdist.transports import backends, gloo, self_test
+from asyncdist.transports.base import Buffer, Capabilities, Request, Transport
+from asyncdist.transports.matching import Inbox, MatchedTransport
 from asyncdist.transports.meeting import Rendezvous, meet
+from asyncdist.transports.polled import Pairs, PolledBulk, PolledTransport
 
 logger = logging.getLogger("asyncdist.transports.torch")
 
 #: How long the ranks wait for each other at the start.
 START_TIMEOUT_S = 300.0
 _GROUP_TIMEOUT: Final = timedelta(seconds=60)
-_GLOO_ALONE: Final = "The backend that carries messages is gloo: 'torch:gloo', or 'torch'"
 
 
-def check_backend(name: str) -> None:
-    """Refuse a backend of torch.distributed that carries no messages.
+def open_transport(
+    rendezvous: Rendezvous | None,
+    job: str,
+    *,
+    granted_tags: range = range(0),
+    backend: str = backends.GLOO,
+    local_rank: int | None = None,
+) -> Transport:
+    """A rank of a torch.distributed job.
+
+    Args:
+        rendezvous: where the ranks meet; None where the user's process group says who there is.
+        job: a name that no other job with this store has.
+        granted_tags: see :class:`TorchTransport`.
+        backend: of torch.distributed; ``backends.check_backend`` has let it pass.
+        local_rank: this rank's number on its host, where that is known.
 
     Raises:
-        ValueError: it is not gloo; says what is wrong with it.
+        TransportError: the ranks do not find each other, or the backend's works cannot be polled; says what was seen.
     """
-    if name == "gloo":
-        return
-    registered = [known for known in dist.Backend.backend_list if known != dist.Backend.UNDEFINED]
-    if name not in registered:
-        raise ValueError(
-            f"transport is 'torch:{name}'; this torch has registered {', '.join(registered)}. {_GLOO_ALONE}"
-        )
-    if name == "nccl":
-        raise ValueError(
-            "transport is 'torch:nccl', but NCCL ignores tags and matches messages by the order of issue, so it cannot "
-            f"carry channels. {_GLOO_ALONE}"
-        )
-    raise ValueError(f"transport is 'torch:{name}', whose messages nothing here can await. {_GLOO_ALONE}")
+    if backend == backends.GLOO:
+        return TorchTransport(rendezvous, job, granted_tags=granted_tags)
+    rank, size = _place(rendezvous)
+    if size == 1:
+        return PolledTransport(rank, size, backend, None)
+    frames, large = _make_pairs(("frames", "large"), rendezvous, job, backend, local_rank)
+    return PolledTransport(rank, size, backend, (frames, large))
 
 
-class TorchTransport(Transport):
-    """The ranks of a torch.distributed job.
+def open_bulk(
+    control: Transport, tag: int, rendezvous: Rendezvous | None, job: str, *, backend: str, local_rank: int | None
+) -> Transport:
+    """A rank of the same job that carries streams of tensors alone; what it must say goes over ``control``.
+
+    Args:
+        control: the ranks' other transport.
+        tag: for what is said there.
+        rendezvous, job, backend, local_rank: as for :func:`open_transport`; not gloo, which needs no control.
+
+    Raises:
+        TransportError: as :func:`open_transport`.
+    """
+    if control.size == 1:
+        return PolledBulk(control, tag, backend, None)
+    (large,) = _make_pairs(("large",), rendezvous, job, backend, local_rank)
+    return PolledBulk(control, tag, backend, large)
+
+
+def _place(rendezvous: Rendezvous | None) -> tuple[int, int]:
+    if rendezvous is None:
+        return dist.get_rank(), dist.get_world_size()
+    return rendezvous.rank, rendezvous.size
+
+
+def _make_pairs(
+    names: Sequence[str], rendezvous: Rendezvous | None, job: str, backend: str, local_rank: int | None
+) -> list[Pairs]:
+    """Pairs on groups of their own, each found to tell the truth."""
+    rank, size = _place(rendezvous)
+    store = meet(rendezvous, job, rank, size, START_TIMEOUT_S)
+    device = backends.device_of(backend, local_rank)
+    made: list[Pairs] = []
+    for name in names:
+        place = PrefixStore(name, store)
+        make_group = functools.partial(
+            backends.make_group, backend, store=place, rank=rank, size=size, timeout=_GROUP_TIMEOUT
+        )
+        made.append(Pairs(make_group, rank, device))
+        try:
+            self_test.examine(made[-1], backend, PrefixStore("self-test", place), rank, size)
+        except TransportError:
+            for pairs in made:
+                pairs.close()
+            raise
+    return made
+
+
+class TorchTransport(MatchedTransport):
+    """The ranks of a torch.distributed job, on gloo.
 
     Args:
         rendezvous: where they meet; None where the user's process group says who there is.
         job: a name that no other job with this store has.
+        granted_tags: those on which a receive names its source, and no message is larger than its receive, which is
+            posted for it: streams', which take less time so.
         start_timeout_s: how long to wait for the other ranks.
 
     Raises:
@@ -75,14 +126,18 @@ class TorchTransport(Transport):
 
     name = "torch"
 
-    def __init__(self, rendezvous: Rendezvous | None, job: str, *, start_timeout_s: float | None = None) -> None:
-        if rendezvous is None:
-            self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        else:
-            self.rank, self.size = rendezvous.rank, rendezvous.size
+    def __init__(
+        self,
+        rendezvous: Rendezvous | None,
+        job: str,
+        *,
+        granted_tags: range = range(0),
+        start_timeout_s: float | None = None,
+    ) -> None:
+        rank, size = _place(rendezvous)
         timeout_s = START_TIMEOUT_S if start_timeout_s is None else start_timeout_s
-        store = meet(rendezvous, job, self.rank, self.size, timeout_s) if self.size > 1 else None
-        self.capabilities = Capabilities(
+        store = meet(rendezvous, job, rank, size, timeout_s) if size > 1 else None
+        capabilities = Capabilities(
             native_collectives=False,
             survives_rank_loss=True,
             wakes=True,
@@ -90,33 +145,21 @@ class TorchTransport(Transport):
             misses_wakes=False,
             rings_from_threads=True,
         )
-        self._inbox = Inbox()
-        self._matcher = Matcher(self._inbox)
-        make_group = functools.partial(gloo.make_group, store, rank=self.rank, size=self.size, timeout=_GROUP_TIMEOUT)
-        self._mesh = gloo.Mesh(make_group, self.rank, self.size, self._matcher)
+        super().__init__(rank, size, Inbox(), capabilities)
+        self._granted_tags = granted_tags
+        make_group = functools.partial(gloo.make_group, store, rank=rank, size=size, timeout=_GROUP_TIMEOUT)
+        self._mesh = gloo.Mesh(make_group, rank, size, self._matcher)
         self._is_closed = False
         atexit.register(self.close_failed)  # threads that wait in gloo at the interpreter's end abort the process
 
-    def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
-        view = as_bytes(buffer)
-        if dest != self.rank:
-            return self._mesh.links[dest].send(view, tag)
-        send = Send(self._inbox, view.nbytes)
-        self._matcher.deliver(OwnMessage(self._inbox, send, self.rank, tag, view))
-        self._inbox.ring()
-        return send
+    def _send_away(self, view: memoryview, dest: int, tag: int) -> Request:
+        link = self._mesh.links[dest]
+        return link.send_granted(view, tag) if tag in self._granted_tags else link.send(view, tag)
 
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
-        receive = Receive(self._matcher, buffer, source, tag)
-        self._matcher.post(receive)
-        return receive
-
-    def persistent_receive(self, buffer: Buffer, tag: int) -> PersistentReceive:
-        return Receive(self._matcher, buffer, ANY_SOURCE, tag)
-
-    def new_group(self, ranks: Sequence[int], tag: int) -> GroupHandle | None:
-        del ranks, tag
-        return None
+        if tag in self._granted_tags and source != self.rank:
+            return self._mesh.links[source].receive_granted(buffer, tag)
+        return super().irecv(buffer, source, tag)
 
     def lost_ranks(self) -> frozenset[int]:
         return self._mesh.lost

@@ -1,10 +1,17 @@
-"""The program that mpirun starts: every case in turn, and each rank's outcome of each as JSON."""
+"""The program that mpirun starts: every case in turn, and each rank's outcome of each as JSON.
+
+    program.py [--on BACKEND BULK_BACKEND] [CASE ...]
+
+With ``--on`` these backends of torch.distributed, those of ``support.stand_in`` among them, carry everything, or the
+streams unless BULK_BACKEND is empty.
+"""
 
 from __future__ import annotations
 
 import sys
 import traceback
 
+from support import stand_in
 from support.mpi import report
 
 import asyncdist as ad
@@ -28,4 +35,9 @@ async def main(world: ad.World, names: list[str]) -> None:
 
 if __name__ == "__main__":
     streams.USER_CHUNK_NBYTES = CHUNK_NBYTES
-    ad.run(main, sys.argv[1:] or list(all_cases()), strict=True)
+    names, options = sys.argv[1:], {}
+    if names[:1] == ["--on"]:
+        stand_in.register()
+        options = {"transport": f"torch:{names[1]}", "bulk": f"torch:{names[2]}" if names[2] else None}
+        del names[:3]
+    ad.run(main, names or list(all_cases()), strict=True, **options)  # type: ignore[arg-type]

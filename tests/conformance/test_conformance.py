@@ -1,4 +1,4 @@
-"""Every case: local, on two planes of it, simulated with several seeds, and between processes, MPI and torch."""
+"""Every case: local, on two planes, on polled backends, simulated, and between processes on MPI and torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import asyncdist as ad
 from asyncdist import streams
 from asyncdist.runtime import Outcome, host_rank
 from asyncdist.tags import TAG_MAX
+from asyncdist.transports import polled
 from asyncdist.transports.local import LocalHub
 from asyncdist.transports.planes import TwoPlaneTransport
+from conformance import local_polled
 from conformance.cases_streams import CHUNK_NBYTES
 from conformance.endpoint import all_cases, run_case
 
@@ -31,6 +33,8 @@ HEAVY = {
     "streams.every_size_around_the_chunk",
     "transport.large_messages_both_ways_at_once",
 }
+#: What a polled backend does between processes too; all cases take minutes on one that is written in Python.
+BETWEEN_PROCESSES = [name for name in NAMES if name.startswith(("channels.", "streams."))]
 PROGRAM = Path(__file__).with_name("program.py")
 #: Of jobs: two ranks are each other's both neighbours, of four some are no neighbours, and pairs make disjoint groups.
 #: What three show more than these is arithmetic above the transport, and seen on a hub and in the simulator.
@@ -63,6 +67,21 @@ def test_two_planes(name: str) -> None:
     async def job() -> list[Outcome]:
         ranks = (TwoPlaneTransport(control.transport(r), bulk.transport(r), range(1, TAG_MAX + 1, 2)) for r in range(3))
         return await asyncio.gather(*(host_rank(run_case, (name,), transport, strict=True) for transport in ranks))
+
+    for outcome in asyncio.run(job()):
+        if outcome.error is not None:
+            raise outcome.error
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("how", "kind"), [("whole", "orderly"), ("bulk", "orderly")])
+def test_polled(how: str, kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a backend that ignores tags and does one thing after the other, alone and as what NCCL would be used for."""
+    monkeypatch.setattr(polled, "GOODBYE_S", 0.0)  # nobody else is of this process when a rank closes
+
+    async def job() -> list[Outcome]:
+        transports = local_polled.MAKERS[how](kind, 3)
+        return await asyncio.gather(*(host_rank(run_case, (name,), transport, strict=True) for transport in transports))
 
     for outcome in asyncio.run(job()):
         if outcome.error is not None:
@@ -104,6 +123,23 @@ def torch_job(request: pytest.FixtureRequest) -> tuple[int, torchrun.Result]:
 @pytest.mark.parametrize("name", NAMES)
 def test_torch(torch_job: tuple[int, torchrun.Result], name: str) -> None:
     check(name, *torch_job)
+
+
+@pytest.fixture(scope="session", params=["truthful", "gloo and orderly"])
+def polled_job(request: pytest.FixtureRequest) -> tuple[int, torchrun.Result]:
+    """The same for polled backends: everything on one that keeps tags; streams alone on one that does not."""
+    transport, _, bulk = request.param.partition(" and ")
+    return 3, torchrun.run_ranks(3, PROGRAM, "--on", transport, bulk, *BETWEEN_PROCESSES, timeout_s=280)
+
+
+@pytest.mark.parametrize("name", BETWEEN_PROCESSES)
+def test_polled_between_processes(polled_job: tuple[int, torchrun.Result], name: str) -> None:
+    check(name, *polled_job)
+
+
+def test_polled_ends_cleanly(polled_job: tuple[int, torchrun.Result]) -> None:
+    _, result = polled_job
+    assert result.check().stderr == ""
 
 
 def test_torch_ends_cleanly(torch_job: tuple[int, torchrun.Result]) -> None:

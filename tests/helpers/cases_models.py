@@ -85,6 +85,29 @@ async def case_whole_numbers_are_averaged_exactly(world: ad.World) -> None:
         assert torch.equal(model["w"].data, torch.from_numpy(expected).to(dtype)), dtype
 
 
+async def case_large_models_are_summed_in_rank_order(world: ad.World) -> None:
+    """The order shows in the last bits. Tensors begin and end in all places of the pieces; one is turned."""
+
+    def made(rank: int) -> nn.Module:
+        generator = torch.Generator().manual_seed(rank)
+        shapes = [(3,), (700, 900), (1_100, 1_300), (1,), (500_001,), (0,), (12, 7)]
+        tensors = [torch.randn(shape, generator=generator) * 10.0 ** (5 * rank % 7) for shape in shapes]
+        tensors[2] = tensors[2].t().contiguous().t()
+        return nn.ParameterList(tensors)
+
+    model, others = made(world.rank), [made(rank) for rank in range(world.size)]
+    for tensor in model.parameters():
+        tensor.grad = tensor.detach().clone()
+    await ad.average_models(model)
+    await ad.average_gradients(model)
+    for tensor, *parts in zip(model.parameters(), *(other.parameters() for other in others), strict=True):
+        total = parts[0].detach().numpy().copy()
+        for part in parts[1:]:
+            total += part.detach().numpy()
+        assert np.array_equal(to_numpy(tensor), total / np.float32(world.size)), tensor.shape
+        assert tensor.grad is not None and np.array_equal(to_numpy(tensor.grad), to_numpy(tensor)), tensor.shape
+
+
 async def case_low_precision_is_summed_wide(world: ad.World) -> None:
     """In bfloat16 256 + 1 is 256, and 60,000 + 60,000 is no float16."""
     model = nn.ParameterList(
@@ -212,6 +235,28 @@ async def case_giving_up_leaves_the_weights_alone(world: ad.World) -> None:
         await ad.barrier()
         assert torch.allclose(model.weight, torch.tensor(float(np.mean(range(world.size)))))
     await ad.average_models(model)
+
+
+async def case_giving_up_in_the_middle_puts_the_weights_back(world: ad.World) -> None:
+    """Several times: wherever the others are, what was written already is undone, and they get their mean."""
+    expected = float(np.mean(range(world.size)))
+    for yields in range(1, 60, 12):
+        model = nn.Linear(1500, 1500)
+        model.weight.data.fill_(world.rank)
+        task = asyncio.ensure_future(ad.average_models(model))
+        if world.rank == world.size - 1 and world.rank > 0:
+            for _ in range(yields):
+                await asyncio.sleep(0)
+            was_done = task.done()
+            task.cancel()
+            await asyncio.wait([task])
+            assert model.weight.unique().tolist() == [expected if was_done else world.rank]
+            model.weight.data.fill_(1000.0)  # it trains on, while the others wait for what it had
+        else:
+            await task
+            assert model.weight.unique().tolist() == [expected]
+        await ad.barrier()
+    assert model.weight.unique().tolist() == [1000.0 if world.rank == world.size - 1 > 0 else expected]
 
 
 # -- gathering --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""Ways in which a torch job can end; ``test_torch.py`` runs them: ``torch_ends.py WAY``."""
+"""Ways in which a torch job can end; ``test_torch.py`` runs them: ``torch_ends.py WAY``.
+
+``test_polled.py`` does too, on a backend of ``support.stand_in``: ``torch_ends.py WAY BACKEND``.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import time
 from typing import Any
 
 import torch
+from support import stand_in
 from support.mpi import report
 
 import asyncdist as ad
@@ -44,11 +48,12 @@ async def lost(world: ad.World) -> None:
     tensor, room = torch.zeros(16 * MIB), torch.zeros(16 * MIB)
     if world.rank == VICTIM:
         sending = asyncio.ensure_future(world.send_stream(tensor, 0))  # one that is under way, to rank 0
+        receiving = asyncio.ensure_future(world.receive_stream(room, 1))
         for rank in survivors(world):
             await engine.send(b"last words", rank, 9)
         report(world.rank, {"at": time.monotonic()})
         await asyncio.sleep(0)
-        assert not sending.done()
+        assert not sending.done() and not receiving.done()
         os.kill(os.getpid(), signal.SIGKILL)
     involved: dict[str, Any] = {
         "receive": engine.receive(bytearray(10), VICTIM, 1),
@@ -57,6 +62,8 @@ async def lost(world: ad.World) -> None:
     }
     if world.rank == 0:
         involved["stream"] = world.receive_stream(room, VICTIM)
+    if world.rank == 1:
+        involved["stream"] = world.send_stream(tensor, VICTIM)
     tasks = {name: asyncio.ensure_future(work) for name, work in involved.items()}
     for task in tasks.values():
         task.add_done_callback(lambda _: ended_at.append(time.monotonic()))
@@ -181,7 +188,8 @@ def main() -> None:
     if way in ("closes", "caught"):
         globals()[way]()
     else:
-        ad.run(globals()[way], transport="torch", grace_s=1.0 if "blocked" in way else 20.0)
+        stand_in.register()
+        ad.run(globals()[way], transport=":".join(["torch", *sys.argv[2:]]), grace_s=1.0 if "blocked" in way else 20.0)
 
 
 if __name__ == "__main__":

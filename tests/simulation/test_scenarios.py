@@ -62,7 +62,7 @@ FOUND: dict[int, tuple[str, tuple[str, ...]]] = {
     ),
     101295: (
         "the answer to a peer's late cancel was still under way when a rank looked at what it had left over",
-        ("fault Partition", "fault Kill", "abandoned: the coordinator is gone"),
+        ("fault Partition", "killed coordinator"),
     ),
 }
 

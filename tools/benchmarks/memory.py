@@ -122,7 +122,7 @@ async def _count(
             optimizer_of(model),
             average_every=_AVERAGE_EVERY,
             replacement_ratio=replacer_count / world.size,
-            grace_s=60.0,  # nobody is left behind: the roles are those that the metric gives
+            grace_s=3600.0,  # nobody is left behind: the roles are those that the metric gives
         )
         async with policy:
             stopped = world.spawn(all_stopped())

@@ -9,8 +9,8 @@
 - Seeds: eight ranks train under selective averaging until 20 rounds have been decided; whole simulations per second, by
   the CPU time of this process, since one core runs one seed. Twice, because a round costs what its exchange does: with
   ``best_only`` the best rank gives to the two worst, two streams a round, and reports come every 5 steps, about as
-  long as such a round takes. With ``mean`` six donors give to two replacers one after the other, twelve streams and
-  eleven steps a round, and all ranks report in every step.
+  long as such a round takes. With ``mean`` six donors give to two replacers, twelve streams a round, and all ranks
+  report in every step.
 """
 
 from __future__ import annotations

@@ -57,9 +57,9 @@ from protocols import (
     SnapshotTaken,
     StepInfo,
     parameter_stream,
-    selective_averaging,
     selective_rounds,
 )
+from protocols.parameter_stream import Intake
 
 STRATEGIES = ("mean", "weighted_mean", "best_only", "reset_weights")
 #: Virtual seconds that no run of these takes, whatever goes wrong in it.
@@ -349,16 +349,17 @@ def sends_watched() -> Iterator[None]:
 @contextlib.contextmanager
 def deadlines_watched(slack_s: float) -> Iterator[None]:
     """A replacer waits for a stream until its deadline, and for no longer than it may itself be deaf after that."""
-    receive_donor = selective_averaging.receive_donor
+    run = Intake.run
 
-    async def checked(world: ad.World, *args: Any, deadline: float, **options: Any) -> int:
+    async def checked(intake: Intake, *, deadline: float) -> None:
+        world = ad.current_world()
         try:
-            return await receive_donor(world, *args, deadline=deadline, **options)
+            await run(intake, deadline=deadline)
         finally:
             late_s = world.time() - deadline
             assert late_s <= slack_s, f"rank {world.rank} waited {late_s:.3f} s past the deadline of its exchange"
 
-    with mock.patch.object(selective_averaging, "receive_donor", checked):
+    with mock.patch.object(Intake, "run", checked):
         yield
 
 

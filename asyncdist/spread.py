@@ -1,0 +1,110 @@
+"""Tensors of a model as they follow each other in one flat tensor, copied there and back piece by piece.
+
+A piece is copied when it is about to be sent, and when it has been reduced: it is in the cache then. Whoever gives
+up in between finds every tensor as it was.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+
+class Spread:
+    """Some tensors of one flat dtype.
+
+    Args:
+        flat: 1-D, where they are copied to; of their dtype, or of a wider one.
+        pairs: each tensor, in any memory layout and on any device, with its view of ``flat``: one after the other,
+            without gaps.
+    """
+
+    def __init__(self, flat: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self.flat = flat
+        self._tensors = [tensor for tensor, _ in pairs]
+        self._views = [view for _, view in pairs]
+        self._sizes = [view.numel() for view in self._views]
+        self._starts = [0, *itertools.accumulate(self._sizes)]
+        self._filled_count = self._stored_count = 0
+        self._given_up = False
+        self._rest: Tensor | None = None
+
+    @torch.no_grad()
+    def fill(self, start: int, end: int) -> None:
+        """Copy the tensors' elements from ``start`` to ``end`` to the flat tensor, unless that has been done."""
+        start = max(start, self._filled_count)
+        if start >= end:
+            return
+        low, high = self._whole(start, end)
+        if low < high:
+            torch._foreach_copy_(self._views[low:high], self._tensors[low:high])
+        for index, first, last in self._cut(start, end):
+            tensor, view = self._tensors[index], self._views[index]
+            if tensor.is_contiguous():
+                view.view(-1)[first:last].copy_(tensor.view(-1)[first:last])
+            elif first == 0:  # whole: what follows is not copied again
+                view.copy_(tensor)
+        self._filled_count = end
+
+    @torch.no_grad()
+    def store(self, start: int, values: Tensor) -> None:
+        """Write values into the tensors; ``start`` is where they begin in the flat tensor, which does not change.
+
+        They come in order. A tensor that is not contiguous is written when all of its values have come.
+        """
+        if self._given_up:
+            return
+        end = start + len(values)
+        low, high = self._whole(start, end)
+        if low < high:
+            inside = values[self._starts[low] - start : self._starts[high] - start]
+            parts = torch.split(inside, self._sizes[low:high])
+            shaped = [part.view(view.shape) for part, view in zip(parts, self._views[low:high], strict=True)]
+            torch._foreach_copy_(self._tensors[low:high], shaped)
+        for index, first, last in self._cut(start, end):
+            at = self._starts[index] - start
+            self._store_part(self._tensors[index], first, values[at + first : at + last])
+        self._stored_count = end
+
+    @torch.no_grad()
+    def give_up(self) -> None:
+        """Leave the tensors as they were before the first :meth:`store`; later ones do nothing.
+
+        What was not filled is, now: the other ranks count on the values, and the tensors may change from here on.
+        """
+        if self._given_up:
+            return
+        self.fill(self._filled_count, len(self.flat))
+        self._given_up = True
+        touched = bisect.bisect_left(self._starts, self._stored_count)  # what begins before
+        if touched:
+            torch._foreach_copy_(self._tensors[:touched], self._views[:touched])
+
+    def _store_part(self, tensor: Tensor, first: int, part: Tensor) -> None:
+        if tensor.is_contiguous():
+            tensor.view(-1)[first : first + len(part)].copy_(part)
+            return
+        if first == 0:
+            self._rest = torch.empty(tensor.numel(), dtype=part.dtype)
+        assert self._rest is not None, "parts come in order"
+        self._rest[first : first + len(part)] = part
+        if first + len(part) == tensor.numel():
+            tensor.copy_(self._rest.view(tensor.shape))
+            self._rest = None
+
+    def _whole(self, start: int, end: int) -> tuple[int, int]:
+        """The first tensor that begins in this range, and the one after the last that ends in it."""
+        return bisect.bisect_left(self._starts, start), bisect.bisect_right(self._starts, end) - 1
+
+    def _cut(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """The tensors that the range has a part of, two at most, and which of their elements these are."""
+        low, high = self._whole(start, end)
+        if self._starts[low] > start:
+            first = self._starts[low - 1]
+            yield low - 1, start - first, min(end, self._starts[low]) - first
+        if low <= high < len(self._tensors) and self._starts[high] < end:
+            yield high, 0, end - self._starts[high]

@@ -1,0 +1,126 @@
+"""The backends of torch.distributed: which there are, what each may carry here, and private groups of one.
+
+- **gloo** carries everything. Its works cannot be polled, so threads wait for them (:mod:`asyncdist.transports.gloo`).
+- **NCCL** carries streams of tensors beside another transport, and no messages: it ignores tags and matches by the
+  order of issue (pytorch#94819, #125079), a receive that waits holds a part of the GPU, and everything goes through the
+  GPU's memory. NCCL itself was never run under this code: what is tested is tested with backends that behave like it.
+- **Any other** that Python code has registered carries both, where its works pass the test of
+  :mod:`asyncdist.transports.self_test` at the start.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Final, Literal
+
+import torch
+from torch import distributed as dist
+from torch._C._distributed_c10d import _DistributedBackendOptions
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from asyncdist.errors import TransportError
+from asyncdist.transports.gloo import reason
+
+GLOO: Final = "gloo"
+_NCCL: Final = "nccl"
+#: For backends that end the process when a work lasts longer: a peer may compute for hours before it answers.
+_FOREVER: Final = timedelta(days=365)
+_SAFE_CHOICE: Final = "The backend of choice for messages is gloo: 'torch:gloo', or 'torch'"
+
+
+def check_backend(name: str, *, what: Literal["transport", "bulk"] = "transport") -> None:
+    """Refuse a backend that cannot carry what it is to carry. Whether its works can be polled shows at the start only.
+
+    Args:
+        name: as torch.distributed has registered it.
+        what: ``"transport"``: messages and streams; ``"bulk"``: streams of tensors beside another transport.
+
+    Raises:
+        ValueError: there is no such backend, or it cannot be used; says why.
+    """
+    if name == GLOO:
+        return
+    problem = _problem(name, what)
+    if problem is not None:
+        raise ValueError(f"{what} is 'torch:{name}'{problem}. {_SAFE_CHOICE}")
+
+
+def _problem(name: str, what: str) -> str | None:
+    registered = [known for known in dist.Backend.backend_list if known != dist.Backend.UNDEFINED]
+    if name not in registered:
+        return f"; this torch has registered {', '.join(registered)}"
+    if name == _NCCL and what == "transport":
+        return (
+            ", but NCCL ignores tags and matches messages by the order of issue, so it cannot carry channels; "
+            "bulk='torch:nccl' gives it the streams of tensors alone"
+        )
+    if not dist.is_backend_available(name):
+        return ", which this torch was built without"
+    if name != _NCCL and name.upper() not in dist.Backend._plugins:
+        return ", of which nothing here knows how to make a group"
+    kind = _device_type(name)
+    if kind != "cpu" and not torch.get_device_module(kind).is_available():
+        return f", which moves {kind} tensors alone, and torch sees no such device here"
+    return None
+
+
+def describe_use(name: str) -> str:
+    """What a backend that is there is used for, in a few words."""
+    if name == GLOO:
+        return "messages and streams, waited for by threads"
+    for what, use in (("transport", "messages and streams, polled"), ("bulk", "streams alone, polled")):
+        if _problem(name, what) is None:
+            return f"{use}, if its works pass the test at the start"
+    return "unused here"
+
+
+def _device_type(name: str) -> str:
+    """Where a backend's tensors live."""
+    kinds = dist.Backend.backend_capability.get(name, ["cpu"])
+    return "cpu" if "cpu" in kinds else str(kinds[0])
+
+
+def device_of(name: str, local_rank: int | None) -> torch.device:
+    """Where the tensors of this rank live for a backend that :func:`check_backend` has let pass.
+
+    Args:
+        name: of the backend.
+        local_rank: this rank's number on its host, which says which device is its own; None takes the current one.
+    """
+    kind = _device_type(name)
+    if kind == "cpu":
+        return torch.device("cpu")
+    module = torch.get_device_module(kind)
+    return torch.device(kind, module.current_device() if local_rank is None else local_rank % module.device_count())
+
+
+def make_group(name: str, key: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A group of all ranks that nobody else uses, beside torch's default one and whatever the user has made.
+
+    Args:
+        name: of a backend that :func:`check_backend` has let pass.
+        key: the group's own part of the store, the same on all ranks.
+        store: of this world.
+        rank: this one.
+        size: how many there are.
+        timeout: for meeting.
+
+    Raises:
+        TransportError: it cannot be made; says what torch said.
+    """
+    place = PrefixStore(key, store)
+    try:
+        if name == _NCCL:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = _FOREVER
+            return dist.ProcessGroupNCCL(place, rank, size, options)
+        plugin = dist.Backend._plugins[name.upper()]
+        if not plugin.extended_api:
+            return plugin.creator_fn(place, rank, size, timeout)
+        extended = _DistributedBackendOptions()
+        extended.store, extended.group_rank, extended.group_size = place, rank, size
+        extended.timeout, extended.group_id = timeout, key
+        extended.global_ranks_in_group = list(range(size))
+        return plugin.creator_fn(extended, None)
+    except RuntimeError as error:
+        raise TransportError(f"torch's backend {name!r} made no group of {size} ranks: {reason(error)}") from error

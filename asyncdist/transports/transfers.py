@@ -1,0 +1,65 @@
+"""Large messages as gloo moves them: the bytes, and eight more behind them, the *trailer*.
+
+The trailer is what is waited for: a wait for data that is on its way does not end when the peer dies.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+
+FOREVER: Final = timedelta(days=3650)
+TRAILER_NBYTES: Final = 8
+
+
+def bytes_tensor(buffer: Any) -> torch.Tensor:
+    """A tensor over the buffer's own memory."""
+    return torch.frombuffer(buffer, dtype=torch.uint8) if len(buffer) else torch.empty(0, dtype=torch.uint8)
+
+
+def readable(view: memoryview) -> torch.Tensor:
+    """A tensor over what is to be sent. torch wants it writable."""
+    return bytes_tensor(bytearray(view) if view.readonly else view)
+
+
+class Transfer:
+    """A large message on its way, at either end.
+
+    Args:
+        tag: gloo's, the same on both ends.
+        data: what is sent, or where it is received.
+        mark: what the sender's trailer says.
+
+    Attributes:
+        tag: as above.
+        works: gloo's handles, data first.
+        is_posted: set once gloo has them.
+    """
+
+    def __init__(self, tag: int, data: torch.Tensor, mark: int = 0) -> None:
+        self.tag = tag
+        self.works: list[Any] = []
+        self.is_posted = threading.Event()
+        self._mark = torch.tensor([mark])
+        self._data = data
+
+    def post(self, start: Callable[[list[torch.Tensor], int, int], Any], peer: int) -> None:
+        """Give gloo the data and the trailer. May block for as long as another transfer is being read or written."""
+        self.works.append(start([self._data], peer, self.tag))
+        self.works.append(start([self._mark], peer, self.tag))
+        self.is_posted.set()
+
+    def wait(self) -> None:
+        """Until it is complete. The trailer first: see the module's text."""
+        self.is_posted.wait()
+        for work in reversed(self.works):
+            work.wait(FOREVER)
+
+    @property
+    def mark(self) -> int:
+        """What the trailer says, once it is complete."""
+        return int(self._mark)

@@ -1,0 +1,273 @@
+"""The exchange from the inside: several donors through one window, whatever comes first, and whoever gives up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from scripts.population import Mixed, State, expected_average, fill, same_bits
+from support.local import eventually, worlds, yields
+
+from asyncdist import World
+from asyncdist.errors import RankLostError
+from asyncdist.flat import FlatBuffers, FlatState, divide
+from asyncdist.streams import WINDOW_COUNT, StreamAborted
+from asyncdist.transports import local
+from protocols import parameter_stream
+from protocols.parameter_stream import ChunkRing, DonorDesk, Intake, Offer
+
+SCOPE = 77
+ROUND = 5
+DONORS = (1, 2, 3, 4, 5)
+WEIGHTS = (1.0, 3.0, 0.7, 1.0, 0.25)
+BEST = 4
+#: A float32 sum of them depends on the order of its terms.
+VALUES = {1: 1e8, 2: -3.3333334e7, 3: 1.0, 4: 0.1, 5: -7.0}
+
+
+@dataclass(slots=True)
+class Party:
+    """One replacer, rank 0, and donors with a snapshot each, of a state that is the same everywhere but in value."""
+
+    worlds: list[World]
+    state: FlatState
+    desks: list[DonorDesk]
+    snapshots: dict[int, FlatBuffers]
+    offers: dict[int, Offer]
+    freed: list[FlatBuffers]
+
+    @classmethod
+    def of(cls, made: list[World]) -> Party:
+        model = Mixed(width=16)
+        state = FlatState(model)
+        party = cls(made, state, [DonorDesk(world, SCOPE) for world in made], {}, {}, [])
+        for donor in DONORS:
+            fill(model, VALUES[donor])
+            party.snapshots[donor] = state.new_buffers()
+            state.snapshot(party.snapshots[donor])
+            party.offers[donor] = party.desks[donor].offer(ROUND, party.snapshots[donor], party.freed.append)
+        return party
+
+    def intake(self, ring: ChunkRing | None = None) -> tuple[Intake, FlatBuffers]:
+        accumulator = self.state.new_buffers(accumulate=True)
+        intake = Intake(
+            self.worlds[0],
+            self.desks[0].channel,
+            accumulator,
+            ring or ChunkRing(),
+            donors=DONORS,
+            weights=WEIGHTS,
+            best=BEST,
+            round=ROUND,
+        )
+        return intake, accumulator
+
+    def deadline(self) -> float:
+        return self.worlds[0].time() + 60.0
+
+    def check(self, accumulator: FlatBuffers) -> None:
+        """The sum in the donors' order, divided, is the average to the bit."""
+        for tensor in accumulator.averaged().values():
+            divide(tensor, sum(WEIGHTS))
+        given: dict[int, State] = {rank: dict(snapshot.by_name()) for rank, snapshot in self.snapshots.items()}
+        for name, tensor in accumulator.by_name().items():
+            assert same_bits(tensor, expected_average(name, given, WEIGHTS, BEST, None, 0.0)), name
+
+    async def is_over(self) -> None:
+        """Nothing is left of the exchange, on either side."""
+        world = self.worlds[0]
+        await eventually(lambda: not world.slots.taken_count and not world.slots.discarding_count)
+        await eventually(lambda: not any(offer.streams for offer in self.offers.values()))
+        await eventually(lambda: all(world.engine.is_idle for world in self.worlds))
+
+
+@pytest.fixture(params=[0, 1 << 20], ids=["rendezvous", "eager"], autouse=True)
+def eager_nbytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    nbytes: int = request.param
+    monkeypatch.setattr(local, "EAGER_NBYTES", nbytes)
+    return nbytes
+
+
+@pytest.fixture
+def chunks_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    return lambda nbytes: monkeypatch.setattr(parameter_stream, "CHUNK_NBYTES", nbytes)
+
+
+@pytest.fixture(params=[64, 1 << 22], ids=["small chunks", "large chunks"])
+def chunk_nbytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    nbytes: int = request.param
+    monkeypatch.setattr(parameter_stream, "CHUNK_NBYTES", nbytes)
+    return nbytes
+
+
+def silence(desk: DonorDesk) -> None:
+    """It hears nothing any more."""
+    desk.channel._handler = lambda envelope: None
+
+
+def watch_receives(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[memoryview]]:
+    """The buffers of bulk receives that have not ended; none of them may overlap another one."""
+    requests: list[tuple[Any, memoryview]] = []
+    transport: Any = world.engine.transport
+    irecv = transport.irecv
+
+    def posted() -> list[memoryview]:
+        return [buffer for request, buffer in requests if not (request.done or request.error)]
+
+    def watched(buffer: memoryview, source: int, tag: int) -> Any:
+        start = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
+        for other in posted():
+            first = torch.frombuffer(other, dtype=torch.uint8).data_ptr()
+            assert start + len(buffer) <= first or first + len(other) <= start, "two receives share memory"
+        request = irecv(buffer, source, tag)
+        requests.append((request, buffer))
+        return request
+
+    monkeypatch.setattr(transport, "irecv", watched)
+    return posted
+
+
+def hold_grants(party: Party) -> list[Callable[[], None]]:
+    """What the donors are told waits here, for the test to let in."""
+    held: list[Callable[[], None]] = []
+    for donor in DONORS:
+        channel = party.desks[donor].channel
+        handler = channel._handler
+        assert handler is not None
+        channel._handler = lambda envelope, handler=handler: held.append(partial(handler, envelope))  # type: ignore[misc]
+    return held
+
+
+async def test_the_sum_is_made_in_the_donors_order_whoever_answers_first(chunk_nbytes: int) -> None:
+    """Of a small state all donors are asked at once, and the last one answers first. Of a large one: one by one."""
+    async with worlds(6) as made:
+        party = Party.of(made)
+        held = hold_grants(party)
+        intake, accumulator = party.intake()
+        task = asyncio.ensure_future(intake.run(deadline=party.deadline()))
+        asked_at_once = 0
+        while not task.done():
+            await yields(30)
+            asked_at_once = max(asked_at_once, len(held))
+            if held:
+                held.pop()()
+        await task
+        assert asked_at_once == (1 if chunk_nbytes == 64 else len(DONORS))
+        whole = sum(parameter_stream.stream_nbytes(party.snapshots[rank], exact=rank == BEST) for rank in DONORS)
+        assert intake.received_nbytes == made[0].stream_received_nbytes == whole
+        party.check(accumulator)
+        await party.is_over()
+
+
+@pytest.mark.usefixtures("chunk_nbytes")
+async def test_what_is_under_way_fits_into_the_window_and_no_two_receives_share_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However it ends: at each moment that the replacer may be cancelled at, and when nobody cancels it."""
+    endings = set()
+    for moment in range(400):
+        async with worlds(6) as made:
+            party = Party.of(made)
+            posted = watch_receives(made[0], monkeypatch)
+            ring = ChunkRing()
+            intake, accumulator = party.intake(ring)
+            task = asyncio.ensure_future(intake.run(deadline=party.deadline()))
+            for _ in range(moment):
+                await yields(1)
+                if task.done():
+                    break
+                assert sum(map(len, posted())) <= WINDOW_COUNT * parameter_stream.CHUNK_NBYTES
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            endings.add(task.cancelled())
+            await party.is_over()
+            assert not posted()
+            assert ring.nbytes <= WINDOW_COUNT * parameter_stream.CHUNK_NBYTES
+            again, accumulator = party.intake()
+            await again.run(deadline=party.deadline())
+            party.check(accumulator)
+            await party.is_over()
+        if False in endings:
+            break
+    assert endings == {True, False}
+
+
+async def test_what_is_given_up_does_not_land_where_another_donor_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three chunks each, and room for four: the next donor has the fourth, and answers first."""
+    monkeypatch.setattr(parameter_stream, "CHUNK_NBYTES", 384)
+    async with worlds(6) as made:
+        party = Party.of(made)
+        held = hold_grants(party)
+        posted = watch_receives(made[0], monkeypatch)
+        intake, _ = party.intake()
+        task = asyncio.ensure_future(intake.run(deadline=party.deadline()))
+        await eventually(lambda: len(held) == 2)
+        held.pop(0)()
+        await eventually(lambda: intake.received_nbytes > 0 and len(held) == 2)
+        assert len(posted()) == 4
+        held.pop()()
+        await eventually(lambda: len(posted()) == 3)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        await eventually(lambda: len(posted()) == 3 and len(held) == 3)
+        for let_in in held:
+            let_in()
+        await party.is_over()
+
+
+@pytest.mark.usefixtures("chunk_nbytes")
+@pytest.mark.parametrize("donor", DONORS)
+async def test_a_donor_that_gives_up_is_named_and_the_others_are_told(donor: int) -> None:
+    async with worlds(6) as made:
+        party = Party.of(made)
+        party.desks[donor].withdraw(party.offers[donor])
+        assert party.freed == [party.snapshots[donor]]
+        intake, _ = party.intake()
+        with pytest.raises(StreamAborted, match=f"rank {donor} gave up"):
+            await intake.run(deadline=party.deadline())
+        assert intake.donor == donor
+        await party.is_over()
+
+
+@pytest.mark.usefixtures("chunk_nbytes")
+@pytest.mark.parametrize("donor", DONORS)
+async def test_a_donor_that_is_lost_is_named_and_the_others_are_told(donor: int) -> None:
+    for moment in (0, 5, 20):
+        async with worlds(6) as made:
+            party = Party.of(made)
+            silence(party.desks[donor])  # it dies before it answers
+            transport: Any = made[0].engine.transport
+            intake, _ = party.intake()
+            task = asyncio.ensure_future(intake.run(deadline=party.deadline()))
+            await yields(moment)
+            transport._hub.lose(donor)
+            with pytest.raises(RankLostError):
+                await task
+            assert intake.donor == donor
+            await eventually(lambda: not made[0].slots.unanswered_count)
+            await eventually(lambda: made[0].engine.is_idle)
+
+
+async def test_a_deadline_that_passes_names_the_donor_that_is_waited_for(chunk_nbytes: int) -> None:
+    async with worlds(6) as made:
+        party = Party.of(made)
+        held = hold_grants(party)
+        intake, _ = party.intake()
+        with pytest.raises(TimeoutError, match="from rank 1"):
+            await intake.run(deadline=made[0].time())
+        assert intake.donor == 1
+        assert made[0].slots.discarding_count == (1 if chunk_nbytes == 64 else len(DONORS))
+        await eventually(lambda: len(held) == (2 if chunk_nbytes == 64 else 2 * len(DONORS)))  # grants, and cancels
+        for let_in in held:
+            let_in()
+        await party.is_over()
