@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -149,8 +150,11 @@ def test_a_mistake_that_all_ranks_make_is_told_once_where_they_hear_of_it_in_tim
     ended = Ended("raises_everywhere", 4)
     ended.check_failed()
     assert len(ended.statuses) == 4, ended.story
-    assert "asyncdist: rank 0 failed:\nTraceback" in ended.stderr, ended.story
-    assert ended.stderr.count("Traceback") + ended.stderr.count(" did: ValueError: boom-7") == 4, ended.story
+    told = re.findall(
+        r"^asyncdist: rank (\d) (failed:|failed as rank \d did: |stopped: rank \d failed: )", ended.stderr, re.M
+    )
+    assert sorted(rank for rank, _ in told) == list("0123"), ended.story  # a slow one hears of it before it comes there
+    assert ended.stderr.count("Traceback") == sum(how == "failed:" for _, how in told) >= 1, ended.story
 
 
 async def test_a_mistake_that_was_heard_of_is_told_in_a_line(
