@@ -40,6 +40,8 @@ FAIRNESS_PERIOD: Final = 32
 DELIVERY_COUNT_MAX: Final = 64
 #: Frames kept for scopes that are not open yet, per lane.
 EARLY_FRAME_COUNT_MAX: Final = 1024
+#: How long they may wait while somebody awaits another channel of their tag, before that is told.
+EARLY_PATIENCE_S: Final = 5.0
 
 
 class Envelope(NamedTuple, Generic[MessageT]):
@@ -90,6 +92,9 @@ class Lane:
         self._routes: dict[bytes, tuple[Channel[Any], wire.Decode]] = {}
         self._closed_scopes: set[int] = set()
         self._early: deque[tuple[int, bytes]] = deque()
+        self._early_from: set[int] = set()
+        self._early_told: set[int] = set()
+        self._early_timer: asyncio.TimerHandle | None = None
         self._complained_about: set[int] = set()
         self.stalled_on: Channel[Any] | None = None
         self._closed_sent_count = self._closed_received_count = 0
@@ -161,8 +166,38 @@ class Lane:
             self.dropped["closed scope"] += 1
         elif len(self._early) < EARLY_FRAME_COUNT_MAX:
             self._early.append((source, bytes(frame)))
+            self._early_from.add(source)
+            self.watch_early()
         else:
             self.drop(source, "too many frames for scopes that nobody has opened")
+
+    def watch_early(self) -> None:
+        """Ranks that open a channel under another type or name than their peers would wait in silence: say so in time.
+
+        A user's channels alone: a protocol's members agree on theirs before they use them.
+        """
+        is_news = self._early_timer is None and not self._early_from <= self._early_told
+        if is_news and any(channel.is_awaited for channel in self._channels.values()):
+            self._early_timer = self.engine.loop.call_later(EARLY_PATIENCE_S, self._tell_early)
+
+    def _tell_early(self) -> None:
+        self._early_timer = None
+        awaited = [channel.name for channel in self._channels.values() if channel.is_awaited]
+        if awaited and not self._early_from <= self._early_told:
+            self._early_told |= self._early_from
+            logger.warning("awaiting %s for %g s: %s", " and ".join(awaited), EARLY_PATIENCE_S, self.describe_early())
+
+    def describe_early(self) -> str:
+        """What waits for a channel that is not open here, in words; empty where nothing does."""
+        count, ranks = len(self._early), sorted(self._early_from)
+        if not count:
+            return ""
+        noun, verb = ("message", "waits") if count == 1 else ("messages", "wait")
+        who = f"rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks))}"
+        return (
+            f"{count} {noun} on tag {self.tag} {verb} for a channel that this rank has not opened, from {who} "
+            "(a channel is the same where tag, message type or name, and group are, and it is opened as often)"
+        )
 
     def drop(self, source: int, why: str) -> None:
         """Count a frame that is not delivered; the first one of each peer is logged."""
@@ -186,6 +221,7 @@ class Lane:
         self._channels[channel.scope] = channel
         self._routes.update((route, (channel, decode)) for route, decode in channel.routes())
         early, self._early = self._early, deque()
+        self._early_from = set()
         for source, frame in early:
             self._deliver(memoryview(frame), source)
 
@@ -210,6 +246,8 @@ class Lane:
     def close(self) -> None:
         """Take the receive back. A message that comes in this very moment is dropped and counted."""
         self.engine.remove_inlet(self)
+        if self._early_timer is not None:
+            self._early_timer.cancel()
         if self._is_posted:
             self._request.cancel()
             self.engine.watch(self._request, f"closing tag {self.tag}", self._on_closed)
@@ -425,6 +463,8 @@ class Channel(Generic[MessageT]):
         while not self.is_ready:
             waiter = self._engine.loop.create_future()
             self._waiters.append(waiter)
+            if self.lane.early_count:
+                self.lane.watch_early()
             try:
                 if deadline is None:
                     await self._engine.park(waiter, self._awaiting)
@@ -443,7 +483,9 @@ class Channel(Generic[MessageT]):
         except TimeoutError:
             await self._engine.drain()
             if not self.is_ready:
-                raise TimeoutError(f"{self.name}: no message for {timeout_s:g} s") from None
+                early = self.lane.describe_early()
+                hint = f"; {early}" if early else ""
+                raise TimeoutError(f"{self.name}: no message for {timeout_s:g} s{hint}") from None
 
     # -- called by the lane and the world ---------------------------------------------------------------------------
 
@@ -526,6 +568,11 @@ class Channel(Generic[MessageT]):
     def is_full(self) -> bool:
         """Whether the mailbox has reached its capacity."""
         return len(self._mailbox) >= self._capacity
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a user's task waits for a message."""
+        return bool(self._waiters) and self.overflow == "stall"
 
     @property
     def is_ready(self) -> bool:

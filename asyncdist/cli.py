@@ -145,8 +145,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if words[:1] == ["sim"]:
         own, rest = _split_sim(words[1:])
         words = ["sim", *own]
-    parser = _parser()
-    options = parser.parse_args(words)
+    options, unknown = _parser().parse_known_args(words)
+    if unknown:  # argparse itself would not say of which command
+        _Parser(prog=f"asyncdist {options.command}").error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command == "sim":
         sys.exit(_sim(options, rest))
     if options.command == "doctor":

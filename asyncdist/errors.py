@@ -55,9 +55,10 @@ class BusyError(AsyncdistError):
 
 
 class DeadlockError(AsyncdistError):
-    """Nothing is left to happen in a simulation, and somebody waits. The text lists every waiting task.
+    """Nothing is left to happen in a simulation, and somebody waits.
 
-    Carries ``seed``, and the SimReport of what came before as ``report``, which does not travel between processes.
+    The text lists every waiting task, and the messages for channels that their receiver has not opened. Carries
+    ``seed``, and the SimReport of what came before as ``report``, which does not travel between processes.
     """
 
     report: Any = None

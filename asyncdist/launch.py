@@ -559,18 +559,23 @@ def explain_shadowing() -> None:
     It may be meant, by somebody who uses no policy of ours; so nothing happens before an import fails, and nothing at
     all where the package is found.
     """
-    note = find_shadowing()
-    if note is None:
+    if find_shadowing() is None:
         return
     previous = sys.excepthook
 
     def explain(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        is_ours = isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "protocols"
-        if is_ours and note not in getattr(error, "__notes__", ()):
-            error.add_note(note)
+        explain_import(error)
         previous(kind, error, trace)
 
     sys.excepthook = explain
+
+
+def explain_import(error: BaseException) -> None:
+    """Add to an ImportError what hides our package, where that is the reason."""
+    if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "protocols":
+        note = find_shadowing()
+        if note is not None and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
 
 
 def find_shadowing() -> str | None:

@@ -14,6 +14,7 @@ import functools
 import importlib.util
 import inspect
 import logging
+import math
 import secrets
 import struct
 import sys
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, cast
 
 import torch
 
-from asyncdist import launch, tags, wire
+from asyncdist import checks, launch, tags, wire
 from asyncdist._version import __version__
 from asyncdist.collectives import Collectives
 from asyncdist.errors import DisagreementError, LocalProtocolError, RankLostError, RemoteError, TransportError
@@ -58,7 +59,7 @@ LoopName: TypeAlias = Literal["uvloop", "asyncio"]
 
 #: How long a failure waits for the peers to stop by themselves.
 GRACE_S: Final = 3.0
-#: How long a rank that found a peer gone waits to be told of a failure before it tells of one itself.
+#: How long a rank that found a peer gone, or has failed itself, waits to be told of a failure before it tells of one.
 _HEAR_WHY_S: Final = 0.25
 #: How long a rank that was told of a failure may go on before its main is cancelled.
 _CANCEL_AFTER_S: Final = 1.0
@@ -173,8 +174,18 @@ async def open_world(
 ) -> AsyncIterator[World]:
     """A world inside a running loop, for notebooks and tests: ``async with ad.open_world() as world``.
 
-    Args and Raises: as :func:`run`.
+    Args: as :func:`run`.
+
+    Raises:
+        LocalProtocolError: inside a world, a simulated or local one included: a rank has one.
+        BaseException: as :func:`run`.
     """
+    here = _current_world.get(None)
+    if here is not None and here.is_open:
+        raise LocalProtocolError(
+            f"a world is open here already, {here!r}: use that one, as asyncdist.current_world() returns it",
+            rank=here.rank,
+        )
     _check_bulk(bulk, transport)
     started = _detect(transport)
     chosen = started.transport
@@ -346,10 +357,10 @@ async def _fail(world: World, transport: Transport, error: BaseException, grace_
     """The other end: say so, wait for the peers to stop, abort those that do not."""
     loop = asyncio.get_running_loop()
     if isinstance(error, RankLostError):
-        await _hear_why(world)
+        await _hear_why(world, _HEAR_WHY_S)
     from_peer = isinstance(error, RankLostError) and isinstance(world.engine.failure, RankLostError)
     in_process = transport.capabilities.shares_process  # run_local raises for all of them
-    if not in_process:
+    if not in_process and not await _is_told_by_another(world, error):
         _print_failure(world.rank, world.engine.failure or error if from_peer else error, from_peer)
     if world.engine.failure is None:
         world.engine.fail(peer_failed(world.rank, summarise(error)))
@@ -384,9 +395,24 @@ async def _fail(world: World, transport: Transport, error: BaseException, grace_
     transport.close_failed()
 
 
-async def _hear_why(world: World) -> None:
-    """A peer that has stopped was seen to do so; what made it stop may still be on its way."""
-    deadline = asyncio.get_running_loop().time() + _HEAR_WHY_S
+async def _is_told_by_another(world: World, error: BaseException) -> bool:
+    """Print a line in place of a traceback that a lower rank prints: a mistake in a script is everybody's.
+
+    Ranks wait for one another in their order, each a little longer; rank 0 does not.
+    """
+    if not isinstance(error, Exception) or isinstance(error, (RankLostError, RemoteError)):
+        return False
+    await _hear_why(world, _HEAR_WHY_S * world.rank / world.size)
+    heard, summary = world.engine.failure, summarise(error)
+    if not isinstance(heard, RankLostError) or heard.args[0] != peer_failed(heard.rank, summary).args[0]:
+        return False
+    _report.print_line(f"rank {world.rank} failed as rank {heard.rank} did: {summary}", error)
+    return True
+
+
+async def _hear_why(world: World, seconds: float) -> None:
+    """Wait so long for the word of a failure that may be on its way: of what stopped a peer, or of the same mistake."""
+    deadline = asyncio.get_running_loop().time() + seconds
     while world.engine.failure is None and asyncio.get_running_loop().time() < deadline:
         world.engine.poll()
         try:
@@ -626,14 +652,13 @@ def _check_options(
     if not inspect.iscoroutinefunction(main):
         raise TypeError(f"main must be a coroutine function (async def), not {main!r}")
     transport, _ = launch.split_transport(transport)
-    if ranks is not None and (type(ranks) is not int or ranks < 1):
-        raise ValueError(f"ranks is {ranks!r}; at least 1 is needed")
+    if ranks is not None:
+        checks.count("ranks", ranks)
     if ranks is not None and transport != "local":
         raise ValueError(f"ranks={ranks} needs transport='local'; elsewhere the launcher decides how many there are")
     if loop not in (None, "uvloop", "asyncio"):
         raise ValueError(f"loop is {loop!r}; allowed are 'uvloop', 'asyncio'")
-    if not grace_s > 0:
-        raise ValueError(f"grace_s is {grace_s!r}; it must be above 0 seconds")
+    checks.real("grace_s", grace_s, "a number of seconds above 0", low=checks.SMALLEST, high=math.inf)
     try:
         asyncio.get_running_loop()
     except RuntimeError:

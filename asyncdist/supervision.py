@@ -1,8 +1,9 @@
 """How a job ends: by itself, by a failure somewhere, or by a signal.
 
-A rank that fails prints its traceback, at once and once, tells every peer on the control tag, and waits for their
-farewells. Peers stop at their next safe point (or wherever they wait) with RankLostError, and end with one line
-instead of a traceback. Whoever is not done within the grace period is aborted.
+A rank that fails prints its traceback, once, tells every peer on the control tag, and waits for their farewells. Where
+a lower rank has failed with the same words, it prints a line in place of the traceback. Peers stop at their next safe
+point (or wherever they wait) with RankLostError, and end with one line too. Whoever is not done within the grace
+period is aborted.
 
 SIGINT and SIGTERM are plain signal handlers, since a loop's own do not run while torch blocks it. The first one asks
 the rank to stop at its next await, the second one ends the process.
@@ -15,14 +16,13 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any, Final
 
 from asyncdist.errors import RankLostError
+from asyncdist.tracebacks import format_error
 
-_HOST: Final = "asyncdist.runtime"
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -95,11 +95,7 @@ class FailureReport:
 
     def print_traceback(self, error: BaseException, rank: int) -> None:
         """The whole traceback on stderr, from the user's first frame on."""
-        trace = error.__traceback__
-        while trace is not None and trace.tb_next is not None and trace.tb_frame.f_globals.get("__name__") == _HOST:
-            trace = trace.tb_next
-        text = "".join(traceback.format_exception(type(error), error, trace))
-        self._print(f"asyncdist: rank {rank} failed:\n{text}", error)
+        self._print(f"asyncdist: rank {rank} failed:\n{format_error(error)}", error)
 
     def print_line(self, line: str, error: BaseException) -> None:
         """One line in place of a traceback."""

@@ -21,7 +21,7 @@ from typing import Any, Final, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from asyncdist import streams, tags, wire
+from asyncdist import checks, streams, tags, wire
 from asyncdist.channels import Channel, Envelope, Lane, Overflow
 from asyncdist.collectives import Collectives
 from asyncdist.errors import (
@@ -336,8 +336,7 @@ class World:
             TypeError: the message type cannot travel.
             ValueError: capacity below 1.
         """
-        if type(capacity) is not int or capacity < 1:
-            raise ValueError(f"capacity is {capacity!r}; at least 1 message must fit")
+        capacity = checks.count("capacity", capacity)
         name = name or str(getattr(message_type, "__name__", message_type))
         ranks = (group or self.group).ranks
         self._tags.claim(tag, f"channel {name!r}")
@@ -522,6 +521,11 @@ class World:
             raise LocalProtocolError(f"rank {rank!r} does not exist; ranks go from 0 to {self.size - 1}", rank=rank)
         self.check()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether main may run."""
+        return self._task_group is not None
+
     def attach_tasks(self, task_group: asyncio.TaskGroup | None) -> None:
         """Where ``spawn`` puts its tasks; None when it may not any more."""
         self._task_group = task_group
@@ -544,6 +548,10 @@ class World:
         for probe in self.leftover_probes:
             found += probe()
         return found
+
+    def early_frames(self) -> list[str]:
+        """What has arrived for channels that are not open here, in words, by tag."""
+        return [lane.describe_early() for lane in self._lanes.values() if lane.early_count]
 
     def close_lanes(self) -> None:
         """Take the receives back."""

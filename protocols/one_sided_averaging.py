@@ -25,7 +25,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
-from asyncdist import AsyncdistError, Group, RankLostError, World
+from asyncdist import AsyncdistError, Group, RankLostError, World, checks
 from asyncdist.exposure import Exposure, OutdatedError, Published, open_exposure
 from asyncdist.flat import FlatBuffers, SnapshotPool, accumulate, divide, reset_optimizer_state
 from asyncdist.packing import Packing
@@ -47,8 +47,6 @@ from protocols.spawn_policy import (
     StepInfo,
     Timing,
     check_callable,
-    check_fraction,
-    check_seconds,
     load_fresh_weights,
 )
 
@@ -175,15 +173,15 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             donor_count=donor_count,
             donor_ratio=donor_ratio,
         )
-        check_fraction("momentum", momentum)
+        checks.fraction("momentum", momentum)
         if optimizer_state not in ("keep", "reset"):
             raise ValueError(f"optimizer_state is {optimizer_state!r}; allowed: 'keep', 'reset'")
         if averaging_strategy == "reset_weights" and model_builder is None:
             raise ValueError("averaging_strategy 'reset_weights' needs model_builder, which makes the fresh weights")
         check_callable("model_builder", model_builder, "a callable that returns a model")
         check_callable("on_event", on_event, "a callable that takes one event")
-        check_seconds("read_timeout_s", read_timeout_s)
-        check_seconds("drain_timeout_s", drain_timeout_s)
+        checks.seconds("read_timeout_s", read_timeout_s)
+        checks.seconds("drain_timeout_s", drain_timeout_s)
         self._momentum = float(momentum)
         self._resets_optimizer = optimizer_state == "reset" or averaging_strategy == "reset_weights"
         self._model_builder = model_builder

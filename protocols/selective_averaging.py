@@ -22,12 +22,12 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
 
-from asyncdist import AsyncdistError, BusyError, Group, RankLostError, World, tags
+from asyncdist import AsyncdistError, BusyError, Group, RankLostError, World, checks, current_world, tags
 from asyncdist.channels import Channel
 from asyncdist.flat import FlatBuffers, SnapshotPool, divide, reset_optimizer_state
 from protocols.messages import (
@@ -60,8 +60,6 @@ from protocols.spawn_policy import (
     StepInfo,
     Timing,
     check_callable,
-    check_fraction,
-    check_seconds,
     load_fresh_weights,
 )
 
@@ -226,19 +224,21 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             max_report_age_s=max_report_age_s,
             round_timeout_s=round_timeout_s,
         )
-        check_fraction("momentum", momentum)
+        checks.fraction("momentum", momentum)
         if optimizer_state not in ("keep", "reset"):
             raise ValueError(f"optimizer_state is {optimizer_state!r}; allowed: 'keep', 'reset'")
         if averaging_strategy == "reset_weights" and model_builder is None:
             raise ValueError("averaging_strategy 'reset_weights' needs model_builder, which makes the fresh weights")
         check_callable("model_builder", model_builder, "a callable that returns a model")
         check_callable("on_event", on_event, "a callable that takes one event")
-        check_seconds("drain_timeout_s", drain_timeout_s)
+        checks.seconds("drain_timeout_s", drain_timeout_s)
         self._momentum = float(momentum)
         self._resets_optimizer = optimizer_state == "reset" or averaging_strategy == "reset_weights"
         self._model_builder = model_builder
         self._drain_timeout_s = drain_timeout_s
-        self._coordinator_rank = coordinator
+        self._coordinator_rank = (
+            None if coordinator is None else checks.count("coordinator", coordinator, least=0, besides=", or None")
+        )
         self._on_event = on_event
         self._timing = Timing(timing)
         self._snapshots = SnapshotPool(self._flat)
@@ -290,11 +290,16 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             "coordinator": self._coordinator_rank,
         }
 
+    async def __aenter__(self) -> Self:
+        """As :class:`SpawnPolicy`. Raises ValueError, also on one rank, for a coordinator that is no rank."""
+        size = (self._given_world or current_world()).size
+        if self._coordinator_rank is not None and self._coordinator_rank >= size:
+            checks.refuse("coordinator", self._coordinator_rank, f"a rank from 0 to {size - 1}")
+        return await super().__aenter__()
+
     async def _start(self) -> None:
         world, members = self._world, self._group.ranks
         self._leader = members[0] if self._coordinator_rank is None else self._coordinator_rank
-        if self._leader not in range(world.size):
-            raise ValueError(f"coordinator is {self._leader!r}; allowed: a rank from 0 to {world.size - 1}")
         ranks = members if self._leader in members else (*members, self._leader)
         await self._agree(leader=self._leader, ranks=ranks)
         scopes = PolicyScopes(world, members, type(self).__name__, self.name or "(none)")

@@ -64,6 +64,7 @@ class SelectiveRules:
         is_whole = isinstance(cooldown, Integral) and not isinstance(cooldown, bool)
         if not is_whole or cooldown < 0:
             raise ValueError(f"cooldown is {self.cooldown!r}; allowed: a whole number of iterations, 0 or more")
+        object.__setattr__(self, "cooldown", int(cooldown))
 
     def _number(self, name: str, allowed: str, *, low: float, high: float) -> None:
         """Check one real option and keep it as a plain float; a bool is refused, it is a mistaken flag."""

@@ -11,12 +11,21 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from typing import Any, ClassVar, Final, Literal, Self, TypeAlias
 
 import torch
 from torch import nn
 
-from asyncdist import BusyError, ClosedError, DisagreementError, Group, LocalProtocolError, World, current_world
+from asyncdist import (
+    BusyError,
+    ClosedError,
+    DisagreementError,
+    Group,
+    LocalProtocolError,
+    World,
+    checks,
+    current_world,
+)
 from asyncdist.flat import Fingerprint, FlatState, first_difference
 
 #: The metric given to ``step``, or something that yields it when it is due.
@@ -112,6 +121,9 @@ class AverageApplied:
 PolicyEvent: TypeAlias = SnapshotTaken | AverageApplied
 _Stage: TypeAlias = Literal["new", "open", "closed"]
 
+#: A name travels in one message, with what else members agree on.
+_NAME_LENGTH_MAX: Final = 200
+
 
 class SpawnPolicy(abc.ABC):
     """Base of the policies.
@@ -121,7 +133,8 @@ class SpawnPolicy(abc.ABC):
         optimizer: of that model, or of a part of it.
         average_every: the cadence in steps; step i (0-based) is due when (i + 1) % average_every == 0.
         metric: called without arguments when a metric is due and ``step`` was given none.
-        name: for reports; must be equal on all members, so that policies started in another order are found out.
+        name: for reports, up to 200 characters; must be equal on all members, so that policies started in another
+            order are found out.
         group: who takes part; all ranks by default.
         world: the current one by default.
         start_timeout_s: how long the start waits for the last member.
@@ -144,15 +157,17 @@ class SpawnPolicy(abc.ABC):
         world: World | None = None,
         start_timeout_s: float = 60.0,
     ) -> None:
-        if type(average_every) is not int or average_every < 1:
-            raise ValueError(f"average_every is {average_every!r}; allowed: a whole number of steps, 1 or more")
         check_callable("metric", metric, "a callable without arguments (pass values to step)")
         if not isinstance(name, str):
             raise TypeError(f"name is {name!r}; allowed: a text")
-        check_seconds("start_timeout_s", start_timeout_s)
+        if len(name) > _NAME_LENGTH_MAX:
+            checks.refuse("name", name, f"a text of up to {_NAME_LENGTH_MAX} characters")
+        for what, value, kind in (("group", group, Group), ("world", world, World)):
+            if value is not None and not isinstance(value, kind):
+                checks.refuse(what, value, f"a {kind.__name__}, or None for the current world's", TypeError)
         self.model = model
         self.optimizer = optimizer
-        self.average_every = average_every
+        self.average_every = checks.count("average_every", average_every)
         self.name = name
         self.iteration = 0
         self._metric = metric
@@ -160,7 +175,7 @@ class SpawnPolicy(abc.ABC):
         self._flat.check_optimizer(optimizer)
         self._given_group = group
         self._given_world = world
-        self._start_timeout_s = start_timeout_s
+        self._start_timeout_s = checks.seconds("start_timeout_s", start_timeout_s)
         self._stage: _Stage = "new"
         self._stepping = False
         self._world: World
@@ -334,18 +349,6 @@ class SpawnPolicy(abc.ABC):
                 "another task of this rank is inside step(); one task trains a model", rank=self._world.rank
             )
         raise BusyError("step() while world.compute(...) runs: it may be changing weights", rank=self._world.rank)
-
-
-def check_fraction(name: str, value: Any) -> None:
-    """Refuse what is no number from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise ValueError(f"{name} is {value!r}; allowed: a number from 0 to 1")
-
-
-def check_seconds(name: str, value: Any) -> None:
-    """Refuse what is no positive, finite number of seconds."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise ValueError(f"{name} is {value!r}; allowed: a finite number of seconds above 0")
 
 
 def check_callable(name: str, value: Any, allowed: str) -> None:

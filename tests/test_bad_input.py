@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from scripts.population import Mixed, clone_state, equal_states, sgd
@@ -73,6 +74,14 @@ def run(main: Callable[..., Coroutine[Any, Any, Any]], ranks: int) -> list[Any]:
         ({"drain_timeout_s": math.inf}, ["drain_timeout_s is inf", "finite"]),
         ({"on_event": 7}, ["on_event is 7", "callable"]),
         ({"name": 7}, ["name is 7", "text"]),
+        ({"name": "x" * 70_000}, ["name is 'xxx", "xxx...; allowed: a text of up to 200 characters"]),
+        ({"group": [0, 1]}, ["group is [0, 1]", "a Group"]),
+        ({"group": "x"}, ["group is 'x'", "a Group"]),
+        ({"world": 3}, ["world is 3", "a World"]),
+        ({"coordinator": 1.0}, ["coordinator is 1.0", "whole number of 0 or more, or None"]),
+        ({"coordinator": True}, ["coordinator is True", "whole number"]),
+        ({"coordinator": "0"}, ["coordinator is '0'", "whole number"]),
+        ({"coordinator": -1}, ["coordinator is -1", "0 or more"]),
     ],
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
@@ -81,6 +90,25 @@ def test_an_option_out_of_range_is_refused_when_the_policy_is_made(options: dict
     with pytest.raises((ValueError, TypeError)) as caught:
         AsyncSelectiveAveragingPolicy(model, sgd(model), **{"average_every": 1, **options})
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_coordinator_that_is_no_rank_is_refused_where_the_policy_starts(ranks: int) -> None:
+    async def main(world: ad.World) -> None:
+        model = Mixed()
+        policy = AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1, coordinator=ranks)
+        with pytest.raises(ValueError, match=rf"coordinator is {ranks}; allowed: a rank from 0 to {ranks - 1}"):
+            async with policy:
+                pass
+
+    run(main, ranks)
+
+
+def test_whole_numbers_of_numpy_are_counts() -> None:
+    model = Mixed()
+    policy = AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=np.int64(5), cooldown=np.int32(7))  # type: ignore[arg-type]
+    assert type(policy.average_every) is int and policy.average_every == 5
+    assert ad.run(nothing, transport="local", ranks=np.int64(2)) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("options", [{"average_every": 0}, {"optimizer_state": "x"}, {"start_timeout_s": -1}])
@@ -522,17 +550,40 @@ async def nothing(world: ad.World) -> None:
     [
         (print, {}, "main must be a coroutine function"),
         (nothing, {"transport": "tcp"}, "transport is 'tcp'; allowed are 'auto', 'local', 'mpi', 'torch'"),
-        (nothing, {"transport": "local", "ranks": 0}, "ranks is 0; at least 1 is needed"),
+        (nothing, {"transport": "local", "ranks": 0}, "ranks is 0; allowed: a whole number of 1 or more"),
         (nothing, {"ranks": 3}, "ranks=3 needs transport='local'"),
         (nothing, {"loop": "trio"}, "loop is 'trio'; allowed are 'uvloop', 'asyncio'"),
-        (nothing, {"grace_s": 0}, "grace_s is 0; it must be above 0"),
+        (nothing, {"grace_s": 0}, "grace_s is 0; allowed: a number of seconds above 0"),
+        (nothing, {"grace_s": "1"}, "grace_s is '1'; allowed: a number of seconds above 0"),
     ],
-    ids=["main", "transport", "ranks", "ranks-elsewhere", "loop", "grace"],
+    ids=["main", "transport", "ranks", "ranks-elsewhere", "loop", "grace", "grace-text"],
 )
 def test_run_refuses_what_it_cannot_do(main: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:
         ad.run(main, **options)
     assert words in str(caught.value)
+
+
+def test_a_world_inside_a_world_is_refused() -> None:
+    """It gave each simulated rank a world of one rank, in which everything went on, to no purpose."""
+
+    async def inner(world: ad.World) -> None:
+        async with ad.open_world():
+            raise AssertionError("another world")
+
+    async def outer() -> int:
+        async with ad.open_world() as first:
+            with pytest.raises(ad.LocalProtocolError, match="open here already"):
+                await inner(first)
+        async with ad.open_world() as second:  # one after the other is fine
+            return second.size
+
+    said = r"a world is open here already, <World rank 0 of 2, local>: use that one, as asyncdist.current_world\(\)"
+    with pytest.raises(ad.LocalProtocolError, match=said):
+        ad.run_local(inner, ranks=2)
+    with pytest.raises(ad.LocalProtocolError, match="<World rank 0 of 3, sim>"):
+        ad.simulate(inner, ranks=3).value()
+    assert asyncio.run(outer()) == 1
 
 
 def test_run_inside_a_running_loop() -> None:
@@ -546,23 +597,38 @@ def test_run_inside_a_running_loop() -> None:
 # -- a user's own protocols.py ----------------------------------------------------------------------------------------
 
 
+IN_MAIN = """
+import asyncdist as ad
+
+async def main(world):
+    from protocols import AverageAllPolicy
+
+ad.run(main)
+"""
+
+
 @pytest.mark.parametrize(
-    ("source", "launched"),
+    ("source", "command"),
     [
-        ("import asyncdist\nfrom protocols import AverageAllPolicy\n", False),
-        ("import asyncdist\nimport protocols.messages\n", False),
-        ("from protocols import AverageAllPolicy\nimport asyncdist\n", True),
+        ("import asyncdist\nfrom protocols import AverageAllPolicy\n", []),
+        ("import asyncdist\nimport protocols.messages\n", []),
+        (IN_MAIN, []),
+        ("from protocols import AverageAllPolicy\nimport asyncdist\n", [str(ROOT / "asyncdist" / "launch.py")]),
+        ("import asyncdist\nfrom protocols import AverageAllPolicy\n", ["-m", "asyncdist", "sim", "-n", "2"]),
+        (IN_MAIN, ["-m", "asyncdist", "sim", "-n", "2"]),
+        (IN_MAIN, ["-m", "asyncdist", "sim", "-n", "2", "--explore", "3", "--processes", "1"]),
     ],
-    ids=["name", "module", "launched"],
+    ids=["name", "module", "in-main", "launched", "sim", "sim-in-main", "explore"],
 )
-def test_a_file_of_the_users_that_hides_the_package_is_explained(tmp_path: Path, source: str, launched: bool) -> None:
+def test_a_file_of_the_users_that_hides_the_package_is_explained(
+    tmp_path: Path, source: str, command: list[str]
+) -> None:
     """``launched`` is what ``asyncdist run`` makes of each rank."""
     mine, script = tmp_path / "protocols.py", tmp_path / "train.py"
     mine.write_text("x = 1\n")
     script.write_text(source)
-    launch = [str(ROOT / "asyncdist" / "launch.py")] if launched else []
     done = subprocess.run(
-        [sys.executable, *launch, str(script)],
+        [sys.executable, *command, str(script)],
         capture_output=True,
         text=True,
         env={"PYTHONPATH": str(ROOT), "PATH": ""},

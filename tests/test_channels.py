@@ -431,6 +431,57 @@ async def test_a_receive_that_fails_does_not_keep_what_came_meanwhile(pair: list
     assert envelope is not None and envelope.message == Number(1)
 
 
+async def test_a_timeout_tells_of_messages_for_a_channel_that_is_not_open(pair: list[World]) -> None:
+    """Two ranks that open one tag under different types waited for each other in silence."""
+    numbers, words = pair[0].channel(Number, tag=TAG), pair[1].channel(Word, tag=TAG)
+    for i in range(2):
+        words.send_nowait(Word(str(i)), 0)
+    with pytest.raises(TimeoutError) as caught:
+        await numbers.receive(timeout_s=0.05)
+    assert str(caught.value).startswith(
+        "Number: no message for 0.05 s; 2 messages on tag 77 wait for a channel that this rank has not opened, from "
+        "rank 1 ("
+    )
+
+
+async def test_awaiting_beside_messages_for_a_channel_that_is_not_open_is_logged_once(
+    pair: list[World], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncdist.channels.EARLY_PATIENCE_S", 0.01)
+    numbers, _ = both(pair)
+    second = pair[1].channel(Number, tag=TAG)
+    second.send_nowait(Number(1), 0)
+    await yields(20)
+    assert not caplog.records, "nobody waits yet"
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            await numbers.receive(timeout_s=0.1)
+        second.send_nowait(Number(2), 0)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1, told
+    assert told[0].startswith("awaiting Number for 0.01 s: 1 message on tag 77 waits for a channel that this rank has")
+    opened = pair[0].channel(Number, tag=TAG)
+    assert (await opened.receive()).message.value == 1
+    assert pair[0].early_frames() == []
+
+
+async def test_a_channel_that_is_opened_in_time_is_not_told_of(
+    pair: list[World], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncdist.channels.EARLY_PATIENCE_S", 0.01)
+    numbers, _ = both(pair)
+    second = pair[1].channel(Number, tag=TAG)
+    waiting = asyncio.ensure_future(numbers.receive(timeout_s=0.1))
+    await yields(2)
+    second.send_nowait(Number(1), 0)
+    await pair[0].engine.until(lambda: len(pair[0].early_frames()) == 1)
+    opened = pair[0].channel(Number, tag=TAG)
+    with pytest.raises(TimeoutError, match=r"no message for 0\.1 s$"):
+        await waiting
+    assert (await opened.receive()).message.value == 1
+    assert not caplog.records
+
+
 async def test_receive_times_out_and_loses_nothing(pair: list[World]) -> None:
     a, b = both(pair)
     for timeout_s in (0, 0.01, -1):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,8 +19,11 @@ from pathlib import Path
 
 import pytest
 from support import mpi
+from support.local import worlds
 
 import asyncdist as ad
+from asyncdist import runtime
+from asyncdist.supervision import FailureReport, peer_failed
 
 SCRIPTS = Path(__file__).with_name("scripts")
 #: Until a job has come to the place where something is done to it.
@@ -140,6 +144,40 @@ def test_an_exception_on_one_rank_ends_the_job_and_is_told_once() -> None:
     ended.check_told_once("ValueError: boom-7", rank=1)
     for rank in (0, 2):
         assert ended.stderr.count(f"rank {rank} stopped: rank 1 failed: ValueError: boom-7") == 1, ended.story
+
+
+def test_a_mistake_that_all_ranks_make_is_told_once_where_they_hear_of_it_in_time() -> None:
+    ended = Ended("raises_everywhere", 4)
+    ended.check_failed()
+    assert len(ended.statuses) == 4, ended.story
+    told = re.findall(
+        r"^asyncdist: rank (\d) (failed:|failed as rank \d did: |stopped: rank \d failed: )", ended.stderr, re.M
+    )
+    assert sorted(rank for rank, _ in told) == list("0123"), ended.story  # a slow one hears of it before it comes there
+    assert ended.stderr.count("Traceback") == sum(how == "failed:" for _, how in told) >= 1, ended.story
+
+
+async def test_a_mistake_that_was_heard_of_is_told_in_a_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(runtime, "_report", FailureReport())
+    async with worlds(2) as (_, world):
+        world.engine.fail(peer_failed(0, "ValueError: boom-7"))
+        assert not await runtime._is_told_by_another(world, ValueError("boom-8"))
+        assert not await runtime._is_told_by_another(world, TypeError("boom-7"))
+        assert not await runtime._is_told_by_another(world, peer_failed(0, "ValueError: boom-7"))
+        assert capsys.readouterr().err == ""
+        assert await runtime._is_told_by_another(world, ValueError("boom-7\nand more"))
+        assert capsys.readouterr().err == "asyncdist: rank 1 failed as rank 0 did: ValueError: boom-7\n"
+
+
+def test_mistakes_that_differ_are_all_told() -> None:
+    ended = Ended("raises_its_own_everywhere", 2)
+    ended.check_failed()
+    for rank in range(2):
+        told = f"asyncdist: rank {rank} failed:\nTraceback" in ended.stderr
+        assert told and f"ValueError: boom-{rank}" in ended.stderr, ended.story
 
 
 def test_an_exception_reaches_those_who_wait_for_that_rank_in_a_policys_start() -> None:

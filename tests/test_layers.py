@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: From the bottom up. A module may import those of lower layers alone.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_version", "errors", "flat", "spread", "trees"),
+    ("_version", "checks", "errors", "flat", "spread", "trees"),
     ("tags", "packing", "scratch", "transports.base", "transports.transfers", "values"),
     (
         "wire",
@@ -21,7 +21,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "transports.mpi",
         "transports.planes",
         "transports.__init__",
-        "supervision",
     ),
     ("channels", "streams", "transports.granted"),
     ("groups", "transports.gloo"),
@@ -37,8 +36,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("world", "transports.torch"),
     ("exposure",),
     ("launch", "mesh"),
-    ("population", "placement", "process"),
-    ("gradients", "shards"),
+    ("population", "placement", "process", "tracebacks"),
+    ("gradients", "shards", "supervision"),
     ("runtime", "api", "outcomes", "timing_report", "mpirun", "processes"),
     ("averaging", "everyday"),
     ("gathering", "roles"),

@@ -14,29 +14,25 @@ import itertools
 import re
 import sys
 import time
-import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Final, Protocol
 
 from asyncdist import launch
 from asyncdist.errors import RankLostError
-from asyncdist.runtime import host_rank
 from asyncdist.simulation.faults import Fault
 from asyncdist.simulation.repeat import expression_of, repeat_line
 from asyncdist.simulation.shrink import minimize, simplify
 from asyncdist.simulation.simulate import SimReport, observer
 from asyncdist.simulation.trace import Trace
 from asyncdist.simulation.workers import Inline, Pool, open_runner, pack, unpack
+from asyncdist.tracebacks import format_error
 
 #: Events of the trace that a failure shows.
 TAIL_EVENT_COUNT: Final = 20
-#: Modules between what starts a scenario or script and its first line.
-_MACHINERY: Final = (__name__, "asyncdist.simulation.script", "runpy", "importlib._bootstrap")
 #: Runs that shrinking a plan may take.
 _SHRINK_RUN_COUNT: Final = 300
 #: Work that a process is given at a time: often enough for a progress bar, rarely enough to cost nothing.
@@ -230,8 +226,7 @@ def _attempt(scenario: Callable[..., Any], seed: int, faults: Sequence[Fault] | 
         plan, trace = seen[-1] if seen else ((), None)
         tail = () if trace is None else tuple(map(str, trace.events()[-TAIL_EVENT_COUNT:]))
         kind = type(error).__qualname__
-        lines = traceback.format_exception(type(error), error, user_traceback(error))
-        return _Failed(seed, kind, str(error), signature_of(error), "".join(lines), tail, plan)
+        return _Failed(seed, kind, str(error), signature_of(error), format_error(error), tail, plan)
     finally:
         observer.reset(token)
     fired: Counter[str] = Counter()
@@ -264,20 +259,6 @@ def signature_of(error: BaseException) -> str:
         first = str(error).partition("\n")[0]
         return f"{name}: {re.sub(r'#(, #)+', '#', re.sub(r'[0-9][0-9.]*(e[+-]?[0-9]+)?', '#', first))[:_PREFIX_LENGTH]}"
     return name
-
-
-def user_traceback(error: BaseException) -> TracebackType | None:
-    """The traceback without the machinery around: from a rank's main on, or from the scenario or script."""
-    trace = error.__traceback__
-    found = None
-    while trace is not None:
-        code, module = trace.tb_frame.f_code, trace.tb_frame.f_globals.get("__name__")
-        if module == host_rank.__module__ and code.co_name == host_rank.__name__:
-            found = trace.tb_next
-        elif found is None and module not in _MACHINERY:
-            found = trace
-        trace = trace.tb_next
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,12 +324,12 @@ def _search(runner: Inline | Pool, seeds: Iterator[int], progress: _Progress) ->
             if not pending:
                 return None
             done = pending[0][1].result()
-        except BrokenProcessPool as error:
+        except BrokenProcessPool:
             raise RuntimeError(
                 f"a process that ran seeds died, in one of the seeds {pending[0][0][0]} to {pending[-1][0][-1]}: it "
                 "crashed in native code, was killed, or could not import this script, in which a call of explore at "
                 "top level needs an if __name__ == '__main__'. With processes=1 seeds run in this process"
-            ) from error
+            ) from None
         pending.popleft()
         progress.add(done)
         last = done.results[-1]

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from asyncdist.simulation.models import check_count, check_number, check_ranks
+from asyncdist import checks
+from asyncdist.simulation.models import check_number, check_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,12 @@ class Kill:
     at_turn: int | None = None
     at_message: int | None = None
 
+    def __post_init__(self) -> None:
+        given = [name for name in ("at_s", "at_turn", "at_message") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"{self!r}: give one of at_s, at_turn and at_message")
+        _check(self, *given)
+
 
 @dataclass(frozen=True, slots=True)
 class Stall:
@@ -34,6 +41,9 @@ class Stall:
     at_s: float
     duration_s: float
 
+    def __post_init__(self) -> None:
+        _check(self, "at_s", "duration_s")
+
 
 @dataclass(frozen=True, slots=True)
 class SlowRank:
@@ -42,6 +52,9 @@ class SlowRank:
     rank: int
     at_s: float
     factor: float
+
+    def __post_init__(self) -> None:
+        _check(self, "at_s", "factor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +66,9 @@ class SlowLink:
     at_s: float
     factor: float
 
+    def __post_init__(self) -> None:
+        _check(self, "at_s", "factor")
+
 
 @dataclass(frozen=True, slots=True)
 class Partition:
@@ -62,15 +78,29 @@ class Partition:
     at_s: float
     until_s: float
 
+    def __post_init__(self) -> None:
+        ranks: Any = self.ranks
+        if not isinstance(ranks, Sequence):
+            raise TypeError(f"{self!r}: ranks is {ranks!r}; allowed: a tuple of ranks")
+        _check(self, "at_s", "until_s")
+        if self.until_s < self.at_s:
+            raise ValueError(f"{self!r}: until_s must not be before at_s")
+
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """The ``number``-th message (from 1) from ``source`` to ``dest`` takes longer; later ones of its tag wait too."""
+    """The ``number``-th message (from 1) from ``source`` to ``dest`` takes longer; later ones of its tag wait too.
+
+    The two may be one rank: a coordinator's reports to itself are messages.
+    """
 
     source: int
     dest: int
     number: int
     duration_s: float
+
+    def __post_init__(self) -> None:
+        _check(self, "number", "duration_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,59 +112,44 @@ class Corrupt:
     number: int
     byte: int = 0
 
+    def __post_init__(self) -> None:
+        _check(self, "number")
+        if type(self.byte) is not int:
+            raise ValueError(f"{self!r}: byte is {self.byte!r}; allowed: a whole number")
+
 
 Fault: TypeAlias = Kill | Stall | SlowRank | SlowLink | Partition | Delay | Corrupt
 
 
+def _check(fault: Fault, *names: str) -> None:
+    """Refuse numbers out of range. Whole ones of another type become Python's: a plan is written down to repeat it."""
+    for name in names:
+        value, what = getattr(fault, name), f"{fault!r}: {name}"
+        if name in ("at_turn", "at_message", "number"):
+            object.__setattr__(fault, name, checks.count(what, value))
+        else:
+            check_number(what, value)
+
+
 def check_plan(faults: Sequence[Fault], size: int) -> None:
-    """Refuse a plan that cannot be carried out.
+    """Refuse a plan that cannot be carried out on ``size`` ranks.
 
     Raises:
         TypeError: something in it is no fault.
-        ValueError: a rank does not exist, or a number is out of range.
+        ValueError: a rank does not exist, or a partition has nobody on one of its sides.
     """
     given: Any = faults
     if not isinstance(given, Sequence):
         raise TypeError(f"faults is {faults!r}; allowed: a list of faults")
     for fault in faults:
         match fault:
-            case Kill(rank, at_s, at_turn, at_message):
+            case Kill(rank) | Stall(rank) | SlowRank(rank):
                 check_ranks(repr(fault), [rank], size)
-                given = [value for value in (at_s, at_turn, at_message) if value is not None]
-                if len(given) != 1:
-                    raise ValueError(f"{fault!r}: give one of at_s, at_turn and at_message")
-                if at_s is not None:
-                    check_number(f"{fault!r}: at_s", at_s)
-                else:
-                    check_count(f"{fault!r}: {'at_turn' if at_turn is not None else 'at_message'}", given[0])
-            case Stall(rank, at_s, duration_s):
-                check_ranks(repr(fault), [rank], size)
-                check_number(f"{fault!r}: at_s", at_s)
-                check_number(f"{fault!r}: duration_s", duration_s)
-            case SlowRank(rank, at_s, factor):
-                check_ranks(repr(fault), [rank], size)
-                check_number(f"{fault!r}: at_s", at_s)
-                check_number(f"{fault!r}: factor", factor)
-            case SlowLink(source, dest, at_s, factor):
+            case SlowLink(source, dest) | Delay(source, dest) | Corrupt(source, dest):
                 check_ranks(repr(fault), [source, dest], size)
-                check_number(f"{fault!r}: at_s", at_s)
-                check_number(f"{fault!r}: factor", factor)
-            case Partition(ranks, at_s, until_s):
-                if not isinstance(ranks, Sequence):
-                    raise TypeError(f"{fault!r}: ranks is {ranks!r}; allowed: a tuple of ranks")
+            case Partition(ranks):
                 check_ranks(repr(fault), ranks, size)
-                check_number(f"{fault!r}: at_s", at_s)
-                check_number(f"{fault!r}: until_s", until_s)
-                if until_s < at_s:
-                    raise ValueError(f"{fault!r}: until_s must not be before at_s")
-            case Delay(source, dest, number, duration_s):
-                check_ranks(repr(fault), [source, dest], size)
-                check_count(f"{fault!r}: number", number)
-                check_number(f"{fault!r}: duration_s", duration_s)
-            case Corrupt(source, dest, number, byte):
-                check_ranks(repr(fault), [source, dest], size)
-                check_count(f"{fault!r}: number", number)
-                if type(byte) is not int:
-                    raise ValueError(f"{fault!r}: byte is {byte!r}; allowed: a whole number")
+                if not 0 < len(set(ranks)) < size:
+                    raise ValueError(f"{fault!r} of {size} ranks parts nobody; allowed: some ranks, and not all")
             case _:
                 raise TypeError(f"{fault!r} is no fault")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import logging
 import math
 import random
@@ -35,6 +36,10 @@ T = TypeVar("T")
 EVENT_COUNT_MAX: Final = 1_000_000
 #: Turns that a rank may take in a row, woken by nothing from outside, before it is taken to be caught in one.
 TURN_COUNT_MAX: Final = 1_000_000
+#: The same of all ranks together while nothing else is to come: they wait for what cannot happen any more.
+IDLE_TURN_COUNT_MAX: Final = 100_000
+#: So many of these are each rank's own affair, where there are many.
+_IDLE_TURN_COUNT_OF_A_RANK: Final = 100
 #: A turn that follows another one comes up to so much later: turns take time, and messages arrive meanwhile.
 TURN_S: Final = 2e-6
 
@@ -49,6 +54,7 @@ class Scheduler:
         now: virtual seconds since the start.
         event_count: things that have happened.
         task_count: tasks made on all loops.
+        idle_turn_count: turns that ranks have taken in a row, woken by nothing from outside.
         stopped: set by whoever has seen enough; :meth:`run` returns.
         random: the generator's, from 0 to 1.
     """
@@ -57,6 +63,7 @@ class Scheduler:
         self.now = 0.0
         self.event_count = 0
         self.task_count = 0
+        self.idle_turn_count = 0
         self.stopped = False
         self.random = rng.random
         self._heap: list[tuple[float, float, int, Callable[[], None]]] = []
@@ -119,6 +126,22 @@ class Scheduler:
         self.event_count += 1
         self._count_at_now = 0
         return not self.stopped
+
+    def has_only_turns(self) -> bool:
+        """Whether nothing is to come but turns of ranks that go on by themselves."""
+        return not self._now and not any(_may_wake(action) for _, _, _, action in self._heap)
+
+    @property
+    def pending_count(self) -> int:
+        """Things that will happen."""
+        return len(self._heap)
+
+
+def _may_wake(action: Any) -> bool:
+    """Whether it is more than a rank's next turn, or a timer that was cancelled."""
+    if isinstance(action, functools.partial) and getattr(action.func, "__func__", None) is RankLoop._fire:
+        return not action.args[0].cancelled()
+    return getattr(action, "__func__", None) is not RankLoop._turn
 
 
 class _Handle(asyncio.Handle):
@@ -196,27 +219,37 @@ class RankLoop(asyncio.AbstractEventLoop):
 
     def _schedule(self) -> None:
         """Something from outside wants a turn."""
-        self._turns_in_a_row = 0
+        self._is_woken()
         if not self._has_turn and not self._running and not self._deaf:
             self._has_turn = True
             self._scheduler.soon(self._take_turn)
 
     def _goes_on(self) -> bool:
         """The turn that has just ended left something to do: whether its next one comes before all else."""
-        self._turns_in_a_row += 1
-        if self._turns_in_a_row > TURN_COUNT_MAX:
-            raise LocalProtocolError(
-                f"rank {self.rank} took {TURN_COUNT_MAX} turns in a row until {self._scheduler.now} s of virtual time: "
-                "some task of it loops without waiting for anything",
-                rank=self.rank,
-            )
         scheduler = self._scheduler
+        self._turns_in_a_row += 1
+        scheduler.idle_turn_count += 1
+        if self._turns_in_a_row > TURN_COUNT_MAX or scheduler.idle_turn_count % IDLE_TURN_COUNT_MAX == 0:
+            self._refuse_endless_turns()
         when = scheduler.now + TURN_S * scheduler.random()
         if scheduler.go_on_until(when):
             return True
         self._has_turn = True
         scheduler.at(when, self._take_turn)
         return False
+
+    def _refuse_endless_turns(self) -> None:
+        scheduler = self._scheduler
+        in_vain = scheduler.idle_turn_count >= _IDLE_TURN_COUNT_OF_A_RANK * scheduler.pending_count
+        if self._turns_in_a_row > TURN_COUNT_MAX or (in_vain and scheduler.has_only_turns()):
+            raise LocalProtocolError(
+                f"rank {self.rank} took {self._turns_in_a_row} turns in a row until {scheduler.now} s of virtual time: "
+                "some task of it loops without waiting for anything",
+                rank=self.rank,
+            )
+
+    def _is_woken(self) -> None:
+        self._turns_in_a_row = self._scheduler.idle_turn_count = 0
 
     def _turn(self) -> None:
         """Take turns until nothing is ready, or something else happens first."""
@@ -277,12 +310,16 @@ class RankLoop(asyncio.AbstractEventLoop):
             if not waiter.done():
                 waiter.set_result(None)
                 self._ready.rotate(1)  # the caller's wake-up was appended last
-            self._turns_in_a_row = 0
+            self._is_woken()
             self._run_ready()
             self._turn()
 
         self._scheduler.at(self._scheduler.now + seconds, resume)
         await waiter
+
+    def has_computed(self) -> None:
+        """User code has come to a safe point, in no time: whether it does so for ever is not for others to say."""
+        self._scheduler.idle_turn_count = 0
 
     def die(self) -> None:
         """Take no turn any more. What is ready stays so: a task whose wake-up is dropped could not be cancelled."""
@@ -305,7 +342,7 @@ class RankLoop(asyncio.AbstractEventLoop):
         handle = _Handle(callback, args, context)
         self._ready.append(handle)
         if not self._running and not self.dead:
-            self._turns_in_a_row = 0
+            self._is_woken()
             if not self._has_turn and not self._deaf:
                 self._has_turn = True
                 self._scheduler.soon(self._take_turn)
@@ -321,13 +358,13 @@ class RankLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.TimerHandle:
         handle = asyncio.TimerHandle(when, callback, args, self, context)
         if when < math.inf:
-            self._scheduler.at(when, lambda: self._fire(handle))
+            self._scheduler.at(when, functools.partial(self._fire, handle))
         return handle
 
     def _fire(self, handle: asyncio.TimerHandle) -> None:
         if not handle.cancelled():
             self._ready.append(handle)
-            self._turns_in_a_row = 0
+            self._is_woken()
             if not self._has_turn and not self.dead:
                 self._turn()
 

@@ -14,30 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from asyncdist import checks
+
 
 def check_number(name: str, value: Any, *, above_zero: bool = False) -> None:
     """Refuse what is no finite number of at least zero."""
-    wrong = isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf
-    if wrong or (above_zero and value == 0):
-        raise ValueError(f"{name} is {value!r}; allowed: a finite number {'above 0' if above_zero else 'of 0 or more'}")
-
-
-def check_count(name: str, value: Any) -> None:
-    """Refuse what is no whole number of at least one."""
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name} is {value!r}; allowed: a whole number of 1 or more")
+    allowed = f"a finite number {'above 0' if above_zero else 'of 0 or more'}"
+    checks.real(name, value, allowed, low=checks.SMALLEST if above_zero else 0.0)
 
 
 def check_duration(name: str, value: Any) -> None:
     """Refuse what is no duration."""
     if not isinstance(value, (Uniform, Exponential, LogNormal)):
         check_number(name, value)
-
-
-def check_probability(name: str, value: Any) -> None:
-    """Refuse what is no probability."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise ValueError(f"{name} is {value!r}; allowed: a probability from 0 to 1")
 
 
 def check_ranks(what: str, ranks: Sequence[int], size: int) -> None:
@@ -88,7 +77,7 @@ class LogNormal:
 
     def __post_init__(self) -> None:
         check_number("LogNormal.median", self.median)
-        check_number("LogNormal.sigma", self.sigma)
+        checks.real("LogNormal.sigma", self.sigma, "a number from 0 to 30", low=0.0, high=30.0)
 
     def draw(self, rng: random.Random) -> float:
         """One value, in seconds."""
@@ -153,12 +142,16 @@ class Network:
     loss_detection_s: Duration = Uniform(0.0, 0.02)
 
     def __post_init__(self) -> None:
-        if self.ranks_per_host is not None and (type(self.ranks_per_host) is not int or self.ranks_per_host < 1):
-            raise ValueError(
-                f"ranks_per_host is {self.ranks_per_host!r}; allowed: a whole number of 1 or more, or None"
-            )
-        if self.eager_nbytes is not None and (type(self.eager_nbytes) is not int or self.eager_nbytes < 0):
-            raise ValueError(f"eager_nbytes is {self.eager_nbytes!r}; allowed: a whole number of 0 or more, or None")
+        if self.ranks_per_host is not None:
+            checks.count("ranks_per_host", self.ranks_per_host, besides=", or None")
+        if self.eager_nbytes is not None:
+            checks.count("eager_nbytes", self.eager_nbytes, least=0, besides=", or None")
+        links: Any = self.links
+        if not isinstance(links, Mapping):
+            checks.refuse("links", links, "a dict from (source, dest) to a Link", TypeError)
+        for pair in links:
+            if not isinstance(pair, tuple) or [type(rank) for rank in pair] != [int, int]:
+                checks.refuse("a key of links", pair, "(source, dest), two ranks")
         check_duration("loss_detection_s", self.loss_detection_s)
         for name, link in (("link", self.link), ("cross_link", self.cross_link), *self.links.items()):
             if not isinstance(link, Link):
@@ -197,7 +190,10 @@ class Compute:
     def __post_init__(self) -> None:
         check_duration("step_s", self.step_s)
         check_duration("pause_s", self.pause_s)
-        check_probability("pause_probability", self.pause_probability)
+        checks.fraction("pause_probability", self.pause_probability)
+        factors: Any = self.factors
+        if not isinstance(factors, Mapping):
+            checks.refuse("factors", factors, "a dict from a rank to its factor", TypeError)
         for rank, factor in self.factors.items():
             check_number(f"the compute factor of rank {rank}", factor)
 

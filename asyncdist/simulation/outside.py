@@ -1,24 +1,43 @@
-"""What a simulated rank has not: threads, sockets and whatever else would not follow from the seed.
+"""What a simulated rank has not: threads, processes, sockets and whatever else would not follow from the seed.
 
-The event loop refuses its own ways out. Threads and sockets that user code makes without it are refused where they
-begin, for as long as the simulation lasts and on its thread alone. Libraries that compute may start threads of their
-own, whose results do follow (a compiler's, a data loader's): they are told by who calls, the standard library apart.
+The event loop refuses its own ways out. What user code begins without it is refused where it begins, before anything
+has been made, for as long as the simulation lasts and on its thread alone: :data:`_ENTRIES` has all of it. Libraries
+that compute may have threads and processes of their own, whose results do follow (a compiler's, the workers of a
+``DataLoader``, which hand out their batches in order): they are told by who calls, the standard library apart.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
+import os
 import socket
+import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures.process import ProcessPoolExecutor
+from multiprocessing.process import BaseProcess
 from typing import Any, Final, NoReturn
 
 from asyncdist.errors import LocalProtocolError
 
-#: Top-level packages that may start threads.
+#: Who has it, what it is called, and what it would do. A process pool would fork before its first thread is refused;
+#: its parts, and an event loop's, would complain of each other when they are thrown away half made.
+_ENTRIES: Final[tuple[tuple[Any, str, str], ...]] = (
+    (threading.Thread, "start", "starting a thread"),
+    (socket.socket, "__init__", "a socket"),
+    (BaseProcess, "start", "starting a process"),
+    (ProcessPoolExecutor, "__init__", "a process pool"),
+    (subprocess.Popen, "__init__", "starting a subprocess"),
+    (asyncio.BaseEventLoop, "__init__", "another event loop"),
+    *((os, name, f"os.{name}") for name in ("fork", "forkpty", "posix_spawn", "posix_spawnp", "system")),
+)
+#: Top-level packages that may.
 _TRUSTED: Final = frozenset({"numpy", "torch"})
+#: Modules that start a process only because their caller asks for one; this one is between an entry and the next.
+_SERVANTS: Final = ("torch.multiprocessing", "torch.distributed", __name__)
 
 
 def refuse(what: str) -> NoReturn:
@@ -31,37 +50,40 @@ def refuse(what: str) -> NoReturn:
 
 @contextlib.contextmanager
 def refused_outside() -> Iterator[None]:
-    """Until it ends, this thread starts no thread and opens no socket."""
-    simulating = threading.get_ident()
-    start, open_socket = threading.Thread.start, socket.socket.__init__
+    """Until it ends, this thread starts no thread and no process, and opens no socket."""
+    simulating = os.getpid(), threading.get_ident()
 
-    @functools.wraps(start)
-    def start_or_refuse(thread: threading.Thread) -> None:
-        if threading.get_ident() == simulating and not _is_trusted(sys._getframe(1)):
-            refuse(f"starting the thread {thread.name!r}")
-        start(thread)
-
-    @functools.wraps(open_socket)
-    def open_or_refuse(opened: socket.socket, *args: Any, **kwargs: Any) -> None:
-        if threading.get_ident() == simulating and not _is_trusted(sys._getframe(1)):
-            refuse("a socket")
-        open_socket(opened, *args, **kwargs)
+    def is_refused() -> bool:
+        """Whether the caller's caller may not. A process that was forked here is none of the simulation."""
+        return (os.getpid(), threading.get_ident()) == simulating and not _is_trusted(sys._getframe(2))
 
     with contextlib.ExitStack() as stack:
-        for owner, name, original, ours in (
-            (threading.Thread, "start", start, start_or_refuse),
-            (socket.socket, "__init__", open_socket, open_or_refuse),
-        ):
-            setattr(owner, name, ours)
-            stack.callback(setattr, owner, name, original)
+        for owner, name, what in _ENTRIES:
+            original = getattr(owner, name, None)
+            if original is not None:  # not every system has all of them
+                setattr(owner, name, _guarded(original, what, is_refused))
+                stack.callback(setattr, owner, name, original)
         yield
 
 
+def _guarded(original: Callable[..., Any], what: str, is_refused: Callable[[], bool]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if is_refused():
+            if args and isinstance(args[0], asyncio.BaseEventLoop):
+                args[0]._closed = True  # type: ignore[attr-defined]  # else its __del__ would complain
+            refuse(what)
+        return original(*args, **kwargs)
+
+    return guarded
+
+
 def _is_trusted(frame: Any) -> bool:
-    """Whether the first caller that is not of the standard library belongs to a package that may."""
+    """Whether the first caller that is not of the standard library, nor only its servant, belongs to who may."""
     while frame is not None:
-        package = str(frame.f_globals.get("__name__")).partition(".")[0]
-        if package not in sys.stdlib_module_names:
+        module = str(frame.f_globals.get("__name__"))
+        package = module.partition(".")[0]
+        if package not in sys.stdlib_module_names and not module.startswith(_SERVANTS):
             return package in _TRUSTED
         frame = frame.f_back
     return False

@@ -19,7 +19,6 @@ import shlex
 import shutil
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ import msgspec
 import numpy as np
 import torch
 
+from asyncdist import launch
 from asyncdist.errors import DeadlockError
 from asyncdist.runtime import run_elsewhere
 from asyncdist.simulation.explore import (
@@ -37,11 +37,11 @@ from asyncdist.simulation.explore import (
     check_ranks_ended_well,
     explore,
     is_good_end,
-    user_traceback,
 )
 from asyncdist.simulation.faults import Fault, Kill, check_plan
 from asyncdist.simulation.repeat import expression_of, fields_of, python_command
 from asyncdist.simulation.simulate import SimReport, simulate
+from asyncdist.tracebacks import format_error
 
 _KINDS: Final = {kind.__name__: kind for kind in get_args(Fault)}
 #: Lines that the results of all ranks may take.
@@ -264,14 +264,17 @@ def _program(script: Script) -> Iterator[None]:
         sys.path.insert(0, os.path.dirname(os.path.realpath(script.path)))
     try:
         yield
+    except ImportError as error:
+        launch.explain_import(error)  # now: afterwards the script's folder is not searched any more
+        raise
     finally:
         sys.argv, sys.path[:] = argv, path
 
 
 def _never_ran(script: Script) -> ScriptError:
     return ScriptError(
-        f"{script.path!r} ended without a call of asyncdist.run: nothing was simulated (a sim runs the script as "
-        "__main__, once)"
+        f"{script.path!r} ended without a call of asyncdist.run on the main thread: nothing was simulated (a sim runs "
+        "the script as __main__, once)"
     )
 
 
@@ -332,8 +335,7 @@ def _print_failures(report: SimReport | None, error: BaseException | None) -> bo
     elif isinstance(error, SystemExit):
         print(f"exit code {error.code}" if isinstance(error.code, int) else error.code, file=sys.stderr)
     else:
-        trace = user_traceback(error)
-        sys.stderr.write("".join(traceback.format_exception(type(error), error, trace)))
+        sys.stderr.write(format_error(error))
     if report is not None:
         tail = report.trace[-TAIL_EVENT_COUNT:]
         print("the last events:", *tail, sep="\n  ", file=sys.stderr, flush=True)

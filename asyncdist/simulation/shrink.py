@@ -51,8 +51,8 @@ def simplify(plan: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool]) ->
         simplest = 1 if isinstance(value, int) else value if name == "factor" else 0.0
         for simpler in _simpler(value, simplest):
             changes: dict[str, Any] = {name: simpler}
-            candidate = (*plan[:index], dataclasses.replace(plan[index], **changes), *plan[index + 1 :])
             try:
+                candidate = (*plan[:index], dataclasses.replace(plan[index], **changes), *plan[index + 1 :])
                 check_plan(candidate, sys.maxsize)
             except ValueError:
                 continue

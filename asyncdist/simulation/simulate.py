@@ -25,6 +25,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from asyncdist import checks
 from asyncdist.errors import DeadlockError, LocalProtocolError, RankLostError
 from asyncdist.progress import Engine
 from asyncdist.runtime import Outcome, host_rank
@@ -135,13 +136,12 @@ def simulate(
         DeadlockError: nothing was left to happen, and some main had not returned: who waits for what.
         KeyboardInterrupt: after SIGINT, between two events.
         LocalProtocolError: simulate inside a simulation, or a task that loops without waiting. On a rank: a thread, a
-            socket or something else that would not follow from the seed.
+            process, a socket or something else that would not follow from the seed.
         TypeError, ValueError: an argument is of the wrong kind or out of range.
     """
     if not inspect.iscoroutinefunction(main):
         raise TypeError(f"main must be a coroutine function (async def), not {main!r}")
-    if type(ranks) is not int or ranks < 1:
-        raise ValueError(f"ranks is {ranks!r}; allowed: a whole number of 1 or more")
+    ranks = checks.count("ranks", ranks)
     if type(seed) is not int:
         raise TypeError(f"seed is {seed!r}; a whole number is needed")
     if until_s is not None:
@@ -160,8 +160,9 @@ def simulate(
         pass
     else:
         raise LocalProtocolError("a loop is running already: no simulation inside a simulation, or inside a coroutine")
-    if not set(inherited_random) <= INHERITABLE:
-        raise ValueError(f"inherited_random is {inherited_random!r}; allowed: {', '.join(sorted(INHERITABLE))}")
+    inherited: Any = inherited_random
+    if isinstance(inherited, str) or not isinstance(inherited, Collection) or not set(inherited) <= INHERITABLE:
+        checks.refuse("inherited_random", inherited, f"a list of names among {', '.join(sorted(INHERITABLE))}")
     states = RandomStates(ranks, seed, inherited_random)
     simulation = _Simulation(ranks, seed, network or Network(), compute or Compute(), tuple(faults), states)
     with simulation.interruptible(), _rare_collections(), refused_outside():
@@ -190,6 +191,8 @@ class _Clock:
         seconds = self._simulation.draw_compute_s(self._loop.rank)
         if seconds:
             await self._loop.be_deaf(seconds)
+        else:
+            self._loop.has_computed()
 
     async def beside_compute(self) -> None:
         over = self._loop.create_future()
@@ -384,6 +387,7 @@ class _Simulation:
             lines += [
                 f"  rank {rank}, {task.get_name()}: {_what_awaits(task, world)}" for task in loop.unfinished_tasks()
             ]
+            lines += [f"  rank {rank}: {text}" for text in (world.early_frames() if world is not None else ())]
         return "\n".join(lines)
 
     def _clear(self) -> None:

@@ -10,6 +10,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -133,6 +134,8 @@ class Pool:
 @contextlib.contextmanager
 def open_runner(payload: bytes, process_count: int) -> Iterator[Inline | Pool]:
     """What runs the seeds, for as long as the context lasts."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        sys.exit(1)  # this process imports a script without a __main__ guard; its parent says so, once for all of them
     runner = Inline(payload) if process_count == 1 else Pool(payload, process_count)
     try:
         yield runner

@@ -73,6 +73,18 @@ async def raises(world: ad.World) -> None:
     await train(world, at)
 
 
+async def raises_everywhere(world: ad.World) -> None:
+    await all_ready(world)
+    await ad.barrier()
+    raise ValueError("boom-7")
+
+
+async def raises_its_own_everywhere(world: ad.World) -> None:
+    await all_ready(world)
+    await ad.barrier()
+    raise ValueError(f"boom-{world.rank}")
+
+
 async def raises_beside_a_blocked_peer(world: ad.World) -> None:
     await all_ready(world)
     if world.rank == 0:

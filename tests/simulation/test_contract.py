@@ -6,14 +6,20 @@ Each freedom is shown to be used over some seeds; each prohibition has a test of
 from __future__ import annotations
 
 import asyncio
+import gc
+import itertools
+import multiprocessing
+import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import types
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -466,6 +472,19 @@ def test_a_rank_that_ends_does_not_hide_a_deadlock() -> None:
     assert "rank 0, main of rank 0: the other ranks to come to their end" in text
 
 
+def test_a_deadlock_tells_of_messages_for_a_channel_that_was_never_opened(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(world: ad.World) -> None:
+        channel = world.channel(Number, tag=100, name="results" if world.rank else "result")
+        await channel.send(Number(1), 1 - world.rank)
+        await channel.receive()
+
+    text = str(deadlock_of(main))
+    for rank in range(2):
+        said = f"rank {rank}: 1 message on tag 100 waits for a channel that this rank has not opened, from rank"
+        assert said in text, text
+    assert sum("awaiting result" in record.getMessage() for record in caplog.records) == 2, "after 5 s, on each"
+
+
 def test_a_timer_that_is_still_running_is_no_deadlock() -> None:
     async def main(world: ad.World) -> str:
         try:
@@ -486,8 +505,48 @@ def test_a_task_that_loops_without_waiting_is_named_instead_of_a_hang(monkeypatc
         while world.rank == 1:
             await yield_to_loop()
 
-    with pytest.raises(ad.LocalProtocolError, match="rank 1 took 1000 turns in a row"):
+    with pytest.raises(ad.LocalProtocolError, match="rank 1 took 1001 turns in a row"):
         simulate(main, ranks=2)
+
+
+@pytest.mark.parametrize("loopers", [(0,), (1,), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("timed", [False, True])
+def test_it_is_named_sooner_where_nothing_else_is_to_come(loopers: tuple[int, ...], timed: bool) -> None:
+    """It took a million turns, and the better part of a minute. A timer that was cancelled will not come either."""
+    turns: Counter[int] = Counter()
+
+    async def main(world: ad.World) -> None:
+        if timed:
+            async with asyncio.timeout(1e6):
+                await world.sleep(1e-3)
+        while world.rank in loopers:
+            turns[world.rank] += 1
+            await asyncio.sleep(0)
+
+    with pytest.raises(ad.LocalProtocolError, match=r"rank \d took \d+ turns in a row until 0\.\d+ s of virtual time"):
+        simulate(main, ranks=3)
+    assert sum(turns.values()) < 201_000
+
+
+@pytest.mark.parametrize("waits_for", ["a rank that computes", "a timer", "its own steps, which take no time"])
+def test_a_loop_that_waits_for_what_will_come_is_not_named(waits_for: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncdist.simulation.loop.IDLE_TURN_COUNT_MAX", 1000)
+
+    async def main(world: ad.World) -> None:
+        channel = world.channel(Number, tag=5)
+        if waits_for == "its own steps, which take no time":
+            for _ in range(5000):
+                await world.safe_point()
+        elif world.rank == 0 and waits_for == "a timer":
+            asyncio.get_running_loop().call_later(0.01, channel.send_nowait, Number(1), 0)
+        elif world.rank == 1:
+            await world.safe_point()
+            await channel.send(Number(1), 0)
+        while world.rank == 0 and not waits_for.startswith("its own") and channel.receive_nowait() is None:
+            await yield_to_loop()
+
+    step_s = 0.0 if waits_for.startswith("its own") else 0.01
+    simulate(main, ranks=2, compute=Compute(step_s=step_s), until_s=1.0).value()
 
 
 def test_a_task_that_only_yields_lets_messages_arrive() -> None:
@@ -803,6 +862,50 @@ async def handle_signal() -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, int)
 
 
+async def use_process_pool() -> None:
+    with ProcessPoolExecutor() as pool:
+        pool.submit(int)
+
+
+async def use_spawning_pool() -> None:
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        pool.submit(int)
+
+
+async def use_multiprocessing_pool() -> None:
+    with multiprocessing.Pool(1) as pool:
+        pool.map(abs, [1])
+
+
+async def fork_process() -> None:
+    multiprocessing.get_context("fork").Process(target=int).start()
+
+
+async def spawn_process() -> None:
+    torch.multiprocessing.get_context("spawn").Process(target=int).start()
+
+
+async def spawn_torch_processes() -> None:
+    torch.multiprocessing.spawn(int)
+
+
+async def fork_by_hand() -> None:
+    if os.fork() == 0:
+        os._exit(0)
+
+
+async def run_program() -> None:
+    subprocess.run(["true"], check=True)  # noqa: ASYNC221
+
+
+async def run_shell() -> None:
+    os.system("true")  # noqa: ASYNC221
+
+
+async def make_loop() -> None:
+    asyncio.new_event_loop()
+
+
 @pytest.mark.parametrize(
     "use",
     [
@@ -820,14 +923,78 @@ async def handle_signal() -> None:
         start_process,
         start_shell,
         handle_signal,
+        use_process_pool,
+        use_spawning_pool,
+        use_multiprocessing_pool,
+        fork_process,
+        spawn_process,
+        spawn_torch_processes,
+        fork_by_hand,
+        run_program,
+        run_shell,
+        make_loop,
     ],
 )
+@pytest.mark.filterwarnings("error")
 def test_the_world_outside_is_refused(use: Callable[[], Awaitable[None]]) -> None:
+    """Before anything of it exists: no process, and nothing that complains when it is thrown away."""
+
     async def main(world: ad.World) -> None:
         await use()
 
     with pytest.raises(ad.LocalProtocolError, match=r"refused in a simulation: .*world\.compute"):
         simulate(main, ranks=1).value()
+    gc.collect()
+    assert multiprocessing.active_children() == []
+
+
+def test_what_a_refused_pool_leaves_is_an_interpreter_that_ends() -> None:
+    """It hung at its exit, with a child, since the pool had forked before its first thread was refused."""
+    program = """
+import asyncdist as ad
+from concurrent.futures import ProcessPoolExecutor
+
+async def main(world):
+    with ProcessPoolExecutor(2) as pool:
+        return pool.submit(int).result()
+
+print(ad.simulate(main, ranks=2).results[0])
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("a process pool is refused in a simulation: ")
+
+
+def test_the_text_of_a_refusal_follows_from_the_seed() -> None:
+    """It travels to the peers, so it is in the digest; threads are numbered by the process, not by the run."""
+
+    async def main(world: ad.World) -> None:
+        threading.Thread(target=int).start()
+
+    first = simulate(main, ranks=2)
+    for _ in range(10):
+        threading.Thread(target=int)
+    assert simulate(main, ranks=2).trace_digest == first.trace_digest
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_the_workers_of_a_data_loader_are_let_through() -> None:
+    """Their batches come in the order of the sampler, which draws from the rank's own random state."""
+
+    async def main(world: ad.World) -> list[list[int]]:
+        loader = torch.utils.data.DataLoader(range(32), batch_size=4, num_workers=2, shuffle=True)
+        batches = []
+        for batch in loader:
+            batches.append(batch.tolist())
+            await world.safe_point()
+        return batches
+
+    first, second = (simulate(main, ranks=2, seed=3) for _ in range(2))
+    first.value()
+    assert first.results == second.results and first.trace_digest == second.trace_digest
+    assert first.results[0] != first.results[1]
+    assert all(sorted(itertools.chain(*batches)) == list(range(32)) for batches in first.results)
+    assert multiprocessing.active_children() == []
 
 
 def test_threads_and_sockets_are_refused_on_the_simulations_own_thread_and_for_its_time_alone() -> None:

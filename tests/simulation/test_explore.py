@@ -446,6 +446,32 @@ def test_a_process_that_dies_is_an_error() -> None:
         explore(dies, range(4), processes=2)
 
 
+UNGUARDED = """
+from asyncdist.simulation import explore, simulate
+
+async def main(world):
+    return world.rank
+
+def scenario(seed):
+    return simulate(main, ranks=2, seed=seed)
+
+explore(scenario, range(4), processes=2)
+"""
+
+
+def test_a_script_without_a_main_guard_is_one_clear_error(tmp_path: Path) -> None:
+    """Each of its processes would start the exploration again; Python itself says so at length, in each of them."""
+    script = tmp_path / "unguarded.py"
+    script.write_text(UNGUARDED)
+    environ = {**os.environ, "PYTHONPATH": str(Path(ad.__file__).parents[1])}
+    ended = subprocess.run(
+        [sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.count("Traceback") == 1, ended.stderr
+    assert "needs an if __name__ == '__main__'" in ended.stderr
+
+
 def endless_but_for_one(seed: int) -> ad.SimReport:
     if seed == 0:
         raise ValueError("seed 0")

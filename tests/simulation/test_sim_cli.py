@@ -196,7 +196,7 @@ def test_a_deadlock_says_who_waits_for_whom(sim: Sim, script: str) -> None:
         ("top", 1, ["the script failed:\nTraceback", "in <module>\n    raise KeyError", "KeyError: 'boom-7'"]),
         ("--help", 0, ["exited before asyncdist.run: nothing was simulated"]),
         ("--wrong", 3, ["exited before asyncdist.run: nothing was simulated"]),
-        ("never", 2, ["'script.py' ended without a call of asyncdist.run"]),
+        ("never", 2, ["'script.py' ended without a call of asyncdist.run on the main thread"]),
         ("twice", 2, ["'script.py' calls asyncdist.run more than once"]),
     ],
 )
@@ -340,7 +340,7 @@ def test_a_terminal_gets_a_progress_bar(script: str) -> None:
         (["script.py", "--ranks", "2", "--explore", "0"], "argument --explore: '0' is not a whole number of 1 or more"),
         (["script.py", "--ranks", "2", "--processes", "2"], "--processes is for --explore"),
         (["script.py", "--ranks", "2", "--explore", "3", "--processes", "0"], "argument --processes: '0'"),
-        (["--frob", "script.py", "--ranks", "2"], "unrecognized arguments: --frob"),
+        (["--frob", "script.py", "--ranks", "2"], "asyncdist sim: unrecognized arguments: --frob"),
         (
             ["script.py", "--ranks", "2", "--explore", "3", "--processes", "1", "never"],
             "without a call of asyncdist.run",
