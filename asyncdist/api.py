@@ -147,7 +147,9 @@ def all_gather(
     return population.all_gather(tensor, axis_name, axis=axis, tiled=tiled, mesh=mesh)
 
 
-async def _all_gather(tensor: torch.Tensor, group: Group | None, world: World | None) -> list[torch.Tensor]:
+async def _all_gather(tensor: object, group: Group | None, world: World | None) -> list[torch.Tensor]:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"tensor is a {type(tensor).__name__}; allowed: a tensor, or a tree of them and an axis name")
     world, group = place(world, group)
     return await world.collectives.all_gather(tensor, group)
 

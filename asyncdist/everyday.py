@@ -23,7 +23,7 @@ from asyncdist import values
 from asyncdist.api import place
 from asyncdist.collectives import Collectives
 from asyncdist.errors import LocalProtocolError
-from asyncdist.groups import Group
+from asyncdist.groups import Group, check_group
 from asyncdist.outcomes import (
     Call,
     Frame,
@@ -53,6 +53,8 @@ def is_distributed() -> bool:
 def is_main_process(*, group: Group | None = None) -> bool:
     """Whether this rank is the first of its group, of the world by default; True outside ``run`` and ``open_world``."""
     world = _world_or_none()
+    if group is not None:
+        check_group(group)
     if world is None:
         return True
     return world.rank == (group or world.group).ranks[0]

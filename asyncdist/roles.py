@@ -32,11 +32,12 @@ class RankLayout:
 
     Attributes:
         world_size: number of ranks.
-        agent_groups: the training ranks of each agent group, of one size; they need not be contiguous.
+        agent_groups: the training ranks of each agent group, of one size; they need not be contiguous. Lists will do.
         clients: of each buffer rank, the training ranks that it serves; empty without buffers.
         coordinator: a rank that neither trains nor buffers, or None.
 
     Raises:
+        TypeError: something is no list or dict.
         ValueError: the roles do not fit together; the ranks or numbers concerned are named, and what is allowed.
     """
 
@@ -47,6 +48,13 @@ class RankLayout:
 
     def __post_init__(self) -> None:
         _check_count("world_size", self.world_size, 1)
+        groups = _tuple("agent_groups", self.agent_groups, "groups of ranks")
+        groups = tuple(_tuple(f"agent_groups[{index}]", group, "ranks") for index, group in enumerate(groups))
+        object.__setattr__(self, "agent_groups", groups)
+        if not isinstance(self.clients, Mapping):
+            raise TypeError(f"clients is {self.clients!r:.80}; allowed: a dict, from buffer rank to training ranks")
+        clients = {buffer: _tuple(f"clients[{buffer!r}]", ranks, "ranks") for buffer, ranks in self.clients.items()}
+        object.__setattr__(self, "clients", clients)
         if not self.agent_groups:
             raise ValueError("agent_groups is empty; allowed: one group of training ranks or more")
         for index, group in enumerate(self.agent_groups):
@@ -299,6 +307,8 @@ async def initialize_distributed_compute(
     if placement not in ("arithmetic", "host"):
         raise ValueError(f"placement is {placement!r}; allowed: 'arithmetic', 'host'")
     _check_dist_backend(world, dist_backend)
+    if layout is not None and not isinstance(layout, RankLayout):
+        raise TypeError(f"layout is {layout!r:.80}; allowed: a RankLayout, or None")
     if layout is None:
         _check_counts(world.size, num_remote_buffers, num_agent_groups, coordinator)
     elif layout.world_size != world.size:
@@ -377,6 +387,12 @@ def _check_counts(world_size: int, buffer_count: int, group_count: int, coordina
             f"allowed: {', '.join(map(str, divisors))}"
         )
     return training_count
+
+
+def _tuple(name: str, values: Any, of: str) -> tuple[Any, ...]:
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise TypeError(f"{name} is {values!r:.80}; allowed: a list of {of}")
+    return tuple(values)
 
 
 def _check_count(name: str, value: Any, least: int) -> None:

@@ -376,6 +376,10 @@ class Timing:
 
     seconds: dict[str, list[float]] | None = field(default=None)
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.seconds, dict | None):
+            raise TypeError(f"timing is {self.seconds!r:.80}; allowed: a dict, or None")
+
     def add(self, name: str, duration_s: float) -> None:
         """Append one duration, if anybody wants to know."""
         if self.seconds is not None:
