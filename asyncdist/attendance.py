@@ -3,17 +3,18 @@
 Members start the collectives of a group in one order, so each rank counts those that it has started, by group, and says
 the counts when it leaves. One with a higher number is a collective in which the leaver takes no part: whoever starts it
 or waits in it gets ClosedError. One with a lower number goes on: the leaver has done its part, or does it in the
-background, whatever arrives first.
+background, whatever arrives first. Where a member is lost besides, that is what is raised, as RankLostError: whoever
+has left may have found out.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from asyncdist.errors import ClosedError
+from asyncdist.errors import AsyncdistError, ClosedError, RankLostError
 from asyncdist.groups import Group
 
 
@@ -30,8 +31,8 @@ class Participation:
 
     group: Group
     number: int
-    stop: Callable[[ClosedError], None]
-    error: ClosedError | None = None
+    stop: Callable[[AsyncdistError], None]
+    error: AsyncdistError | None = None
 
 
 class Attendance:
@@ -40,6 +41,7 @@ class Attendance:
     def __init__(self) -> None:
         self._started: Counter[int] = Counter()
         self._left: dict[int, Mapping[int, int]] = {}
+        self._lost: set[int] = set()
         self._under_way: dict[Participation, None] = {}  # in the order in which they began
 
     def begin(self, group: Group) -> int:
@@ -63,7 +65,7 @@ class Attendance:
                 raise error
 
     @contextmanager
-    def waiting(self, group: Group, number: int, stop: Callable[[ClosedError], None]) -> Iterator[Participation]:
+    def waiting(self, group: Group, number: int, stop: Callable[[AsyncdistError], None]) -> Iterator[Participation]:
         """Wait in a collective: ``stop(error)`` is called once if a member leaves that has no part in it."""
         self.check(group, number)
         entry = Participation(group, number, stop)
@@ -73,8 +75,18 @@ class Attendance:
         finally:
             del self._under_way[entry]
 
-    def on_left(self, rank: int, started: Mapping[int, int]) -> None:
-        """``rank`` has left, having started so many collectives of each group."""
+    def on_lost(self, rank: int) -> None:
+        """``rank`` has died: the transport fails the requests that wait for it."""
+        self._lost.add(rank)
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Ranks that are known to be lost, here or where somebody has left."""
+        return tuple(sorted(self._lost))
+
+    def on_left(self, rank: int, started: Mapping[int, int], lost: Iterable[int]) -> None:
+        """``rank`` has left, having started so many collectives of each group, and knowing of these lost ranks."""
+        self._lost.update(lost)
         if rank in self._left:
             return
         self._left[rank] = started
@@ -84,9 +96,12 @@ class Attendance:
                 if entry.error is not None:
                     entry.stop(entry.error)
 
-    def _reason(self, group: Group, number: int) -> ClosedError | None:
+    def _reason(self, group: Group, number: int) -> AsyncdistError | None:
         for rank in group.ranks:
             if rank in self._left and self._left[rank].get(group.tag, 0) < number:
+                for lost in group.ranks if self._lost else ():
+                    if lost in self._lost:
+                        return RankLostError(f"rank {lost} is gone, and rank {rank} has left since", rank=lost)
                 return ClosedError(
                     f"rank {rank} has left and takes no part in this collective of the group {_short(group.ranks)}",
                     rank=rank,

@@ -291,7 +291,7 @@ async def _last_barrier(world: World, transport: Transport) -> None:
     if own_group is not None:
         await world.engine.wait(own_group.barrier(), "the other ranks to come to their end")
         return
-    world.announce(Farewell(world.attendance.started()))
+    world.announce(Farewell(world.attendance.started(), world.attendance.lost))
     await world.engine.until(
         lambda: _is_everybody(world, world.answered, world.left, transport.lost_ranks()),
         "the other ranks to come to their end",
@@ -312,7 +312,7 @@ def _is_everybody(world: World, *groups: Collection[int]) -> bool:
 
 async def _leave(world: World, transport: Transport) -> list[str]:
     """The clean end: farewells, services, barrier, receives. Returns what was left over."""
-    world.announce(Leave(world.attendance.started()))
+    world.announce(Leave(world.attendance.started(), world.attendance.lost))
     world.refuse_streams()
     await world.engine.until(lambda: world.service_count == 0, "the services of this rank to end")
     # Before the barrier, while the peers still take what comes; after it a message may find nobody.

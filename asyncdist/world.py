@@ -55,9 +55,11 @@ class Leave:
 
     Attributes:
         started: how many collectives it has started, by the group's tag.
+        lost: ranks that it knows to be lost.
     """
 
     started: tuple[tuple[int, int], ...] = ()
+    lost: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +74,12 @@ class Farewell:
     """This rank has stopped: its answer to :class:`Failed`, or its end where losing a rank does not end the job.
 
     Attributes:
-        started: as of :class:`Leave`, which may have been spoiled, and dropped.
+        started, lost: as of :class:`Leave`, which may have been spoiled, and dropped; None in a job that has failed:
+            that is what the peers are to hear, and not that a member is missing.
     """
 
-    started: tuple[tuple[int, int], ...] = ()
+    started: tuple[tuple[int, int], ...] | None = None
+    lost: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,6 +492,7 @@ class World:
         """``rank`` has died, perhaps after its main had returned: what it still served, a coordinator, goes now."""
         self.left.discard(rank)
         self.gone.discard(rank)
+        self.attendance.on_lost(rank)
         self.mark_gone(rank)
 
     def _on_system(self, envelope: Envelope[Any]) -> None:
@@ -500,18 +505,19 @@ class World:
                 self.agreements.on_verdict(verdict)
             case Withdraw(subject):
                 self.agreements.on_withdraw(subject, source)
-            case Leave(started):
+            case Leave(started, lost):
                 self.left.add(source)
-                self.attendance.on_left(source, dict(started))
+                self.attendance.on_left(source, dict(started), lost)
                 self.mark_gone(source)
             case Failed(summary):
                 self.answered.add(source)
                 for listener in self._failure_listeners:
                     listener(source, summary)
-            case Farewell(started):
+            case Farewell(started, lost):
                 self.answered.add(source)
                 self.left.add(source)
-                self.attendance.on_left(source, dict(started))
+                if started is not None:
+                    self.attendance.on_left(source, dict(started), lost)
                 self.mark_gone(source)
         self.engine.recheck()
 

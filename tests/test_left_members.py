@@ -56,3 +56,21 @@ def test_what_a_member_has_begun_before_it_left_completes(seed: int) -> None:
 
     assert ad.simulate(main, ranks=4, seed=seed, strict=True).results == (2.0,) * 4
     assert ad.run_local(main, ranks=4, strict=True) == [2.0] * 4
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_who_stops_since_another_has_failed_has_not_left(seed: int) -> None:
+    """What it says to the others may come before the failure itself."""
+
+    async def main(world: ad.World) -> None:
+        await ad.barrier()
+        if world.rank == 1:
+            raise ValueError("on purpose")
+        try:
+            while True:
+                await ad.barrier()
+        except ad.ClosedError:
+            raise AssertionError("nobody has left") from None
+
+    with pytest.raises(ValueError, match="on purpose"):
+        ad.simulate(main, ranks=4, seed=seed).value()
