@@ -11,14 +11,18 @@ from typing import Any, Final, TypeVar, overload
 import torch
 
 from asyncdist import population
+from asyncdist.collectives import Collectives
 from asyncdist.groups import Group, check_member
 from asyncdist.mesh import Mesh
+from asyncdist.outcomes import Call, Outcome, meet, settle
 from asyncdist.transports.base import ReduceOp
 from asyncdist.world import World, current_world
 
 T = TypeVar("T")
 
 _NO_AXIS: Final[Any] = object()
+#: Frames of all members go to all of them: a square.
+_COMPARED_SIZE_MAX: Final = 64
 
 
 def place(world: World | None, group: Group | None) -> tuple[World, Group]:
@@ -44,9 +48,22 @@ async def new_group(ranks: Sequence[int], *, world: World | None = None) -> Grou
 
 
 async def barrier(*, group: Group | None = None, world: World | None = None) -> None:
-    """Return once every member has entered."""
+    """Return once every member has entered.
+
+    Raises:
+        DisagreementError: another member calls a helper in its place; both are named, on every member (in groups of up
+            to 64 ranks: above, what the members exchange to find that out would cost more than it is worth).
+        ClosedError: a member has left.
+    """
     world, group = place(world, group)
-    await world.collectives.barrier(group)
+    if not 1 < group.size <= _COMPARED_SIZE_MAX:
+        await world.collectives.barrier(group)
+        return
+
+    async def work(collectives: Collectives) -> None:
+        await meet(collectives, group, Outcome(), Call("barrier"))
+
+    await settle(world, group, Outcome(), work)
 
 
 async def broadcast(
@@ -130,7 +147,9 @@ def all_gather(
     return population.all_gather(tensor, axis_name, axis=axis, tiled=tiled, mesh=mesh)
 
 
-async def _all_gather(tensor: torch.Tensor, group: Group | None, world: World | None) -> list[torch.Tensor]:
+async def _all_gather(tensor: object, group: Group | None, world: World | None) -> list[torch.Tensor]:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"tensor is a {type(tensor).__name__}; allowed: a tensor, or a tree of them and an axis name")
     world, group = place(world, group)
     return await world.collectives.all_gather(tensor, group)
 

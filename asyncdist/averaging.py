@@ -28,7 +28,7 @@ from asyncdist.collectives import Collectives
 from asyncdist.errors import DisagreementError
 from asyncdist.flat import Fingerprint, FlatBuffers, FlatState, accumulate_dtype, first_difference
 from asyncdist.groups import Group
-from asyncdist.outcomes import Frame, Outcome, attempt, meet, raise_first_error, settle, share
+from asyncdist.outcomes import Call, Frame, Outcome, attempt, meet, raise_first_error, settle, share
 from asyncdist.spread import Spread
 from asyncdist.world import World
 
@@ -57,7 +57,7 @@ async def average_models(model: nn.Module, training_group: Group | None = None, 
     outcome = await attempt(lambda: _Models(model, world), lambda models: models.summary)
 
     async def reduce(collectives: Collectives) -> list[Frame]:
-        frames = await meet(collectives, group, outcome)
+        frames = await meet(collectives, group, outcome, Call("average_models"))
         if not any(frame.has_error for frame in frames):
             models = outcome.value
             await _check_equal(collectives, group, frames, models.fingerprint)
@@ -93,7 +93,7 @@ async def average_gradients(model: nn.Module, group: Group | None = None, *, wor
     outcome = await attempt(lambda: _Gradients(model, world), lambda gradients: gradients.summary)
 
     async def reduce(collectives: Collectives) -> list[Frame]:
-        frames = await meet(collectives, group, outcome)
+        frames = await meet(collectives, group, outcome, Call("average_gradients"))
         if not any(frame.has_error for frame in frames):
             gradients = outcome.value
             await _check_equal(collectives, group, frames, gradients.fingerprint)

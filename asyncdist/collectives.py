@@ -8,6 +8,9 @@ first. (A native reduction keeps the backend's own order.)
 Tensors may have any dtype and device: they travel as bytes through CPU memory; reductions on float16 and bfloat16 are
 done in float32, on bool in uint8. Members must pass equal shapes and dtypes.
 
+A member that leaves the world before it has started a collective takes no part in it: the others get ClosedError, on
+every transport, also while they wait (:mod:`asyncdist.attendance`).
+
 **Cancellation** of any of them: the collective goes on in the background until it completes, since the other members
 have entered it; its result is lost. Whatever this rank starts in that group afterwards waits for its turn, so that all
 members start the same ones in the same order.
@@ -25,11 +28,12 @@ from typing import Any, Final, TypeVar
 
 import torch
 
+from asyncdist.attendance import Attendance
 from asyncdist.errors import LocalProtocolError, RankLostError
 from asyncdist.flat import divide
 from asyncdist.folding import Fold, Into, Rooms, fold_in_shares
 from asyncdist.groups import Group
-from asyncdist.progress import Engine
+from asyncdist.progress import Engine, settle, yield_to_loop
 from asyncdist.spread import Spread
 from asyncdist.streams import byte_view
 from asyncdist.transports.base import GroupHandle, ReduceOp, Request
@@ -53,19 +57,30 @@ _REDUCED_AS: Final = {torch.float16: torch.float32, torch.bfloat16: torch.float3
 
 
 class Collectives:
-    """The collectives of one rank. Ranks in arguments are ranks of the world."""
+    """The collectives of one rank. Ranks in arguments are ranks of the world.
+
+    Args:
+        engine: the rank's.
+        rank: of the world.
+        spawn: starts a task that nobody need await.
+        attendance: which members take part; None for those of a sequence, which counts as one.
+        rooms: memory that reductions keep, where others share it.
+    """
 
     def __init__(
         self,
         engine: Engine,
         rank: int,
         spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
+        attendance: Attendance | None = None,
+        *,
         rooms: Rooms | None = None,
     ) -> None:
         self._engine = engine
         self._rank = rank
         self._spawn = spawn
         self._rooms = Rooms() if rooms is None else rooms
+        self._attendance = attendance
         self._newest: dict[int, asyncio.Task[Any]] = {}
 
     async def barrier(self, group: Group) -> None:
@@ -238,17 +253,43 @@ class Collectives:
         Returns:
             A task that nobody cancels: await it through ``asyncio.shield``, since the other members count on all of it.
         """
-        return self._start(group, work, Collectives(self._engine, self._rank, self._spawn, self._rooms))
+        return self._start(group, work, Collectives(self._engine, self._rank, self._spawn, rooms=self._rooms))
 
     async def _native(self, group: Group, start: Callable[[], Request], what: str) -> None:
         """Start a collective of the backend, unless older ones of this rank have not all been started, and await it."""
+        if self._attendance is None:
+            await self._wait(start(), what)
+            return
         if group.tag in self._newest:
             await self._finish(group, self._started, start, what)
-        else:
-            await self._engine.wait(start(), what)
+            return
+        number = self._attendance.begin(group)
+        self._attendance.check(group, number)
+        request = start()
+        waiter = self._engine.follow(request, what)
+        if waiter.done():
+            waiter.result()
+            return
+        with self._attendance.waiting(group, number, functools.partial(settle, waiter)) as participation:
+            try:
+                await self._engine.park(waiter, what)
+            finally:
+                if participation.error is not None:
+                    self._engine.disown(request)
 
     async def _started(self, start: Callable[[], Request], what: str) -> None:
-        await self._engine.wait(start(), what)
+        await self._wait(start(), what)
+
+    async def _wait(self, request: Request, what: str) -> None:
+        """In a task that is cancelled only where the collective can never complete."""
+        try:
+            await self._engine.wait(request, what)
+        except asyncio.CancelledError:
+            self._engine.disown(request)
+            raise
+
+    async def _send(self, view: memoryview, dest: int, tag: int) -> None:
+        await self._wait(self._engine.transport.isend(view, dest, tag), f"send to {dest}, tag {tag}")
 
     async def _all_reduce_in_pieces(self, native: GroupHandle, work: torch.Tensor, op: ReduceOp) -> None:
         """Through a ring of a few buffers: in place the backend takes fresh memory of its own for every piece."""
@@ -257,7 +298,7 @@ class Collectives:
 
         async def finish_oldest() -> None:
             request, piece, room = under_way[0]
-            await self._engine.wait(request, f"all_reduce {op}")
+            await self._wait(request, f"all_reduce {op}")
             piece.copy_(room)
             under_way.popleft()
 
@@ -287,7 +328,7 @@ class Collectives:
             request = group.native.all_to_all(
                 own, send_counts, receive[low:high], counts if is_root else [0] * group.size
             )
-            await self._engine.wait(request, f"gather of {starts[-1]} bytes")
+            await self._wait(request, f"gather of {starts[-1]} bytes")
 
     # -- made of messages -------------------------------------------------------------------------------------------
 
@@ -297,10 +338,14 @@ class Collectives:
         One after the other in each group: a cancelled one still has messages under way on the group's tag, and a
         smaller one after it would overtake it there.
         """
+        if self._attendance is None:  # a sequence: one after the other already, and nobody cancels it
+            return await work(*args)
         return await asyncio.shield(self._start(group, work, *args))
 
     def _start(self, group: Group, work: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> asyncio.Task[T]:
-        task = self._spawn(self._in_turn(self._newest.get(group.tag), work, *args))
+        assert self._attendance is not None, "what a sequence does is part of its task"
+        number = self._attendance.begin(group)
+        task = self._spawn(self._in_turn(self._newest.get(group.tag), self._attendance, group, number, work, *args))
         self._newest[group.tag] = task
         task.add_done_callback(functools.partial(self._forget, group.tag))
         return task
@@ -310,21 +355,38 @@ class Collectives:
             del self._newest[tag]
 
     async def _in_turn(
-        self, previous: asyncio.Task[Any] | None, work: Callable[..., Coroutine[Any, Any, T]], *args: Any
+        self,
+        previous: asyncio.Task[Any] | None,
+        attendance: Attendance,
+        group: Group,
+        number: int,
+        work: Callable[..., Coroutine[Any, Any, T]],
+        *args: Any,
     ) -> T:
         if previous is not None and not previous.done():
             await asyncio.wait([previous])
-        return await work(*args)
+        task = asyncio.current_task()
+        assert task is not None
+        with attendance.waiting(group, number, lambda _: _cancel(task)) as participation:
+            try:
+                result = await work(*args)
+                if participation.error is not None:  # it has completed all the same, and the cancellation is under way
+                    await yield_to_loop()
+            except asyncio.CancelledError:
+                if participation.error is None:
+                    raise
+                raise participation.error from None
+        return result
 
     async def _broadcast_bytes(self, group: Group, view: memoryview, root: int) -> None:
         if self._rank == root:
-            await _all([self._engine.send(view, rank, group.tag) for rank in group.ranks if rank != root])
+            await _all([self._send(view, rank, group.tag) for rank in group.ranks if rank != root])
         else:
             await self._receive_exactly(view, root, group.tag)
 
     async def _gather_bytes(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
         if receive is None:
-            await self._engine.send(send, root, group.tag)
+            await self._send(send, root, group.tag)
             return
         lost: RankLostError | None = None
         for position, rank in enumerate(group.ranks):
@@ -343,7 +405,7 @@ class Collectives:
     ) -> None:
         if receive is None:
             if len(send):
-                await self._engine.send(send, root, group.tag)
+                await self._send(send, root, group.tag)
             return
         parts = torch.split(receive, list(sizes))
         lost: RankLostError | None = None
@@ -390,7 +452,7 @@ class Collectives:
     async def _all_to_all_bytes(self, group: Group, send: torch.Tensor, receive: torch.Tensor) -> None:
         work: list[Awaitable[Any]] = []
         for position, rank in enumerate(group.ranks):
-            work.append(self._engine.send(byte_view(send[position]), rank, group.tag))
+            work.append(self._send(byte_view(send[position]), rank, group.tag))
             work.append(self._receive_exactly(byte_view(receive[position]), rank, group.tag))
         await _all(work)
 
@@ -413,6 +475,10 @@ def _mean(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         total += part
     divide(total, len(parts))
     return total
+
+
+def _cancel(task: asyncio.Task[Any]) -> None:
+    task.cancel()
 
 
 async def _all(work: Sequence[Awaitable[Any]]) -> None:

@@ -10,6 +10,7 @@ All of them are right with one rank. **Cancellation** of a member tells the othe
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -22,8 +23,19 @@ from asyncdist import values
 from asyncdist.api import place
 from asyncdist.collectives import Collectives
 from asyncdist.errors import LocalProtocolError
-from asyncdist.groups import Group
-from asyncdist.outcomes import Frame, Outcome, attempt, collect, meet, raise_first_error, settle, share
+from asyncdist.groups import Group, check_group
+from asyncdist.outcomes import (
+    Call,
+    Frame,
+    Outcome,
+    attempt,
+    collect,
+    meet,
+    raise_first_error,
+    settle,
+    share,
+    share_payload,
+)
 from asyncdist.world import World, current_world
 
 T = TypeVar("T")
@@ -41,6 +53,8 @@ def is_distributed() -> bool:
 def is_main_process(*, group: Group | None = None) -> bool:
     """Whether this rank is the first of its group, of the world by default; True outside ``run`` and ``open_world``."""
     world = _world_or_none()
+    if group is not None:
+        check_group(group)
     if world is None:
         return True
     return world.rank == (group or world.group).ranks[0]
@@ -69,15 +83,16 @@ async def compute_and_broadcast(
         LocalProtocolError: this rank is not in the group, or ``root`` is not.
     """
     world, group, root = _place(world, group, root)
-    _check_callable("fn", fn)
     is_root = world.rank == root
-    outcome = await attempt(fn) if is_root else Outcome()
+    outcome = await attempt(fn if is_root else None, checks=_checks(group, root, None, fn=fn))
 
     async def tell(collectives: Collectives) -> tuple[Frame, bytes]:
-        return await share(collectives, group, outcome, root)
+        frames = await meet(collectives, group, outcome, Call("compute_and_broadcast", root))
+        raise_first_error(frames)
+        frame = frames[group.ranks.index(root)]
+        return frame, await share_payload(collectives, group, outcome, frame)
 
-    frame, payload = await settle(world, group, outcome, tell)
-    raise_first_error([frame])
+    _, payload = await settle(world, group, outcome, tell)
     return cast(T, outcome.value if is_root else values.decode(payload))
 
 
@@ -108,9 +123,8 @@ async def gather_from_all_ranks(
         ValueError: ``world_size`` is another.
     """
     world, group, root = _place(world, group, root)
-    _check_callable("fn", fn)
-    check_world_size(world_size, group)
-    return cast("list[T] | None", await _gather(world, group, root, await attempt(fn)))
+    outcome = await attempt(fn, checks=_checks(group, root, world_size, fn=fn))
+    return cast("list[T] | None", await _gather(world, group, Call("gather_from_all_ranks", root), outcome))
 
 
 async def gather_scalar_from_all_ranks(
@@ -129,9 +143,8 @@ async def gather_scalar_from_all_ranks(
         TypeError: ``fn`` returned something else here; a RemoteError on the other members.
     """
     world, group, root = _place(world, group, root)
-    _check_callable("fn", fn)
-    check_world_size(world_size, group)
-    return cast("list[T] | None", await _gather(world, group, root, await attempt(fn, _encode_scalar)))
+    outcome = await attempt(fn, _encode_scalar, checks=_checks(group, root, world_size, fn=fn))
+    return cast("list[T] | None", await _gather(world, group, Call("gather_scalar_from_all_ranks", root), outcome))
 
 
 async def reduce_and_broadcast(
@@ -160,13 +173,10 @@ async def reduce_and_broadcast(
         ValueError: ``world_size`` is another.
     """
     world, group, root = _place(world, group, root)
-    _check_callable("fn1", fn1)
-    _check_callable("fn2", fn2)
-    check_world_size(world_size, group)
-    outcome = await attempt(fn1)
+    outcome = await attempt(fn1, checks=_checks(group, root, world_size, fn1=fn1, fn2=fn2))
 
     async def gather_and_reduce(collectives: Collectives) -> tuple[Outcome, list[Frame], bytes]:
-        frames, payloads = await collect(collectives, group, outcome, root)
+        frames, payloads = await collect(collectives, group, outcome, Call("reduce_and_broadcast", root))
         reduced, payload = Outcome(), b""
         if not any(frame.has_error for frame in frames):
             if payloads is not None:
@@ -187,7 +197,8 @@ async def zero_first(is_main: bool, *, group: Group | None = None, world: World 
     """Run the block on the ranks where ``is_main`` is true, and on the others after that.
 
     ``async with zero_first(world.rank == 0)``: rank 0 downloads, the others find it done. Several ranks may be main,
-    one on each host say.
+    one on each host say. Nothing collective in the group belongs into the block, since its members enter it in turns:
+    it meets this one's own frames, which is a DisagreementError.
 
     Raises:
         RemoteError: the block raised on a main rank; the others do not enter theirs. What is raised in the block of
@@ -196,17 +207,19 @@ async def zero_first(is_main: bool, *, group: Group | None = None, world: World 
         TypeError: ``is_main`` is no bool.
     """
     world, group = place(world, group)
-    if type(is_main) is not bool:
-        raise TypeError(f"is_main is {is_main!r:.80}; allowed: True, False")
+    call = Call("zero_first")
+    checked = await attempt(None, checks=[functools.partial(_check_is_main, is_main)])
+    if checked.error is not None:
+        await _meet(world, group, checked, call)
     if is_main:
         error: BaseException | None = None
         try:
             yield
         except BaseException as caught:
             error = caught
-        await _meet(world, group, Outcome(payload=b"", error=error))
+        await _meet(world, group, Outcome(payload=b"", error=error), call)
         return
-    frames = await _meet(world, group, Outcome())
+    frames = await _meet(world, group, Outcome(), call)
     raise_first_error(frames)
     if not any(frame.has_value for frame in frames):
         raise LocalProtocolError(f"is_main is False on all ranks of {list(group.ranks)}; allowed: True on one at least")
@@ -232,40 +245,53 @@ async def zero_only(
         LocalProtocolError: this rank is not in the group, or ``root`` is not.
     """
     world, group, root = _place(world, group, root)
+    call = Call("zero_only", root)
+    if root not in group.ranks:
+        await _meet(world, group, await attempt(None, checks=_checks(group, root, None)), call)
     error: BaseException | None = None
     try:
         yield world.rank == root
     except BaseException as caught:
         error = caught
-    raise_first_error(await _meet(world, group, Outcome(payload=b"", error=error)))
+    raise_first_error(await _meet(world, group, Outcome(payload=b"", error=error), call))
 
 
 # -- shared -----------------------------------------------------------------------------------------------------------
 
 
-async def _gather(world: World, group: Group, root: int, outcome: Outcome) -> list[Any] | None:
+async def _gather(world: World, group: Group, call: Call, outcome: Outcome) -> list[Any] | None:
     async def work(collectives: Collectives) -> tuple[list[Frame], list[bytes] | None]:
-        return await collect(collectives, group, outcome, root)
+        return await collect(collectives, group, outcome, call)
 
     frames, payloads = await settle(world, group, outcome, work)
     raise_first_error(frames)
     return None if payloads is None else [values.decode(payload) for payload in payloads]
 
 
-async def _meet(world: World, group: Group, outcome: Outcome) -> list[Frame]:
+async def _meet(world: World, group: Group, outcome: Outcome, call: Call) -> list[Frame]:
     async def work(collectives: Collectives) -> list[Frame]:
-        return await meet(collectives, group, outcome)
+        return await meet(collectives, group, outcome, call)
 
     return await settle(world, group, outcome, work)
 
 
 def _place(world: World | None, group: Group | None, root: int | None) -> tuple[World, Group, int]:
     world, group = place(world, group)
-    if root is None:
-        root = group.ranks[0]
-    if type(root) is not int or root not in group.ranks:
-        raise LocalProtocolError(f"root is {root!r}; the group has ranks {list(group.ranks)}", root=root)
-    return world, group, root
+    return world, group, group.ranks[0] if root is None else root
+
+
+def _checks(group: Group, root: Any, world_size: Any, **functions: Any) -> list[Callable[[], None]]:
+    """Of the arguments of a helper, to be made where the others hear of a mistake."""
+
+    def check_root() -> None:
+        if type(root) is not int or root not in group.ranks:
+            raise LocalProtocolError(f"root is {root!r:.80}; the group has ranks {list(group.ranks)}", root=root)
+
+    return [
+        check_root,
+        *(functools.partial(_check_callable, name, fn) for name, fn in functions.items()),
+        functools.partial(check_world_size, world_size, group),
+    ]
 
 
 def _world_or_none() -> World | None:
@@ -287,6 +313,11 @@ def _encode_scalar(value: Any) -> bytes:
             "a numpy scalar, a tensor with one element"
         )
     return values.encode(value)
+
+
+def _check_is_main(is_main: object) -> None:
+    if type(is_main) is not bool:
+        raise TypeError(f"is_main is {is_main!r:.80}; allowed: True, False")
 
 
 def _check_callable(name: str, fn: Any) -> None:

@@ -5,7 +5,7 @@ everybody (as much again). The next pieces are on their way meanwhile, so ranks 
 seldom wait for each other.
 
 Invariants: whoever is a member sends and receives the same messages in the same order, so one tag is enough; nothing is
-received into memory that is still being sent; no request is dropped before it has completed.
+received into memory that is still being sent; no request is dropped before it has completed, or can never do so.
 """
 
 from __future__ import annotations
@@ -153,9 +153,9 @@ class _Folding:
                     self._finish(turn - 2 * _AHEAD_COUNT)
             self._kept_rooms.give_back(self._memory)
         finally:
-            for requests in self._under_way:  # the job has failed: their memory is the transport's until they end
+            for requests in self._under_way:  # the job has failed, or a member has left: they may never complete
                 for request in requests:
-                    self._engine.watch(request, _WHAT)
+                    self._engine.disown(request)
 
     def _begin(self, turn: int) -> None:
         """Send each member its share of a piece, and receive what they have of this rank's."""

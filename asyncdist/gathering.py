@@ -14,7 +14,7 @@ from asyncdist.collectives import Collectives
 from asyncdist.errors import DisagreementError
 from asyncdist.everyday import check_world_size
 from asyncdist.groups import Group
-from asyncdist.outcomes import Frame, attempt, meet, raise_first_error, settle
+from asyncdist.outcomes import Call, Frame, attempt, meet, raise_first_error, settle
 from asyncdist.world import World
 
 _ALLOWED: Final = "allowed: a dense tensor with at least one dimension, or a list"
@@ -46,14 +46,10 @@ async def gather_distributed_data(
     Raises:
         DisagreementError: trailing shapes, dtypes or kinds differ; both ranks and what they have are named, on every
             member.
-        TypeError, ValueError: this rank's data is neither, or a number is wrong; the former is a RemoteError on the
-            other members.
+        TypeError, ValueError: this rank's data is neither, or a number is wrong; a RemoteError on the other members.
         LocalProtocolError: this rank is not in the group.
     """
     world, group = place(world, training_group)
-    check_world_size(world_size, group)
-    if rank is not None and rank != world.rank:
-        raise ValueError(f"rank is {rank!r}; allowed: None, or {world.rank}, which this rank is")
     root = group.ranks[0]
     contents: list[torch.Tensor] = []
 
@@ -62,10 +58,14 @@ async def gather_distributed_data(
         contents.append(data)
         return description
 
-    outcome = await attempt(describe)
+    def check_rank() -> None:
+        if rank is not None and rank != world.rank:
+            raise ValueError(f"rank is {rank!r}; allowed: None, or {world.rank}, which this rank is")
+
+    outcome = await attempt(describe, checks=[lambda: check_world_size(world_size, group), check_rank])
 
     async def work(collectives: Collectives) -> tuple[list[Frame], torch.Tensor | None]:
-        frames = await meet(collectives, group, outcome)
+        frames = await meet(collectives, group, outcome, Call("gather_distributed_data"))
         if any(frame.has_error for frame in frames):
             return frames, None
         descriptions = [values.decode(frame.inline) for frame in frames]

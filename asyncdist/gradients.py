@@ -60,8 +60,10 @@ def gradient_update(
         loss depends on no parameter or the parameters are not the optimizer's, and what :func:`asyncdist.pmean` does.
 
     Raises:
-        TypeError: the optimizer is none.
+        TypeError: the optimizer is none, or the loss no function.
     """
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn is {loss_fn!r:.80}; allowed: a function of the parameters")
     if isinstance(optimizer, torch.optim.Optimizer):
         return functools.partial(_update_in_place, loss_fn, optimizer, dp_axis_name, has_aux)
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")) or inspect.isclass(optimizer):
@@ -135,6 +137,9 @@ def agent_gradient_update(
     """
     attach = attach_fn or _attach_params
     detach = detach_fn or _detach_params
+
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn is {loss_fn!r:.80}; allowed: a function of the agent state")
 
     def loss_of_params(params: Any, agent_state: Any, *args: Any, **kwargs: Any) -> Any:
         return loss_fn(attach(agent_state, params), *args, **kwargs)

@@ -294,6 +294,12 @@ class Group:
         return cls(tuple(ranks), -1, -1, None)
 
 
+def check_group(group: object) -> None:
+    """Refuse what is no :class:`Group`. Raises TypeError."""
+    if not isinstance(group, Group):
+        raise TypeError(f"group is {group!r:.200}; allowed: a Group, as await new_group(ranks) makes it, or None")
+
+
 def check_member(group: Group, rank: int) -> None:
     """Refuse what is no group, and a group of which ``rank`` is no member.
 
@@ -301,8 +307,7 @@ def check_member(group: Group, rank: int) -> None:
         TypeError: it is no :class:`Group`.
         LocalProtocolError: the caller stands outside.
     """
-    if not isinstance(group, Group):
-        raise TypeError(f"group is {group!r:.200}; allowed: a Group, as await new_group(ranks) makes it, or None")
+    check_group(group)
     if not 0 <= group.index < group.size or group.ranks[group.index] != rank:
         raise LocalProtocolError(
             f"rank {rank} is not in the group {list(group.ranks)}; only members may call its collectives", rank=rank

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, Final, ParamSpec, TypeVar
 
 from asyncdist.errors import LocalProtocolError
-from asyncdist.groups import Group
+from asyncdist.groups import Group, check_group
 from asyncdist.world import World, current_world
 
 P = ParamSpec("P")
@@ -143,9 +143,14 @@ def find_axis(name: str, mesh: Mesh | None) -> Axis:
     """The axis ``name`` of ``mesh``, or else of the newest open mesh.
 
     Raises:
+        TypeError: the name is no text, or the mesh is none.
         LocalProtocolError: no mesh is open on this rank, or it has no such axis.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"axis_name is {name!r:.80}; allowed: the name of an axis, or None")
     if mesh is not None:
+        if not isinstance(mesh, Mesh):
+            raise TypeError(f"mesh is {mesh!r:.80}; allowed: a Mesh, as await new_mesh(axes) makes it, or None")
         return mesh.axis(name)
     meshes = _open_meshes.get()
     if not meshes:
@@ -182,7 +187,8 @@ async def new_mesh(
     """
     world = world or current_world()
     world.check()
-    group = group or world.group
+    group = world.group if group is None else group
+    check_group(group)
     if group.ranks[group.index] != world.rank:
         raise LocalProtocolError(f"rank {world.rank} is not in the mesh's group {list(group.ranks)}", rank=world.rank)
     sizes = _checked(axes, group)

@@ -3,7 +3,8 @@
 Everything here that may fail on one rank alone is told by all members in one *frame* of fixed size, before any data: so
 an exception reaches every rank and leaves nobody waiting for data that will never come. A frame says whether its rank
 has a value, an exception or nothing, and holds values up to 1,000 bytes and the words of an exception themselves;
-larger values follow in a second collective, whose sizes everybody then knows.
+larger values follow in a second collective, whose sizes everybody then knows. It also says which operation its rank has
+called, and with which root: where these differ, all members get a DisagreementError that names both.
 
 **Cancellation**: what has been started ends in the background and keeps its turn in the group, since the others count
 on it.
@@ -22,20 +23,51 @@ import torch
 
 from asyncdist import values
 from asyncdist.collectives import Collectives
-from asyncdist.errors import AsyncdistError, RemoteError
+from asyncdist.errors import AsyncdistError, DisagreementError, RemoteError
 from asyncdist.groups import Group
 from asyncdist.world import World
 
 T = TypeVar("T")
 
 FRAME_NBYTES: Final = 1024
-_HEADER: Final = struct.Struct("<QB")
+#: Bytes of the payload; status, operation and root.
+_HEADER: Final = struct.Struct("<QBBi")
 #: What a frame can hold itself.
 INLINE_NBYTES: Final = FRAME_NBYTES - _HEADER.size
 _NOTHING, _VALUE, _ERROR = range(3)
+#: What may begin with frames; a frame names one by its place here.
+_OPERATIONS: Final = (
+    "barrier",
+    "compute_and_broadcast",
+    "gather_from_all_ranks",
+    "gather_scalar_from_all_ranks",
+    "reduce_and_broadcast",
+    "zero_first",
+    "zero_only",
+    "average_models",
+    "average_gradients",
+    "gather_distributed_data",
+)
+_NO_ROOT: Final = -1
 #: Of an exception's words; the rest of the frame is for lengths.
 _TEXT_NBYTES_MAX: Final = 800
 _KIND_NBYTES_MAX: Final = 150
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Which operation a rank has called.
+
+    Attributes:
+        operation: one of those that begin with frames.
+        root: its root, where it has one; anything else than a rank is refused in the outcome.
+    """
+
+    operation: str
+    root: Any = None
+
+    def __str__(self) -> str:
+        return f"{self.operation}()" if self.root is None else f"{self.operation}(root={self.root})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +91,14 @@ class Frame:
 
     Attributes:
         rank: the member.
+        call: what it has called.
         status: nothing, value or error.
         nbytes: of the payload.
         inline: the payload, where the frame can hold it.
     """
 
     rank: int
+    call: Call
     status: int
     nbytes: int
     inline: bytes = field(repr=False)
@@ -90,9 +124,24 @@ class Frame:
         return RemoteError(f"rank {self.rank} failed: {kind}: {text}", rank=self.rank, kind=kind, text=text)
 
 
-async def attempt(fn: Callable[[], Any], to_payload: Callable[[Any], bytes] = values.encode) -> Outcome:
-    """Call ``fn``, await what it returns if it is awaitable, and write the value down. Never raises."""
+async def attempt(
+    fn: Callable[[], Any] | None,
+    to_payload: Callable[[Any], bytes] = values.encode,
+    *,
+    checks: Sequence[Callable[[], None]] = (),
+) -> Outcome:
+    """Call ``fn``, await what it returns if it is awaitable, and write the value down. Never raises.
+
+    Args:
+        fn: None where this rank computes nothing.
+        to_payload: writes the value down.
+        checks: of what was passed to the operation, called first. A mistake on one rank is told like any exception.
+    """
     try:
+        for check in checks:
+            check()
+        if fn is None:
+            return Outcome()
         value = fn()
         if inspect.isawaitable(value):
             value = await value
@@ -125,21 +174,41 @@ async def settle(
     return result
 
 
-async def meet(collectives: Collectives, group: Group, outcome: Outcome) -> list[Frame]:
-    """Every member's frame, in the group's order, on every member."""
-    parts = await collectives.all_gather(_to_tensor(_pack_frame(outcome)), group)
-    return [_read_frame(rank, part) for rank, part in zip(group.ranks, parts, strict=True)]
+async def meet(collectives: Collectives, group: Group, outcome: Outcome, call: Call) -> list[Frame]:
+    """Every member's frame, in the group's order, on every member.
+
+    Raises:
+        DisagreementError: members have called different operations, or with different roots; on every member.
+    """
+    parts = await collectives.all_gather(_to_tensor(_pack_frame(outcome, call)), group)
+    frames = [_read_frame(rank, part) for rank, part in zip(group.ranks, parts, strict=True)]
+    _check_same_call(frames)
+    return frames
+
+
+def _check_same_call(frames: Sequence[Frame]) -> None:
+    """An error of the same operation comes before its root, which may be what is wrong."""
+    first = frames[0]
+    ignores_root = any(frame.has_error for frame in frames)
+    for frame in frames:
+        if frame.call == first.call or (ignores_root and frame.call.operation == first.call.operation):
+            continue
+        raise DisagreementError(
+            f"rank {first.rank} calls {first.call}, rank {frame.rank} {frame.call}; allowed: the same on all members",
+            ranks=(first.rank, frame.rank),
+        )
 
 
 async def collect(
-    collectives: Collectives, group: Group, outcome: Outcome, root: int
+    collectives: Collectives, group: Group, outcome: Outcome, call: Call
 ) -> tuple[list[Frame], list[bytes] | None]:
-    """Bring every member's payload to ``root``.
+    """Bring every member's payload to the call's root.
 
     Returns:
-        Every member's frame; and on ``root``, where nobody failed, the payloads, elsewhere None.
+        Every member's frame; and on the root, where nobody failed, the payloads, elsewhere None.
     """
-    frames = await meet(collectives, group, outcome)
+    frames = await meet(collectives, group, outcome, call)
+    root = call.root
     sizes = [frame.later_nbytes for frame in frames]
     if any(frame.has_error for frame in frames):
         return frames, None
@@ -157,13 +226,19 @@ async def collect(
 
 async def share(collectives: Collectives, group: Group, outcome: Outcome, root: int) -> tuple[Frame, bytes]:
     """Bring ``root``'s frame and payload to every member. ``outcome`` counts on ``root`` only."""
-    packed = _to_tensor(_pack_frame(outcome))
+    packed = _to_tensor(_pack_frame(outcome, Call(_OPERATIONS[0], root)))
     frame = _read_frame(root, await collectives.broadcast(packed, group, root))
+    return frame, await share_payload(collectives, group, outcome, frame)
+
+
+async def share_payload(collectives: Collectives, group: Group, outcome: Outcome, frame: Frame) -> bytes:
+    """Bring the payload that belongs to ``frame``, which all members have, to all of them."""
+    root = frame.rank
     if not frame.later_nbytes:
-        return frame, frame.inline
+        return frame.inline
     is_root = group.ranks[group.index] == root
     room = _to_tensor(outcome.payload or b"") if is_root else torch.empty(frame.nbytes, dtype=torch.uint8)
-    return frame, bytes((await collectives.broadcast(room, group, root)).numpy())
+    return bytes((await collectives.broadcast(room, group, root)).numpy())
 
 
 def raise_first_error(frames: Sequence[Frame]) -> None:
@@ -173,20 +248,22 @@ def raise_first_error(frames: Sequence[Frame]) -> None:
             raise frame.remote_error()
 
 
-def _pack_frame(outcome: Outcome) -> bytes:
+def _pack_frame(outcome: Outcome, call: Call) -> bytes:
     if outcome.error is not None:
         status, payload = _ERROR, _words_of(outcome.error)
     else:
         status, payload = (_NOTHING, b"") if outcome.payload is None else (_VALUE, outcome.payload)
     inline = payload if len(payload) <= INLINE_NBYTES else b""
-    return (_HEADER.pack(len(payload), status) + inline).ljust(FRAME_NBYTES, b"\0")
+    root = call.root if type(call.root) is int and 0 <= call.root < 1 << 31 else _NO_ROOT
+    header = _HEADER.pack(len(payload), status, _OPERATIONS.index(call.operation), root)
+    return (header + inline).ljust(FRAME_NBYTES, b"\0")
 
 
 def _read_frame(rank: int, tensor: torch.Tensor) -> Frame:
     data = bytes(tensor.numpy())
-    nbytes, status = _HEADER.unpack_from(data)
+    nbytes, status, operation, root = _HEADER.unpack_from(data)
     inline = data[_HEADER.size : _HEADER.size + nbytes] if nbytes <= INLINE_NBYTES else b""
-    return Frame(rank, status, nbytes, inline)
+    return Frame(rank, Call(_OPERATIONS[operation], None if root == _NO_ROOT else root), status, nbytes, inline)
 
 
 def _words_of(error: BaseException) -> bytes:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
 import os
 import time
 import types
@@ -111,6 +112,7 @@ class Engine:
         self.loop = loop
         self._inlets: tuple[Inlet, ...] = ()
         self._operations: list[Operation] = []
+        self._disowned: list[Operation] = []
         self._handle: asyncio.Handle | None = None
         self._quiet_tick_count = 0
         self._quiet_since = 0.0
@@ -248,6 +250,25 @@ class Engine:
             RankLostError, TruncationError: as the request.
         """
         await self._wait(Operation(request, what, None))
+
+    def follow(self, request: Request, what: str) -> asyncio.Future[None]:
+        """Keep ``request`` until it has completed; returns a future that is settled then, for :meth:`park`.
+
+        Done already where the request is.
+        """
+        waiter = self._new_waiter()
+        self.watch(request, what, functools.partial(settle, waiter))
+        return waiter
+
+    def disown(self, request: Request) -> None:
+        """Never wait for ``request`` again: it cannot complete, since a peer that it needs has left.
+
+        It is kept with its buffer, not tested, and not counted as under way.
+        """
+        waited = [operation for operation in self._operations if operation.request is request]
+        for operation in waited:
+            self._operations.remove(operation)
+        self._disowned += waited or [Operation(request, "a request that nobody waits for", None)]
 
     async def send(self, buffer: Buffer, dest: int, tag: int) -> None:
         """Send ``buffer`` and wait until it may be reused. **Cancellation**: the message is sent all the same."""

@@ -10,7 +10,6 @@ each serves a training rank at least, and every training rank has exactly one.
 from __future__ import annotations
 
 import hashlib
-import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any, Final, Literal, TypeAlias
 from asyncdist.api import new_group
 from asyncdist.everyday import compute_and_broadcast, gather_from_all_ranks
 from asyncdist.groups import Group
+from asyncdist.runtime import check_torch_backend
 from asyncdist.world import World, current_world
 
 Placement: TypeAlias = Literal["arithmetic", "host"]
@@ -32,11 +32,12 @@ class RankLayout:
 
     Attributes:
         world_size: number of ranks.
-        agent_groups: the training ranks of each agent group, of one size; they need not be contiguous.
+        agent_groups: the training ranks of each agent group, of one size; they need not be contiguous. Lists will do.
         clients: of each buffer rank, the training ranks that it serves; empty without buffers.
         coordinator: a rank that neither trains nor buffers, or None.
 
     Raises:
+        TypeError: something is no list or dict.
         ValueError: the roles do not fit together; the ranks or numbers concerned are named, and what is allowed.
     """
 
@@ -47,6 +48,13 @@ class RankLayout:
 
     def __post_init__(self) -> None:
         _check_count("world_size", self.world_size, 1)
+        groups = _tuple("agent_groups", self.agent_groups, "groups of ranks")
+        groups = tuple(_tuple(f"agent_groups[{index}]", group, "ranks") for index, group in enumerate(groups))
+        object.__setattr__(self, "agent_groups", groups)
+        if not isinstance(self.clients, Mapping):
+            raise TypeError(f"clients is {self.clients!r:.80}; allowed: a dict, from buffer rank to training ranks")
+        clients = {buffer: _tuple(f"clients[{buffer!r}]", ranks, "ranks") for buffer, ranks in self.clients.items()}
+        object.__setattr__(self, "clients", clients)
         if not self.agent_groups:
             raise ValueError("agent_groups is empty; allowed: one group of training ranks or more")
         for index, group in enumerate(self.agent_groups):
@@ -283,7 +291,7 @@ async def initialize_distributed_compute(
         num_agent_groups: how many groups the training ranks make; it divides their number.
         coordinator: a rank that is to have neither role, for ``protocols.coordinate`` say.
         placement: ``"arithmetic"``: see :meth:`RankLayout.arithmetic`; ``"host"``: :meth:`RankLayout.by_host`.
-        hostname: of this rank, for ``"host"``; what the system says by default.
+        hostname: of this rank, for ``"host"``; what the world says by default (``world.hostname``).
         layout: a plan of one's own, in place of all these.
         dist_backend: for ported calls; None, or what the world runs on (``world.transport_name``, or gloo), chosen
             where the world is started.
@@ -298,13 +306,9 @@ async def initialize_distributed_compute(
     world.check()
     if placement not in ("arithmetic", "host"):
         raise ValueError(f"placement is {placement!r}; allowed: 'arithmetic', 'host'")
-    carriers = (world.transport_name, "gloo") if world.transport_name == "torch" else (world.transport_name,)
-    if dist_backend is not None and dist_backend not in carriers:
-        raise ValueError(
-            f"dist_backend is {dist_backend!r}, and this world runs on {' over '.join(carriers)}; allowed: None, "
-            f"{', '.join(map(repr, carriers))}. It is chosen where the world is started: run(main, transport=...), "
-            "mpirun, torchrun"
-        )
+    _check_dist_backend(world, dist_backend)
+    if layout is not None and not isinstance(layout, RankLayout):
+        raise TypeError(f"layout is {layout!r:.80}; allowed: a RankLayout, or None")
     if layout is None:
         _check_counts(world.size, num_remote_buffers, num_agent_groups, coordinator)
     elif layout.world_size != world.size:
@@ -313,7 +317,7 @@ async def initialize_distributed_compute(
     options |= {"placement": placement, "layout": "none" if layout is None else _in_words(layout)}
     await world.agreements.agree(world.group.ranks, "distributed compute", options, timeout_s=_TIMEOUT_S)
     if layout is None and placement == "host":
-        hosts = await _all_hosts(world, socket.gethostname() if hostname is None else hostname)
+        hosts = await _all_hosts(world, world.hostname if hostname is None else hostname)
         layout = RankLayout.by_host(hosts, num_remote_buffers, num_agent_groups, coordinator=coordinator)
     elif layout is None:
         layout = RankLayout.arithmetic(world.size, num_remote_buffers, num_agent_groups, coordinator=coordinator)
@@ -327,6 +331,23 @@ async def initialize_distributed_compute(
 #: The names that code for mpi4py uses: here one class and one function serve every transport.
 DistributedContextmpi4py = DistributedContext
 initialize_distributed_compute_mpi4py = initialize_distributed_compute
+
+
+def _check_dist_backend(world: World, dist_backend: str | None) -> None:
+    carriers = (world.transport_name, "gloo") if world.transport_name == "torch" else (world.transport_name,)
+    if dist_backend is None or dist_backend in carriers:
+        return
+    why = ""
+    if world.transport_name == "torch":
+        try:
+            check_torch_backend(str(dist_backend))
+        except ValueError as error:
+            why = f". With it the {error}"
+    raise ValueError(
+        f"dist_backend is {dist_backend!r}, and this world runs on {' over '.join(carriers)}; allowed: None, "
+        f"{', '.join(map(repr, carriers))}. It is chosen where the world is started: run(main, transport=...), "
+        f"mpirun, torchrun{why}"
+    )
 
 
 async def _all_hosts(world: World, hostname: str) -> list[str]:
@@ -366,6 +387,12 @@ def _check_counts(world_size: int, buffer_count: int, group_count: int, coordina
             f"allowed: {', '.join(map(str, divisors))}"
         )
     return training_count
+
+
+def _tuple(name: str, values: Any, of: str) -> tuple[Any, ...]:
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise TypeError(f"{name} is {values!r:.80}; allowed: a list of {of}")
+    return tuple(values)
 
 
 def _check_count(name: str, value: Any, least: int) -> None:

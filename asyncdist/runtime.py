@@ -28,6 +28,7 @@ import torch
 
 from asyncdist import checks, launch, tags, wire
 from asyncdist._version import __version__
+from asyncdist.attendance import Attendance
 from asyncdist.collectives import Collectives
 from asyncdist.errors import DisagreementError, LocalProtocolError, RankLostError, RemoteError, TransportError
 from asyncdist.groups import Group
@@ -273,7 +274,9 @@ async def _handshake(transport: Transport, engine: Engine, loop: asyncio.Abstrac
     group = Group(_everybody(transport.size), transport.rank, tags.COLLECTIVE_FIRST, transport.world_group)
     nonce = transport.job_nonce
     if nonce is None:
-        nonce = await _exchange_hellos(transport.rank, group, Collectives(engine, transport.rank, loop.create_task))
+        nonce = await _exchange_hellos(
+            transport.rank, group, Collectives(engine, transport.rank, loop.create_task, Attendance())
+        )
     return World(transport, loop, nonce=nonce, group=group, engine=engine)
 
 
@@ -300,10 +303,11 @@ async def _exchange_hellos(own_rank: int, group: Group, collectives: Collectives
 
 async def _last_barrier(world: World, transport: Transport) -> None:
     """Return when every rank has come so far, or is lost where that is no reason to end."""
-    if not transport.capabilities.survives_rank_loss:
-        await world.collectives.barrier(world.group)
+    own_group = transport.end_group
+    if own_group is not None:
+        await world.engine.wait(own_group.barrier(), "the other ranks to come to their end")
         return
-    world.announce(Farewell())
+    world.announce(Farewell(world.attendance.started(), world.attendance.lost))
     await world.engine.until(
         lambda: _is_everybody(world, world.answered, world.left, transport.lost_ranks()),
         "the other ranks to come to their end",
@@ -324,7 +328,7 @@ def _is_everybody(world: World, *groups: Collection[int]) -> bool:
 
 async def _leave(world: World, transport: Transport) -> list[str]:
     """The clean end: farewells, services, barrier, receives. Returns what was left over."""
-    world.announce(Leave())
+    world.announce(Leave(world.attendance.started(), world.attendance.lost))
     world.refuse_streams()
     await world.engine.until(lambda: world.service_count == 0, "the services of this rank to end")
     # Before the barrier, while the peers still take what comes; after it a message may find nobody.

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeAlias
 
+import numpy as np
+import torch
+
 #: Of one rank: step name to seconds, one for each iteration or one in all.
 Timing: TypeAlias = Mapping[str, Sequence[float] | float]
 
@@ -135,8 +138,8 @@ def report_load_imbalance(all_timing_dict: Sequence[Timing], world_size: int | N
     """Tell work from waiting in each step, print the table, and return the figures.
 
     Args:
-        all_timing_dict: one dict per rank, in rank order: step name to seconds, a list with one number per iteration or
-            a single number. As ``gather_from_all_ranks(lambda: timing)`` brings them together.
+        all_timing_dict: one dict per rank, in rank order: step name to seconds: a list, array or tensor with one
+            number per iteration, or a single number. As ``gather_from_all_ranks(lambda: timing)`` brings them together.
         world_size: how many of them are ranks; all by default.
 
     Raises:
@@ -201,11 +204,16 @@ def _checked(all_timing: Sequence[Timing], world_size: int | None) -> list[dict[
     for rank, timing in enumerate(all_timing[:count]):
         if not isinstance(timing, Mapping):
             raise TypeError(f"the timing of rank {rank} is a {type(timing).__name__}; allowed: a dict")
+        for step in timing:
+            if not isinstance(step, str):
+                raise TypeError(f"rank {rank} has a step {step!r:.80}; allowed: names, as text")
         checked.append({step: _seconds(rank, step, value) for step, value in timing.items()})
     return checked
 
 
 def _seconds(rank: int, step: str, value: Any) -> list[float]:
+    if isinstance(value, np.ndarray | torch.Tensor):
+        value = value.tolist()
     values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     for number in values:
         if not isinstance(number, Real):

@@ -22,6 +22,7 @@ from typing import Any, Final, ParamSpec, Protocol, TypeVar
 import torch
 
 from asyncdist import checks, streams, tags, wire
+from asyncdist.attendance import Attendance
 from asyncdist.channels import Channel, Envelope, Lane, Overflow
 from asyncdist.collectives import Collectives
 from asyncdist.errors import (
@@ -50,7 +51,15 @@ _GROUP_TIMEOUT_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Sent to every peer: this rank's main has returned; it starts nothing collective any more."""
+    """Sent to every peer: this rank's main has returned; it starts nothing collective any more.
+
+    Attributes:
+        started: how many collectives it has started, by the group's tag.
+        lost: ranks that it knows to be lost.
+    """
+
+    started: tuple[tuple[int, int], ...] = ()
+    lost: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +71,15 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Farewell:
-    """This rank has stopped: its answer to :class:`Failed`, or its end where losing a rank does not end the job."""
+    """This rank has stopped: its answer to :class:`Failed`, or its end where losing a rank does not end the job.
+
+    Attributes:
+        started, lost: as of :class:`Leave`, which may have been spoiled, and dropped; None in a job that has failed:
+            that is what the peers are to hear, and not that a member is missing.
+    """
+
+    started: tuple[tuple[int, int], ...] | None = None
+    lost: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +142,7 @@ class World:
         scratch: memory that is kept between collectives on one model.
         gone: ranks that have left or are lost.
         left: ranks whose main has returned.
+        attendance: who takes part in which collective.
         answered: ranks that have answered a failure, or failed themselves.
         leftover_probes: functions that name what a protocol has not cleared away, asked at the end.
         virtual_clock: in a simulation, what computing costs.
@@ -169,7 +187,8 @@ class World:
             handler=self._on_system,
         )
         self.agreements = Agreements(engine, self._system, self.rank)
-        self.collectives = Collectives(engine, self.rank, self.spawn_service)
+        self.attendance = Attendance()
+        self.collectives = Collectives(engine, self.rank, self.spawn_service, self.attendance)
         transport.set_loss_listener(self.mark_lost)
 
     def __repr__(self) -> str:
@@ -179,6 +198,11 @@ class World:
     def transport_name(self) -> str:
         """``"local"``, ``"mpi"``, ..."""
         return self._transport.name
+
+    @property
+    def hostname(self) -> str:
+        """Of the host that this rank is on; in a simulation ``"host0"``, ``"host1"``, ... as its network says."""
+        return self._transport.hostname
 
     def describe(self) -> str:
         """One line for reports: transport, library, ranks."""
@@ -467,6 +491,7 @@ class World:
         """``rank`` has died, perhaps after its main had returned: what it still served, a coordinator, goes now."""
         self.left.discard(rank)
         self.gone.discard(rank)
+        self.attendance.on_lost(rank)
         self.mark_gone(rank)
 
     def _on_system(self, envelope: Envelope[Any]) -> None:
@@ -479,16 +504,19 @@ class World:
                 self.agreements.on_verdict(verdict)
             case Withdraw(subject):
                 self.agreements.on_withdraw(subject, source)
-            case Leave():
+            case Leave(started, lost):
                 self.left.add(source)
+                self.attendance.on_left(source, dict(started), lost)
                 self.mark_gone(source)
             case Failed(summary):
                 self.answered.add(source)
                 for listener in self._failure_listeners:
                     listener(source, summary)
-            case Farewell():
+            case Farewell(started, lost):
                 self.answered.add(source)
-                self.left.add(source)  # its Leave may have been spoiled, and dropped
+                self.left.add(source)
+                if started is not None:
+                    self.attendance.on_left(source, dict(started), lost)
                 self.mark_gone(source)
         self.engine.recheck()
 

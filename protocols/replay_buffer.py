@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -40,7 +41,7 @@ from asyncdist import (
     tags,
 )
 from asyncdist.channels import Channel
-from asyncdist.progress import settle
+from asyncdist.progress import settle, yield_to_loop
 from asyncdist.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted, check_grant, split
 from protocols.replay_messages import (
     INLINE_NBYTES_MAX,
@@ -67,6 +68,8 @@ _REQUEST_COUNT: Final = 1 << 32  # they travel in the frames' round
 #: After so long a client knocks again, then after twice as long, and so on: where a buffer has ended, and the next one
 #: has not begun, nobody hears; one that begins late finds all knocks at once, and its mailbox is bounded.
 _KNOCK_PERIOD_S: Final = 0.25
+#: How long a server that has left may be waited for to have said why.
+_LAST_WORDS_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,8 +125,10 @@ class ReplayBuffer:
     ) -> None:
         self._world = world or current_world()
         self._world.check_peer(server)
-        if not start_timeout_s > 0:
-            raise ValueError(f"start_timeout_s is {start_timeout_s!r}; it must be above 0 seconds")
+        if not isinstance(name, str):
+            raise TypeError(f"name is {name!r:.80}; allowed: a string")
+        if not _is_real(start_timeout_s) or not start_timeout_s > 0:
+            raise ValueError(f"start_timeout_s is {start_timeout_s!r:.80}; allowed: a number of seconds above 0")
         self._server = server
         self._name = name
         self._start_timeout_s = start_timeout_s
@@ -266,17 +271,19 @@ class ReplayBuffer:
         Raises:
             ValueError: n below 1, or beta out of range.
             LocalProtocolError: n above the buffer's capacity, with ``wait``; every priority is zero.
-            BusyError: nothing is held yet, without ``wait``; fewer than n are held, and whoever added has left. A
-                rank that has added itself is believed to go on, until it leaves the block.
+            BusyError: nothing is held yet, without ``wait``; fewer than n are held, and whoever added has left, or
+                nobody has added who could. A rank that has added itself is believed to go on, until it leaves the
+                block.
         """
-        if type(n) is not int or n < 1:
-            raise ValueError(f"n is {n!r}; allowed: a whole number from 1")
-        if not 0 <= beta <= 1:
-            raise ValueError(f"beta is {beta!r}; allowed: a number from 0 to 1")
+        count = _whole("n", n)
+        if not _is_real(beta) or not 0 <= beta <= 1:
+            raise ValueError(f"beta is {beta!r:.80}; allowed: a number from 0 to 1")
         self._drawing_count += 1
         try:
+            if self._own_layout is None:  # a task that was started together with this one may be about to add
+                await yield_to_loop()
             drawn: Drawn = await self._call(
-                lambda request: (Draw(request, n, float(beta), wait), None), self._room_to_draw
+                lambda request: (Draw(request, count, float(beta), wait), None), self._room_to_draw
             )
             return await self._unpack(drawn)
         finally:
@@ -295,8 +302,7 @@ class ReplayBuffer:
         Raises:
             ValueError: the buffer is not prioritised; lengths differ; a priority is out of range.
         """
-        given = ids.detach().cpu() if isinstance(ids, torch.Tensor) else ids
-        which = np.ascontiguousarray(np.asarray(given, np.int64)).reshape(-1)
+        which = _ids(ids)
         values = _priorities(priorities, len(which), self._is_prioritized)
         payload = np.concatenate((which.view(np.uint8), values.view(np.uint8)))
         await self._change(lambda request, data: Update(request, len(which), len(payload), data), payload)
@@ -473,8 +479,27 @@ class ReplayBuffer:
                 del self._streams[slot]
 
     def _on_gone(self, rank: int) -> None:
-        if rank == self._server:
-            self._fail(ClosedError(f"rank {rank} serves no replay buffer any more: it has left or is lost", rank=rank))
+        if rank != self._server:
+            return
+        if self._welcome is None:
+            self._fail(self._abandoned())
+        else:
+            self._world.spawn_service(self._hear_why(), name=f"the end of the replay buffer {self._name!r}")
+
+    def _abandoned(self) -> ClosedError:
+        return ClosedError(
+            f"rank {self._server} serves no replay buffer any more: it has left or is lost", rank=self._server
+        )
+
+    async def _hear_why(self) -> None:
+        """A server that gives up says why before it leaves, but messages of different tags overtake each other."""
+        await self._world.engine.until(
+            lambda: self._error is not None or self._server not in self._world.left,
+            f"the last words of the replay buffer {self._name!r}",
+            deadline=self._world.time() + _LAST_WORDS_S,
+        )
+        await self._world.engine.drain()
+        self._fail(self._abandoned())
 
     def _fail(self, error: AsyncdistError) -> None:
         """Nothing is answered any more."""
@@ -483,11 +508,46 @@ class ReplayBuffer:
             self._settle(request, None, self._error)
 
 
+def _is_real(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+def _whole(name: str, value: Any) -> int:
+    """An int of 1 or more, of whatever type has an index (a numpy integer, say)."""
+    try:
+        number = operator.index(value) if not isinstance(value, bool) else 0
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"{name} is {value!r:.80}; allowed: a whole number from 1")
+    return number
+
+
+def _ids(ids: Any) -> npt.NDArray[np.int64]:
+    given = _numbers("ids", ids, "whole numbers, as Sample.ids has them")
+    if given.size and given.dtype.kind not in "iu":
+        raise ValueError(f"ids is {ids!r:.80}; allowed: whole numbers, as Sample.ids has them")
+    return np.ascontiguousarray(given.astype(np.int64)).reshape(-1)
+
+
+def _numbers(name: str, values: Any, allowed: str) -> npt.NDArray[Any]:
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu()
+        values = values.to(torch.float64) if values.is_floating_point() else values  # numpy knows no bfloat16
+    try:
+        found = np.asarray(values)
+    except (TypeError, ValueError):
+        found = np.asarray("")
+    if found.dtype.kind not in "biuf":
+        raise TypeError(f"{name} is {values!r:.80}; allowed: {allowed}")
+    return found
+
+
 def _priorities(values: torch.Tensor | Sequence[float], count: int, is_prioritized: bool) -> npt.NDArray[np.float64]:
     if not is_prioritized:
         raise ValueError("priorities were given; this buffer draws uniformly (serve it with prioritized=True)")
-    given = values.detach().to("cpu", torch.float64) if isinstance(values, torch.Tensor) else values  # no bfloat16
-    found = np.ascontiguousarray(np.asarray(given, np.float64)).reshape(-1)
+    given = _numbers("priorities", values, "numbers, one for each item")
+    found = np.ascontiguousarray(given.astype(np.float64)).reshape(-1)
     if len(found) != count:
         raise ValueError(f"{len(found)} priorities for {count} items; each has one")
     wrong = found[~(np.isfinite(found) & (found >= 0))]

@@ -124,7 +124,8 @@ async def serve_replay_buffer(
         LocalProtocolError: this rank serves a buffer of that name already.
     """
     world = world or current_world()
-    _check(clients, world, capacity, alpha, in_flight_max, name)
+    _check_clients(clients, world)
+    _check_options(capacity, prioritized, alpha, score, in_flight_max, seed, name)
     store = ReplayStore(capacity, alpha=alpha if prioritized else None, seed=seed)
     server = _Server(world, tuple(clients), store, score, in_flight_max, name)
     return await server.serve()
@@ -444,7 +445,8 @@ class _Server:
                 if more_may_come:
                     waiting.append(draw)
                 else:
-                    reason = f"n is {draw.count}; {self._name!r} holds {size} items, and those who added have left"
+                    who = "nobody else may add" if len(self._clients) == 1 else "those who added have left"
+                    reason = f"n is {draw.count}; {self._name!r} holds {size} items, and {who}"
                     self._fail(client, draw.request, reason, later=True)
             elif client.outgoing or client.streams:
                 waiting.append(draw)
@@ -453,12 +455,13 @@ class _Server:
         client.draws = waiting if client.is_open else deque()
 
     def _more_may_come(self) -> bool:
-        """Whether anybody may add still. When others have left, who draws and has never added is taken not to.
+        """Whether anybody may add still.
 
-        Who has added is believed to go on: its draws may wait for another of its own tasks.
+        When others have left, or there are none, who draws and has never added is taken not to. Who has added is
+        believed to go on: its draws may wait for another of its own tasks.
         """
         clients = self._clients.values()
-        some_have_left = any(client.is_done for client in clients)
+        some_have_left = len(clients) == 1 or any(client.is_done for client in clients)
 
         def may_begin(client: _Client) -> bool:
             if client.is_done or client.is_leaving or client.is_refused:
@@ -527,16 +530,28 @@ class _Server:
                 self._finish(self._clients[rank])
 
 
-def _check(clients: Sequence[int], world: World, capacity: int, alpha: float, in_flight_max: int, name: str) -> None:
+def _check_clients(clients: Any, world: World) -> None:
+    allowed = f"allowed: ranks from 0 to {world.size - 1}, each once"
+    if isinstance(clients, str) or not isinstance(clients, Sequence):
+        raise TypeError(f"clients is {clients!r:.80}; {allowed}")
     if not clients:
         raise ValueError("clients is empty; a replay buffer without clients serves nobody")
     wrong = [rank for rank in clients if type(rank) is not int or not 0 <= rank < world.size]
     if wrong or len(set(clients)) != len(clients):
-        raise ValueError(f"clients is {list(clients)}; allowed: ranks from 0 to {world.size - 1}, each once")
-    for option, value in (("capacity", capacity), ("in_flight_max", in_flight_max)):
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{option} is {value!r}; allowed: a whole number from 1")
-    if not 0 <= alpha < float("inf"):
-        raise ValueError(f"alpha is {alpha!r}; allowed: a number from 0")
+        raise ValueError(f"clients is {list(clients)}; {allowed}")
+
+
+def _check_options(
+    capacity: Any, prioritized: Any, alpha: Any, score: Any, in_flight_max: Any, seed: Any, name: Any
+) -> None:
+    for option, value, least in (("capacity", capacity, 1), ("in_flight_max", in_flight_max, 1), ("seed", seed, 0)):
+        if type(value) is not int or value < least:
+            raise ValueError(f"{option} is {value!r:.80}; allowed: a whole number from {least}")
+    if type(prioritized) is not bool:
+        raise TypeError(f"prioritized is {prioritized!r:.80}; allowed: True, False")
+    if not isinstance(alpha, int | float) or not 0 <= alpha < float("inf"):
+        raise ValueError(f"alpha is {alpha!r:.80}; allowed: a number from 0")
+    if score is not None and not callable(score):
+        raise TypeError(f"score is {score!r:.80}; allowed: a function of a batch, or None")
     if not isinstance(name, str):
-        raise TypeError(f"name is {name!r}; allowed: a string")
+        raise TypeError(f"name is {name!r:.80}; allowed: a string")

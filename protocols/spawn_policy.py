@@ -239,17 +239,41 @@ class SpawnPolicy(abc.ABC):
             self.iteration += 1
 
     async def __call__(
-        self, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer, local_metric: MetricSource = None
+        self,
+        iteration: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        local_metric: MetricSource = None,
+        *,
+        group: Any = None,
+        expose_params: bool | None = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
         """The call of torchgfn's policies, for porting: ``step`` with the caller's own iteration number.
 
+        Args:
+            iteration: counts as this policy's own from now on.
+            model: the policy's.
+            optimizer: the policy's.
+            local_metric: as for :meth:`step`.
+            group: None, or the policy's own group, which its constructor is given; its communicator will do.
+            expose_params: None or True: a policy that publishes snapshots does so every ``average_every`` steps.
+
         Returns:
             The same model and optimizer, and the fields of :class:`StepInfo` as a dict.
+
+        Raises:
+            ValueError: one of these is another than the policy's.
         """
         if model is not self.model or optimizer is not self.optimizer:
             raise ValueError(
                 "this policy was made for another model or optimizer; it changes weights in place, pass the same ones"
             )
+        if group is not None and group is not self._group and group is not self._group.communicator:
+            raise ValueError(
+                f"group is {group!r:.80}; allowed: None, or the policy's own, which is given to its constructor"
+            )
+        if expose_params not in (None, True):
+            raise ValueError(f"expose_params is {expose_params!r:.80}; allowed: None, True; average_every says when")
         self.iteration = iteration
         info = await self.step(local_metric)
         return model, optimizer, {field: getattr(info, field) for field in StepInfo.__dataclass_fields__}
@@ -378,6 +402,10 @@ class Timing:
     """Collects durations by name, in the form of torchgfn's ``timing`` option: name to a list of seconds."""
 
     seconds: dict[str, list[float]] | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.seconds, dict | None):
+            raise TypeError(f"timing is {self.seconds!r:.80}; allowed: a dict, or None")
 
     def add(self, name: str, duration_s: float) -> None:
         """Append one duration, if anybody wants to know."""

@@ -28,9 +28,17 @@ default_backend get_distributed_backend set_distributed_backend all_to_all
 psum pmean pmin pmax all_gather POP_AXIS_NAME DP_AXIS_NAME gradient_update agent_gradient_update
 split_key_to_devices tree_device_put get_global_ranks get_process_id is_dist_initialized shmap_map shmap_vmap
 """
-NAMES = _LISTED.split()
-#: Options and steps that are not called by their old names any more.
+_CONTEXT = """
+my_rank world_size num_training_ranks agent_group_size agent_groups agent_group_id train_global_group assigned_buffer
+assigned_training_ranks buffer_group dc_mpi4py is_buffer_rank is_training_rank cleanup
+"""
+_OF_A_CONTEXT = _CONTEXT.split()
+_OF_STATISTICS = ["agents_killed", "averaging_ranks", "num_replacements", "total_iterations"]
+_DROPPED = ["capture_comm", "poll_interval_s"]
+NAMES = [*_LISTED.split(), *_OF_A_CONTEXT, *_OF_STATISTICS, *_DROPPED, "resolve"]
+#: Options and steps that are not called by their old names any more; and those of objects that are made by a call.
 RENAMED = {"expose_params", "check_policy", "check_agent"} | {name for name in NAMES if name.startswith("_")}
+RENAMED |= {*_DROPPED, *_OF_A_CONTEXT}
 
 
 def rows() -> list[tuple[list[str], list[str], list[Path]]]:
@@ -79,7 +87,13 @@ def test_a_port_is_an_import(name: str) -> None:
     import asyncdist
     import protocols
 
-    homes = (asyncdist, protocols, protocols.OneSidedSelectiveAveragingPolicy)
+    homes = (
+        asyncdist,
+        protocols,
+        protocols.OneSidedSelectiveAveragingPolicy,
+        protocols.OneSidedStatistics,
+        asyncdist.MultiprocessConfig,
+    )
     assert any(hasattr(home, name) for home in homes)
 
 
@@ -92,3 +106,19 @@ def test_aliases_are_the_same_thing() -> None:
     assert protocols.AverageAllPolicympi4py is protocols.AverageAllPolicy
     assert protocols.AsyncSelectiveAveragingPolicympi4pyFast is protocols.OneSidedSelectiveAveragingPolicy
     assert protocols.AsyncSelectiveAveragingPolicympi4pyGeneral is protocols.OneSidedSelectiveAveragingPolicy
+
+
+def test_a_context_has_all_that_it_had() -> None:
+    import asyncdist
+
+    async def main(world: asyncdist.World) -> list[str]:
+        context = await asyncdist.initialize_distributed_compute(num_remote_buffers=1)
+        return [name for name in _OF_A_CONTEXT if not hasattr(context, name)]
+
+    assert asyncdist.run_local(main, ranks=2, strict=True) == [[], []]
+
+
+def test_what_is_dropped_says_why() -> None:
+    text = (ROOT / "README.md").read_text()
+    for name in _DROPPED:
+        assert re.search(rf"\| `{name}` \| dropped, because ", text), name

@@ -433,12 +433,18 @@ def test_the_call_form_of_the_seed() -> None:
         count = 0
         async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=5) as policy:
             async for step in lockstep.steps(60):
-                model_out, optimizer_out, info = await policy(step + 1, model, optimizer, float(world.rank))
+                model_out, optimizer_out, info = await policy(
+                    step + 1, model, optimizer, float(world.rank), group=world.group, expose_params=True
+                )
                 assert model_out is model and optimizer_out is optimizer
                 assert isinstance(info["averaged_this_iteration"], bool)
                 count += info["averaged_this_iteration"]
             with pytest.raises(ValueError, match="another model or optimizer"):
                 await policy(61, Mixed(), optimizer, 0.0)
+            with pytest.raises(ValueError, match="group is 'others'; allowed: None, or the policy's own"):
+                await policy(61, model, optimizer, 0.0, group="others")
+            with pytest.raises(ValueError, match="expose_params is False; allowed: None, True"):
+                await policy(61, model, optimizer, 0.0, expose_params=False)
         assert policy.statistics().report_count == 12  # iterations 4, 9, ... 59
         return count
 

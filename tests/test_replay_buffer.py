@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import mpi, torchrun
@@ -289,8 +290,13 @@ def test_wrong_arguments_are_named() -> None:
             await buffer.sample(0)
         with pytest.raises(ad.LocalProtocolError, match="n is 1001; 'replay' holds at most 1000 items"):
             await buffer.sample(1001)
-        with pytest.raises(ValueError, match="beta is 2"):
-            await buffer.sample(1, beta=2)
+        for beta in (2, "x"):
+            with pytest.raises(ValueError, match=f"beta is {beta!r}; allowed: a number from 0 to 1"):
+                await buffer.sample(1, beta=beta)  # type: ignore[arg-type]
+        for n in (True, 1.0, "3"):
+            with pytest.raises(ValueError, match=f"n is {n!r}; allowed: a whole number from 1"):
+                await buffer.sample(n)  # type: ignore[arg-type]
+        assert len((await buffer.sample(np.int64(3))).ids) == 3  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="this buffer draws uniformly"):
             await buffer.add(torch.ones(1, 2), priorities=[1.0])
         with pytest.raises(ValueError, match="this buffer draws uniformly"):
@@ -306,6 +312,13 @@ def test_wrong_priorities_are_named() -> None:
         for wrong, words in (([1.0], "1 priorities for 2 items"), ([1.0, -1.0], "-1.0"), ([1.0, torch.nan], "nan")):
             with pytest.raises(ValueError, match=words):
                 await buffer.add(torch.ones(2), priorities=wrong)
+        with pytest.raises(TypeError, match="priorities is 'ab'; allowed: numbers, one for each item"):
+            await buffer.add(torch.ones(2), priorities="ab")  # type: ignore[arg-type]
+        for ids in ([1.7, 2], torch.tensor([1.0, 2.0])):
+            with pytest.raises(ValueError, match=r"ids is .*; allowed: whole numbers, as Sample.ids has them"):
+                await buffer.update_priorities(ids, [1.0, 1.0])  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="ids is 'ab'; allowed: whole numbers"):
+            await buffer.update_priorities("ab", [1.0, 1.0])  # type: ignore[arg-type]
         await buffer.add(torch.ones(2), priorities=[0, 0])
         with pytest.raises(ad.LocalProtocolError, match="every priority is zero"):
             await buffer.sample(1)
@@ -319,6 +332,14 @@ def test_wrong_priorities_are_named() -> None:
         ({"clients": []}, "clients is empty; a replay buffer without clients serves nobody"),
         ({"clients": [0, 0]}, r"clients is \[0, 0\]; allowed: ranks from 0 to 1, each once"),
         ({"clients": [5]}, r"clients is \[5\]"),
+        ({"clients": 0}, "clients is 0; allowed: ranks from 0 to 1, each once"),
+        ({"clients": None}, "clients is None; allowed: ranks from 0 to 1, each once"),
+        ({"clients": "01"}, "clients is '01'; allowed"),
+        ({"alpha": "x"}, "alpha is 'x'; allowed: a number from 0"),
+        ({"seed": "x"}, "seed is 'x'; allowed: a whole number from 0"),
+        ({"seed": -1}, "seed is -1; allowed: a whole number from 0"),
+        ({"score": 5}, "score is 5; allowed: a function of a batch, or None"),
+        ({"prioritized": "no"}, "prioritized is 'no'; allowed: True, False"),
         ({"capacity": 0}, "capacity is 0; allowed: a whole number from 1"),
         ({"in_flight_max": 1.5}, "in_flight_max is 1.5"),
         ({"alpha": -1}, "alpha is -1; allowed: a number from 0"),
@@ -351,6 +372,15 @@ def test_a_rank_that_is_no_client_is_refused_and_unlike_items_too() -> None:
                         await buffer.add(torch.ones(2).double())
 
     ad.run_local(main, ranks=4, strict=True)
+
+
+@pytest.mark.parametrize("seconds", ["5", 0, float("nan"), None])
+def test_a_timeout_that_is_no_time_is_refused(seconds: Any) -> None:
+    async def main(world: ad.World) -> None:
+        with pytest.raises(ValueError, match=f"start_timeout_s is {seconds!r}; allowed: a number of seconds above 0"):
+            ReplayBuffer(0, start_timeout_s=seconds)
+
+    ad.run_local(main, ranks=1, strict=True)
 
 
 def test_a_server_that_never_serves_is_named() -> None:

@@ -185,6 +185,36 @@ def test_clients_of_a_server_that_gives_up_are_told_why() -> None:
     ad.run_local(main, ranks=2)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_server_that_gives_up_and_returns_at_once_is_heard_all_the_same(seed: int) -> None:
+    """Its reason may be overtaken by the news that it has left."""
+
+    async def main(world: ad.World) -> str:
+        if world.rank == 1:
+            with contextlib.suppress(KeyError):
+                await serve_replay_buffer([0], capacity=5, score=lambda _: {}["x"])
+            return "gave up"
+        with pytest.raises(ad.ClosedError, match="ended before its clients: KeyError 'x'"):
+            async with ReplayBuffer(1) as buffer:
+                await buffer.add(torch.zeros(1))
+        return "told"
+
+    assert ad.simulate(main, ranks=2, seed=seed).results == ("told", "gave up")
+    assert ad.run_local(main, ranks=2) == ["told", "gave up"]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_who_is_alone_and_has_added_nothing_does_not_wait_for_itself(seed: int) -> None:
+    async def client(world: ad.World, buffer: ReplayBuffer) -> int:
+        with pytest.raises(ad.BusyError, match=r"n is 5; 'replay' holds 0 items, and nobody else may add"):
+            await buffer.sample(5)
+        drawing = world.spawn(buffer.sample(5))
+        await buffer.add(torch.zeros(5, 2))
+        return len((await drawing).ids)
+
+    assert ad.simulate(on_ranks(2, client), ranks=2, seed=seed, strict=True).results[0] == 5
+
+
 # -- what none of ours says -------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import asyncdist as ad
 from asyncdist import RankLayout
+from asyncdist.simulation import Network
 
 
 def check_roles(layout: RankLayout) -> None:
@@ -148,3 +150,14 @@ def test_plans_by_hand_that_do_not_fit(arguments: tuple[Any, ...], words: str) -
     with pytest.raises(ValueError) as caught:
         RankLayout(*arguments)
     assert words in str(caught.value)
+
+
+def test_a_simulated_network_says_which_ranks_share_a_host() -> None:
+    """What the system says is the name of the host that simulates all of them."""
+
+    async def main(world: ad.World) -> tuple[str, tuple[tuple[int, ...], ...]]:
+        ranks = await ad.initialize_distributed_compute(num_remote_buffers=2, num_agent_groups=2, placement="host")
+        return world.hostname, ranks.layout.agent_groups
+
+    report = ad.simulate(main, ranks=8, seed=1, network=Network(ranks_per_host=4), strict=True)
+    assert report.results == tuple((f"host{rank // 4}", ((0, 1, 2), (4, 5, 6))) for rank in range(8))

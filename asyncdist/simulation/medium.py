@@ -188,7 +188,7 @@ class Medium:
         on_kill: Callable[[int, int], None],
     ) -> None:
         self.size = size
-        self._network = network
+        self.network = network
         self._scheduler = scheduler
         self._rng = rng
         self._trace = trace
@@ -253,7 +253,7 @@ class Medium:
         source, dest = message.source, message.dest
         path = self._paths[source].get(dest)
         if path is None:
-            path = self._paths[source][dest] = _Path(self._network.between(source, dest), self._rng)
+            path = self._paths[source][dest] = _Path(self.network.between(source, dest), self._rng)
         latency = path.draw_latency_s() + delay
         transfer = (message.nbytes if message.eager else 64) / path.bandwidth
         if self._has_link_faults:
@@ -412,7 +412,7 @@ class Medium:
         self._posted[rank].clear()
         for dest in range(self.size):
             if dest != rank and dest not in self._dead:
-                seconds = draw(self._network.loss_detection_s, self._rng)
+                seconds = draw(self.network.loss_detection_s, self._rng)
                 self._scheduler.at(self._scheduler.now + seconds, partial(self._detect, dest, rank))
 
     def _detect(self, observer: int, lost: int) -> None:
@@ -490,6 +490,10 @@ class SimTransport(Transport):
             tag_max=TAG_MAX,
             shares_process=True,
         )
+
+    @property
+    def hostname(self) -> str:
+        return f"host{self._medium.network.host_of(self.rank)}"
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         return self._medium.send(buffer, self.rank, dest, tag)

@@ -167,8 +167,11 @@ class Network:
         exception = self.links.get((source, dest))
         if exception is not None:
             return exception
-        hosts = self.ranks_per_host
-        return self.link if hosts is None or source // hosts == dest // hosts else self.cross_link
+        return self.link if self.host_of(source) == self.host_of(dest) else self.cross_link
+
+    def host_of(self, rank: int) -> int:
+        """The number of the host that ``rank`` is on, from 0."""
+        return 0 if self.ranks_per_host is None else rank // self.ranks_per_host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

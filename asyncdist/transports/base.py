@@ -17,6 +17,7 @@ A transport knows no asyncio, no frame format and no protocol.
 from __future__ import annotations
 
 import abc
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeAlias
@@ -180,8 +181,21 @@ class Transport(abc.ABC):
         """A receive from any source that can be posted repeatedly. Not posted yet."""
 
     @property
+    def hostname(self) -> str:
+        """Of the host that this rank is on."""
+        return socket.gethostname()
+
+    @property
     def world_group(self) -> GroupHandle | None:
         """The backend's communicator over all ranks; None where it has none."""
+        return None
+
+    @property
+    def end_group(self) -> GroupHandle | None:
+        """One over all ranks for the last barrier alone; None where farewells take its place.
+
+        On the world's group it would pair with whatever collective the others are still to start.
+        """
         return None
 
     @abc.abstractmethod

@@ -80,7 +80,7 @@ def _abort_alone() -> None:
 
 
 class _SendRequest:
-    """A send or a collective: nothing to learn from its status."""
+    """A send or a read: nothing to learn from its status."""
 
     __slots__ = ("_buffer", "_fail", "_peer", "_request")
 
@@ -104,6 +104,33 @@ class _SendRequest:
 
     def cancel(self) -> None:
         """Sends cannot be cancelled in MPI practice (MPI-4.1 deprecates it), and collectives never."""
+
+
+class _CollectiveRequest:
+    """A collective: it has several buffers, and no peer."""
+
+    __slots__ = ("_buffers", "_fail", "_request", "_what")
+
+    cancelled: Final = False
+    source: Final = ANY_SOURCE
+    nbytes: Final = 0
+
+    def __init__(
+        self, request: MPI.Request, buffers: Any, fail: Callable[[BaseException, str], NoReturn], what: str
+    ) -> None:
+        self._request = request
+        self._buffers = buffers  # MPI uses them until the request has completed
+        self._fail = fail
+        self._what = what
+
+    def test(self) -> bool:
+        try:
+            return self._request.Test()
+        except Exception as error:
+            self._fail(error, self._what)
+
+    def cancel(self) -> None:
+        """Collectives cannot be cancelled (MPI-4.1 section 6.12)."""
 
 
 class _ReceiveRequest:
@@ -173,10 +200,12 @@ class MpiTransport(Transport):
         try:
             self._mpi = mpi = _load_mpi(check_library)
             self._comm = mpi.COMM_WORLD.Dup()
+            self._end_comm = self._comm.Dup()
         except KeyboardInterrupt:
             _abort_alone()
             raise
         self._comm.Set_errhandler(mpi.ERRORS_RETURN)
+        self._end_comm.Set_errhandler(mpi.ERRORS_RETURN)
         self.rank = int(self._comm.rank)
         self.size = int(self._comm.size)
         self.capabilities = Capabilities(
@@ -189,7 +218,8 @@ class MpiTransport(Transport):
         self._isend = self._comm.Isend
         self._lost: set[int] = set()
         self._windows: list[_MpiWindow] = []
-        self._world_group = self._group(self._comm)
+        self._world_group = self._group(self._comm, range(self.size))
+        self._end_group = self._group(self._end_comm, range(self.size))
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         return _SendRequest(self._isend(buffer, dest, tag), buffer, self._fail, dest)
@@ -215,12 +245,16 @@ class MpiTransport(Transport):
     def world_group(self) -> GroupHandle:
         return self._world_group
 
+    @property
+    def end_group(self) -> GroupHandle:
+        return self._end_group
+
     def new_group(self, ranks: Sequence[int], tag: int) -> GroupHandle:
         group = self._comm.Get_group().Incl(list(ranks))
         comm = self._comm.Create_group(group, tag)
         group.Free()
         comm.Set_errhandler(self._mpi.ERRORS_RETURN)
-        return self._group(comm)
+        return self._group(comm, ranks)
 
     def new_window(self, group: GroupHandle, nbytes: int) -> ReadWindow | None:
         assert isinstance(group, _MpiGroup), f"{group!r} is no group of this transport"
@@ -230,8 +264,8 @@ class MpiTransport(Transport):
         self._windows = [*(kept for kept in self._windows if not kept.is_freed), window]
         return window
 
-    def _group(self, comm: Any) -> _MpiGroup:
-        return _MpiGroup(self._mpi, comm, self._fail)
+    def _group(self, comm: Any, ranks: Sequence[int]) -> _MpiGroup:
+        return _MpiGroup(self._mpi, comm, ranks, self._fail, self._fail_collective)
 
     def said_by_rank_0(self, text: str) -> str:
         """What rank 0 passed, at most 256 bytes. Blocks; all ranks enter it at the same time, before the world."""
@@ -256,6 +290,7 @@ class MpiTransport(Transport):
     def close(self) -> None:
         for window in self._windows:  # in the order in which all of their members made them
             window.free()
+        self._end_comm.Free()
         self._comm.Free()
 
     def describe(self) -> str:
@@ -284,6 +319,21 @@ class MpiTransport(Transport):
                 self._lost.add(peer)
             raise RankLostError(f"rank {peer} is gone: {error.Get_error_string()}", rank=peer) from error
         raise TransportError(f"MPI: {error.Get_error_string()}", peer=peer) from cast(Exception, error)
+
+    def _fail_collective(self, error: BaseException, what: str) -> NoReturn:
+        """The same for a collective, which may fail because the members disagree about it."""
+        mpi = self._mpi
+        if not isinstance(error, mpi.Exception):
+            raise error
+        said = error.Get_error_string()
+        if error.Get_error_class() in {
+            getattr(mpi, "ERR_PROC_FAILED", -1),
+            getattr(mpi, "ERR_PROC_FAILED_PENDING", -1),
+        }:
+            raise RankLostError(f"{what}: a member is gone: {said}", rank=ANY_SOURCE) from error
+        raise TransportError(
+            f"{what}: MPI: {said}; all members must call the same collective, with equal sizes"
+        ) from cast(Exception, error)
 
 
 class _MpiWindow:
@@ -342,37 +392,45 @@ class _MpiWindow:
 class _MpiGroup:
     """Nonblocking collectives of one communicator (MPI-4.1 chapter 6.12)."""
 
-    def __init__(self, mpi: Any, comm: Any, fail: Callable[[BaseException, Any, Any, int], NoReturn]) -> None:
+    def __init__(
+        self,
+        mpi: Any,
+        comm: Any,
+        ranks: Sequence[int],
+        fail: Callable[[BaseException, Any, Any, int], NoReturn],
+        fail_collective: Callable[[BaseException, str], NoReturn],
+    ) -> None:
         self._mpi = mpi
         self.comm = comm
-        self._fail = fail
+        self._ranks = ranks
+        self._fail_read = fail
+        self._fail_collective = fail_collective
         self._ops = {"sum": mpi.SUM, "min": mpi.MIN, "max": mpi.MAX, "prod": mpi.PROD}
         self._windows: list[_MpiWindow] = []
         self._freed_window_count = 0
 
     def barrier(self) -> Request:
-        return self._keep(self.comm.Ibarrier())
+        return self._start(self.comm.Ibarrier)
 
     def broadcast(self, buffer: Buffer, root: int) -> Request:
-        return self._keep(self.comm.Ibcast(buffer, root), buffer)
+        return self._start(self.comm.Ibcast, buffer, root)
 
     def gather(self, send: Buffer, receive: Buffer | None, root: int) -> Request:
-        return self._keep(self.comm.Igather(send, receive, root), send, receive)
+        return self._start(self.comm.Igather, send, receive, root)
 
     def all_gather(self, send: Buffer, receive: Buffer) -> Request:
-        return self._keep(self.comm.Iallgather(send, receive), send, receive)
+        return self._start(self.comm.Iallgather, send, receive)
 
     def all_reduce(self, buffer: Buffer, op: ReduceOp, receive: Buffer | None = None) -> Request:
         if receive is None:
-            return self._keep(self.comm.Iallreduce(self._mpi.IN_PLACE, buffer, self._ops[op]), buffer)
-        return self._keep(self.comm.Iallreduce(buffer, receive, self._ops[op]), buffer, receive)
+            return self._start(self.comm.Iallreduce, self._mpi.IN_PLACE, buffer, self._ops[op])
+        return self._start(self.comm.Iallreduce, buffer, receive, self._ops[op])
 
     def all_to_all(
         self, send: Buffer, send_counts: Sequence[int], receive: Buffer, receive_counts: Sequence[int]
     ) -> Request:
         byte = self._mpi.BYTE
-        request = self.comm.Ialltoallv([send, list(send_counts), byte], [receive, list(receive_counts), byte])
-        return self._keep(request, send, receive)
+        return self._start(self.comm.Ialltoallv, [send, list(send_counts), byte], [receive, list(receive_counts), byte])
 
     def free(self) -> None:
         self.comm.Free()
@@ -392,8 +450,15 @@ class _MpiGroup:
         while self._freed_window_count < oldest[0]:
             self._windows.pop(0).free()
             self._freed_window_count += 1
-        self._windows.append(_MpiWindow(self._mpi, self.comm, nbytes, self._fail))
+        self._windows.append(_MpiWindow(self._mpi, self.comm, nbytes, self._fail_read))
         return self._windows[-1]
 
-    def _keep(self, request: Any, *buffers: Buffer) -> Request:
-        return _SendRequest(request, buffers, self._fail, ANY_SOURCE)
+    def _start(self, collective: Callable[..., Any], *args: Any) -> Request:
+        try:
+            request = collective(*args)
+        except Exception as error:
+            self._fail(error, collective.__name__)
+        return _CollectiveRequest(request, args, self._fail, collective.__name__)
+
+    def _fail(self, error: BaseException, name: str) -> NoReturn:
+        self._fail_collective(error, f"{name} of the group {list(self._ranks)}")

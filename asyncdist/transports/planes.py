@@ -82,8 +82,16 @@ class TwoPlaneTransport(Transport):
         return self._plane(tag).persistent_receive(buffer, tag)
 
     @property
+    def hostname(self) -> str:
+        return self._control.hostname
+
+    @property
     def world_group(self) -> GroupHandle | None:
         return self._control.world_group
+
+    @property
+    def end_group(self) -> GroupHandle | None:
+        return self._control.end_group
 
     def new_group(self, ranks: Sequence[int], tag: int) -> GroupHandle | None:
         return self._control.new_group(ranks, tag)

@@ -11,6 +11,7 @@ import torch
 from support.values_of_all_types import LARGE, UNSUPPORTED, VALUES, same
 
 import asyncdist as ad
+from asyncdist import outcomes
 from asyncdist.errors import LocalProtocolError, RemoteError
 
 
@@ -63,7 +64,7 @@ async def case_every_rank_s_value_arrives_as_it_was(world: ad.World) -> None:
 
 async def case_large_and_small_values_together(world: ad.World) -> None:
     """Some fit into a frame and some do not."""
-    sizes = [0, 100_000, 3, 1015, 1016, 1_000_000]
+    sizes = [0, 100_000, 3, outcomes.INLINE_NBYTES - 3, outcomes.INLINE_NBYTES, 1_000_000]
 
     def value_of(rank: int) -> bytes:
         return bytes([rank]) * sizes[rank % len(sizes)]
@@ -319,7 +320,7 @@ async def case_two_groups_at_once_and_nobody_else(world: ad.World) -> None:
         value = await ad.compute_and_broadcast(lambda n=round_number: (parity, n), root=ranks[-1], group=group)
         assert value == (parity, round_number)
         assert await ad.reduce_and_broadcast(lambda: world.rank, sum, group=group) == sum(ranks)
-        async with ad.zero_first(world.rank == ranks[0], group=group), ad.zero_only(group=group) as is_main:
+        async with ad.zero_only(group=group) as is_main, ad.zero_first(world.rank == ranks[0], group=group):
             assert is_main == (world.rank == ranks[0])
     await ad.barrier()
 

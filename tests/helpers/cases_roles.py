@@ -125,6 +125,10 @@ async def case_plans_that_do_not_fit(world: ad.World) -> None:
             {"dist_backend": "ccl"},
             f"dist_backend is 'ccl', and this world runs on {world.transport_name}",
         ),
+        *[
+            ({"dist_backend": "ccl"}, "this torch has registered gloo"),
+            ({"dist_backend": "nccl"}, "NCCL ignores tags and matches messages by the order of issue"),
+        ][: 2 * (world.transport_name == "torch")],
         ({"layout": ad.RankLayout.arithmetic(size + 1)}, f"the layout is for {size + 1} ranks; allowed: {size}"),
     ):
         await refused(ad.initialize_distributed_compute(**options), ValueError, words)  # type: ignore[arg-type]

@@ -1,0 +1,114 @@
+"""Who takes part in which collective: so that nobody waits in one for a member that has left.
+
+Members start the collectives of a group in one order, so each rank counts those that it has started, by group, and says
+the counts when it leaves. One with a higher number is a collective in which the leaver takes no part: whoever starts it
+or waits in it gets ClosedError. One with a lower number goes on: the leaver has done its part, or does it in the
+background, whatever arrives first. Where a member is lost besides, that is what is raised, as RankLostError: whoever
+has left may have found out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from asyncdist.errors import AsyncdistError, ClosedError, RankLostError
+from asyncdist.groups import Group
+
+
+@dataclass(eq=False, slots=True)
+class Participation:
+    """One collective of this rank that is under way.
+
+    Attributes:
+        group: its members.
+        number: its place among those of the group, from 1.
+        stop: ends the wait.
+        error: why it was stopped.
+    """
+
+    group: Group
+    number: int
+    stop: Callable[[AsyncdistError], None]
+    error: AsyncdistError | None = None
+
+
+class Attendance:
+    """Of one rank."""
+
+    def __init__(self) -> None:
+        self._started: Counter[int] = Counter()
+        self._left: dict[int, Mapping[int, int]] = {}
+        self._lost: set[int] = set()
+        self._under_way: dict[Participation, None] = {}  # in the order in which they began
+
+    def begin(self, group: Group) -> int:
+        """Count one more collective of the group; returns its number."""
+        self._started[group.tag] += 1
+        return self._started[group.tag]
+
+    def started(self) -> tuple[tuple[int, int], ...]:
+        """How many of each group, by its tag: what a leaving rank tells."""
+        return tuple(self._started.items())
+
+    def check(self, group: Group, number: int) -> None:
+        """Refuse a collective that can never complete.
+
+        Raises:
+            ClosedError: a member has left before it.
+        """
+        if self._left:
+            error = self._reason(group, number)
+            if error is not None:
+                raise error
+
+    @contextmanager
+    def waiting(self, group: Group, number: int, stop: Callable[[AsyncdistError], None]) -> Iterator[Participation]:
+        """Wait in a collective: ``stop(error)`` is called once if a member leaves that has no part in it."""
+        self.check(group, number)
+        entry = Participation(group, number, stop)
+        self._under_way[entry] = None
+        try:
+            yield entry
+        finally:
+            del self._under_way[entry]
+
+    def on_lost(self, rank: int) -> None:
+        """``rank`` has died: the transport fails the requests that wait for it."""
+        self._lost.add(rank)
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Ranks that are known to be lost, here or where somebody has left."""
+        return tuple(sorted(self._lost))
+
+    def on_left(self, rank: int, started: Mapping[int, int], lost: Iterable[int]) -> None:
+        """``rank`` has left, having started so many collectives of each group, and knowing of these lost ranks."""
+        self._lost.update(lost)
+        if rank in self._left:
+            return
+        self._left[rank] = started
+        for entry in list(self._under_way):
+            if entry.error is None:
+                entry.error = self._reason(entry.group, entry.number)
+                if entry.error is not None:
+                    entry.stop(entry.error)
+
+    def _reason(self, group: Group, number: int) -> AsyncdistError | None:
+        for rank in group.ranks:
+            if rank in self._left and self._left[rank].get(group.tag, 0) < number:
+                for lost in group.ranks if self._lost else ():
+                    if lost in self._lost:
+                        return RankLostError(f"rank {lost} is gone, and rank {rank} has left since", rank=lost)
+                return ClosedError(
+                    f"rank {rank} has left and takes no part in this collective of the group {_short(group.ranks)}",
+                    rank=rank,
+                )
+        return None
+
+
+def _short(ranks: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, ranks[:16]))
+    return f"[{shown}]" if len(ranks) <= 16 else f"[{shown}, ...] of {len(ranks)}"

@@ -1,0 +1,77 @@
+"""A member returns, and the others call collectives that need it: ClosedError that names it, each time, everywhere.
+
+One file for the four worlds; ``test_left_members.py`` starts it. Given ``waiting``, the others are in the collective
+before the leaver goes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import torch
+from support.mpi import report
+
+import asyncdist as ad
+from asyncdist.errors import ClosedError
+
+LEAVER = 0
+
+
+def calls(world: ad.World, group: ad.Group) -> dict[str, Callable[[], Awaitable[Any]]]:
+    """By name; the leaver is a root where there is one, and of 2 MiB where pieces of a reduction matter."""
+    model = torch.nn.Linear(3, 3)
+    small, large = torch.ones(3), torch.ones(1 << 19)
+    return {
+        "barrier": lambda: ad.barrier(group=group),
+        "broadcast": lambda: ad.broadcast(small, LEAVER, group=group),
+        "gather to it": lambda: ad.gather(small, LEAVER, group=group),
+        "gather": lambda: ad.gather(small, group.ranks[-1], group=group),
+        "all_gather": lambda: ad.all_gather(small, group=group),
+        "all_reduce": lambda: ad.all_reduce(small, group=group),
+        "all_reduce in pieces": lambda: ad.all_reduce(large, group=group),
+        "all_to_all": lambda: ad.all_to_all([small] * group.size, group=group),
+        "compute_and_broadcast": lambda: ad.compute_and_broadcast(lambda: 1, group=group),
+        "gather_from_all_ranks": lambda: ad.gather_from_all_ranks(lambda: 1, group=group),
+        "average_models": lambda: ad.average_models(model, group),
+        "average_gradients": lambda: ad.average_gradients(model, group),
+        "gather_distributed_data": lambda: ad.gather_distributed_data([1], training_group=group),
+    }
+
+
+async def main(world: ad.World, way: str) -> dict[str, str]:
+    """What each call came to."""
+    found: dict[str, str] = {}
+    names = list(calls(world, world.group))
+    groups = {name: await ad.new_group(range(world.size)) for name in names}
+    others = await ad.new_group(range(1, world.size)) if world.rank != LEAVER else None
+    flag = torch.full((1,), 7.0)
+    for group in groups.values():  # one that the leaver has taken part in completes, whoever enters it when
+        await ad.broadcast(flag, LEAVER, group=group)
+    tasks = {name: calls(world, groups[name])[name] for name in names}
+    if world.rank == LEAVER:
+        if way == "waiting":
+            await world.sleep(0.3)
+        return {}
+    if way == "left":
+        await world.engine.until(lambda: LEAVER in world.gone, "the leaver to leave")
+    for name, call in tasks.items():
+        try:
+            await call()
+            found[name] = "it came to an end"
+        except ClosedError as error:
+            found[name] = f"rank {error.rank} has left" if f"rank {LEAVER} has left" in str(error) else str(error)
+        except Exception as error:
+            found[name] = repr(error)
+    await ad.barrier(group=others)  # the others go on among themselves
+    assert flag == 7.0
+    return found
+
+
+async def reporting(world: ad.World, way: str) -> None:
+    report(world.rank, await main(world, way))
+
+
+if __name__ == "__main__":
+    ad.run(reporting, sys.argv[1], strict=True)

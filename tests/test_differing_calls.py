@@ -1,0 +1,74 @@
+"""Members that call different helpers, or with different roots, or one with an argument that makes no sense.
+
+All of them are told, by name, and are in step afterwards: nobody has a wrong value, and nobody waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+from scripts import differing_calls
+from support import mpi, torchrun
+
+import asyncdist as ad
+from asyncdist.errors import DisagreementError, RemoteError
+
+SCRIPT = "tests/scripts/differing_calls.py"
+
+
+def test_local() -> None:
+    differing_calls.check(ad.run_local(differing_calls.main, ranks=3, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_simulated(seed: int) -> None:
+    differing_calls.check(ad.simulate(differing_calls.main, ranks=3, seed=seed, strict=True).results)
+
+
+def test_mpi() -> None:
+    """A native collective that meets another one there is undefined; the frames never let it come so far."""
+    mpi.require_mpi()
+    differing_calls.check(mpi.run_ranks(3, SCRIPT, timeout_s=120).check().reports)
+
+
+def test_torch() -> None:
+    differing_calls.check(torchrun.run_ranks(3, SCRIPT, timeout_s=120).check().reports)
+
+
+def test_both_sides_are_named() -> None:
+    async def main(world: ad.World) -> None:
+        if world.rank == 1:
+            await ad.gather_from_all_ranks(lambda: 1, root=1)
+        else:
+            await ad.average_models(torch.nn.Linear(1, 1))
+
+    with pytest.raises(
+        DisagreementError, match=r"rank 0 calls average_models\(\), rank 1 gather_from_all_ranks\(root=1\)"
+    ):
+        ad.run_local(main, ranks=2)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: ad.gather_from_all_ranks(5),  # type: ignore[arg-type]
+        lambda: ad.gather_from_all_ranks(lambda: 1, 7),
+        lambda: ad.gather_from_all_ranks(lambda: 1, root=9),
+        lambda: ad.gather_from_all_ranks(lambda: 1, root=True),
+    ],
+)
+def test_who_passes_nonsense_and_catches_the_error_leaves_nobody_behind(wrong: Callable[[], Awaitable[Any]]) -> None:
+    async def main(world: ad.World) -> str:
+        try:
+            await (wrong() if world.rank == 1 else ad.gather_from_all_ranks(lambda: 1))
+        except Exception as error:
+            found = type(error).__name__ + (f" of rank {error.rank}" if isinstance(error, RemoteError) else "")
+        await ad.barrier()
+        return found
+
+    there, here, other = ad.run_local(main, ranks=3, strict=True)
+    assert here in ("TypeError", "ValueError", "LocalProtocolError")
+    assert there == other == "RemoteError of rank 1"

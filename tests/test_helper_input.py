@@ -1,0 +1,66 @@
+"""What makes no sense as an argument of a helper: one clear error that names the value and what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import asyncdist as ad
+from protocols import OneSidedSelectiveAveragingPolicy
+
+LINE = "\n"
+WRONG: Any = 5
+TENSOR = torch.ones(2)
+
+
+def one_sided(**options: Any) -> object:
+    model = torch.nn.Linear(1, 1)
+    return OneSidedSelectiveAveragingPolicy(model, torch.optim.SGD(model.parameters()), average_every=1, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: ad.new_mesh({"POP": 1}, group=[0, 1]), "group is [0, 1]; allowed: a Group"),
+        (lambda: ad.is_main_process(group=[0, 1]), "group is [0, 1]; allowed: a Group"),  # type: ignore[arg-type]
+        (lambda: ad.RankLayout(2, (0, 1), {}), "agent_groups[0] is 0; allowed: a list of ranks"),  # type: ignore[arg-type]
+        (lambda: ad.RankLayout(2, "01", {}), "agent_groups is '01'; allowed: a list of groups of ranks"),  # type: ignore[arg-type]
+        (lambda: ad.RankLayout(1, ((0,),), None), "clients is None; allowed: a dict"),  # type: ignore[arg-type]
+        (lambda: ad.RankLayout(2, ((0,),), {1: 0}), "clients[1] is 0; allowed: a list of ranks"),  # type: ignore[dict-item]
+        (lambda: ad.initialize_distributed_compute(layout="x"), "layout is 'x'; allowed: a RankLayout, or None"),
+        (lambda: ad.all_gather({"a": TENSOR}), "tensor is a dict; allowed: a tensor, or a tree"),
+        (lambda: ad.psum(TENSOR, ["POP"]), "axis_name is ['POP']; allowed: the name of an axis, or None"),  # type: ignore[arg-type]
+        (lambda: ad.psum(TENSOR, "POP", mesh="x"), "mesh is 'x'; allowed: a Mesh"),  # type: ignore[arg-type]
+        (lambda: ad.gradient_update(WRONG, torch.optim.SGD([TENSOR])), "loss_fn is 5; allowed: a function"),
+        (lambda: ad.agent_gradient_update(WRONG, torch.optim.SGD([TENSOR])), "loss_fn is 5; allowed: a function"),
+        (lambda: ad.report_load_imbalance([{5: [1.0]}]), "rank 0 has a step 5; allowed: names"),  # type: ignore[dict-item]
+        (lambda: ad.report_time_info([{"a": ["x"]}]), "rank 0, step 'a': 'x' is no number of seconds"),  # type: ignore[dict-item]
+        (lambda: one_sided(timing=[]), "timing is []; allowed: a dict, or None"),
+    ],
+)
+def test_one_sentence_names_the_value_and_what_is_allowed(call: Callable[[], Any], words: str) -> None:
+    async def main(world: ad.World) -> str:
+        try:
+            found = call()
+            await found
+        except TypeError as error:
+            return str(error)
+        return "nothing"
+
+    said = ad.run_local(main, ranks=1)[0]
+    assert words in said and LINE not in said
+
+
+def test_a_layout_takes_lists() -> None:
+    layout = ad.RankLayout(3, [[0, 1]], {2: [0, 1]})  # type: ignore[arg-type, dict-item, list-item]
+    assert layout == ad.RankLayout(3, ((0, 1),), {2: (0, 1)})
+    assert layout.agent_group_of(1) == 0 and layout.buffer_of(0) == 2
+
+
+@pytest.mark.parametrize("seconds", [np.array([1.0, 2.0]), torch.tensor([1.0, 2.0]), [np.float32(1.0), 2]])
+def test_arrays_of_seconds_are_lists_of_them(seconds: Any) -> None:
+    assert ad.report_time_info([{"step": seconds}]).times[0].total_s == 3.0
