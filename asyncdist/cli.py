@@ -168,9 +168,9 @@ def _run(options: argparse.Namespace) -> int:
     try:
         transport, backend = launch.split_transport(options.transport, what="--transport", allowed=("mpi", "torch"))
         if backend != launch.TORCH_BACKEND:
-            from asyncdist import runtime  # imports torch, to say what is wrong
+            from asyncdist import opening  # imports torch, to say what is wrong
 
-            runtime.check_torch_backend(backend)
+            opening.check_torch_backend(backend)
     except ValueError as error:
         raise launch.LaunchError(str(error)) from error
     if transport == "mpi":

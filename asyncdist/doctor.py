@@ -316,11 +316,11 @@ def _ask_torch() -> tuple[dict[str, str], list[str], str | None]:
         import torch
     except ImportError:
         return {}, [], None
-    from asyncdist import process_groups, runtime
+    from asyncdist import opening, process_groups
 
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs"
-    backends = {name: runtime.describe_torch_backend(name) for name in process_groups.available_backends()}
+    backends = {name: opening.describe_torch_backend(name) for name in process_groups.available_backends()}
     return backends, names, f"{torch.__version__} ({built})"
 
 
@@ -378,10 +378,10 @@ def _explain_no_gpu() -> str | None:
 
 def _check_torch(started: Launch, environ: Mapping[str, str]) -> str | None:
     """What a run would refuse."""
-    from asyncdist import runtime
+    from asyncdist import opening
 
     try:
-        runtime.check_torch_backend(started.backend)
+        opening.check_torch_backend(started.backend)
         launch.torch_rendezvous(environ)
     except ValueError as error:
         return str(error)

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, TypeAlias
 from asyncdist.api import new_group
 from asyncdist.everyday import compute_and_broadcast, gather_from_all_ranks
 from asyncdist.groups import Group
-from asyncdist.runtime import check_torch_backend
+from asyncdist.opening import check_torch_backend
 from asyncdist.world import World, current_world
 
 Placement: TypeAlias = Literal["arithmetic", "host"]

@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, cast
 
 import torch
 
-from asyncdist import checks, launch, tags, wire
+from asyncdist import checks, launch, opening, tags, wire
 from asyncdist._version import __version__
 from asyncdist.attendance import Attendance
 from asyncdist.collectives import Collectives
-from asyncdist.errors import DisagreementError, LocalProtocolError, RankLostError, RemoteError, TransportError
+from asyncdist.errors import DisagreementError, LocalProtocolError, RankLostError, RemoteError
 from asyncdist.groups import Group
 from asyncdist.process import limit_threads, spare_collections
 from asyncdist.progress import Engine
@@ -47,7 +47,7 @@ from asyncdist.transports.local import LocalHub
 from asyncdist.world import Failed, Farewell, Leave, World, _current_world
 
 if TYPE_CHECKING:
-    from asyncdist.transports.mpi import MpiTransport
+    pass
 
 logger = logging.getLogger("asyncdist.runtime")
 
@@ -119,13 +119,13 @@ def run(
     elsewhere = run_elsewhere.get()
     if elsewhere is not None:
         return cast(T, elsewhere(main, args, strict))
-    started = _detect(transport)
+    started = opening.detect(transport)
     chosen = started.transport
     if chosen == "local" or ranks is not None:
         return run_local(main, *args, ranks=ranks or 1, loop=loop, strict=strict)[0]
     limit_threads()
     spare_collections()
-    opened = _open_transport(chosen, bulk, started)
+    opened = opening.open_transport(chosen, bulk, started)
     with Interrupts() as interrupts, _loop_of(loop) as event_loop:
         task = event_loop.create_task(host_rank(main, args, opened, interrupts, grace_s=grace_s, strict=strict))
         interrupts.cancel_on_first(event_loop, [task])
@@ -187,10 +187,10 @@ async def open_world(
             f"a world is open here already, {here!r}: use that one, as asyncdist.current_world() returns it",
             rank=here.rank,
         )
-    _check_bulk(bulk, transport)
-    started = _detect(transport)
+    opening.check_bulk(bulk, transport)
+    started = opening.detect(transport)
     chosen = started.transport
-    opened = LocalHub(1).transport(0) if chosen == "local" else _open_transport(chosen, bulk, started)
+    opened = LocalHub(1).transport(0) if chosen == "local" else opening.open_transport(chosen, bulk, started)
     async with _hosted(opened, Interrupts(), grace_s=grace_s, strict=strict) as world:
         yield world
 
@@ -560,99 +560,10 @@ def _loop_of(name: LoopName | None) -> Iterator[asyncio.AbstractEventLoop]:
         yield runner.get_loop()
 
 
-def _detect(transport: str) -> launch.Launch:
-    group = None
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        group = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return launch.detect(wanted=transport, group=group)
-
-
-def _open_transport(name: str, bulk: str | None, started: launch.Launch) -> Transport:
-    """The transport, or both."""
-    own = name, started.backend
-    other = own if bulk is None else launch.split_transport(bulk)
-    if name == "torch":
-        check_torch_backend(started.backend)
-    if other[0] == "torch":
-        check_torch_backend(other[1], what="transport" if other == own else "bulk")
-    mpi = _open_mpi(started) if "mpi" in (name, other[0]) else None
-    if mpi is not None and other != own and mpi.size == 1 and (started.expected_size or 1) > 1:
-        mpi.close()
-        raise TransportError(
-            f"transport={name!r} and bulk={bulk!r} need MPI as well, but {started.source} says that this is one of "
-            f"{started.expected_size} ranks, and MPI knows of none but itself: start with mpirun (or asyncdist run -n "
-            f"{started.expected_size} script.py), under which torch's ranks meet through MPI"
-        )
-    control = mpi if name == "mpi" and mpi is not None else _open_torch(mpi, started.backend)
-    if other == own:
-        return control
-    from asyncdist.transports.planes import TwoPlaneTransport
-
-    bulk_plane = mpi if other[0] == "mpi" and mpi is not None else _open_torch(mpi, other[1], control)
-    return TwoPlaneTransport(control, bulk_plane, tags.BULK)
-
-
-def _open_mpi(started: launch.Launch) -> MpiTransport:
-    """MPI, with launcher and library known to belong together."""
-    from asyncdist.transports.mpi import MpiTransport
-
-    transport = MpiTransport(functools.partial(launch.check_library, started))
-    if started.transport == "mpi":
-        launch.check_world_size(started.expected_size, transport.size, transport.describe())
-        hint = launch.oversubscription_hint()
-        if hint is not None and transport.rank == 0:
-            logger.warning("%s", hint)
-    return transport
-
-
-def _open_torch(mpi: MpiTransport | None, backend: str, control: Transport | None = None) -> Transport:
-    """torch.distributed, alone or as the bulk plane beside ``control``.
-
-    Its ranks meet where the user's process group did, or its variables say, or through MPI.
-    """
-    from asyncdist.transports.meeting import is_group_initialised
-    from asyncdist.transports.torch import open_bulk, open_transport
-
-    place = None if is_group_initialised() else _torch_rendezvous(mpi)
-    local_rank = launch.local_rank()
-    if control is None or backend == launch.TORCH_BACKEND:
-        return open_transport(place, granted_tags=tags.BULK, backend=backend, local_rank=local_rank)
-    return open_bulk(control, tags.BULK_ENTRIES, place, backend=backend, local_rank=local_rank)
-
-
-def _torch_rendezvous(mpi: MpiTransport | None) -> launch.TorchRendezvous:
-    if mpi is None or launch.names_torch_rendezvous():
-        return launch.torch_rendezvous()
-    address, port = mpi.said_by_rank_0(f"{mpi.own_address()} {launch.find_free_port()}").split()
-    return launch.TorchRendezvous(mpi.rank, mpi.size, address, int(port), is_store_served=False)
-
-
-def check_torch_backend(backend: str, *, what: Literal["transport", "bulk"] = "transport") -> None:
-    """Raise ValueError, which says why, for a backend of torch.distributed that cannot be the transport, or bulk."""
-    from asyncdist.transports.backends import check_backend
-
-    check_backend(backend, what=what)
-
-
-def describe_torch_backend(backend: str) -> str:
-    """What a backend of torch.distributed that is here is used for."""
-    from asyncdist.transports.backends import describe_use
-
-    return describe_use(backend)
-
-
-def _check_bulk(bulk: str | None, transport: str) -> None:
-    if bulk is None:
-        return
-    launch.split_transport(bulk, what="bulk", allowed=("mpi", "torch"))
-    if transport == "local":
-        raise ValueError(f"bulk={bulk!r} needs a transport between processes, not 'local'")
-
-
 def _check_options(
     main: Any, transport: str, ranks: int | None, loop: str | None, grace_s: float, bulk: str | None = None
 ) -> None:
-    _check_bulk(bulk, transport)
+    opening.check_bulk(bulk, transport)
     if not inspect.iscoroutinefunction(main):
         raise TypeError(f"main must be a coroutine function (async def), not {main!r}")
     transport, _ = launch.split_transport(transport)

@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("world", "transports.torch"),
     ("exposure", "outcomes"),
     ("launch", "mesh"),
-    ("population", "placement", "process", "tracebacks"),
+    ("population", "placement", "opening", "process", "tracebacks"),
     ("gradients", "shards", "supervision"),
     ("runtime", "api", "timing_report", "mpirun", "processes"),
     ("averaging", "everyday"),

@@ -1,0 +1,119 @@
+"""Which transport a rank runs on, and its opening: MPI, torch.distributed, or one for messages and one for streams."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from asyncdist import launch, tags
+from asyncdist.errors import TransportError
+from asyncdist.transports.base import Transport
+
+if TYPE_CHECKING:
+    from asyncdist.transports.mpi import MpiTransport
+
+logger = logging.getLogger("asyncdist.opening")
+
+
+def detect(transport: str) -> launch.Launch:
+    """What started this process, the program's own process group included. Raises as :func:`launch.detect`."""
+    group = None
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        group = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return launch.detect(wanted=transport, group=group)
+
+
+def open_transport(name: str, bulk: str | None, started: launch.Launch) -> Transport:
+    """The rank's transport.
+
+    Args:
+        name: ``"mpi"`` or ``"torch"``.
+        bulk: the one for streams of tensors, where that is another; :func:`check_bulk` has let it pass.
+        started: what started this process.
+
+    Raises:
+        TransportError: it cannot be used as it was started.
+        ValueError: a backend of torch.distributed that cannot carry this.
+    """
+    own = name, started.backend
+    other = own if bulk is None else launch.split_transport(bulk)
+    if name == "torch":
+        check_torch_backend(started.backend)
+    if other[0] == "torch":
+        check_torch_backend(other[1], what="transport" if other == own else "bulk")
+    mpi = _open_mpi(started) if "mpi" in (name, other[0]) else None
+    if mpi is not None and other != own and mpi.size == 1 and (started.expected_size or 1) > 1:
+        mpi.close()
+        raise TransportError(
+            f"transport={name!r} and bulk={bulk!r} need MPI as well, but {started.source} says that this is one of "
+            f"{started.expected_size} ranks, and MPI knows of none but itself: start with mpirun (or asyncdist run -n "
+            f"{started.expected_size} script.py), under which torch's ranks meet through MPI"
+        )
+    control = mpi if name == "mpi" and mpi is not None else _open_torch(mpi, started.backend)
+    if other == own:
+        return control
+    from asyncdist.transports.planes import TwoPlaneTransport
+
+    bulk_plane = mpi if other[0] == "mpi" and mpi is not None else _open_torch(mpi, other[1], control)
+    return TwoPlaneTransport(control, bulk_plane, tags.BULK)
+
+
+def _open_mpi(started: launch.Launch) -> MpiTransport:
+    """MPI, with launcher and library known to belong together."""
+    from asyncdist.transports.mpi import MpiTransport
+
+    transport = MpiTransport(functools.partial(launch.check_library, started))
+    if started.transport == "mpi":
+        launch.check_world_size(started.expected_size, transport.size, transport.describe())
+        hint = launch.oversubscription_hint()
+        if hint is not None and transport.rank == 0:
+            logger.warning("%s", hint)
+    return transport
+
+
+def _open_torch(mpi: MpiTransport | None, backend: str, control: Transport | None = None) -> Transport:
+    """torch.distributed, alone or as the bulk plane beside ``control``.
+
+    Its ranks meet where the user's process group did, or its variables say, or through MPI.
+    """
+    from asyncdist.transports.meeting import is_group_initialised
+    from asyncdist.transports.torch import open_bulk, open_transport
+
+    place = None if is_group_initialised() else _torch_rendezvous(mpi)
+    local_rank = launch.local_rank()
+    if control is None or backend == launch.TORCH_BACKEND:
+        return open_transport(place, granted_tags=tags.BULK, backend=backend, local_rank=local_rank)
+    return open_bulk(control, tags.BULK_ENTRIES, place, backend=backend, local_rank=local_rank)
+
+
+def _torch_rendezvous(mpi: MpiTransport | None) -> launch.TorchRendezvous:
+    if mpi is None or launch.names_torch_rendezvous():
+        return launch.torch_rendezvous()
+    address, port = mpi.said_by_rank_0(f"{mpi.own_address()} {launch.find_free_port()}").split()
+    return launch.TorchRendezvous(mpi.rank, mpi.size, address, int(port), is_store_served=False)
+
+
+def check_torch_backend(backend: str, *, what: Literal["transport", "bulk"] = "transport") -> None:
+    """Raise ValueError, which says why, for a backend of torch.distributed that cannot be the transport, or bulk."""
+    from asyncdist.transports.backends import check_backend
+
+    check_backend(backend, what=what)
+
+
+def describe_torch_backend(backend: str) -> str:
+    """What a backend of torch.distributed that is here is used for."""
+    from asyncdist.transports.backends import describe_use
+
+    return describe_use(backend)
+
+
+def check_bulk(bulk: str | None, transport: str) -> None:
+    """Raise ValueError for a ``bulk`` that names no transport, or has none beside it."""
+    if bulk is None:
+        return
+    launch.split_transport(bulk, what="bulk", allowed=("mpi", "torch"))
+    if transport == "local":
+        raise ValueError(f"bulk={bulk!r} needs a transport between processes, not 'local'")
