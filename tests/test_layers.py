@@ -112,7 +112,7 @@ def test_imports_go_down_only(name: str) -> None:
 def test_there_is_something_to_prove() -> None:
     """The parser sees what it should: a rule that finds no import proves nothing."""
     assert {"progress", "wire", "errors"} <= own_imports(ASYNCDIST["channels"])
-    assert "transports.mpi" in own_imports(ASYNCDIST["runtime"]), "an import inside a function"
+    assert "transports.mpi" in own_imports(ASYNCDIST["opening"]), "an import inside a function"
     assert uses(ASYNCDIST["transports.mpi"], "mpi4py")
 
 
