@@ -129,14 +129,14 @@ def test_torch_distributed_is_imported_where_processes_meet_alone() -> None:
     assert not any(uses(tree, "torch.distributed") for tree in PROTOCOLS.values())
 
 
-def test_a_concrete_transport_is_known_to_the_runtime_alone() -> None:
+def test_a_concrete_transport_is_known_to_what_opens_it_alone() -> None:
     users = {
         name
         for name, tree in ASYNCDIST.items()
         if own_imports(tree) & {"transports.local", "transports.mpi", "transports.torch"}
         and not name.startswith("transports.")
     }
-    assert users == {"runtime"}
+    assert users == {"opening", "runtime"}
 
 
 def test_asyncdist_never_imports_protocols() -> None:
