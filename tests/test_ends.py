@@ -149,7 +149,6 @@ def test_an_exception_on_one_rank_ends_the_job_and_is_told_once() -> None:
 def test_a_mistake_that_all_ranks_make_is_told_once_where_they_hear_of_it_in_time() -> None:
     ended = Ended("raises_everywhere", 4)
     ended.check_failed()
-    assert len(ended.statuses) == 4, ended.story
     told = re.findall(
         r"^asyncdist: rank (\d) (failed:|failed as rank \d did: |stopped: rank \d failed: )", ended.stderr, re.M
     )
