@@ -42,7 +42,11 @@ async def all_ready(world: ad.World) -> None:
 async def all_past_any_await(world: ad.World) -> None:
     """Return where no rank awaits anything any more, so that none can hear of another's failure before its own."""
     await all_ready(world)
-    while not all((FOLDER / f"ready.{rank}").exists() for rank in range(world.size)):
+    block_until_all_are_ready(world.size)
+
+
+def block_until_all_are_ready(size: int) -> None:
+    while not all((FOLDER / f"ready.{rank}").exists() for rank in range(size)):
         time.sleep(0.001)
 
 
