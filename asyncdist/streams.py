@@ -229,7 +229,8 @@ class InboundStream(_Stream):
         self._targets = targets
         self._window = window
         self._posted: dict[int, Request] = {}
-        self._post_count = 0
+        self._post_count = self._post_limit = 0
+        self._posting = False
         self._arrived: dict[int, int] = {}
         self._arrived_count = 0
         self._message_count = len(targets)  # until an abort says that there are fewer
@@ -295,13 +296,23 @@ class InboundStream(_Stream):
 
     def post_up_to(self, count: int) -> None:
         """Post the receives of the first ``count`` chunks, as far as they are not posted yet."""
-        while self._post_count < min(count, self._message_count):
-            index = self._post_count
-            self._post_count += 1
-            target = self._targets[index] if self._sink is None else self._sink[: len(self._targets[index])]
-            request = self._engine.transport.irecv(target, self._peer, self._tag)
-            self._posted[index] = request
-            self._engine.watch(request, self._what, functools.partial(self._on_arrival, index))
+        self._post_limit = max(self._post_limit, count)
+        if self._posting:  # a chunk was there already: the loop below goes on
+            return
+        self._posting = True
+        try:
+            while self._post_count < min(self._post_limit, self._message_count):
+                self._post_next()
+        finally:
+            self._posting = False
+
+    def _post_next(self) -> None:
+        index = self._post_count
+        self._post_count += 1
+        target = self._targets[index] if self._sink is None else self._sink[: len(self._targets[index])]
+        request = self._engine.transport.irecv(target, self._peer, self._tag)
+        self._posted[index] = request
+        self._engine.watch(request, self._what, functools.partial(self._on_arrival, index))
 
     def _on_arrival(self, index: int, error: AsyncdistError | None) -> None:
         request = self._posted.pop(index)

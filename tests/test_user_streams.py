@@ -1,0 +1,68 @@
+"""``send_stream`` and ``receive_stream`` in the moment in which a grant meets its tensor."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from support.local import eventually, worlds, yields
+
+from asyncdist import streams
+from asyncdist.transports.local import EAGER_NBYTES
+from asyncdist.world import World
+
+COUNT = 40 * EAGER_NBYTES
+VALUES = (torch.arange(COUNT) % 251).to(torch.uint8)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than go at once, each of which needs its receiver."""
+    monkeypatch.setattr(streams, "USER_CHUNK_NBYTES", EAGER_NBYTES + 8)
+
+
+async def grant_that_has_come(sender: World, receiver: World) -> tuple[asyncio.Task[None], asyncio.Task[torch.Tensor]]:
+    """A send that a pass has just granted, before its own next turn, and its receive."""
+    sending = asyncio.ensure_future(sender.send_stream(VALUES, 1))
+    await yields(3)
+    receiving = asyncio.ensure_future(receiver.receive_stream(torch.zeros(COUNT, dtype=torch.uint8), 0))
+    await asyncio.sleep(0)  # it has granted; nobody has looked
+    assert not sender.stream_sent_nbytes and not sender._streams._under_way
+    sender.engine.poll()
+    assert sender._streams._under_way, "started in the pass that brought the grant"
+    return sending, receiving
+
+
+async def test_a_grant_is_answered_in_the_pass_that_brings_it() -> None:
+    async with worlds(2) as (sender, receiver):
+        sending, receiving = await grant_that_has_come(sender, receiver)
+        async with asyncio.timeout(60):
+            await sending
+            assert torch.equal(await receiving, VALUES)
+        assert not sender._streams._under_way
+
+
+async def test_a_send_that_is_cancelled_before_it_heard_of_its_grant_answers_it() -> None:
+    """Its stream had begun; nobody ran it, and the receiver would have waited for the rest for ever."""
+    async with worlds(2) as (sender, receiver):
+        sending, receiving = await grant_that_has_come(sender, receiver)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        async with asyncio.timeout(60):
+            with pytest.raises(streams.StreamAborted):
+                await receiving
+        await eventually(lambda: receiver.slots.taken_count == 0 and sender.engine.is_idle)
+        assert not sender._streams._under_way
+
+
+async def test_a_thousand_chunks_that_are_there_already_are_taken_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of them posted the receive of the next from within its own arrival, as deep as Python goes."""
+    monkeypatch.setattr(streams, "USER_CHUNK_NBYTES", 1)
+    async with worlds(2) as (sender, receiver), asyncio.timeout(60):
+        tensors = torch.ones(2000, dtype=torch.uint8), torch.zeros(2000, dtype=torch.uint8)
+        await asyncio.gather(sender.send_stream(tensors[0], 1), receiver.receive_stream(tensors[1], 0))
+        assert torch.equal(*tensors)
