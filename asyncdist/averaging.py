@@ -28,6 +28,7 @@ from asyncdist.collectives import Collectives
 from asyncdist.errors import DisagreementError
 from asyncdist.flat import Fingerprint, FlatBuffers, FlatState, accumulate_dtype, first_difference
 from asyncdist.groups import Group
+from asyncdist.host_folding import Commons
 from asyncdist.outcomes import Call, Frame, Outcome, attempt, meet, raise_first_error, settle, share
 from asyncdist.spread import Spread
 from asyncdist.world import World
@@ -126,12 +127,14 @@ class _Kept:
 
     Attributes:
         state: refers to the model weakly.
-        buffers: the memory.
+        buffers: the flat tensors.
+        commons: what ranks of one host share of them.
         digest: of the state's fingerprint.
     """
 
     state: FlatState
     buffers: FlatBuffers
+    commons: Commons
     digest: bytes
 
 
@@ -154,6 +157,7 @@ class _Models:
             raise TypeError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
         self._model = model
         self._scratch = world.scratch
+        self._shares_memory = world.shares_memory
         self._kept, pairs = self._find()
         self.fingerprint = self._kept.state.fingerprint
         self.summary = self._kept.digest
@@ -161,7 +165,10 @@ class _Models:
         for entry, pair in zip(self._kept.state.entries, pairs, strict=True):
             by_dtype.setdefault(entry.dtype, []).append(pair)
         buffers = self._kept.buffers
-        self.spreads = [Spread(flat, by_dtype[dtype]) for dtype, flat in buffers.averaged().items()]
+        self.spreads = [
+            Spread(flat, by_dtype[dtype], self._kept.commons.memory_of(flat))
+            for dtype, flat in buffers.averaged().items()
+        ]
         self._exact_pairs = [pair for dtype in buffers.exact() for pair in by_dtype[dtype]]
         self.exact = list(buffers.exact().values())
         with torch.no_grad():
@@ -182,7 +189,9 @@ class _Models:
             with contextlib.suppress(ValueError):  # it has been changed since: another layer, another dtype
                 return kept, list(kept.state.pairs(kept.buffers))
         state = FlatState(cast(nn.Module, weakref.proxy(self._model)))
-        kept = _Kept(state, state.new_buffers(accumulate=True), state.fingerprint.digest.encode())
+        commons = Commons(self._shares_memory)
+        buffers = state.new_buffers(accumulate=True, new=commons.new)
+        kept = _Kept(state, buffers, commons, state.fingerprint.digest.encode())
         return kept, list(state.pairs(kept.buffers))
 
 
@@ -241,10 +250,11 @@ class _Gradients:
         present_digest = hashlib.sha256(self.present.numpy().tobytes()).digest()
         self._flats: dict[torch.dtype, Tensor] = {}
         self._views: dict[torch.dtype, list[Tensor]] = {}
+        self._commons = Commons(world.shares_memory)
         kept = self._scratch.take(model, "gradients")
         before: Fingerprint | None = None
         if kept is not None:
-            self._flats, before, self._digest, self._views = kept
+            self._flats, before, self._digest, self._views, self._commons = kept
         if before != self.fingerprint:
             self._views = {}
             self._digest = self.fingerprint.digest.encode()
@@ -263,10 +273,11 @@ class _Gradients:
                     gradient = torch.zeros_like(parameter, requires_grad=False)
                     self._missing.append((parameter, gradient))
                 by_dtype.setdefault(accumulate_dtype(parameter.dtype), []).append(gradient)
-        self._flats = {wide: _memory(self._flats.get(wide), wide, by_dtype[wide]) for wide in sorted(by_dtype, key=str)}
+        self._flats = {wide: self._flat(wide, by_dtype[wide]) for wide in sorted(by_dtype, key=str)}
+        self._commons.keep(self._flats.values())
         self._views = {wide: _views(self._views.get(wide), flat, by_dtype[wide]) for wide, flat in self._flats.items()}
         self.spreads = [
-            Spread(flat, list(zip(by_dtype[wide], self._views[wide], strict=True)))
+            Spread(flat, list(zip(by_dtype[wide], self._views[wide], strict=True)), self._commons.memory_of(flat))
             for wide, flat in self._flats.items()
         ]
 
@@ -274,15 +285,18 @@ class _Gradients:
         """Give gradients to parameters that had none, and let the memory be kept."""
         for parameter, gradient in self._missing:
             parameter.grad = gradient
-        self._scratch.give_back(self._model, "gradients", (self._flats, self.fingerprint, self._digest, self._views))
+        kept = self._flats, self.fingerprint, self._digest, self._views, self._commons
+        self._scratch.give_back(self._model, "gradients", kept)
 
-
-def _memory(kept: Tensor | None, dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
-    """For all elements of some tensors: what was kept, where it fits."""
-    count = sum(tensor.numel() for tensor in tensors)
-    if kept is not None and kept.numel() == count:
-        return kept
-    return torch.empty(count, dtype=dtype, pin_memory=any(tensor.is_cuda for tensor in tensors))
+    def _flat(self, dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
+        """For all elements of some tensors: what was kept, where it fits."""
+        kept = self._flats.get(dtype)
+        count = sum(tensor.numel() for tensor in tensors)
+        if kept is not None and kept.numel() == count:
+            return kept
+        if any(tensor.is_cuda for tensor in tensors):
+            return torch.empty(count, dtype=dtype, pin_memory=True)
+        return self._commons.new(count, dtype=dtype)
 
 
 def _views(kept: list[Tensor] | None, flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -33,6 +33,7 @@ from asyncdist.errors import LocalProtocolError, RankLostError
 from asyncdist.flat import divide
 from asyncdist.folding import Fold, Into, Rooms, fold_in_shares
 from asyncdist.groups import Group
+from asyncdist.host_folding import fold_on_host, meet
 from asyncdist.progress import Engine, settle, yield_to_loop
 from asyncdist.spread import Spread
 from asyncdist.streams import byte_view
@@ -153,12 +154,25 @@ class Collectives:
             spread: equally long and of one dtype on all members, as for :meth:`all_mean`.
             group: whose members call this.
         """
+        if self._attendance is not None:
+            await asyncio.shield(self.start_sequence(group, lambda alone: alone.all_mean_spread(spread, group)))
+            return
         count = len(spread.flat)
-        if group.native is not None and group.size > 1 and count:
-            await self._finish(group, fold_in_shares, self._engine, self._rooms, group, spread.flat, _mean, spread)
+        views = await self._shared_views(spread, group) if group.size > 1 and count else None
+        if views is not None:
+            barrier = functools.partial(self.barrier, group)
+            await fold_on_host(group, spread, views, _mean_into, barrier)
+        elif group.native is not None and group.size > 1 and count:
+            await fold_in_shares(self._engine, self._rooms, group, spread.flat, _mean, spread)
         else:
             spread.fill(0, count)
             spread.store(0, await self.all_mean(spread.flat.clone(), group))
+
+    async def _shared_views(self, spread: Spread, group: Group) -> list[torch.Tensor] | None:
+        """Every member's memory, where they are on one host."""
+        if not self._engine.transport.capabilities.shares_memory:
+            return None
+        return await meet(spread.memory, group, lambda card: self.all_gather(card, group))
 
     async def reduce_in_order(self, tensor: torch.Tensor, group: Group, fold: Fold) -> torch.Tensor:
         """What ``fold`` makes of every member's tensor, in rank order; each member folds a share of it.
@@ -470,11 +484,16 @@ class Collectives:
 
 
 def _mean(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    total = parts[0] + parts[1]
+    total = torch.empty_like(parts[0])
+    _mean_into(total, parts)
+    return total
+
+
+def _mean_into(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    torch.add(parts[0], parts[1], out=total)
     for part in parts[2:]:
         total += part
     divide(total, len(parts))
-    return total
 
 
 def _cancel(task: asyncio.Task[Any]) -> None:

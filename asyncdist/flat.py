@@ -13,7 +13,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -183,18 +183,25 @@ class FlatState:
         """Bytes of one snapshot."""
         return sum(size * dtype.itemsize for dtype, size in self._sizes.items())
 
-    def new_buffers(self, *, accumulate: bool = False, device: torch.device | str = "cpu") -> FlatBuffers:
+    def new_buffers(
+        self,
+        *,
+        accumulate: bool = False,
+        device: torch.device | str = "cpu",
+        new: Callable[..., Tensor] | None = None,
+    ) -> FlatBuffers:
         """Allocate zeros for one state.
 
         Args:
             accumulate: Widen floating dtypes to float32 and complex ones to complex64, at least, to sum in.
             device: Where; the host by default, which every transport can send from, pinned for a model in CUDA memory.
+            new: Used in place of `torch.zeros(size, dtype=...)` for a model in host memory; need not give zeros.
         """
         pinned = bool(self._devices) and torch.device(device).type == "cpu"
+        if new is None or self._devices:
+            new = functools.partial(torch.zeros, device=device, pin_memory=pinned)
         tensors = {
-            dtype: torch.zeros(
-                size, dtype=accumulate_dtype(dtype) if accumulate else dtype, device=device, pin_memory=pinned
-            )
+            dtype: new(size, dtype=accumulate_dtype(dtype) if accumulate else dtype)
             for dtype, size in self._sizes.items()
         }
         views = []

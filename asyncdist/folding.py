@@ -40,8 +40,14 @@ _WHAT: Final = "reduction in rank order"
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """Some elements. The share of each rank is as long, but that of the last ones, which may be shorter or empty."""
+class Piece:
+    """Some elements. The share of each rank is as long, but that of the last ones, which may be shorter or empty.
+
+    Attributes:
+        start: of the first one.
+        count: how many.
+        share_count: how many each rank folds.
+    """
 
     start: int
     count: int
@@ -49,6 +55,7 @@ class _Piece:
 
     @property
     def end(self) -> int:
+        """One past the last one."""
         return self.start + self.count
 
     def share(self, index: int) -> slice:
@@ -56,10 +63,11 @@ class _Piece:
         return slice(min(index * self.share_count, self.count), min((index + 1) * self.share_count, self.count))
 
 
-def _pieces(count: int, size: int, share_count: int) -> Iterator[_Piece]:
+def pieces(count: int, size: int, share_count: int) -> Iterator[Piece]:
+    """So many elements, cut for ``size`` ranks."""
     for start in range(0, count, size * share_count):
         length = min(size * share_count, count - start)
-        yield _Piece(start, length, -(-length // size))
+        yield Piece(start, length, -(-length // size))
 
 
 class Rooms:
@@ -120,7 +128,7 @@ class _Folding:
         self._result = target.tensor if isinstance(target, Into) else None
         self._spread = target if isinstance(target, Spread) else None
         share_count = -(-min(PIECE_NBYTES // flat.itemsize, len(flat)) // group.size)
-        self._pieces = list(_pieces(len(flat), group.size, share_count))
+        self._pieces = list(pieces(len(flat), group.size, share_count))
         room_count = min(len(self._pieces), _AHEAD_COUNT + 1)
         dtype = fold([flat[:0]] * group.size).dtype
         count = room_count * group.size * share_count

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from asyncdist.shared_memory import SharedMemory
+
 
 class Spread:
     """Some tensors of one flat dtype.
@@ -21,10 +23,14 @@ class Spread:
         flat: 1-D, where they are copied to; of their dtype, or of a wider one.
         pairs: each tensor, in any memory layout and on any device, with its view of ``flat``: one after the other,
             without gaps.
+        memory: that ``flat`` begins, where it is shared with the other ranks of the host.
     """
 
-    def __init__(self, flat: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(
+        self, flat: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], memory: SharedMemory | None = None
+    ) -> None:
         self.flat = flat
+        self.memory = memory
         self._tensors = [tensor for tensor, _ in pairs]
         self._views = [view for _, view in pairs]
         self._sizes = [view.numel() for view in self._views]

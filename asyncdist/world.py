@@ -204,6 +204,11 @@ class World:
         """Of the host that this rank is on; in a simulation ``"host0"``, ``"host1"``, ... as its network says."""
         return self._transport.hostname
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether there are other ranks, which may map this one's memory where they are on its host."""
+        return self.size > 1 and self._transport.capabilities.shares_memory
+
     def describe(self) -> str:
         """One line for reports: transport, library, ranks."""
         return self._transport.describe()

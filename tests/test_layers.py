@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: From the bottom up. A module may import those of lower layers alone.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_version", "checks", "errors", "flat", "spread", "trees"),
-    ("tags", "packing", "scratch", "transports.base", "transports.transfers", "values"),
+    ("_version", "checks", "errors", "flat", "shared_memory", "trees"),
+    ("tags", "packing", "scratch", "spread", "transports.base", "transports.transfers", "values"),
     (
         "wire",
         "progress",
@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("channels", "streams", "transports.granted"),
     ("groups", "transports.gloo"),
     ("attendance", "folding"),
+    ("host_folding",),
     (
         "collectives",
         "transports.backends",

@@ -86,6 +86,8 @@ class Capabilities:
         rings_from_threads: whether the doorbell may be rung by a thread that does not run the event loop.
         shares_process: whether all ranks are of this process, so that whoever hosts them ends them together.
         one_sided_reads: whether ``new_window`` may give memory that peers read while its owner computes.
+        shares_memory: whether ranks are processes that, on one host, may map each other's memory
+            (:mod:`asyncdist.shared_memory`).
     """
 
     native_collectives: bool
@@ -96,6 +98,7 @@ class Capabilities:
     rings_from_threads: bool = False
     shares_process: bool = False
     one_sided_reads: bool = False
+    shares_memory: bool = False
 
 
 class GroupHandle(Protocol):

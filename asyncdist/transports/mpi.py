@@ -214,6 +214,7 @@ class MpiTransport(Transport):
             wakes=False,
             tag_max=int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) or 32767),
             one_sided_reads=True,  # within a host: a group that spans several gets no window
+            shares_memory=True,
         )
         self._isend = self._comm.Isend
         self._lost: set[int] = set()

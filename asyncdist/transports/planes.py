@@ -63,6 +63,7 @@ class TwoPlaneTransport(Transport):
             rings_from_threads=ours.rings_from_threads or theirs.rings_from_threads,
             shares_process=ours.shares_process and theirs.shares_process,
             one_sided_reads=ours.one_sided_reads,
+            shares_memory=ours.shares_memory,
         )
         self._reported: set[int] = set()
 

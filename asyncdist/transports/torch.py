@@ -140,6 +140,7 @@ class TorchTransport(MatchedTransport):
             tag_max=2**31 - 1,
             misses_wakes=False,
             rings_from_threads=True,
+            shares_memory=True,
         )
         super().__init__(rank, size, Inbox(), capabilities)
         self._granted_tags = granted_tags

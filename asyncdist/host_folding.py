@@ -1,0 +1,202 @@
+"""Means in rank order among the ranks of one host, which read each other's memory: no element is ever sent.
+
+Each rank copies its tensors to a flat tensor that all members map (:mod:`asyncdist.shared_memory`). There it folds its
+share of everybody's elements into a room of its own; and what all have in their rooms it copies to its tensors. After
+each of the three the ranks meet at a barrier. Tensors of more than 64 MiB go through this in pieces, and a *turn* does
+the three for three pieces that follow each other.
+
+64 MiB between two ranks took 0.55 to 0.6 of the time of MPI's own Iallreduce, and 38 ms of CPU time on both ranks
+together where that took 60. Pieces of 2 MiB, meant to stay in the caches, took 0.8 and 51 ms: a line that another core
+has just written is dearer than one from memory, which the hardware fetches ahead.
+
+What comes out is what :mod:`asyncdist.folding` gives, to the bit: the same fold of the same parts in the same order.
+
+Invariants: nothing is read before the barrier of the turn that wrote it, nor written again before that of the turn that
+read it; when the call ends, nobody reads. The barrier, of the backend or made of messages, orders the memory of the
+ranks as it orders the ranks.
+
+Beside the flat tensor, which is kept for each model on every transport, the rooms take half as much, and 64 MiB at
+most; nothing grows with the number of ranks. There is nothing to switch on or off: members say to each other what they
+can map before anything is written, and unless all of them can map all of it they use messages (see :func:`meet`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from asyncdist.folding import pieces
+from asyncdist.groups import Group
+from asyncdist.shared_memory import Address, SharedMemory, find
+from asyncdist.spread import Spread
+
+#: Writes into its first argument what the ranks' tensors, in rank order, come to; elementwise, of their dtype.
+FoldInto: TypeAlias = Callable[[Tensor, Sequence[Tensor]], None]
+#: Every member's tensor, in the group's order.
+AllGather: TypeAlias = Callable[[Tensor], Awaitable[Sequence[Tensor]]]
+
+#: Of more than this the rooms would grow with the tensors.
+PIECE_NBYTES: Final = 64 << 20
+#: One that is being written, and one that is being read.
+_ROOM_COUNT: Final = 2
+#: What is folded at once: with its result it stays in a core's own cache.
+_BLOCK_NBYTES: Final = 512 << 10
+#: A cache line, and a multiple of every element's size.
+_ALIGNMENT_NBYTES: Final = 64
+_WORD_NBYTES: Final = 16
+_NOWHERE: Final = bytes(Address.PACKED_NBYTES)
+
+
+class Commons:
+    """Flat tensors that the ranks of a host share, with room for results behind them.
+
+    Args:
+        is_shared: whether there is anybody to share with.
+    """
+
+    def __init__(self, is_shared: bool) -> None:
+        self._is_shared = is_shared
+        self._memories: dict[int, SharedMemory] = {}  # by where their tensors begin
+
+    def new(self, count: int, *, dtype: torch.dtype) -> Tensor:
+        """Make one, uninitialised; in this rank's own memory where it cannot be shared, or need not be."""
+        if self._is_shared and count and (dtype.is_floating_point or dtype.is_complex):
+            with contextlib.suppress(OSError):  # no such memory on this system, or no descriptor left for it
+                memory = SharedMemory(_memory_nbytes(count, dtype))
+                self._memories[memory.tensor.data_ptr()] = memory
+                return memory.tensor[: count * dtype.itemsize].view(dtype)
+        return torch.empty(count, dtype=dtype)
+
+    def memory_of(self, flat: Tensor) -> SharedMemory | None:
+        """The memory that a tensor begins; None where it is not shared."""
+        return self._memories.get(flat.data_ptr())
+
+    def keep(self, flats: Iterable[Tensor]) -> None:
+        """Let go of all tensors but these."""
+        kept = {flat.data_ptr() for flat in flats}
+        self._memories = {start: memory for start, memory in self._memories.items() if start in kept}
+
+
+async def meet(memory: SharedMemory | None, group: Group, all_gather: AllGather) -> list[Tensor] | None:
+    """Find every member's memory. All members await this at the same time.
+
+    One small all-gather, and another one where the members have not met with just this memory before.
+
+    Args:
+        memory: this rank's; None where it has none.
+        group: of two members or more.
+        all_gather: of 1-D uint8 tensors over the group.
+
+    Returns:
+        Every member's memory, or None, where somebody has none or cannot find another one's: the same on all members.
+    """
+    known, views = (b"", None) if memory is None else memory.views.get(group.tag, (b"", None))
+    address = _NOWHERE if memory is None else memory.address.pack()
+    card = torch.frombuffer(bytearray(address + known.ljust(_WORD_NBYTES, b"\0")), dtype=torch.uint8)
+    cards = [bytes(each.numpy()) for each in await all_gather(card)]
+    addresses = [card[: Address.PACKED_NBYTES] for card in cards]
+    if memory is None or _NOWHERE in addresses:
+        return None
+    word = hashlib.sha256(b"".join(addresses)).digest()[:_WORD_NBYTES]
+    if any(card[Address.PACKED_NBYTES :] != word for card in cards):
+        views = _find_all(memory, group.index, addresses)
+        answers = await all_gather(torch.tensor([views is not None], dtype=torch.uint8))
+        if not all(map(bool, answers)):
+            views = None
+        memory.views[group.tag] = word, views
+    return views
+
+
+def _find_all(memory: SharedMemory, index: int, packed: Sequence[bytes]) -> list[Tensor] | None:
+    addresses = [Address.unpack(each) for each in packed]
+    if any(address.nbytes != memory.address.nbytes for address in addresses):
+        return None
+    try:
+        return [memory.tensor if position == index else find(address) for position, address in enumerate(addresses)]
+    except OSError:
+        return None
+
+
+async def fold_on_host(
+    group: Group, spread: Spread, views: Sequence[Tensor], fold: FoldInto, barrier: Callable[[], Awaitable[None]]
+) -> None:
+    """Reduce every member's tensors; all members await this at the same time.
+
+    Args:
+        group: of two members or more.
+        spread: the tensors, equally long on all members, not empty.
+        views: every member's memory, as :func:`meet` gave it; this rank's begins with the spread's flat tensor.
+        fold: the reduction, the same on all members.
+        barrier: of the group.
+    """
+    folding = _Folding(group, spread, views, fold)
+    count = len(folding.pieces)
+    for turn in range(count + 2):  # a piece goes in, the one before it is folded, the one before that goes out
+        if turn < count:
+            spread.fill(folding.pieces[turn].start, folding.pieces[turn].end)
+        if 1 <= turn <= count:
+            folding.fold_share(turn - 1)
+        if turn >= 2:
+            folding.store(turn - 2)
+        await barrier()
+
+
+class _Folding:
+    """Where everything lies in the members' memory."""
+
+    def __init__(self, group: Group, spread: Spread, views: Sequence[Tensor], fold: FoldInto) -> None:
+        self._group = group
+        self._spread = spread
+        self._fold = fold
+        count, dtype = len(spread.flat), spread.flat.dtype
+        share_count = -(-min(PIECE_NBYTES // dtype.itemsize, count) // group.size)
+        self.pieces = list(pieces(count, group.size, share_count))
+        self._flats = [view[: count * dtype.itemsize].view(dtype) for view in views]
+        start, nbytes = _rooms_start(count, dtype), _room_nbytes(count, dtype)
+        rooms = [view[start:].view(-1, nbytes) for view in views]
+        self._rooms: list[list[Tensor]] = [[room.view(dtype) for room in of_member] for of_member in rooms]
+        self._block_count = max(1, _BLOCK_NBYTES // dtype.itemsize)
+
+    def fold_share(self, number: int) -> None:
+        """Reduce this rank's share of a piece, into a room of its own."""
+        piece = self.pieces[number]
+        own = piece.share(self._group.index)
+        room = self._room(self._group.index, number, own)
+        parts = [flat[piece.start : piece.end][own] for flat in self._flats]
+        for block in zip(*(torch.split(part, self._block_count) for part in (room, *parts)), strict=True):
+            self._fold(block[0], block[1:])
+
+    def store(self, number: int) -> None:
+        """Write a piece's results into the tensors, out of every member's room."""
+        piece = self.pieces[number]
+        for index in range(self._group.size):
+            share = piece.share(index)
+            if share.start < share.stop:
+                self._spread.store(piece.start + share.start, self._room(index, number, share))
+
+    def _room(self, index: int, number: int, share: slice) -> Tensor:
+        return self._rooms[index][number % _ROOM_COUNT][: share.stop - share.start]
+
+
+def _memory_nbytes(count: int, dtype: torch.dtype) -> int:
+    """Of a flat tensor and its rooms."""
+    room_count = min(_ROOM_COUNT, -(-count // (PIECE_NBYTES // dtype.itemsize)))
+    return _rooms_start(count, dtype) + room_count * _room_nbytes(count, dtype)
+
+
+def _rooms_start(count: int, dtype: torch.dtype) -> int:
+    return _aligned(count * dtype.itemsize)
+
+
+def _room_nbytes(count: int, dtype: torch.dtype) -> int:
+    """For a share of two members: those of more are no larger."""
+    return _aligned(-(-min(PIECE_NBYTES // dtype.itemsize, count) // 2) * dtype.itemsize)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES

@@ -1,0 +1,350 @@
+"""Means in memory that ranks share: the same bits as by messages, and what becomes of the memory.
+
+Here the ranks are of one process, which maps its own memory as another one would. ``scripts/shared_means.py`` is the
+same between real processes, under mpirun and on torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import errno
+import gc
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support import mpi, torchrun
+from support.local import worlds
+
+import asyncdist as ad
+from asyncdist import host_folding, shared_memory
+from asyncdist.collectives import _mean
+from asyncdist.flat import accumulate_dtype
+from asyncdist.folding import Rooms, fold_in_shares
+from asyncdist.groups import Group
+from asyncdist.host_folding import Commons
+from asyncdist.shared_memory import SharedMemory, find
+from asyncdist.spread import Spread
+
+SCRIPT = "tests/scripts/shared_means.py"
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
+
+
+@asynccontextmanager
+async def sharing(size: int) -> AsyncIterator[list[ad.World]]:
+    """Worlds whose transport says that its ranks share memory."""
+    async with worlds(size) as made:
+        for world in made:
+            transport = world.engine.transport
+            transport.capabilities = dataclasses.replace(transport.capabilities, shares_memory=True)
+        yield made
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_folding, "PIECE_NBYTES", 192)
+    monkeypatch.setattr(host_folding, "_BLOCK_NBYTES", 48)
+
+
+def numbers(seed: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Of such sizes that each order of summation gives other bits, with a few that are no numbers.
+
+    No infinities among complex ones: what torch makes of them depends on their place in a vector, by messages as well.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    scale = 10.0 ** torch.randint(-3, 4, (count,), generator=generator)
+    values = torch.randn(count, generator=generator, dtype=torch.float64) * scale
+    for odd in (-0.0,) if dtype.is_complex else (float("nan"), float("inf"), -0.0):
+        values[torch.rand(count, generator=generator) < 0.03] = odd
+    return values.to(dtype)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """Those of all NaNs alike: torch's own, in float16, depend on the place in a vector."""
+    tensor = torch.where(tensor.isnan(), torch.tensor(float("nan"), dtype=tensor.dtype), tensor)
+    return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def tensors_of(seed: int, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Every second one lies column by column."""
+    found = [numbers(seed + n, torch.Size(shape).numel(), dtype).view(shape) for n, shape in enumerate(shapes)]
+    return [t.t().contiguous().t() if t.ndim == 2 and n % 2 else t for n, t in enumerate(found)]
+
+
+def spread_of(tensors: Sequence[torch.Tensor], commons: Commons) -> Spread:
+    wide = accumulate_dtype(tensors[0].dtype)
+    flat = commons.new(sum(tensor.numel() for tensor in tensors), dtype=wide)
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    pairs = [(tensor, part.view(tensor.shape)) for tensor, part in zip(tensors, parts, strict=True)]
+    return Spread(flat, pairs, commons.memory_of(flat))
+
+
+async def mean_of_all(
+    made: Sequence[ad.World], spreads: Sequence[Spread], groups: Sequence[Group] | None = None
+) -> None:
+    groups = [world.group for world in made] if groups is None else groups
+    means = zip(made, spreads, groups, strict=True)
+    await asyncio.gather(*(world.collectives.all_mean_spread(spread, group) for world, spread, group in means))
+
+
+shapes = st.lists(
+    st.one_of(st.just(()), st.tuples(st.integers(0, 60)), st.tuples(st.integers(0, 12), st.integers(0, 12))),
+    min_size=1,
+    max_size=6,
+)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(size=st.integers(1, 6), shapes=shapes, dtype=st.sampled_from(DTYPES), seed=st.integers(0, 1 << 30))
+def test_the_same_bits_as_by_messages(size: int, shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int) -> None:
+    async def main() -> None:
+        lines = [tensors_of(seed + 100 * rank, shapes, dtype) for rank in range(size)]
+        by_messages = [[tensor.clone() for tensor in line] for line in lines]
+        async with sharing(size) as made:
+            spreads = [spread_of(line, Commons(True)) for line in lines]
+            is_shared = size > 1 and len(spreads[0].flat) > 0
+            for _ in range(2):  # the second time in the memory of the first
+                await mean_of_all(made, spreads)
+                spreads = [spread_over(spread, line) for spread, line in zip(spreads, lines, strict=True)]
+            assert all((spread.memory is not None) == (len(spread.flat) > 0) for spread in spreads)
+            assert all(len(views_of(spread)) == is_shared * size for spread in spreads)
+            if not is_shared:
+                return
+            for _ in range(2):
+                rivals = [spread_of(line, Commons(False)) for line in by_messages]
+                await asyncio.gather(
+                    *(
+                        fold_in_shares(world.engine, Rooms(), world.group, rival.flat, _mean, rival)
+                        for world, rival in zip(made, rivals, strict=True)
+                    )
+                )
+            assert [[bits(t) for t in line] for line in lines] == [[bits(t) for t in line] for line in by_messages]
+            assert all(world.leftovers() == [] for world in made)
+
+    asyncio.run(main())
+
+
+def spread_over(spread: Spread, tensors: Sequence[torch.Tensor]) -> Spread:
+    """A new one, of the same flat tensor."""
+    parts = torch.split(spread.flat, [tensor.numel() for tensor in tensors])
+    pairs = [(tensor, part.view(tensor.shape)) for tensor, part in zip(tensors, parts, strict=True)]
+    return Spread(spread.flat, pairs, spread.memory)
+
+
+def views_of(spread: Spread) -> list[torch.Tensor]:
+    """Of the only group."""
+    found = [] if spread.memory is None else list(spread.memory.views.values())
+    return (found[0][1] or []) if found else []
+
+
+# ------------------------------------------------------------------------------------------------------------ agreement
+
+
+async def counted_mean(made: Sequence[ad.World], spreads: Sequence[Spread], monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many small all-gathers it took, on the first rank."""
+    count = 0
+    original = host_folding.meet
+
+    async def counting(memory: Any, group: Group, all_gather: Callable[[torch.Tensor], Any]) -> Any:
+        def gather(card: torch.Tensor) -> Any:
+            nonlocal count
+            count += group.index == 0
+            return all_gather(card)
+
+        return await original(memory, group, gather)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("asyncdist.collectives.meet", counting)
+        await mean_of_all(made, spreads)
+    return count
+
+
+async def test_members_map_each_other_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Again only where a member's memory is another one."""
+    async with sharing(3) as made:
+        lines = [[torch.full((5,), float(rank))] for rank in range(3)]
+        spreads = [spread_of(line, Commons(True)) for line in lines]
+        counts = []
+        for round_ in range(5):
+            if round_ == 3:
+                spreads[1] = spread_of(lines[1], Commons(True))
+            counts.append(await counted_mean(made, spreads, monkeypatch))
+            spreads = [spread_over(spread, line) for spread, line in zip(spreads, lines, strict=True)]
+        assert counts == [2, 1, 1, 2, 1]
+        assert [line[0].tolist() for line in lines] == [[1.0] * 5] * 3
+
+
+def refuse_find(address: shared_memory.Address) -> torch.Tensor:
+    raise PermissionError(f"not {address.path}")
+
+
+@pytest.mark.parametrize("how", ["cannot be made", "cannot be found"])
+async def test_where_one_member_cannot_all_use_messages(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And find that out once."""
+    async with sharing(3) as made:
+        lines = [[numbers(rank, 50, torch.float32)] for rank in range(3)]
+        expected = _mean([line[0].clone() for line in lines])
+        spreads = [spread_of(line, Commons(rank != 1 or how == "cannot be found")) for rank, line in enumerate(lines)]
+        calls = iter(range(100))
+        refused = lambda address: refuse_find(address) if next(calls) == 3 else find(address)  # noqa: E731
+        if how == "cannot be found":
+            monkeypatch.setattr(host_folding, "find", refused)
+        counts = [await counted_mean(made, spreads, monkeypatch)]
+        assert [bits(line[0]) for line in lines] == [bits(expected)] * 3
+        spreads = [spread_over(spread, line) for spread, line in zip(spreads, lines, strict=True)]
+        counts.append(await counted_mean(made, spreads, monkeypatch))
+        assert counts == ([2, 1] if how == "cannot be found" else [1, 1])
+        assert all(views_of(spread) == [] for spread in spreads)
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def descriptor_count() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mapped_count() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:asyncdist-")
+
+
+def test_memory_is_found_by_its_name_alone() -> None:
+    """Elsewhere the same number may belong to anything."""
+    before = descriptor_count()
+    memory = SharedMemory(5000)
+    memory.tensor[:] = 7
+    found = find(memory.address)
+    assert (len(found), int(found.sum()), found.data_ptr() == memory.tensor.data_ptr()) == (5000, 35_000, False)
+    found[0] = 9
+    assert memory.tensor[0] == 9
+    assert descriptor_count() == before + 1, "the owner's; a mapping needs none"
+    for wrong in ({"token": bytes(16)}, {"descriptor": 0}, {"pid": 1 << 30}, {"nbytes": 4999}, {"nbytes": 5001}):
+        with pytest.raises(OSError):
+            find(dataclasses.replace(memory.address, **wrong))
+    address = memory.address
+    del memory
+    with pytest.raises(OSError):
+        find(address)
+    assert (found[1], descriptor_count()) == (7, before), "whoever has mapped it keeps it"
+
+
+def test_memory_can_be_neither_cut_nor_stretched() -> None:
+    """Whoever has mapped it would get SIGBUS."""
+    memory = SharedMemory(10_000)
+    for nbytes in (0, 9999, 20_000):
+        with pytest.raises(PermissionError):
+            os.truncate(memory.address.path, nbytes)
+    assert os.stat(memory.address.path).st_blocks * 512 >= 10_000, "its pages are there"
+
+
+@pytest.mark.parametrize("step", ["memfd_create", "posix_fallocate", "fcntl"])
+def test_where_there_is_none_a_flat_tensor_is_ordinary(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = descriptor_count()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(shared_memory.fcntl if step == "fcntl" else os, step, refuse)
+    commons = Commons(True)
+    flat = commons.new(9, dtype=torch.float32)
+    assert (flat.shape, flat.dtype, commons.memory_of(flat)) == ((9,), torch.float32, None)
+    assert descriptor_count() == before
+
+
+def test_another_system_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(OSError, match="this system has no anonymous files"):
+        SharedMemory(1)
+
+
+def test_a_flat_tensor_and_its_rooms() -> None:
+    """Half as much for rooms, and no more than 64 MiB."""
+    mib = 1 << 20
+    for flat_mib, rooms_mib in ((1, 0.5), (64, 32), (65, 64), (4096, 64)):
+        assert host_folding._memory_nbytes(flat_mib * mib // 4, torch.float32) == (flat_mib + rooms_mib) * mib
+    commons = Commons(True)
+    flats = [commons.new(10, dtype=dtype) for dtype in (torch.float32, torch.complex64, torch.int64)]
+    assert [commons.memory_of(flat) is not None for flat in flats] == [True, True, False], "integers are not averaged"
+    commons.keep(flats[:1])
+    assert [commons.memory_of(flat) is not None for flat in flats] == [True, False, False]
+
+
+async def test_memory_goes_with_the_last_who_uses_it() -> None:
+    async with sharing(2) as made:
+        before = descriptor_count()
+        spreads = [spread_of([torch.ones(9)], Commons(True)) for _ in range(2)]
+        await mean_of_all(made, spreads)
+        assert (mapped_count(), descriptor_count()) == (4, before + 2)
+        del spreads
+        assert (descriptor_count(), mapped_count()) == (before, 0)
+
+
+# ------------------------------------------------------------------------------------------------------ real processes
+
+STORIES = ["the_same_bits", "groups_in_turn", "cancelled", "another_model", "nothing_is_left"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", ["mpi", "torch"])
+def test_between_processes(transport: str) -> None:
+    if transport == "mpi":
+        mpi.require_mpi()
+    start = mpi.run_ranks if transport == "mpi" else torchrun.run_ranks
+    result = start(3, SCRIPT, transport, timeout_s=240).check()
+    assert result.reports == dict.fromkeys(range(3), STORIES)
+    assert result.stderr == ""
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("turn", ["fold_share", "store"])
+def test_a_rank_that_is_killed_in_the_middle(turn: str) -> None:
+    """The others get its loss, and their tensors as they were; nothing of the memory has a name to stay under."""
+    source = f"""
+        import os, signal
+        import torch
+        from support.mpi import report
+        import asyncdist as ad
+        from asyncdist import host_folding
+
+        original = host_folding._Folding.{turn}
+
+        def deadly(self, number):
+            if ad.current_world().rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            original(self, number)
+
+        async def main(world):
+            model = torch.nn.Linear(100, 100)
+            for value in (1.0, 2.0):
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.fill_(value * world.rank)
+                if value == 2.0:
+                    host_folding._Folding.{turn} = deadly
+                errors = []
+                for _ in range(2 if value == 2.0 else 1):
+                    try:
+                        await ad.average_models(model)
+                    except ad.RankLostError as error:
+                        errors.append(error.rank)
+            same = all(bool((parameter == 2.0 * world.rank).all()) for parameter in model.parameters())
+            report(world.rank, [errors, same])
+
+        ad.run(main, transport="torch")
+    """
+    before = set(os.listdir("/dev/shm"))
+    result = torchrun.run_source(3, source, timeout_s=150).check(0, -signal.SIGKILL, 0)
+    for rank in (0, 2):
+        errors, same = result.reports[rank]
+        assert len(errors) == 2 and same, result.reports
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if "asyncdist" in name}
