@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors  # as DDP does: 200 views in one call, half the time of a loop
 
 from asyncdist.shared_memory import SharedMemory
 
@@ -31,9 +32,12 @@ class Spread:
     ) -> None:
         self.flat = flat
         self.memory = memory
+        self._sizes = [view.numel() for _, view in pairs]
+        if not all(self._sizes):  # nothing of them is to be copied
+            pairs = [pair for pair, size in zip(pairs, self._sizes, strict=True) if size]
+            self._sizes = [size for size in self._sizes if size]
         self._tensors = [tensor for tensor, _ in pairs]
         self._views = [view for _, view in pairs]
-        self._sizes = [view.numel() for view in self._views]
         self._starts = [0, *itertools.accumulate(self._sizes)]
         self._filled_count = self._stored_count = 0
         self._given_up = False
@@ -68,8 +72,7 @@ class Spread:
         low, high = self._whole(start, end)
         if low < high:
             inside = values[self._starts[low] - start : self._starts[high] - start]
-            parts = torch.split(inside, self._sizes[low:high])
-            shaped = [part.view(view.shape) for part, view in zip(parts, self._views[low:high], strict=True)]
+            shaped = _unflatten_dense_tensors(inside, self._views[low:high])  # type: ignore[no-untyped-call]
             torch._foreach_copy_(self._tensors[low:high], shaped)
         for index, first, last in self._cut(start, end):
             at = self._starts[index] - start
