@@ -440,7 +440,18 @@ class Engine:
 
     def _ring_from_a_thread(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self.loop.call_soon_threadsafe(self.ring)
+            self.loop.call_soon_threadsafe(self._on_ring_of_thread, context=self._context)
+
+    def _on_ring_of_thread(self) -> None:
+        """As :meth:`ring`, but the pass is made here and now: a turn of the loop is a system call."""
+        if not self._asleep or self._stopped:
+            self.ring()
+            return
+        if self._handle is not None:
+            self._handle.cancel()
+        self._quiet_tick_count = 0
+        self._passed_since_tick = False
+        self._tick()
 
     def wake(self) -> None:
         """Be hot: something is waited for, or has arrived."""

@@ -173,6 +173,25 @@ def test_works_that_never_turn_complete_are_named(medium: Medium, seen: str) -> 
     assert f"rank 1's receive from rank 0 was not said to be complete {seen}" in found[0]
 
 
+@pytest.mark.parametrize(
+    ("call", "seen"), [("send", "rank 0's send to rank 1"), ("receive", "rank 1's receive from rank 0")]
+)
+def test_a_call_that_blocks_for_good_is_named_and_holds_nobody_up(call: str, seen: str) -> None:
+    class Blocking(Ends):
+        pass
+
+    def block(*_: object) -> Message:
+        let_go.wait()
+        raise RuntimeError("let go")
+
+    let_go = threading.Event()
+    setattr(Blocking, call, block)
+    found = verdicts(2, functools.partial(Blocking, Medium({"send": True})), patience_s=3.0)
+    let_go.set()
+    assert len(set(found)) == 1
+    assert f"{seen} blocked: the call that starts it did not return within 3 s" in found[0]
+
+
 def test_gloo_does_not_pass() -> None:
     """The day it does, it can be polled, and most of ``transports/gloo.py`` can go."""
     source = """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -593,6 +595,29 @@ async def test_a_transport_that_rings_is_not_polled_while_nothing_comes() -> Non
     transport.ring()
     await yields(10)
     assert engine.statistics().pass_count == passes, "stopped means stopped"
+
+
+async def test_a_ring_of_a_thread_brings_one_pass_in_the_turn_of_the_loop_that_hears_it() -> None:
+    transport = ScriptedTransport(wakes=True)
+    transport.capabilities = dataclasses.replace(transport.capabilities, misses_wakes=False, rings_from_threads=True)
+    engine = Engine(transport, asyncio.get_running_loop())  # type: ignore[arg-type]
+    inlet = CountingInlet()
+    engine.add_inlet(inlet)
+    engine.start()
+    await yields(10)
+    for _ in range(3):
+        polls, inlet.waiting = inlet.polls, 1
+        ringing = threading.Thread(target=transport.ring)
+        ringing.start()
+        ringing.join()
+        await yields(1)
+        assert (inlet.polls, inlet.waiting) == (polls + 1, 0)
+        await yields(10)
+        assert inlet.polls == polls + 1, "and then it sleeps"
+    engine.stop()
+    transport.ring()
+    await yields(10)
+    assert inlet.polls == polls + 1, "stopped means stopped"
 
 
 async def test_a_defect_met_by_the_driver_reaches_those_who_wait(engine: Engine) -> None:

@@ -530,6 +530,20 @@ def test_whoever_comes_as_a_rank_that_is_there_is_named_by_both_and_by_rank_0(ra
         assert text.startswith(f"rank {ranks[-1]} has come twice: ")
 
 
+def test_a_rank_beyond_those_that_rank_0_counts_on_is_told_and_so_is_rank_0() -> None:
+    store = dist.HashStore()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        stray = pool.submit(gather, store, (3,), 4)
+        told = [*gather(store, (0,), 2), *stray.result()]
+    assert told == ["rank 3 is one of 4 ranks (WORLD_SIZE), rank 0 one of 2 [rank=3]"] * 2
+
+
+def test_a_stray_that_is_no_more_holds_nobody_up() -> None:
+    store = dist.HashStore()
+    store.set("asyncdist/unanswered", "3 of somebody dead")
+    assert len(set(gather(store, (0, 1), 2))) == 1
+
+
 # ------------------------------------------------------------------------------------------------------------ backends
 
 

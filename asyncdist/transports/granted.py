@@ -9,7 +9,8 @@ larger than its receive. Both ends then hand theirs to gloo at once, which match
 - Gloo takes no receive back. Who cancels one asks the sender to answer it with *nothing*, once all messages before it
   have been sent; if its own message is on its way already, the request is void.
 - The thread that has waited for a message acknowledges it, in a control frame, before the receiver's loop hears of it:
-  a sender that trains, or streams the next chunk, is not kept waiting for a receiver that does.
+  a sender that trains, or streams the next chunk, is not kept waiting for a receiver that does. (A wait for its own
+  send, or for the trailer's, would end sooner, but never where the peer dies while bytes are on their way.)
 """
 
 from __future__ import annotations

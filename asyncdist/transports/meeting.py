@@ -13,6 +13,9 @@ A store may still hold what earlier workers left there, and torchrun's agents co
 started theirs. So a world has no number but a token, drawn by its rank 0. Every rank says hello with a token of its
 own; rank 0 answers each hello with the world's, and a newer one of the same rank again, until all have gathered under
 it; then it says go. The answer to the hello of a rank that is no more does no harm.
+
+A rank that rank 0 does not count on, since its WORLD_SIZE is a larger one, would wait in silence. So whoever has no
+answer repeats its hello where rank 0 looks for those; it is answered too, and both find that their sizes differ.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ _PAUSE_S: Final = 0.02
 _PAUSE_PER_RANK_S: Final = 0.0005
 _CONNECT_S: Final = 1.0
 _STORE_TIMEOUT: Final = timedelta(seconds=60)
+_UNANSWERED: Final = "unanswered"
 
 
 class Rendezvous(Protocol):
@@ -124,6 +128,7 @@ class _Gathering:
         self._deadline = deadline
         self._hello = secrets.token_hex(8)
         self._answered: set[str] = set()
+        self._strays: set[int] = set()
         self._missing = [peer for peer in range(size) if peer != rank] if rank == 0 else [0]
         self.world: Any = None
 
@@ -153,7 +158,7 @@ class _Gathering:
 
     def _is_everybody_here(self) -> bool:
         self._answer()
-        here = [peer for peer in self._missing if self.world.check([f"rank {peer}"])]
+        here = [peer for peer in (*self._missing, *self._strays) if self.world.check([f"rank {peer}"])]
         for peer in here:
             _check_sizes(peer, int(_text(self.world, f"rank {peer}")), self._size)
         if here:
@@ -170,14 +175,26 @@ class _Gathering:
                     self._store.set(f"answer/{hello}", self._hello)
                     self._answered.add(hello)
                 self._check_single(peer, hello)
+        if self._store.check([_UNANSWERED]):
+            stray, _, hello = _text(self._store, _UNANSWERED).partition(" ")
+            if int(stray) >= self._size and hello not in self._answered:
+                self._store.set(f"answer/{hello}", self._hello)
+                self._answered.add(hello)
+                self._strays.add(int(stray))
 
     def _follow(self) -> None:
+        self._until(self._is_answered)
         answer = f"answer/{self._hello}"
-        self._until(lambda: self._store.check([answer]))
         self.world = PrefixStore(_text(self._store, answer), self._store)
         self.world.set(f"rank {self._rank}", str(self._size))
         _check_sizes(self._rank, self._size, int(_text(self.world, "size")))
         self._until(self._may_go)
+
+    def _is_answered(self) -> bool:
+        if self._store.check([f"answer/{self._hello}"]):
+            return True
+        self._store.set(_UNANSWERED, f"{self._rank} {self._hello}")
+        return False
 
     def _may_go(self) -> bool:
         """Or learn who else is missing. Not by looking for each: of n ranks that would be n * n looks."""

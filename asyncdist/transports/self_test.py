@@ -9,16 +9,23 @@ are like that. So before one is polled each pair of ranks exchanges three messag
 
 Each of these works must turn complete by itself, and the bytes must be there when it has. What one rank has seen is the
 verdict on all of them, through the store. The ranks block meanwhile; there is no world yet.
+
+A backend whose ``isend`` blocks for good would hang them all, so whatever starts a message runs in a thread that can be
+left behind.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from concurrent.futures import Future
+from typing import Any, Final, Protocol, TypeVar
 
 from asyncdist.errors import TransportError
+
+_T = TypeVar("_T")
 
 #: How long a work may take to turn complete, and a peer to come so far.
 PATIENCE_S: Final = 20.0
@@ -42,6 +49,24 @@ class Pairs(Protocol):
 
     def send(self, view: memoryview, dest: int) -> Transit: ...
     def receive(self, view: memoryview, source: int) -> Transit: ...
+
+
+def in_time(call: Callable[[], _T], patience_s: float) -> _T:
+    """What ``call()`` returns, in a thread of its own, which is left behind where it does not return.
+
+    Raises:
+        TimeoutError: it has not returned in time.
+    """
+    outcome: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:  # raised below, or nobody is left to hear it
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="asyncdist-self-test", daemon=True).start()
+    return outcome.result(patience_s)
 
 
 class _Untrue(Exception):
@@ -125,11 +150,11 @@ class _Probe:
 
     def send(self) -> None:
         """The sender's part."""
-        self._leaves(self._pairs.send(self._content(1), self._dest))
+        self._leaves(self._start(self._content(1)))
         self._await("posted", self._dest)
-        self._leaves(self._pairs.send(self._content(2), self._dest))
+        self._leaves(self._start(self._content(2)))
         content = self._content(3)
-        transit = self._pairs.send(content, self._dest)
+        transit = self._start(content)
         is_free = self._look(transit)
         if is_free:
             content[:] = bytes(len(content))
@@ -150,7 +175,17 @@ class _Probe:
 
     def _post(self) -> tuple[Transit, memoryview]:
         room = memoryview(bytearray(_PROBE_NBYTES))
-        return self._pairs.receive(room, self._source), room
+        return self._in_time(lambda: self._pairs.receive(room, self._source), self._received), room
+
+    def _start(self, content: memoryview) -> Transit:
+        return self._in_time(lambda: self._pairs.send(content, self._dest), self._sent)
+
+    def _in_time(self, start: Callable[[], Transit], what: str) -> Transit:
+        try:
+            return in_time(start, self._patience_s)
+        except TimeoutError as error:
+            limit = f"{self._patience_s:g} s"
+            raise _Untrue(f"{what} blocked: the call that starts it did not return within {limit}") from error
 
     def _content(self, number: int) -> memoryview:
         block = bytes([number, self._source % 251, self._dest % 251, 255])

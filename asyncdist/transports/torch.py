@@ -9,6 +9,7 @@ What each backend may carry is said in :mod:`asyncdist.transports.backends`.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -31,6 +32,8 @@ logger = logging.getLogger("asyncdist.transports.torch")
 #: How long the ranks wait for each other at the start.
 START_TIMEOUT_S = 300.0
 _GROUP_TIMEOUT: Final = timedelta(seconds=60)
+#: For closing the groups of a backend that was refused.
+_CLOSE_S: Final = 5.0
 
 
 def open_transport(
@@ -103,7 +106,8 @@ def _make_pairs(
             self_test.examine(made[-1], backend, PrefixStore("self-test", place), rank, size)
         except TransportError:
             for pairs in made:
-                pairs.close()
+                with contextlib.suppress(TimeoutError):  # what has blocked a message may block this too
+                    self_test.in_time(pairs.close, _CLOSE_S)
             raise
     return made
 
