@@ -416,3 +416,19 @@ def test_between_processes(transport: str) -> None:
     result = start(4, SCRIPT, timeout_s=280).check()
     assert result.reports[3] == {"added": [300, 300, 300], "size": 900, "seen": 900}
     assert all(result.reports[rank] == "every item as it was sent" for rank in range(3))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", ["mpi", "torch"])
+def test_several_buffer_ranks_between_processes(transport: str) -> None:
+    if transport == "mpi":
+        mpi.require_mpi()
+    start = mpi.run_ranks if transport == "mpi" else torchrun.run_ranks
+    reports = start(5, "tests/scripts/replay_roles.py", timeout_s=280).check().reports
+    for buffer, clients in ((3, [0, 2]), (4, [1])):
+        assert reports[buffer] == {
+            "added": [[rank, 10_100] for rank in clients],
+            "seen": 10_100 * len(clients),
+            "size": 10_100 * len(clients),
+        }
+        assert all(reports[rank] == {"buffer": buffer, "drawn of": clients} for rank in clients)
