@@ -3,8 +3,12 @@
 Members start the collectives of a group in one order, so each rank counts those that it has started, by group, and says
 the counts when it leaves. One with a higher number is a collective in which the leaver takes no part: whoever starts it
 or waits in it gets ClosedError. One with a lower number goes on: the leaver has done its part, or does it in the
-background, whatever arrives first. Where a member is lost besides, that is what is raised, as RankLostError: whoever
-has left may have found out.
+background, whatever arrives first.
+
+Of a lost member nobody knows what it has started, and the others find out at different times: one may have given up the
+collective in which the next one waits for it. So a loss ends, on each rank that hears of it, the collectives of all
+groups with that member, those under way and those to come, with RankLostError; also where somebody has left besides,
+who may have found out. The others make a group without it.
 """
 
 from __future__ import annotations
@@ -58,8 +62,9 @@ class Attendance:
 
         Raises:
             ClosedError: a member has left before it.
+            RankLostError: a member is lost.
         """
-        if self._left:
+        if self._left or self._lost:
             error = self._reason(group, number)
             if error is not None:
                 raise error
@@ -76,8 +81,9 @@ class Attendance:
             del self._under_way[entry]
 
     def on_lost(self, rank: int) -> None:
-        """``rank`` has died: the transport fails the requests that wait for it."""
+        """``rank`` has died: no collective of a group with it goes on."""
         self._lost.add(rank)
+        self._stop_what_cannot_complete()
 
     @property
     def lost(self) -> tuple[int, ...]:
@@ -87,9 +93,10 @@ class Attendance:
     def on_left(self, rank: int, started: Mapping[int, int], lost: Iterable[int]) -> None:
         """``rank`` has left, having started so many collectives of each group, and knowing of these lost ranks."""
         self._lost.update(lost)
-        if rank in self._left:
-            return
-        self._left[rank] = started
+        self._left.setdefault(rank, started)
+        self._stop_what_cannot_complete()
+
+    def _stop_what_cannot_complete(self) -> None:
         for entry in list(self._under_way):
             if entry.error is None:
                 entry.error = self._reason(entry.group, entry.number)
@@ -97,11 +104,11 @@ class Attendance:
                     entry.stop(entry.error)
 
     def _reason(self, group: Group, number: int) -> AsyncdistError | None:
-        for rank in group.ranks:
+        for rank in group.ranks if self._lost else ():
+            if rank in self._lost:
+                return RankLostError(f"rank {rank} is gone, and with it the group {_short(group.ranks)}", rank=rank)
+        for rank in group.ranks if self._left else ():
             if rank in self._left and self._left[rank].get(group.tag, 0) < number:
-                for lost in group.ranks if self._lost else ():
-                    if lost in self._lost:
-                        return RankLostError(f"rank {lost} is gone, and rank {rank} has left since", rank=lost)
                 return ClosedError(
                     f"rank {rank} has left and takes no part in this collective of the group {_short(group.ranks)}",
                     rank=rank,

@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         ),
         allow_abbrev=False,
     )
-    run.add_argument("-n", "--ranks", type=_count, required=True, metavar="RANKS", help="how many processes")
+    run.add_argument("-n", "--ranks", type=_count, metavar="RANKS", help="how many processes")
     run.add_argument(
         "--transport",
         default="mpi",
@@ -164,6 +164,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def _run(options: argparse.Namespace) -> int:
     """Returns the exit code, where it does not become mpirun."""
     script, arguments, ranks, threads = options.script, options.arguments, options.ranks, options.threads_per_rank
+    if ranks is None:
+        is_behind = any(word.partition("=")[0] in ("-n", "--ranks") for word in arguments)
+        hint = f": what follows the script is passed to it; asyncdist run -n RANKS {script}" if is_behind else ""
+        raise launch.LaunchError(f"the following arguments are required before the script: -n/--ranks{hint}")
     environ = launch.environment()
     try:
         transport, backend = launch.split_transport(options.transport, what="--transport", allowed=("mpi", "torch"))

@@ -9,7 +9,8 @@ Tensors may have any dtype and device: they travel as bytes through CPU memory; 
 done in float32, on bool in uint8. Members must pass equal shapes and dtypes.
 
 A member that leaves the world before it has started a collective takes no part in it: the others get ClosedError, on
-every transport, also while they wait (:mod:`asyncdist.attendance`).
+every transport, also while they wait (:mod:`asyncdist.attendance`). One that is lost ends
+all collectives of its groups: RankLostError.
 
 **Cancellation** of any of them: the collective goes on in the background until it completes, since the other members
 have entered it; its result is lost. Whatever this rank starts in that group afterwards waits for its turn, so that all

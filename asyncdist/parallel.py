@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from asyncdist import api
+from asyncdist import api, checks
 from asyncdist.errors import LocalProtocolError
 from asyncdist.groups import Group
 from asyncdist.world import World, current_world
@@ -36,8 +36,7 @@ class ParallelLayout:
         pipeline_parallelism: stages of a model.
 
     Raises:
-        TypeError: a number is not an int.
-        ValueError: a number is below 1, or the parallelisms do not divide the world.
+        ValueError: a number is no whole one of 1 or more, or the parallelisms do not divide the world.
     """
 
     world_size: int
@@ -46,7 +45,7 @@ class ParallelLayout:
 
     def __post_init__(self) -> None:
         for name in ("world_size", "model_parallelism", "pipeline_parallelism"):
-            check_count(name, getattr(self, name))
+            object.__setattr__(self, name, checks.count(name, getattr(self, name)))
         replica_size = self.model_parallelism * self.pipeline_parallelism
         if self.world_size % replica_size:
             raise ValueError(
@@ -124,8 +123,7 @@ async def new_parallel_groups(
         This rank's groups, which :func:`parallel_groups` returns in this task from now on.
 
     Raises:
-        TypeError: a number is not an int.
-        ValueError: a number is below 1, or they do not divide the world.
+        ValueError: a number is no whole one of 1 or more, or they do not divide the world.
         DisagreementError: ranks disagree about the groups.
     """
     world = world or current_world()
@@ -150,11 +148,3 @@ def parallel_groups() -> ParallelGroups[Any]:
             "no parallel groups have been made here: await asyncdist.new_parallel_groups(...), or start with "
             "asyncdist.launch_subprocesses"
         ) from None
-
-
-def check_count(name: str, value: object) -> None:
-    """Raise unless ``value`` is a whole number of 1 or more."""
-    if type(value) is not int:
-        raise TypeError(f"{name} is {value!r}; it must be an int of 1 or more")
-    if value < 1:
-        raise ValueError(f"{name} is {value}; at least 1 is needed")

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from asyncdist import launch
+from asyncdist import checks, launch
 from asyncdist.errors import LocalProtocolError, TransportError
-from asyncdist.parallel import ParallelGroups, ParallelLayout, check_count, current_groups
+from asyncdist.parallel import ParallelGroups, ParallelLayout, current_groups
 from asyncdist.transports.meeting import await_listener
 
 #: Hand-made device types that a backend may be named for, as in ``"cpu:gloo,cuda:nccl"``.
@@ -201,8 +201,8 @@ def end_dist() -> None:
 
 def check_place(rank: int, local_rank: int, world_size: int, local_world_size: int, master_port: int) -> None:
     """Raise TypeError or ValueError, naming it, for a number that does not fit the others."""
-    check_count("world_size", world_size)
-    check_count("local_world_size", local_world_size)
+    checks.count("world_size", world_size)
+    checks.count("local_world_size", local_world_size)
     if local_world_size > world_size:
         raise ValueError(f"local_world_size is {local_world_size}; world_size={world_size} is the most it can be")
     for name, value, size in (("rank", rank, world_size), ("local_rank", local_rank, local_world_size)):

@@ -154,6 +154,8 @@ def _supervise(processes: Sequence[subprocess.Popen[bytes]], events: queue.Simpl
 
 def _explain(rank: int, returncode: int, *, others: bool) -> None:
     how = f"ended with exit code {returncode}" if returncode > 0 else f"was killed by {_signal_name(-returncode)}"
+    if returncode == -signal.SIGKILL:
+        how += " (the kernel does that where memory is short: see dmesg)"
     print(f"asyncdist run: rank {rank} {how}{'; stopping the others' if others else ''}", file=sys.stderr, flush=True)
 
 

@@ -33,9 +33,9 @@ from typing import Any, Final, ParamSpec, cast
 
 import torch
 
-from asyncdist import launch, process_groups, runtime
+from asyncdist import checks, launch, process_groups, runtime
 from asyncdist.errors import RankLostError
-from asyncdist.parallel import ParallelLayout, check_count, new_parallel_groups
+from asyncdist.parallel import ParallelLayout, new_parallel_groups
 from asyncdist.world import World
 
 P = ParamSpec("P")
@@ -106,9 +106,9 @@ class MultiprocessConfig:
     def _check_places(self) -> None:
         for name in ("world_size", "local_world_size"):
             if getattr(self, name) is not None:
-                check_count(name, getattr(self, name))
+                checks.count(name, getattr(self, name))
         for name in ("model_parallelism", "pipeline_parallelism"):
-            check_count(name, getattr(self, name))
+            checks.count(name, getattr(self, name))
         if self.world_size is not None and (self.local_world_size or 0) > self.world_size:
             raise ValueError(
                 f"local_world_size is {self.local_world_size}; world_size={self.world_size} is the most it can be"

@@ -32,6 +32,7 @@ _RESERVED: Final = (
     (COLLECTIVE_FIRST, COLLECTIVE_LAST, "collectives"),
     (PARAM, PARAM, "parameter-stream control"),
     (BULK_FIRST, BULK_LAST, "bulk streams"),
+    (METRIC, BULK_LAST, "protocols to come"),  # what is left between them
 )
 
 

@@ -9,9 +9,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import ROUND_FLOOR, Decimal
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, Final
 
+from asyncdist import checks
 from protocols.selective_core import (
     METRIC_MODES,
     STRATEGIES,
@@ -62,28 +63,22 @@ class OneSidedRules:
             ("metric_mode", METRIC_MODES),
         ):
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(map(repr, allowed))}")
-        _check_real("threshold_metric", self.threshold_metric, "a finite number", math.isfinite)
-        _check_real("replacement_ratio", self.replacement_ratio, "a number from 0 to 1", lambda x: 0 <= x <= 1)
-        _check_real("donor_ratio", self.donor_ratio, "a number above 0, up to 1", lambda x: 0 < x <= 1)
-        count: Any = self.donor_count
-        if count is not None and not (_is_whole(count) and count >= 1):
-            raise ValueError(f"donor_count is {count!r}; allowed: None or a whole number, 1 or more")
+                checks.refuse(name, getattr(self, name), ", ".join(map(repr, allowed)))
+        checks.real("threshold_metric", self.threshold_metric, "a finite number", low=-checks.LARGEST)
+        checks.fraction("replacement_ratio", self.replacement_ratio)
+        checks.real("donor_ratio", self.donor_ratio, "a number above 0, up to 1", low=checks.SMALLEST, high=1.0)
+        if self.donor_count is not None:
+            checks.count("donor_count", self.donor_count, besides=", or None")
         ages: Any = self.age_range
-        is_pair = isinstance(ages, (tuple, list)) and len(ages) == 2 and all(map(_is_whole, ages))
-        if not is_pair or not 1 <= ages[0] <= ages[1]:
-            raise ValueError(f"age_range is {ages!r}; allowed: two whole numbers of steps, 1 <= shortest <= longest")
+        if not _is_pair_of_ages(ages):
+            checks.refuse("age_range", ages, "two whole numbers of steps, 1 <= shortest <= longest")
         object.__setattr__(self, "age_range", (int(ages[0]), int(ages[1])))
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _check_real(name: str, value: Any, allowed: str, is_allowed: Callable[[float], bool]) -> None:
-    is_real = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_real or not is_allowed(float(value)):
-        raise ValueError(f"{name} is {value!r}; allowed: {allowed}")
+def _is_pair_of_ages(ages: Any) -> bool:
+    if not isinstance(ages, (tuple, list)) or len(ages) != 2:
+        return False
+    return all(isinstance(age, Integral) and not isinstance(age, bool) for age in ages) and 1 <= ages[0] <= ages[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -37,6 +36,7 @@ from asyncdist import (
     RemoteProtocolError,
     StartTimeoutError,
     World,
+    checks,
     current_world,
     tags,
 )
@@ -126,12 +126,10 @@ class ReplayBuffer:
         self._world = world or current_world()
         self._world.check_peer(server)
         if not isinstance(name, str):
-            raise TypeError(f"name is {name!r:.80}; allowed: a string")
-        if not _is_real(start_timeout_s) or not start_timeout_s > 0:
-            raise ValueError(f"start_timeout_s is {start_timeout_s!r:.80}; allowed: a number of seconds above 0")
+            checks.refuse("name", name, "a string", TypeError)
         self._server = server
         self._name = name
-        self._start_timeout_s = start_timeout_s
+        self._start_timeout_s = checks.seconds("start_timeout_s", start_timeout_s)
         self._channel: Channel[Any] | None = None
         self._welcome: Welcome | None = None
         self._error: AsyncdistError | None = None
@@ -275,15 +273,13 @@ class ReplayBuffer:
                 nobody has added who could. A rank that has added itself is believed to go on, until it leaves the
                 block.
         """
-        count = _whole("n", n)
-        if not _is_real(beta) or not 0 <= beta <= 1:
-            raise ValueError(f"beta is {beta!r:.80}; allowed: a number from 0 to 1")
+        count, beta = checks.count("n", n), checks.fraction("beta", beta)
         self._drawing_count += 1
         try:
             if self._own_layout is None:  # a task that was started together with this one may be about to add
                 await yield_to_loop()
             drawn: Drawn = await self._call(
-                lambda request: (Draw(request, count, float(beta), wait), None), self._room_to_draw
+                lambda request: (Draw(request, count, beta, wait), None), self._room_to_draw
             )
             return await self._unpack(drawn)
         finally:
@@ -506,21 +502,6 @@ class ReplayBuffer:
         self._error = self._error or error
         for request in list(self._calls):
             self._settle(request, None, self._error)
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, int | float)
-
-
-def _whole(name: str, value: Any) -> int:
-    """An int of 1 or more, of whatever type has an index (a numpy integer, say)."""
-    try:
-        number = operator.index(value) if not isinstance(value, bool) else 0
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise ValueError(f"{name} is {value!r:.80}; allowed: a whole number from 1")
-    return number
 
 
 def _ids(ids: Any) -> npt.NDArray[np.int64]:

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncdist import BusyError, Envelope, RankLostError, RemoteProtocolError, World, current_world, tags, wire
+from asyncdist import BusyError, Envelope, RankLostError, RemoteProtocolError, World, checks, current_world, tags, wire
 from asyncdist.channels import Channel
 from asyncdist.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted, check_grant, split
 from protocols.replay_messages import (
@@ -544,14 +544,13 @@ def _check_clients(clients: Any, world: World) -> None:
 def _check_options(
     capacity: Any, prioritized: Any, alpha: Any, score: Any, in_flight_max: Any, seed: Any, name: Any
 ) -> None:
-    for option, value, least in (("capacity", capacity, 1), ("in_flight_max", in_flight_max, 1), ("seed", seed, 0)):
-        if type(value) is not int or value < least:
-            raise ValueError(f"{option} is {value!r:.80}; allowed: a whole number from {least}")
+    checks.count("capacity", capacity)
+    checks.count("in_flight_max", in_flight_max)
+    checks.count("seed", seed, least=0)
     if type(prioritized) is not bool:
-        raise TypeError(f"prioritized is {prioritized!r:.80}; allowed: True, False")
-    if not isinstance(alpha, int | float) or not 0 <= alpha < float("inf"):
-        raise ValueError(f"alpha is {alpha!r:.80}; allowed: a number from 0")
+        checks.refuse("prioritized", prioritized, "True, False", TypeError)
+    checks.real("alpha", alpha, "a finite number of 0 or more", low=0.0)
     if score is not None and not callable(score):
-        raise TypeError(f"score is {score!r:.80}; allowed: a function of a batch, or None")
+        checks.refuse("score", score, "a function of a batch, or None", TypeError)
     if not isinstance(name, str):
-        raise TypeError(f"name is {name!r:.80}; allowed: a string")
+        checks.refuse("name", name, "a string", TypeError)

@@ -8,8 +8,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
-from numbers import Integral, Real
-from typing import Any, Final
+from typing import Final
+
+from asyncdist import checks
 
 STRATEGIES: Final = ("mean", "weighted_mean", "best_only", "reset_weights")
 METRIC_MODES: Final = ("max", "min")
@@ -52,31 +53,19 @@ class SelectiveRules:
         """Refuse bad options here, so that no report is ever judged by them."""
         for name, allowed in (("averaging_strategy", STRATEGIES), ("metric_mode", METRIC_MODES)):
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(map(repr, allowed))}")
-        self._number("replacement_ratio", "a number from 0 to 1", low=0.0, high=1.0)
-        self._number("quorum", "a number from 0 to 1", low=0.0, high=1.0)
-        self._number("grace_s", "a finite number of seconds, 0 or more", low=0.0, high=_LARGEST)
-        self._number("round_timeout_s", "a finite number of seconds above 0", low=_SMALLEST, high=_LARGEST)
-        self._number("max_report_age_s", "a number of seconds above 0", low=_SMALLEST, high=math.inf)
+                checks.refuse(name, getattr(self, name), ", ".join(map(repr, allowed)))
+        numbers = {
+            "replacement_ratio": ("a number from 0 to 1", 0.0, 1.0),
+            "quorum": ("a number from 0 to 1", 0.0, 1.0),
+            "grace_s": ("a finite number of seconds, 0 or more", 0.0, checks.LARGEST),
+            "round_timeout_s": ("a finite number of seconds above 0", checks.SMALLEST, checks.LARGEST),
+            "max_report_age_s": ("a number of seconds above 0", checks.SMALLEST, math.inf),
+        }
         if self.threshold is not None:
-            self._number("threshold", "None or a finite number", low=-_LARGEST, high=_LARGEST)
-        cooldown: Any = self.cooldown
-        is_whole = isinstance(cooldown, Integral) and not isinstance(cooldown, bool)
-        if not is_whole or cooldown < 0:
-            raise ValueError(f"cooldown is {self.cooldown!r}; allowed: a whole number of iterations, 0 or more")
-        object.__setattr__(self, "cooldown", int(cooldown))
-
-    def _number(self, name: str, allowed: str, *, low: float, high: float) -> None:
-        """Check one real option and keep it as a plain float; a bool is refused, it is a mistaken flag."""
-        value: Any = getattr(self, name)
-        is_real = isinstance(value, Real) and not isinstance(value, bool)
-        if not is_real or not low <= value <= high:
-            raise ValueError(f"{name} is {value!r}; allowed: {allowed}")
-        object.__setattr__(self, name, float(value))
-
-
-_SMALLEST: Final = math.ulp(0.0)
-_LARGEST: Final = math.nextafter(math.inf, 0.0)
+            numbers["threshold"] = ("None or a finite number", -checks.LARGEST, checks.LARGEST)
+        for name, (words, low, high) in numbers.items():  # kept as plain floats
+            object.__setattr__(self, name, checks.real(name, getattr(self, name), words, low=low, high=high))
+        object.__setattr__(self, "cooldown", checks.count("cooldown", self.cooldown, least=0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,6 +230,17 @@ def test_a_killed_rank_ends_the_rest() -> None:
     ended.check_failed()
 
 
+def test_an_average_of_64_mib_that_loses_a_member_on_its_way_holds_nobody() -> None:
+    """Before that another member leaves in the midst of one: that one completes, and the next says who is missing."""
+    ended = Ended("killed_in_an_average", 3)
+    ended.check_failed()
+    assert ended.stdout.count("told of rank 2") == 2, ended.story
+    ended = Ended("raises_in_an_average", 3)
+    ended.check_failed()
+    assert ended.stderr.count("ValueError: boom-7") >= 2, ended.story
+    assert ended.stderr.count("rank 0 stopped: rank 1 failed") == 1, ended.story
+
+
 def test_a_rank_that_returns_early_leaves_the_others_averaging() -> None:
     ended = Ended("returns_early", 3)
     assert ended.code == 0 and ended.statuses == [0, 0, 0], ended.story

@@ -396,6 +396,8 @@ def test_mpich_yields_only_when_there_are_more_ranks_than_cores() -> None:
         (["run", "-n", "2", "--mpi", "lam", "script.py"], "'lam'"),
         (["run", "-n", "2", "--threads-per-rank", "0", "script.py"], "'0'"),
         (["run", "--frob", "-n", "2", "script.py"], "asyncdist run: unrecognized arguments: --frob"),
+        (["run", "script.py"], "required before the script: -n/--ranks\n"),
+        (["run", "script.py", "-n", "2"], "what follows the script is passed to it; asyncdist run -n RANKS script.py"),
         (["run", "-n", "2", "no_such_script.py"], "'no_such_script.py' does not exist"),
         (["run", "-n", "2", "."], "'.' is a directory"),
     ],

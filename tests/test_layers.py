@@ -159,8 +159,10 @@ def test_protocols_never_ask_which_transport_they_run_on() -> None:
 @pytest.mark.parametrize("name", sorted(PROTOCOLS))
 def test_decision_cores_know_no_loop_no_clock_and_no_chance(name: str) -> None:
     if name.endswith("_core") or name == "messages":
-        for package in ("asyncio", "time", "random", "secrets", "torch", "asyncdist"):
+        for package in ("asyncio", "time", "random", "secrets", "torch"):
             assert not uses(PROTOCOLS[name], package), package
+        used = {module for module in imports(PROTOCOLS[name]) if module.startswith("asyncdist.")}
+        assert used <= {"asyncdist.checks"}, "options are checked in one way; all else there knows a loop"
 
 
 def test_the_environment_is_read_in_the_launcher_alone() -> None:

@@ -164,7 +164,11 @@ DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.sig
         ),
         ("sys.exit(7)", 7, ["rank 1 ended with exit code 7"]),
         ("sys.exit('what went wrong')", 1, ["what went wrong"]),
-        ("os.kill(os.getpid(), 9)", 137, ["rank 1 was killed by SIGKILL"]),
+        (
+            "os.kill(os.getpid(), 9)",
+            137,
+            ["rank 1 was killed by SIGKILL (the kernel does that where memory is short: see dmesg); stopping"],
+        ),
         ("os._exit(3)", 3, ["rank 1 ended with exit code 3"]),
     ],
     ids=["exception", "exit", "exit with words", "killed", "gone"],

@@ -286,7 +286,7 @@ def test_wrong_arguments_are_named() -> None:
         for batch, words in ((torch.ones(3, 3), "unlike the first"), (torch.ones(2, 2).double(), "float64")):
             with pytest.raises(ValueError, match=words):
                 await buffer.add(batch)
-        with pytest.raises(ValueError, match="n is 0; allowed: a whole number from 1"):
+        with pytest.raises(ValueError, match="n is 0; allowed: a whole number of 1 or more"):
             await buffer.sample(0)
         with pytest.raises(ad.LocalProtocolError, match="n is 1001; 'replay' holds at most 1000 items"):
             await buffer.sample(1001)
@@ -294,7 +294,7 @@ def test_wrong_arguments_are_named() -> None:
             with pytest.raises(ValueError, match=f"beta is {beta!r}; allowed: a number from 0 to 1"):
                 await buffer.sample(1, beta=beta)  # type: ignore[arg-type]
         for n in (True, 1.0, "3"):
-            with pytest.raises(ValueError, match=f"n is {n!r}; allowed: a whole number from 1"):
+            with pytest.raises(ValueError, match=f"n is {n!r}; allowed: a whole number of 1 or more"):
                 await buffer.sample(n)  # type: ignore[arg-type]
         assert len((await buffer.sample(np.int64(3))).ids) == 3  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="this buffer draws uniformly"):
@@ -335,14 +335,14 @@ def test_wrong_priorities_are_named() -> None:
         ({"clients": 0}, "clients is 0; allowed: ranks from 0 to 1, each once"),
         ({"clients": None}, "clients is None; allowed: ranks from 0 to 1, each once"),
         ({"clients": "01"}, "clients is '01'; allowed"),
-        ({"alpha": "x"}, "alpha is 'x'; allowed: a number from 0"),
-        ({"seed": "x"}, "seed is 'x'; allowed: a whole number from 0"),
-        ({"seed": -1}, "seed is -1; allowed: a whole number from 0"),
+        ({"alpha": "x"}, "alpha is 'x'; allowed: a finite number of 0 or more"),
+        ({"seed": "x"}, "seed is 'x'; allowed: a whole number of 0 or more"),
+        ({"seed": -1}, "seed is -1; allowed: a whole number of 0 or more"),
         ({"score": 5}, "score is 5; allowed: a function of a batch, or None"),
         ({"prioritized": "no"}, "prioritized is 'no'; allowed: True, False"),
-        ({"capacity": 0}, "capacity is 0; allowed: a whole number from 1"),
+        ({"capacity": 0}, "capacity is 0; allowed: a whole number of 1 or more"),
         ({"in_flight_max": 1.5}, "in_flight_max is 1.5"),
-        ({"alpha": -1}, "alpha is -1; allowed: a number from 0"),
+        ({"alpha": -1}, "alpha is -1; allowed: a finite number of 0 or more"),
         ({"name": 3}, "name is 3; allowed: a string"),
     ],
 )
@@ -377,7 +377,9 @@ def test_a_rank_that_is_no_client_is_refused_and_unlike_items_too() -> None:
 @pytest.mark.parametrize("seconds", ["5", 0, float("nan"), None])
 def test_a_timeout_that_is_no_time_is_refused(seconds: Any) -> None:
     async def main(world: ad.World) -> None:
-        with pytest.raises(ValueError, match=f"start_timeout_s is {seconds!r}; allowed: a number of seconds above 0"):
+        with pytest.raises(
+            ValueError, match=f"start_timeout_s is {seconds!r}; allowed: a finite number of seconds above 0"
+        ):
             ReplayBuffer(0, start_timeout_s=seconds)
 
     ad.run_local(main, ranks=1, strict=True)
@@ -414,3 +416,19 @@ def test_between_processes(transport: str) -> None:
     result = start(4, SCRIPT, timeout_s=280).check()
     assert result.reports[3] == {"added": [300, 300, 300], "size": 900, "seen": 900}
     assert all(result.reports[rank] == "every item as it was sent" for rank in range(3))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", ["mpi", "torch"])
+def test_several_buffer_ranks_between_processes(transport: str) -> None:
+    if transport == "mpi":
+        mpi.require_mpi()
+    start = mpi.run_ranks if transport == "mpi" else torchrun.run_ranks
+    reports = start(5, "tests/scripts/replay_roles.py", timeout_s=280).check().reports
+    for buffer, clients in ((3, [0, 2]), (4, [1])):
+        assert reports[buffer] == {
+            "added": [[rank, 10_100] for rank in clients],
+            "seen": 10_100 * len(clients),
+            "size": 10_100 * len(clients),
+        }
+        assert all(reports[rank] == {"buffer": buffer, "drawn of": clients} for rank in clients)

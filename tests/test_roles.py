@@ -101,10 +101,10 @@ def test_it_can_be_read() -> None:
         ((4, 3, 1), "num_remote_buffers is 3 with 4 ranks; allowed: 0 to 2"),
         ((4, 9, 1), "num_remote_buffers is 9 with 4 ranks; allowed: 0 to 2"),
         ((1, 1, 1), "num_remote_buffers is 1 with 1 ranks; allowed: 0 to 0"),
-        ((4, -1, 1), "num_remote_buffers is -1; allowed: an int of 0 or more"),
+        ((4, -1, 1), "num_remote_buffers is -1; allowed: a whole number of 0 or more"),
         ((4, 1.0, 1), "num_remote_buffers is 1.0; allowed"),
-        ((4, 0, 0), "num_agent_groups is 0; allowed: an int of 1 or more"),
-        ((0, 0, 1), "world_size is 0; allowed: an int of 1 or more"),
+        ((4, 0, 0), "num_agent_groups is 0; allowed: a whole number of 1 or more"),
+        ((0, 0, 1), "world_size is 0; allowed: a whole number of 1 or more"),
         ((True, 0, 1), "world_size is True; allowed"),
     ],
 )

@@ -77,8 +77,8 @@ def test_resolving_changes_nothing_that_is_there() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"world_size": 0}, "world_size is 0; at least 1 is needed"),
-        ({"world_size": 2.0}, "world_size is 2.0; it must be an int"),
+        ({"world_size": 0}, "world_size is 0; allowed: a whole number of 1 or more"),
+        ({"world_size": 2.0}, "world_size is 2.0; allowed: a whole number of 1 or more"),
         ({"world_size": 2, "local_world_size": 3}, "local_world_size is 3; world_size=2 is the most"),
         (
             {"world_size": 6, "model_parallelism": 4},

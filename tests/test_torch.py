@@ -75,6 +75,11 @@ def test_the_others_end_cleanly() -> None:
     assert loss().stderr == ""
 
 
+def test_an_average_that_loses_a_member_on_its_way_holds_nobody() -> None:
+    result = run_ranks(4, ENDS, "lost_in_an_average").check(0, 0, KILLED, 0)
+    assert [result.reports[rank] for rank in SURVIVORS] == [{"lost": [2], "in step": 7}] * 3
+
+
 def test_a_loss_that_nobody_waits_for_is_noticed() -> None:
     result = run_ranks(4, ENDS, "lost_at_rest").check(0, 0, KILLED, 0)
     assert result.reports[VICTIM].keys() == {"at"}

@@ -128,8 +128,9 @@ class ExploreReport:
     def __str__(self) -> str:
         fired = ", ".join(f"{kind} {count}" for kind, count in sorted(self.faults_fired.items()))
         return (
-            f"{self.seed_count} seeds in {self.seconds:.1f} s ({self.seeds_per_s:.1f}/s), "
-            f"{len(self.digests)} different traces" + (f", faults fired: {fired}" if fired else "")
+            f"{self.seed_count} seed{'s' * (self.seed_count != 1)} in {self.seconds:.1f} s ({self.seeds_per_s:.1f}/s), "
+            f"{len(self.digests)} different trace{'s' * (len(self.digests) != 1)}"
+            + (f", faults fired: {fired}" if fired else "")
         )
 
 

@@ -116,8 +116,8 @@ async def case_plans_that_do_not_fit(world: ad.World) -> None:
     size = world.size
     for options, words in (
         ({"num_remote_buffers": size}, f"num_remote_buffers is {size} with {size} ranks; allowed: 0 to {size // 2}"),
-        ({"num_remote_buffers": -1}, "num_remote_buffers is -1; allowed: an int of 0 or more"),
-        ({"num_agent_groups": 0}, "num_agent_groups is 0; allowed: an int of 1 or more"),
+        ({"num_remote_buffers": -1}, "num_remote_buffers is -1; allowed: a whole number of 0 or more"),
+        ({"num_agent_groups": 0}, "num_agent_groups is 0; allowed: a whole number of 1 or more"),
         ({"num_agent_groups": size + 1}, f"num_agent_groups is {size + 1} with {size} training ranks; allowed: 1"),
         ({"coordinator": size}, f"coordinator is {size}; allowed: None, or a rank from 0 to {size - 1}"),
         ({"placement": "nodes"}, "placement is 'nodes'; allowed: 'arithmetic', 'host'"),

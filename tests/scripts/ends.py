@@ -108,6 +108,44 @@ async def raises_before_a_policy_of_others(world: ad.World) -> None:
         pass
 
 
+async def average_without_end(world: ad.World, strike: Callable[[], None]) -> None:
+    """64 MiB after 64 MiB. Rank 2 leaves in the midst of one, then ``strike`` is called on rank 1 in another."""
+    model = nn.Linear(4096, 4096)
+    averaging = asyncio.ensure_future(ad.average_models(model))
+    await world.safe_point()
+    if world.rank == 2:
+        averaging.cancel()
+        return
+    await averaging  # who leaves does its part first
+    try:
+        await ad.average_models(model)
+    except ad.ClosedError as error:
+        assert "rank 2 has left" in str(error)
+        print("told of rank 2", flush=True)
+    group = await ad.new_group([0, 1])
+    await ad.average_models(model, group)
+
+    async def wait_and_strike() -> None:
+        await asyncio.sleep(0.01)
+        strike()
+
+    if world.rank == 1:
+        world.spawn(wait_and_strike())
+    while True:
+        await ad.average_models(model, group)
+
+
+async def killed_in_an_average(world: ad.World) -> None:
+    await average_without_end(world, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+async def raises_in_an_average(world: ad.World) -> None:
+    def fail() -> None:
+        raise ValueError("boom-7")
+
+    await average_without_end(world, fail)
+
+
 async def steps(world: ad.World) -> None:
     async def at(step: int) -> None:
         compute(0.002)

@@ -112,6 +112,22 @@ async def lost_at_rest(world: ad.World) -> None:
     report(world.rank, {"lost": sorted(world.engine.transport.lost_ranks()), "at": time.monotonic()})
 
 
+async def lost_in_an_average(world: ad.World) -> None:
+    """The victim is killed in the midst of 16 MiB, and the others go on without it."""
+    model = torch.nn.Linear(2048, 2048)
+    await ad.average_models(model)
+    if world.rank == VICTIM:
+        asyncio.get_running_loop().call_later(0.01, os.kill, os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            await ad.average_models(model)
+    except RankLostError:
+        lost = sorted(world.engine.transport.lost_ranks())
+    group = await ad.new_group(survivors(world))
+    await ad.average_models(model, group)
+    report(world.rank, {"lost": lost, "in step": await ad.compute_and_broadcast(lambda: 7, group=group)})
+
+
 async def raises(world: ad.World) -> None:
     await ad.barrier()
     if world.rank == 1:

@@ -1,0 +1,12 @@
+"""What other frameworks initialise works beside a world, and may end before it."""
+
+from __future__ import annotations
+
+import pytest
+from support import torchrun
+
+
+def test_accelerate() -> None:
+    pytest.importorskip("accelerate")
+    reports = torchrun.run_ranks(2, "tests/scripts/accelerated.py", timeout_s=110).check().reports
+    assert reports == {rank: {"processes": 2, "rank": rank, "same": True} for rank in range(2)}

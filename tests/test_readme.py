@@ -1,0 +1,29 @@
+"""Python in the README that a reader would copy whole: it runs, and ends."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import asyncdist as ad
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def block(first: str, **names: Any) -> dict[str, Any]:
+    """The names that a block defines which contains ``first``."""
+    (source,) = [text for text in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if first in text]
+    module = types.ModuleType("readme")
+    sys.modules["readme"] = module  # dataclasses look their annotations up there
+    vars(module).update(names)
+    exec("from dataclasses import dataclass\nimport asyncdist as ad\n" + source, vars(module))
+    return vars(module)
+
+
+def test_the_channel_example_ends_when_every_rank_has_trained() -> None:
+    main = block("class Progress", train_step=lambda: 0.5)["main"]
+    assert ad.run_local(main, ranks=3, strict=True) == [None] * 3
+    ad.simulate(main, ranks=3, seed=1, strict=True)
