@@ -406,7 +406,7 @@ class RoundCoordinator:
         self._tell(f"{now:.6f} round {state.number}: {decision}")
         for rank in state.named:
             role = DONOR if rank in decision.donors else REPLACER
-            assign = Assign(role, decision.donors, decision.replacers, judged[rank].iteration)
+            assign = Assign(role, decision.donors, decision.replacers, judged[rank].iteration, decision.best)
             sends.append(Send(rank, state.number, assign))
 
     def _freeze(self, sends: list[Send], state: _Round, now: float) -> None:
