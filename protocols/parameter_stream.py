@@ -24,7 +24,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
@@ -113,7 +112,8 @@ class DonorDesk:
         self._offers.append(offer)
         self.end_rounds(round - 1)
         for key in [key for key, (asked_for, _) in self._early.items() if asked_for == round]:
-            self._answer(*self._early.pop(key), key)
+            asked_for, grant = self._early.pop(key)
+            self._answer(asked_for, grant, key)
         return offer
 
     def withdraw(self, offer: Offer) -> None:
@@ -127,6 +127,8 @@ class DonorDesk:
     def end_rounds(self, last: float) -> None:
         """No snapshot will be on offer any more for rounds up to ``last``: whoever has asked for one gets the abort."""
         self._over = max(self._over, last)
+        if not self._early:
+            return
         for key in [key for key, (asked_for, _) in self._early.items() if asked_for <= last]:
             del self._early[key]
             self._refuse(key)
@@ -317,7 +319,7 @@ class Intake:
         self.donors = donors
         self.best = best
         self._round = round
-        self._streams = ExitStack()
+        self._streams: list[InboundStream] = []
         self._pieces = _pieces(accumulator)
         self._page = self._offset = 0
         self._asked: deque[tuple[InboundStream, Sequence[_Landing]]] = deque()
@@ -341,7 +343,7 @@ class Intake:
             self.donor = donor = self.donors[self._asked_count]
             landings, targets = self._landings(first=not self._asked_count, exact=donor == self.best)
             stream = InboundStream(self._world.slots, donor, targets, 0)
-            self._streams.callback(stream.finish, partial(self._cancel, donor, stream.slot))
+            self._streams.append(stream)
             self._asked.append((stream, landings))
             self._asked_count += 1
             self._posting, self._posted_count = stream, 0
@@ -382,7 +384,9 @@ class Intake:
 
     def close(self) -> None:
         """Tell donors that have not answered to stop; accumulator and ring are in use until they have answered."""
-        self._streams.close()
+        while self._streams:
+            stream = self._streams.pop()
+            stream.finish(partial(self._cancel, stream.source, stream.slot))
 
     def _post(self) -> None:
         """Post the receives for which the window has room."""
