@@ -104,7 +104,7 @@ def first_difference(mine: Fingerprint, theirs: Fingerprint) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class FlatBuffers:
     """One contiguous 1-D tensor per dtype of the model, made by `FlatState.new_buffers`.
 
@@ -174,6 +174,7 @@ class FlatState:
             sizes[tensor.dtype] = offset + tensor.numel()
             entries.append(Entry(names, tuple(tensor.shape), tensor.dtype, _is_averaged(tensor.dtype), offset))
         self.entries = tuple(entries)
+        self._names = frozenset(name for entry in entries for name in entry.names)
         self._sizes = {dtype: sizes[dtype] for dtype in sorted(sizes, key=_dtype_name)}
         self._devices = {group[0][1].device for group in shared.values() if group[0][1].is_cuda}
         self.fingerprint = Fingerprint(tuple((e.names, e.shape, _dtype_name(e.dtype)) for e in self.entries))
@@ -311,8 +312,8 @@ class FlatState:
         if buffers.entries is not self.entries and buffers.entries != self.entries:
             raise ValueError("these flat buffers were made for a model of another layout")
         now = dict(_named_tensors(self._model))
-        changed = sorted(now.keys() ^ {name for entry in self.entries for name in entry.names})
-        if changed:
+        if now.keys() != self._names:
+            changed = sorted(now.keys() ^ self._names)
             raise ValueError(f"{changed[0]!r} {'is new' if changed[0] in now else 'is gone'}: {_CHANGED}")
         for entry, view in zip(self.entries, buffers.views, strict=True):
             tensor = now[entry.names[0]]

@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -58,22 +59,27 @@ _ALIGNMENT_NBYTES: Final = 16
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """A donor's snapshot for one round. Its buffers are in use until the offer is withdrawn and nothing streams."""
+    """A donor's snapshot for one round. Its buffers are in use until the offer is withdrawn and nothing streams.
+
+    ``chunks_made`` are views of the snapshot, by a grant's two sizes: for all replacers, and all rounds that use the
+    same buffers.
+    """
 
     round: int
     snapshot: FlatBuffers
     on_free: Callable[[FlatBuffers], None]
+    chunks_made: dict[tuple[int, int], list[memoryview]] = field(default_factory=dict)
     streams: dict[tuple[int, int], OutboundStream] = field(default_factory=dict)
     withdrawn: bool = False
-    _chunks: dict[int, list[memoryview]] = field(default_factory=dict)
 
     def chunks(self, grant: Grant) -> list[memoryview] | None:
-        """What is sent for ``grant``, made once for all replacers; None when it fits no stream of this state."""
-        chunks = self._chunks.get(grant.nbytes)
-        if chunks is None or grant.chunk_nbytes != CHUNK_NBYTES:
+        """What is sent for ``grant``; None when it fits no stream of this state."""
+        size = grant.nbytes, grant.chunk_nbytes
+        chunks = self.chunks_made.get(size)
+        if chunks is None:
             chunks = snapshot_chunks(self.snapshot, grant)
             if chunks is not None:
-                self._chunks[grant.nbytes] = chunks
+                self.chunks_made[size] = chunks
         return chunks
 
 
@@ -96,6 +102,7 @@ class DonorDesk:
     def __init__(self, world: World, scope: int) -> None:
         self._world = world
         self._offers: list[Offer] = []
+        self._chunks: WeakKeyDictionary[FlatBuffers, dict[tuple[int, int], list[memoryview]]] = WeakKeyDictionary()
         self._early: dict[tuple[int, int], tuple[int, Grant]] = {}  # by source and slot: round and grant
         self._over: float = 0
         self.sent_nbytes = 0
@@ -108,7 +115,7 @@ class DonorDesk:
 
         ``on_free`` gets it back when it is not in use any more. Rounds before this one are over.
         """
-        offer = Offer(round, snapshot, on_free)
+        offer = Offer(round, snapshot, on_free, self._chunks.setdefault(snapshot, {}))
         self._offers.append(offer)
         self.end_rounds(round - 1)
         for key in [key for key, (asked_for, _) in self._early.items() if asked_for == round]:
