@@ -223,6 +223,7 @@ class InboundStream(_Stream):
     """
 
     def __init__(self, slots: Slots, source: int, targets: Sequence[memoryview], window: int) -> None:
+        self.source = source
         self.slot = slots.take(source)
         super().__init__(slots.engine, source, self.slot, "from")
         self._slots = slots

@@ -40,12 +40,14 @@ class Assign:
         replacers: All ranks asked to take, ascending.
         judged_iteration: The iteration of the receiver's own report that the decision used, so that a replacer which
             has applied an average since can decline.
+        best: The donor whose integer and bool entries are taken if all donors are ready; -1 when there is none.
     """
 
     role: str
     donors: tuple[int, ...]
     replacers: tuple[int, ...]
     judged_iteration: int
+    best: int
 
 
 @dataclass(frozen=True, slots=True)

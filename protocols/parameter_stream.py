@@ -5,6 +5,11 @@ has room for: the averaged tensors, or those and the exact ones. The donor answe
 abort. Tensors travel as they are stored, dtype after dtype in the order of the flat state, each cut into chunks of its
 own.
 
+It asks as soon as it knows the donors, before they are ready: a grant waits at its donor for the snapshot, which then
+leaves in the very step that takes it. Of what comes nothing is added before the round is frozen, so no more comes than
+the window holds; if it is frozen without some donor, all is asked for anew. A round took 5.8 steps of each rank where
+the replacer asked when it was frozen, and takes 4.8 (eight ranks, a report in each step).
+
 All chunks of an exchange, of one donor after the other, pass through one window of ``WINDOW_COUNT`` pages of
 ``CHUNK_NBYTES`` each, and are added in that order, whichever comes first. So a replacer holds one accumulator and one
 window, however many donors there are, and a donor one snapshot, however many replacers. The first donor's chunks land
@@ -19,10 +24,10 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -46,35 +51,43 @@ StreamMessage = Grant | Cancel
 
 #: Donors that a replacer has asked and not yet taken: each posted receive is tested in every pass.
 ASKED_COUNT_MAX: Final = 16
+#: Grants that wait at a donor for its snapshot; further ones get the abort.
+EARLY_COUNT_MAX: Final = 4096
 #: Places in a page begin at multiples of the widest element.
 _ALIGNMENT_NBYTES: Final = 16
 
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """A donor's snapshot for one round. Its buffers are in use until the offer is withdrawn and nothing streams."""
+    """A donor's snapshot for one round. Its buffers are in use until the offer is withdrawn and nothing streams.
+
+    ``chunks_made`` are views of the snapshot, by a grant's two sizes: for all replacers, and all rounds that use the
+    same buffers.
+    """
 
     round: int
     snapshot: FlatBuffers
     on_free: Callable[[FlatBuffers], None]
+    chunks_made: dict[tuple[int, int], list[memoryview]] = field(default_factory=dict)
     streams: dict[tuple[int, int], OutboundStream] = field(default_factory=dict)
     withdrawn: bool = False
-    _chunks: dict[int, list[memoryview]] = field(default_factory=dict)
 
     def chunks(self, grant: Grant) -> list[memoryview] | None:
-        """What is sent for ``grant``, made once for all replacers; None when it fits no stream of this state."""
-        chunks = self._chunks.get(grant.nbytes)
-        if chunks is None or grant.chunk_nbytes != CHUNK_NBYTES:
+        """What is sent for ``grant``; None when it fits no stream of this state."""
+        size = grant.nbytes, grant.chunk_nbytes
+        chunks = self.chunks_made.get(size)
+        if chunks is None:
             chunks = snapshot_chunks(self.snapshot, grant)
             if chunks is not None:
-                self._chunks[grant.nbytes] = chunks
+                self.chunks_made[size] = chunks
         return chunks
 
 
 class DonorDesk:
     """A donor's end of the protocol: answers every grant, by the snapshot on offer for its round or by the abort.
 
-    It outlives its policy, since a replacer may ask late and must not wait for an answer that nobody gives; but once
+    A grant of a round to come is answered when there is an offer for it, or when the round is over for this rank. The
+    desk outlives its policy, since a replacer may ask late and must not wait for an answer that nobody gives; but once
     its offer is withdrawn it holds no tensors.
 
     Args:
@@ -89,15 +102,25 @@ class DonorDesk:
     def __init__(self, world: World, scope: int) -> None:
         self._world = world
         self._offers: list[Offer] = []
+        self._chunks: WeakKeyDictionary[FlatBuffers, dict[tuple[int, int], list[memoryview]]] = WeakKeyDictionary()
+        self._early: dict[tuple[int, int], tuple[int, Grant]] = {}  # by source and slot: round and grant
+        self._over: float = 0
         self.sent_nbytes = 0
         self.channel: Channel[StreamMessage] = world.open_channel(
             StreamMessage, tag=tags.PARAM, scope=scope, name="parameter streams", handler=self._on_message
         )
 
     def offer(self, round: int, snapshot: FlatBuffers, on_free: Callable[[FlatBuffers], None]) -> Offer:
-        """Give ``snapshot`` to whoever asks in that round; ``on_free`` gets it back when it is not in use any more."""
-        offer = Offer(round, snapshot, on_free)
+        """Give ``snapshot`` to whoever asks in that round, or has asked.
+
+        ``on_free`` gets it back when it is not in use any more. Rounds before this one are over.
+        """
+        offer = Offer(round, snapshot, on_free, self._chunks.setdefault(snapshot, {}))
         self._offers.append(offer)
+        self.end_rounds(round - 1)
+        for key in [key for key, (asked_for, _) in self._early.items() if asked_for == round]:
+            asked_for, grant = self._early.pop(key)
+            self._answer(asked_for, grant, key)
         return offer
 
     def withdraw(self, offer: Offer) -> None:
@@ -106,6 +129,16 @@ class DonorDesk:
         for stream in offer.streams.values():
             stream.stop()
         self._free(offer)
+        self._over = max(self._over, offer.round)
+
+    def end_rounds(self, last: float) -> None:
+        """No snapshot will be on offer any more for rounds up to ``last``: whoever has asked for one gets the abort."""
+        self._over = max(self._over, last)
+        if not self._early:
+            return
+        for key in [key for key, (asked_for, _) in self._early.items() if asked_for <= last]:
+            del self._early[key]
+            self._refuse(key)
 
     @property
     def is_idle(self) -> bool:
@@ -121,17 +154,31 @@ class DonorDesk:
     def _on_message(self, envelope: Envelope[StreamMessage]) -> None:
         message, key = envelope.message, (envelope.source, envelope.message.slot)
         if isinstance(message, Cancel):
+            if self._early.pop(key, None) is not None:
+                self._refuse(key)
             for offer in self._offers:
                 if key in offer.streams:
                     offer.streams[key].stop()
-            return
+        else:
+            self._answer(envelope.round, message, key)
+
+    def _answer(self, round: int, grant: Grant, key: tuple[int, int]) -> None:
+        """Stream, abort, or wait until it is known which."""
         for offer in self._offers:
-            if offer.round == envelope.round and not offer.withdrawn:
-                chunks = offer.chunks(message)
-                if chunks is not None:
+            if offer.round == round and not offer.withdrawn:
+                chunks = offer.chunks(grant)
+                if chunks is None:
+                    self._refuse(key)
+                else:
                     self._begin(offer, OutboundStream(self._world.engine, chunks, *key), key)
-                    return
-        self._world.spawn_service(self._refuse(OutboundStream(self._world.engine, [], *key)), name="abort")
+                return
+        if round > self._over and len(self._early) < EARLY_COUNT_MAX:
+            self._early[key] = round, grant
+        else:
+            self._refuse(key)
+
+    def _refuse(self, key: tuple[int, int]) -> None:
+        self._world.spawn_service(self._abort(OutboundStream(self._world.engine, [], *key)), name="abort")
 
     def _begin(self, offer: Offer, stream: OutboundStream, key: tuple[int, int]) -> None:
         """Send; what has not left at once goes on in a task."""
@@ -159,7 +206,7 @@ class DonorDesk:
         self.sent_nbytes += stream.sent_nbytes
         self._world.stream_sent_nbytes += stream.sent_nbytes
 
-    async def _refuse(self, stream: OutboundStream) -> None:
+    async def _abort(self, stream: OutboundStream) -> None:
         try:
             await stream.abort()
         except RankLostError as error:
@@ -252,11 +299,11 @@ class Intake:
         accumulator: flat tensors in the accumulation dtypes; what is in them is overwritten.
         ring: for chunks that cannot land in place.
         donors: the senders, in the order in which they are added.
-        weights: theirs, not normalised.
         best: the donor whose integer and bool tensors are taken.
         round: goes into the frames' headers.
 
     Attributes:
+        accumulator, donors, best: as given.
         donor: who is asked or waited for: when :meth:`run` raises, on account of this one.
         received_nbytes: of the donors whose snapshots have been added.
     """
@@ -269,17 +316,17 @@ class Intake:
         ring: ChunkRing,
         *,
         donors: Sequence[int],
-        weights: Sequence[float],
         best: int,
         round: int,
     ) -> None:
         self._world = world
         self._channel = channel
         self._ring = ring
-        self._donors = donors
-        self._weights = weights
-        self._best = best
+        self.accumulator = accumulator
+        self.donors = donors
+        self.best = best
         self._round = round
+        self._streams: list[InboundStream] = []
         self._pieces = _pieces(accumulator)
         self._page = self._offset = 0
         self._asked: deque[tuple[InboundStream, Sequence[_Landing]]] = deque()
@@ -291,10 +338,32 @@ class Intake:
         self.donor = donors[0]
         self.received_nbytes = 0
 
-    async def run(self, *, deadline: float) -> None:
-        """Ask the donors, and add what comes.
+    def ask(self) -> None:
+        """Ask as many donors as the window has room for. What they send waits for :meth:`run`, or :meth:`close`.
+
+        Raises:
+            RankLostError: a donor is gone.
+            BusyError: all slots of a donor are taken.
+        """
+        self._post()
+        while not self._unposted and self._asked_count < len(self.donors) and len(self._asked) < ASKED_COUNT_MAX:
+            self.donor = donor = self.donors[self._asked_count]
+            landings, targets = self._landings(first=not self._asked_count, exact=donor == self.best)
+            stream = InboundStream(self._world.slots, donor, targets, 0)
+            self._streams.append(stream)
+            self._asked.append((stream, landings))
+            self._asked_count += 1
+            self._posting, self._posted_count = stream, 0
+            self._unposted.extend(landings)
+            self._post()
+            nbytes = sum(landing.piece.nbytes for landing in landings)
+            self._channel.send_nowait(Grant(stream.slot, nbytes, CHUNK_NBYTES), donor, round=self._round)
+
+    async def run(self, weights: Sequence[float], *, deadline: float) -> None:
+        """Ask the donors who have not been asked, and add what comes.
 
         Args:
+            weights: the donors', not normalised.
             deadline: on the loop's clock, for all of it.
 
         **Cancellation**: the donors are told to stop; accumulator and ring are in use until they have answered.
@@ -305,34 +374,26 @@ class Intake:
             TimeoutError: the deadline passed.
             BusyError: all slots of a donor are taken.
         """
-        with ExitStack() as streams:
-            self._ask_more(streams)
-            for place, donor in enumerate(self._donors):
+        try:
+            self.ask()
+            for place, donor in enumerate(self.donors):
                 stream, landings = self._asked.popleft()
                 for index, landing in enumerate(landings):
                     self.donor = donor
                     await stream.arrival(index, deadline=deadline)
-                    self._take(landing, self._weights[place], first=not place)
-                    self._ask_more(streams)
+                    self._take(landing, weights[place], first=not place)
+                    self.ask()
                 self.received_nbytes += stream.received_nbytes
                 self._world.stream_received_nbytes += stream.received_nbytes
-                self._ask_more(streams)
+                self.ask()
+        finally:
+            self.close()
 
-    def _ask_more(self, streams: ExitStack) -> None:
-        """Post receives for as long as the window has room, and ask the donors to whom they belong."""
-        self._post()
-        while not self._unposted and self._asked_count < len(self._donors) and len(self._asked) < ASKED_COUNT_MAX:
-            self.donor = donor = self._donors[self._asked_count]
-            landings, targets = self._landings(first=not self._asked_count, exact=donor == self._best)
-            stream = InboundStream(self._world.slots, donor, targets, 0)
-            streams.callback(stream.finish, partial(self._cancel, donor, stream.slot))
-            self._asked.append((stream, landings))
-            self._asked_count += 1
-            self._posting, self._posted_count = stream, 0
-            self._unposted.extend(landings)
-            self._post()
-            nbytes = sum(landing.piece.nbytes for landing in landings)
-            self._channel.send_nowait(Grant(stream.slot, nbytes, CHUNK_NBYTES), donor, round=self._round)
+    def close(self) -> None:
+        """Tell donors that have not answered to stop; accumulator and ring are in use until they have answered."""
+        while self._streams:
+            stream = self._streams.pop()
+            stream.finish(partial(self._cancel, stream.source, stream.slot))
 
     def _post(self) -> None:
         """Post the receives for which the window has room."""

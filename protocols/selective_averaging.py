@@ -5,9 +5,9 @@ A round, as a member sees it:
 
 1. every ``average_every`` steps it reports its metric, and goes on training;
 2. some day the coordinator assigns it a role. A **donor** snapshots its state inside its next ``step`` and says so; a
-   **replacer** does nothing yet;
-3. when all donors have answered, the coordinator freezes the round. The replacer asks the donors, as many at once as
-   its window holds, and adds up in rank order what streams in; progress is made at the safe points of both;
+   **replacer** asks the donors, as many at once as its window holds, and a snapshot streams as soon as there is one;
+3. when all donors have answered, the coordinator freezes the round. The replacer adds up in rank order what streams in,
+   and asks on; progress is made at the safe points of both. Where not all donors are in it, it asks these anew;
 4. at the replacer's next ``step`` the average is in place: weights change, and the coordinator is told;
 5. ``End`` closes the round for everyone named in it; the donor's snapshot is free again.
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -110,7 +111,7 @@ class _DonorRole:
 
 @dataclass(slots=True, eq=False)
 class _ReplacerRole:
-    """From ``Assign`` until the average is applied or given up."""
+    """From ``Assign`` until the average is applied or given up. ``nbytes`` are those of intakes that have ended."""
 
     round: int
     assigned_at: float
@@ -119,11 +120,7 @@ class _ReplacerRole:
     intake: Intake | None = None
     average: FlatBuffers | None = None
     complete: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        """Received for it so far."""
-        return 0 if self.intake is None else self.intake.received_nbytes
+    nbytes: int = 0
 
 
 class AsyncSelectiveAveragingPolicy(SpawnPolicy):
@@ -335,6 +332,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         if self._donor is not None and self._donor.offer is None:
             self._decline(self._donor.round, "leaving")
             self._donor = None
+        self._desk.end_rounds(math.inf)
         try:
             if error is None and self._world.engine.failure is None:
                 deadline = self._world.time() + self._drain_timeout_s
@@ -422,7 +420,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             return
         if not self._flat.all_finite(snapshot):
             self._snapshots.release(snapshot)
-            self._donor = None
+            self._end_donor_role()
             self._decline(role.round, "weights are not finite")
             return
         role.offer = self._desk.offer(role.round, snapshot, self._snapshots.release)
@@ -493,6 +491,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     def _on_assign(self, assign: Assign, round: int) -> None:
         self._last_round = max(self._last_round, round)
         self._end_donor_role()
+        self._desk.end_rounds(round - 1)
         self._give_up(f"round {round} began")
         if self._leaving:
             self._decline(round, "leaving")
@@ -503,6 +502,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             self._decline(round, f"replaced at iteration {self._applied_iteration}, after the one that was judged")
         else:
             self._replacer = _ReplacerRole(round, self._world.time())
+            if assign.donors:
+                self._ask_early(self._replacer, assign)
 
     def _on_frozen(self, frozen: Frozen, round: int) -> None:
         role = self._replacer
@@ -517,40 +518,56 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     def _on_end(self, reason: str, round: int) -> None:
         if self._donor is not None and self._donor.round == round:
             self._end_donor_role()
+        self._desk.end_rounds(round)
         if self._replacer is not None and self._replacer.round == round:
             self._give_up(reason)
 
     # -- the replacer's exchange ------------------------------------------------------------------------------------
 
+    def _ask_early(self, role: _ReplacerRole, assign: Assign) -> None:
+        """Ask the donors before they are ready. Who of them is lost or has no room matters when the round is frozen."""
+        intake = self._begin_intake(role, assign.donors, assign.best)
+        try:
+            intake.ask()
+        except AsyncdistError as error:
+            logger.info("round %d: not asked early, %s", role.round, error)
+            self._end_intake(role)
+
+    def _begin_intake(self, role: _ReplacerRole, donors: tuple[int, ...], best: int) -> Intake:
+        accumulator = self._accumulators.acquire()
+        role.intake = Intake(
+            self._world, self._desk.channel, accumulator, self._ring, donors=donors, best=best, round=role.round
+        )
+        return role.intake
+
     async def _exchange(self, role: _ReplacerRole, frozen: Frozen) -> None:
         """Average the donors' snapshots: weighted sum in rank order, divided by the sum of the weights that arrived."""
-        average = self._accumulators.acquire()
-        role.intake = intake = Intake(
-            self._world,
-            self._desk.channel,
-            average,
-            self._ring,
-            donors=frozen.donors,
-            weights=frozen.weights,
-            best=frozen.best,
-            round=role.round,
-        )
-        done = False
+        intake = role.intake
+        if intake is None or intake.donors != frozen.donors or intake.best != frozen.best:
+            self._end_intake(role)
+            intake = self._begin_intake(role, frozen.donors, frozen.best)
         try:
-            await intake.run(deadline=self._world.time() + frozen.timeout_s)
+            await intake.run(frozen.weights, deadline=self._world.time() + frozen.timeout_s)
             total = sum(frozen.weights)
-            for tensor in average.averaged().values():
+            for tensor in intake.accumulator.averaged().values():
                 divide(tensor, total)
-            done = True
+            if self._replacer is role:
+                role.average = intake.accumulator
+                role.complete = self._needs_step = True
         except (AsyncdistError, TimeoutError) as error:
             self._abandon(role, f"the stream from rank {intake.donor} did not complete: {error}")
         finally:
+            self._end_intake(role)
+
+    def _end_intake(self, role: _ReplacerRole) -> None:
+        """The exchange is over, or nobody wants it any more."""
+        intake, role.intake = role.intake, None
+        if intake is not None:
+            intake.close()
+            role.nbytes += intake.received_nbytes
             self._counts["received"] += intake.received_nbytes
-            if done and self._replacer is role:
-                role.average = average
-                role.complete = self._needs_step = True
-            else:
-                self._release_accumulator(average)
+            if role.average is not intake.accumulator:
+                self._release_accumulator(intake.accumulator)
 
     def _release_accumulator(self, average: FlatBuffers) -> None:
         """Back to the pool, or out of it while chunks that nobody wants any more may still land there."""
@@ -563,6 +580,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         """Give up the round that is being exchanged; the next step says so."""
         if self._replacer is role:
             self._replacer = None
+            self._end_intake(role)
             self._note_given_up(role, reason)
             logger.info("round %d: abandoned, %s", role.round, reason)
             self._tell(Abandoned(reason), round=role.round)
@@ -572,9 +590,10 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         role, self._replacer = self._replacer, None
         if role is None:
             return
-        self._note_given_up(role, reason)
         if role.exchange is not None and not role.complete:
             role.exchange.cancel()
+        self._end_intake(role)
+        self._note_given_up(role, reason)
         if role.average is not None:
             self._counts["unapplied"] += 1
             self._release_accumulator(role.average)
@@ -587,8 +606,10 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
 
     def _end_donor_role(self) -> None:
         role, self._donor = self._donor, None
-        if role is not None and role.offer is not None:
-            self._desk.withdraw(role.offer)
+        if role is not None:
+            if role.offer is not None:
+                self._desk.withdraw(role.offer)
+            self._desk.end_rounds(role.round)
 
     # -- telling ----------------------------------------------------------------------------------------------------
 
@@ -612,4 +633,5 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         if self._stage != "closed":
             logger.warning("rank %d, the coordinator, is gone: this rank trains on without averaging", rank)
         self._end_donor_role()
+        self._desk.end_rounds(math.inf)
         self._give_up("the coordinator is gone")

@@ -168,6 +168,7 @@ class RoundCoordinator:
         self._quorum = Decimal(repr(rules.quorum))
         self._round: _Round | None = None
         self._overdue: dict[int, deque[int]] = {}  # replacer to the rounds whose time was up before it answered
+        self._quorum_count = self._count_quorum()
         self._quorum_since: float | None = None
         self._window_start: float | None = None  # first report since the last decision
         self._largest_iteration = -1
@@ -178,7 +179,7 @@ class RoundCoordinator:
         self._ignored: dict[str, int] = {}
         self._left_out: deque[LeftOut] = deque(maxlen=_HISTORY_LENGTH)
         self._stragglers: deque[tuple[Straggler, float]] = deque(maxlen=_HISTORY_LENGTH)
-        self._story: deque[str] = deque(maxlen=_STORY_LENGTH)
+        self._story: deque[str | tuple[float, int, float, int]] = deque(maxlen=_STORY_LENGTH)
 
     # ---------------------------------------------------------------- what happened
 
@@ -187,7 +188,7 @@ class RoundCoordinator:
         member = self._live(rank, "Report")
         if member is None:
             return ()
-        self._tell(f"{now:.6f} rank {rank} reports {value} at iteration {iteration}")
+        self._story.append((now, rank, value, iteration))  # as text it would cost half of all that is done here
         member.report_count += 1
         self._nonfinite_count += not math.isfinite(value)
         self._largest_iteration = max(self._largest_iteration, iteration)
@@ -292,7 +293,10 @@ class RoundCoordinator:
 
     def story(self) -> tuple[str, ...]:
         """Return the latest events, oldest first, for error messages."""
-        return tuple(self._story)
+        return tuple(
+            event if isinstance(event, str) else "{:.6f} rank {} reports {} at iteration {}".format(*event)
+            for event in self._story
+        )
 
     def statistics(self) -> CoordinatorStatistics:
         """Return the counts so far."""
@@ -347,11 +351,15 @@ class RoundCoordinator:
 
     def _watch_quorum(self, now: float) -> None:
         """Start the grace period when the quorum is met, stop it when reports went with a rank or became void."""
-        needed = (self._quorum * self._live_count).to_integral_value(ROUND_CEILING)
-        if not self._live_count or self._fresh_count < max(1, int(needed)):
+        if not self._live_count or self._fresh_count < self._quorum_count:
             self._quorum_since = None
         elif self._quorum_since is None:
             self._quorum_since = now
+
+    def _count_quorum(self) -> int:
+        """Return how many reports meet the quorum, with those who live now."""
+        needed = (self._quorum * self._live_count).to_integral_value(ROUND_CEILING)
+        return max(1, int(needed))
 
     def _decision_is_due(self, now: float, timers: bool) -> bool:
         """Tell whether all live members have reported, or enough of them long enough ago."""
@@ -406,7 +414,7 @@ class RoundCoordinator:
         self._tell(f"{now:.6f} round {state.number}: {decision}")
         for rank in state.named:
             role = DONOR if rank in decision.donors else REPLACER
-            assign = Assign(role, decision.donors, decision.replacers, judged[rank].iteration)
+            assign = Assign(role, decision.donors, decision.replacers, judged[rank].iteration, decision.best)
             sends.append(Send(rank, state.number, assign))
 
     def _freeze(self, sends: list[Send], state: _Round, now: float) -> None:
@@ -488,6 +496,7 @@ class RoundCoordinator:
         self._mark(member, fresh=False)
         member.live, member.report = False, None
         self._live_count -= 1
+        self._quorum_count = self._count_quorum()
         self._overdue.pop(rank, None)
         state = self._round
         if state is not None and rank in state.waiting_replacers:
@@ -536,7 +545,7 @@ class RoundCoordinator:
         self._story.append(event)
 
     def _broken(self, fact: str) -> str:
-        return "\n  ".join((fact, "the story so far:", *self._story))
+        return "\n  ".join((fact, "the story so far:", *self.story()))
 
 
 def _step_s(report: _Report) -> float:

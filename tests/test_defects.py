@@ -195,12 +195,12 @@ def test_defect_08_chunks_of_an_abandoned_round_never_reach_the_next(monkeypatch
     story, abandoned, tries = Story(), [], Counter[str]()
     original = parameter_stream.Intake.run
 
-    async def impatient(intake: parameter_stream.Intake, *, deadline: float) -> None:
+    async def impatient(intake: parameter_stream.Intake, weights: tuple[float, ...], *, deadline: float) -> None:
         tries["all"] += 1
         if tries["all"] % 3 == 0:
-            await original(intake, deadline=deadline)
+            await original(intake, weights, deadline=deadline)
             return
-        exchange = asyncio.ensure_future(original(intake, deadline=deadline))
+        exchange = asyncio.ensure_future(original(intake, weights, deadline=deadline))
         await yields(tries["all"] % 7)
         exchange.cancel()  # two of three exchanges have no time: some grants are on their way, and some chunks
         with suppress(asyncio.CancelledError):
@@ -268,11 +268,10 @@ def test_defect_08_a_donor_answers_other_rounds_with_an_abort_and_keeps_its_buff
                 state.new_buffers(accumulate=True),
                 parameter_stream.ChunkRing(),
                 donors=(1,),
-                weights=(1.0,),
                 best=1,
                 round=number,
             )
-            await intake.run(deadline=world.time() + 60)
+            await intake.run((1.0,), deadline=world.time() + 60)
 
         for number in (4, 5, 5):
             with pytest.raises(streams.StreamAborted):

@@ -43,7 +43,7 @@ class Party:
     freed: list[FlatBuffers]
 
     @classmethod
-    def of(cls, made: list[World]) -> Party:
+    def of(cls, made: list[World], *, late: bool = False) -> Party:
         model = Mixed(width=16)
         state = FlatState(model)
         party = cls(made, state, [DonorDesk(world, SCOPE) for world in made], {}, {}, [])
@@ -51,8 +51,13 @@ class Party:
             fill(model, VALUES[donor])
             party.snapshots[donor] = state.new_buffers()
             state.snapshot(party.snapshots[donor])
-            party.offers[donor] = party.desks[donor].offer(ROUND, party.snapshots[donor], party.freed.append)
+            if not late:
+                party.offer(donor)
         return party
+
+    def offer(self, donor: int) -> None:
+        """The donor has its snapshot."""
+        self.offers[donor] = self.desks[donor].offer(ROUND, self.snapshots[donor], self.freed.append)
 
     def intake(self, ring: ChunkRing | None = None) -> tuple[Intake, FlatBuffers]:
         accumulator = self.state.new_buffers(accumulate=True)
@@ -62,7 +67,6 @@ class Party:
             accumulator,
             ring or ChunkRing(),
             donors=DONORS,
-            weights=WEIGHTS,
             best=BEST,
             round=ROUND,
         )
@@ -150,7 +154,7 @@ async def test_the_sum_is_made_in_the_donors_order_whoever_answers_first(chunk_n
         party = Party.of(made)
         held = hold_grants(party)
         intake, accumulator = party.intake()
-        task = asyncio.ensure_future(intake.run(deadline=party.deadline()))
+        task = asyncio.ensure_future(intake.run(WEIGHTS, deadline=party.deadline()))
         asked_at_once = 0
         while not task.done():
             await yields(30)
@@ -177,7 +181,7 @@ async def test_what_is_under_way_fits_into_the_window_and_no_two_receives_share_
             posted = watch_receives(made[0], monkeypatch)
             ring = ChunkRing()
             intake, accumulator = party.intake(ring)
-            task = asyncio.ensure_future(intake.run(deadline=party.deadline()))
+            task = asyncio.ensure_future(intake.run(WEIGHTS, deadline=party.deadline()))
             for _ in range(moment):
                 await yields(1)
                 if task.done():
@@ -191,7 +195,7 @@ async def test_what_is_under_way_fits_into_the_window_and_no_two_receives_share_
             assert not posted()
             assert ring.nbytes <= WINDOW_COUNT * parameter_stream.CHUNK_NBYTES
             again, accumulator = party.intake()
-            await again.run(deadline=party.deadline())
+            await again.run(WEIGHTS, deadline=party.deadline())
             party.check(accumulator)
             await party.is_over()
         if False in endings:
@@ -209,7 +213,7 @@ async def test_what_is_given_up_does_not_land_where_another_donor_is_waited_for(
         held = hold_grants(party)
         posted = watch_receives(made[0], monkeypatch)
         intake, _ = party.intake()
-        task = asyncio.ensure_future(intake.run(deadline=party.deadline()))
+        task = asyncio.ensure_future(intake.run(WEIGHTS, deadline=party.deadline()))
         await eventually(lambda: len(held) == 2)
         held.pop(0)()
         await eventually(lambda: intake.received_nbytes > 0 and len(held) == 2)
@@ -234,7 +238,7 @@ async def test_a_donor_that_gives_up_is_named_and_the_others_are_told(donor: int
         assert party.freed == [party.snapshots[donor]]
         intake, _ = party.intake()
         with pytest.raises(StreamAborted, match=f"rank {donor} gave up"):
-            await intake.run(deadline=party.deadline())
+            await intake.run(WEIGHTS, deadline=party.deadline())
         assert intake.donor == donor
         await party.is_over()
 
@@ -248,7 +252,7 @@ async def test_a_donor_that_is_lost_is_named_and_the_others_are_told(donor: int)
             silence(party.desks[donor])  # it dies before it answers
             transport: Any = made[0].engine.transport
             intake, _ = party.intake()
-            task = asyncio.ensure_future(intake.run(deadline=party.deadline()))
+            task = asyncio.ensure_future(intake.run(WEIGHTS, deadline=party.deadline()))
             await yields(moment)
             transport._hub.lose(donor)
             with pytest.raises(RankLostError):
@@ -264,10 +268,94 @@ async def test_a_deadline_that_passes_names_the_donor_that_is_waited_for(chunk_n
         held = hold_grants(party)
         intake, _ = party.intake()
         with pytest.raises(TimeoutError, match="from rank 1"):
-            await intake.run(deadline=made[0].time())
+            await intake.run(WEIGHTS, deadline=made[0].time())
         assert intake.donor == 1
         assert made[0].slots.discarding_count == (1 if chunk_nbytes == 64 else len(DONORS))
         await eventually(lambda: len(held) == (2 if chunk_nbytes == 64 else 2 * len(DONORS)))  # grants, and cancels
         for let_in in held:
             let_in()
+        await party.is_over()
+
+
+# -- asked before the donors are ready --------------------------------------------------------------------------------
+
+
+async def test_what_was_asked_early_is_answered_when_the_snapshot_is_there(
+    chunk_nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes before the weights are known, and no more of it than the window holds; nothing is added until then."""
+    async with worlds(6) as made:
+        party = Party.of(made, late=True)
+        posted = watch_receives(made[0], monkeypatch)
+        intake, accumulator = party.intake()
+        intake.ask()
+        await yields(100)
+        asked_count = 1 if chunk_nbytes == 64 else len(DONORS)
+        assert sum(map(len, posted())) <= WINDOW_COUNT * parameter_stream.CHUNK_NBYTES
+        assert [len(party.desks[donor]._early) for donor in DONORS] == [1] * asked_count + [0] * (5 - asked_count)
+        for donor in reversed(DONORS):
+            party.offer(donor)
+        await eventually(lambda: not posted())
+        assert not any(party.desks[donor]._early for donor in DONORS)
+        assert intake.received_nbytes == 0
+        await intake.run(WEIGHTS, deadline=party.deadline())
+        party.check(accumulator)
+        await party.is_over()
+
+
+@pytest.mark.usefixtures("chunk_nbytes")
+@pytest.mark.parametrize("closes_first", [True, False])
+async def test_what_was_asked_early_is_answered_when_the_round_is_over(closes_first: bool) -> None:
+    """Whoever says so first, the replacer that gives up or the donor that has no snapshot: one abort, and no more."""
+    async with worlds(6) as made:
+        party = Party.of(made, late=True)
+        intake, _ = party.intake()
+        intake.ask()
+        await yields(100)
+        taken_count = made[0].slots.taken_count
+        assert taken_count == sum(len(party.desks[donor]._early) for donor in DONORS) > 0
+        for donor in DONORS:
+            party.desks[donor].end_rounds(ROUND - 1)
+        await yields(100)
+        assert made[0].slots.taken_count == taken_count, "the round is not over yet"
+        if closes_first:
+            intake.close()
+        for donor in DONORS:
+            party.desks[donor].end_rounds(ROUND)
+        await yields(100)
+        intake.close()
+        assert not any(party.desks[donor]._early for donor in DONORS)
+        await party.is_over()
+
+
+@pytest.mark.usefixtures("chunk_nbytes")
+async def test_a_donor_that_goes_bad_is_named_when_what_was_asked_early_is_taken() -> None:
+    async with worlds(6) as made:
+        party = Party.of(made, late=True)
+        intake, _ = party.intake()
+        intake.ask()
+        await yields(100)
+        party.desks[1].end_rounds(ROUND)
+        for donor in DONORS[1:]:
+            party.offer(donor)
+        with pytest.raises(StreamAborted, match="rank 1 gave up"):
+            await intake.run(WEIGHTS, deadline=party.deadline())
+        await party.is_over()
+
+
+async def test_no_more_grants_wait_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameter_stream, "EARLY_COUNT_MAX", 2)
+    async with worlds(6) as made:
+        party = Party.of(made, late=True)
+        intakes = [party.intake()[0] for _ in range(3)]
+        for intake in intakes:
+            intake.ask()
+        await yields(100)
+        assert [len(party.desks[donor]._early) for donor in DONORS] == [2] * 5
+        for donor in DONORS:
+            party.offer(donor)
+        for intake in intakes[:2]:
+            await intake.run(WEIGHTS, deadline=party.deadline())
+        with pytest.raises(StreamAborted, match="rank 1 gave up"):
+            await intakes[2].run(WEIGHTS, deadline=party.deadline())
         await party.is_over()

@@ -297,8 +297,8 @@ def test_a_round_from_reports_to_end() -> None:
     coordinator = RoundCoordinator(range(4), rules())
     sends = report_all(coordinator, [0.0, 1.0, 2.0, 3.0])
     assert sends == [
-        Send(0, 1, Assign("replacer", (1, 2, 3), (0,), 9)),
-        *(Send(rank, 1, Assign("donor", (1, 2, 3), (0,), 9)) for rank in (1, 2, 3)),
+        Send(0, 1, Assign("replacer", (1, 2, 3), (0,), 9, 3)),
+        *(Send(rank, 1, Assign("donor", (1, 2, 3), (0,), 9, 3)) for rank in (1, 2, 3)),
     ]
     assert coordinator.on_ready(2, 1, 10, 1.0) == ()
     assert coordinator.on_ready(1, 1, 11, 1.0) == ()
@@ -325,7 +325,7 @@ def test_safe_points_of_a_stream_lengthen_the_timeout() -> None:
 def test_reset_freezes_together_with_the_assignment() -> None:
     coordinator = RoundCoordinator(range(3), rules(averaging_strategy="reset_weights"))
     sends = report_all(coordinator, [1.0, 0.0, 2.0])
-    assert sends == [Send(1, 1, Assign("replacer", (), (1,), 9)), Send(1, 1, Frozen((), (), (), -1, 8.5))]
+    assert sends == [Send(1, 1, Assign("replacer", (), (1,), 9, -1)), Send(1, 1, Frozen((), (), (), -1, 8.5))]
     assert brief(coordinator.on_applied(1, 1, 10, 1.0)) == [(1, 1, "End")]
 
 
@@ -393,7 +393,8 @@ def test_reports_of_a_replaced_rank_are_void_up_to_its_applied() -> None:
 def test_rounds_do_not_overlap_and_the_next_follows_at_once() -> None:
     coordinator = started(3)
     assert report_all(coordinator, [5.0, 6.0, 4.0], iteration=19, now=1.0) == []
-    assert coordinator.on_decline(0, 1, "leaving soon", 2.0)[-1] == Send(2, 2, Assign("replacer", (0, 1), (2,), 19)), (
+    told = coordinator.on_decline(0, 1, "leaving soon", 2.0)
+    assert told[-1] == Send(2, 2, Assign("replacer", (0, 1), (2,), 19, 1)), (
         "the reports that came during round 1 decide round 2"
     )
 
@@ -405,7 +406,7 @@ def test_a_slow_rank_is_judged_by_its_newest_report_and_replaced() -> None:
     for rank in (0, 2):
         coordinator.on_report(rank, 19, float(rank + 1), 0.5, 5.0)
     sends = coordinator.on_time(6.0)
-    assert sends[1] == Send(1, 2, Assign("replacer", (0, 2), (1,), 9))
+    assert sends[1] == Send(1, 2, Assign("replacer", (0, 2), (1,), 9, 2))
 
 
 def test_a_report_that_is_too_old_is_not_judged() -> None:

@@ -27,6 +27,7 @@ from asyncdist.simulation import (
     Compute,
     Corrupt,
     Delay,
+    Duration,
     Exponential,
     Fault,
     Kill,
@@ -41,6 +42,7 @@ from asyncdist.simulation import (
     Uniform,
     simulate,
 )
+from asyncdist.simulation.models import draw, sampler
 from asyncdist.simulation.trace import KEPT_EVENT_COUNT, Trace
 from protocols import AsyncSelectiveAveragingPolicy
 
@@ -73,6 +75,19 @@ def test_durations_are_distributed_as_they_say() -> None:
     assert statistics.median(normal) == pytest.approx(4.0, rel=0.05)
     assert statistics.stdev(map(math.log, normal)) == pytest.approx(0.5, rel=0.05)
     assert [kind.draw(rng) for kind in (Uniform(0.0, 0.0), Exponential(0.0), LogNormal(0.0))] == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("duration", [0.5, Uniform(1.0, 2.0), Exponential(3.0), LogNormal(4.0, 0.5), LogNormal(0.0)])
+def test_a_sampler_draws_what_the_duration_does(duration: Duration) -> None:
+    """To the bit, also where others draw from the same generator in between."""
+    one, other = random.Random("draws"), random.Random("draws")
+    sample = sampler(duration, one)
+    for _ in range(50):
+        assert sample() == draw(duration, other)
+        assert one.gauss(0.0, 1.0) == other.gauss(0.0, 1.0)
+        assert sample() == draw(duration, other)
+        assert sample() == draw(duration, other)
+        assert one.random() == other.random()
 
 
 def test_compute_of_stragglers_and_pauses() -> None:

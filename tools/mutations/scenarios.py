@@ -351,10 +351,10 @@ def deadlines_watched(slack_s: float) -> Iterator[None]:
     """A replacer waits for a stream until its deadline, and for no longer than it may itself be deaf after that."""
     run = Intake.run
 
-    async def checked(intake: Intake, *, deadline: float) -> None:
+    async def checked(intake: Intake, weights: Sequence[float], *, deadline: float) -> None:
         world = ad.current_world()
         try:
-            await run(intake, deadline=deadline)
+            await run(intake, weights, deadline=deadline)
         finally:
             late_s = world.time() - deadline
             assert late_s <= slack_s, f"rank {world.rank} waited {late_s:.3f} s past the deadline of its exchange"
