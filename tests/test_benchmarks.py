@@ -48,7 +48,7 @@ def numbers(value: Any) -> Iterator[float]:
         yield value
 
 
-@pytest.mark.parametrize("transport", ["mpi", "torch"])
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
 def test_latency(scratch: Path, transport: str) -> None:
     results = bench("latency", scratch, "--transport", transport)
     assert results.pop("transport") == transport
@@ -57,7 +57,7 @@ def test_latency(scratch: Path, transport: str) -> None:
     assert 32 < results["frame_nbytes"] < 100
 
 
-@pytest.mark.parametrize("transport", ["mpi", "torch"])
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
 def test_bandwidth(scratch: Path, transport: str) -> None:
     results = bench("bandwidth", scratch, "--transport", transport)
     assert results.pop("transport") == transport
@@ -66,7 +66,7 @@ def test_bandwidth(scratch: Path, transport: str) -> None:
         assert figures["ratio"] == pytest.approx(figures["ours_gb_s"] / figures["raw_gb_s"])
 
 
-@pytest.mark.parametrize("transport", ["mpi", "torch"])
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
 def test_beside(scratch: Path, transport: str) -> None:
     results = bench("beside", scratch, "--transport", transport)
     assert results.pop("transport") == transport
@@ -75,6 +75,7 @@ def test_beside(scratch: Path, transport: str) -> None:
         assert 0 < figures["median_ms"] <= figures["p95_ms"] <= figures["max_ms"]
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("name", ["step", "one-sided"])
 def test_step(name: str, scratch: Path) -> None:
     results = bench(name, scratch)
@@ -85,6 +86,7 @@ def test_step(name: str, scratch: Path) -> None:
             assert 0 < figures["median_us"] <= figures["p99_us"]
 
 
+@pytest.mark.mpi
 def test_round(scratch: Path) -> None:
     results = bench("round", scratch)
     assert results["ours_s"] > 0 and results["period_s"] > 0
@@ -95,6 +97,7 @@ def test_round(scratch: Path) -> None:
         assert figures["sent_nbytes"] == figures["received_nbytes"] == figures["expected_nbytes"] > 0
 
 
+@pytest.mark.mpi
 def test_average(scratch: Path) -> None:
     results = bench("average", scratch)
     large, small = results["large"], results["small"]
@@ -104,12 +107,14 @@ def test_average(scratch: Path) -> None:
         assert small[f"{what} speedup"] == pytest.approx(small["per parameter s"] / small[f"average_{what} s"])
 
 
+@pytest.mark.mpi
 def test_replay(scratch: Path) -> None:
     results = bench("replay", scratch)
     assert results["adds_per_s"] > 0 and results["raw_adds_per_s"] > 0
     assert (results["items"], results["unaccounted_items"]) == (3 * 640, 0)
 
 
+@pytest.mark.mpi
 def test_straggler(scratch: Path) -> None:
     results = bench("straggler", scratch)
     assert results["fast_steps_per_s"].keys() == {"none", "average_all", "selective"}
@@ -118,7 +123,7 @@ def test_straggler(scratch: Path) -> None:
     assert results["slow_reports"] >= 1
 
 
-@pytest.mark.parametrize("transport", ["mpi", "torch"])
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
 def test_idle(scratch: Path, transport: str) -> None:
     results = bench("idle", scratch, "--transport", transport)
     assert results.pop("transport") == transport
@@ -127,6 +132,7 @@ def test_idle(scratch: Path, transport: str) -> None:
     assert results["wake_us_median"] > 0
 
 
+@pytest.mark.mpi
 def test_memory(scratch: Path) -> None:
     results = bench("memory", scratch)
     assert list(results) == ["2 peers", "6 peers"]

@@ -406,7 +406,7 @@ def test_a_score_that_is_no_number_ends_the_job() -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("transport", ["mpi", "torch"])
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
 def test_between_processes(transport: str) -> None:
     if transport == "mpi":
         mpi.require_mpi()

@@ -1,4 +1,4 @@
-"""Warm ranks (``support.warm``) are what cold ones would be."""
+"""Warm ranks (``support.warm``) are what cold ones would be, and MPI is hidden from tests that do not ask for it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from support import mpi, torchrun, warm
+
+from asyncdist import mpirun
 
 is_possible = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="every rank starts cold here")
 
@@ -75,3 +77,14 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 def test_what_is_asked_at_imports_starts_cold() -> None:
     assert warm.command("script.py", (1,), os.environ, {"PYTHONHASHSEED": "1"}) == ["script.py", "1"]
+
+
+def test_mpi_is_hidden() -> None:
+    installation = mpirun.find_installation(os.environ)
+    assert installation.library is None and "without @pytest.mark.mpi" in installation.version
+
+
+@pytest.mark.mpi
+def test_mpi_is_there() -> None:
+    mpi.require_mpi()
+    assert mpirun.find_installation(os.environ).library == mpi.flavour() != ""

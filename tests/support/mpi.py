@@ -19,6 +19,7 @@
 - At the timeout everything that was started is killed, and the call raises AssertionError with the output so far.
 - Without any MPI the calling test is skipped; a broken or mixed installation is no reason to skip.
 - Ranks start warm, see ``support.warm``: 0.3 s of a core for each, where importing torch in each would take 1.7 s.
+- A test that does this has the mark ``mpi``; from others MPI is hidden (``conftest.py``).
 """
 
 from __future__ import annotations
