@@ -5,33 +5,67 @@ What does not depend on speed is: byte counts are exact, memory is what is promi
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeAlias
 
 import pytest
+from support import mpi, torchrun
 
-pytestmark = pytest.mark.timeout(300)  # up to seven processes import torch, on any number of cores
+pytestmark = pytest.mark.timeout(300)  # up to seven ranks, on any number of cores
 
 RUN = Path(__file__).parents[1] / "tools" / "benchmarks" / "run.py"
 
 
 @pytest.fixture(scope="module")
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("benchmarks")
+def runner() -> Iterator[ModuleType]:
+    """The module ``run``, whose ranks start warm. The demo has modules of the same names."""
+    names = {path.stem for path in RUN.parent.glob("*.py")}
+    hidden = {name: sys.modules.pop(name) for name in names & sys.modules.keys()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(RUN.parent)
+        run = importlib.import_module(RUN.stem)
+        start = run.start
+
+        def start_warm(program: Sequence[str], rank_count: int, transport: str) -> int:
+            if not rank_count:
+                return int(start(program, rank_count, transport))
+            ended = (mpi if transport == "mpi" else torchrun).run_ranks(rank_count, *program, timeout_s=280).check()
+            print(ended.output())
+            return 0
+
+        patch.setattr(run, "start", start_warm)
+        yield run
+    for name in names:
+        sys.modules.pop(name, None)
+    sys.modules.update(hidden)
 
 
-def bench(name: str, scratch: Path, *options: str) -> dict[str, Any]:
-    """The results of a quick run."""
-    out = scratch / f"{name}.json"
-    command = [sys.executable, str(RUN), name, "--quick", "--json", str(out), *options]
-    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
-    assert completed.returncode == 0, completed.stdout + completed.stderr
-    assert f"{name}: medians" in completed.stdout
+Bench: TypeAlias = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def bench(runner: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Bench:
+    """``bench(name, *options)``: the results of a quick run, in this process."""
+
+    def bench(name: str, *options: str) -> dict[str, Any]:
+        out = tmp_path / "results.json"
+        code = runner.main([name, "--quick", "--json", str(out), *options])
+        output = capsys.readouterr()
+        assert code == 0, output.out + output.err
+        return results_of(name, out, output.out)
+
+    return bench
+
+
+def results_of(name: str, out: Path, output: str) -> dict[str, Any]:
+    assert f"{name}: medians" in output
     written = json.loads(out.read_text())
     assert written.keys() == {"bench", "results"}
     assert written["bench"] == name
@@ -48,36 +82,41 @@ def numbers(value: Any) -> Iterator[float]:
         yield value
 
 
-@pytest.mark.parametrize("transport", ["mpi", "torch"])
-def test_latency(scratch: Path, transport: str) -> None:
-    results = bench("latency", scratch, "--transport", transport)
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
+def test_latency_by_the_command(transport: str, tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    command = [sys.executable, str(RUN), "latency", "--quick", "--json", str(out), "--transport", transport]
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    results = results_of("latency", out, completed.stdout)
     assert results.pop("transport") == transport
     assert results["ours_us"] > 0 and results["raw_us"] > 0
     assert results["ratio"] == pytest.approx(results["ours_us"] / results["raw_us"])
     assert 32 < results["frame_nbytes"] < 100
 
 
-@pytest.mark.parametrize("transport", ["mpi", "torch"])
-def test_bandwidth(scratch: Path, transport: str) -> None:
-    results = bench("bandwidth", scratch, "--transport", transport)
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
+def test_bandwidth(bench: Bench, transport: str) -> None:
+    results = bench("bandwidth", "--transport", transport)
     assert results.pop("transport") == transport
     assert list(results["sizes"]) == ["1 MiB", "4 MiB"]
     for figures in results["sizes"].values():
         assert figures["ratio"] == pytest.approx(figures["ours_gb_s"] / figures["raw_gb_s"])
 
 
-@pytest.mark.parametrize("transport", ["mpi", "torch"])
-def test_beside(scratch: Path, transport: str) -> None:
-    results = bench("beside", scratch, "--transport", transport)
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
+def test_beside(bench: Bench, transport: str) -> None:
+    results = bench("beside", "--transport", transport)
     assert results.pop("transport") == transport
     assert results["beside"]["count"] == results["alone"]["count"] >= 2
     for figures in (results["beside"], results["alone"]):
         assert 0 < figures["median_ms"] <= figures["p95_ms"] <= figures["max_ms"]
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("name", ["step", "one-sided"])
-def test_step(name: str, scratch: Path) -> None:
-    results = bench(name, scratch)
+def test_step(bench: Bench, name: str) -> None:
+    results = bench(name)
     assert list(results) == ["85 k", "1.1 M", "20 M", "yield"]
     for ranks in results.values():
         assert ranks.keys() == {"rank 0", "rank 1"}
@@ -85,8 +124,9 @@ def test_step(name: str, scratch: Path) -> None:
             assert 0 < figures["median_us"] <= figures["p99_us"]
 
 
-def test_round(scratch: Path) -> None:
-    results = bench("round", scratch)
+@pytest.mark.mpi
+def test_round(bench: Bench) -> None:
+    results = bench("round")
     assert results["ours_s"] > 0 and results["period_s"] > 0
     assert results["ratio"] == pytest.approx(results["ours_s"] / results["ideal_s"])
     assert results["ideal_s"] == pytest.approx(sum(results["ideal_parts_s"].values()))
@@ -95,8 +135,9 @@ def test_round(scratch: Path) -> None:
         assert figures["sent_nbytes"] == figures["received_nbytes"] == figures["expected_nbytes"] > 0
 
 
-def test_average(scratch: Path) -> None:
-    results = bench("average", scratch)
+@pytest.mark.mpi
+def test_average(bench: Bench) -> None:
+    results = bench("average")
     large, small = results["large"], results["small"]
     raw_s = min(large["raw s"], large["raw in place s"])
     for what in ("models", "gradients"):
@@ -104,31 +145,34 @@ def test_average(scratch: Path) -> None:
         assert small[f"{what} speedup"] == pytest.approx(small["per parameter s"] / small[f"average_{what} s"])
 
 
-def test_replay(scratch: Path) -> None:
-    results = bench("replay", scratch)
+@pytest.mark.mpi
+def test_replay(bench: Bench) -> None:
+    results = bench("replay")
     assert results["adds_per_s"] > 0 and results["raw_adds_per_s"] > 0
     assert (results["items"], results["unaccounted_items"]) == (3 * 640, 0)
 
 
-def test_straggler(scratch: Path) -> None:
-    results = bench("straggler", scratch)
+@pytest.mark.mpi
+def test_straggler(bench: Bench) -> None:
+    results = bench("straggler")
     assert results["fast_steps_per_s"].keys() == {"none", "average_all", "selective"}
     assert results["retained"] > results["retained_average_all"] > 0
     assert results["rounds"] >= results["slow_replacements"] >= 1
     assert results["slow_reports"] >= 1
 
 
-@pytest.mark.parametrize("transport", ["mpi", "torch"])
-def test_idle(scratch: Path, transport: str) -> None:
-    results = bench("idle", scratch, "--transport", transport)
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
+def test_idle(bench: Bench, transport: str) -> None:
+    results = bench("idle", "--transport", transport)
     assert results.pop("transport") == transport
     assert results.keys() == {"cpu_percent", "wake_us_median", "raw_cpu_percent", "raw_wake_us_median"}
     assert 0 < results["cpu_percent"] <= 100
     assert results["wake_us_median"] > 0
 
 
-def test_memory(scratch: Path) -> None:
-    results = bench("memory", scratch)
+@pytest.mark.mpi
+def test_memory(bench: Bench) -> None:
+    results = bench("memory")
     assert list(results) == ["2 peers", "6 peers"]
     for roles in results.values():
         assert roles.keys() == {"donor", "replacer"}
@@ -144,8 +188,8 @@ def test_an_unknown_benchmark_is_one_line() -> None:
     assert "'speed'" in completed.stderr and "latency" in completed.stderr
 
 
-def test_sim(scratch: Path) -> None:
-    results = bench("sim", scratch)
+def test_sim(bench: Bench) -> None:
+    results = bench("sim")
     messages, large, seeds = results["messages"], results["large"], results["seeds"]
     assert messages["ratio"] == pytest.approx(messages["messages_per_s"] / messages["bare_messages_per_s"])
     assert large["ranks"] == 30 and large["messages"] >= 30 and large["seconds"] > 0

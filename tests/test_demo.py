@@ -536,7 +536,7 @@ def test_what_comes_from_a_buffer_can_be_learnt_from_and_what_it_holds_is_known(
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("transport", ["mpi", "torch"])
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
 def test_the_whole_demo_with_a_replay_buffer(transport: str, tmp_path: Path) -> None:
     if transport == "mpi":
         require_mpi()

@@ -28,6 +28,7 @@ def test_simulated(seed: int) -> None:
     differing_calls.check(ad.simulate(differing_calls.main, ranks=3, seed=seed, strict=True).results)
 
 
+@pytest.mark.mpi
 def test_mpi() -> None:
     """A native collective that meets another one there is undefined; the frames never let it come so far."""
     mpi.require_mpi()

@@ -149,6 +149,7 @@ def examine(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.mpi
 def test_a_healthy_machine() -> None:
     require_mpi()
     ended = examine()
@@ -223,6 +224,7 @@ def mpirun_command(ranks: int) -> list[str]:
     return command[: command.index(sys.executable)]
 
 
+@pytest.mark.mpi
 def test_under_mpirun_rank_0_prints() -> None:
     command = mpirun_command(2)
     environ = mpirun.build_environment(flavour(), {}, ranks=2, threads=1)  # type: ignore[arg-type]
@@ -235,6 +237,7 @@ def test_under_mpirun_rank_0_prints() -> None:
     assert "for 2 ranks on this host" in ended.stdout
 
 
+@pytest.mark.mpi
 def test_a_launcher_that_the_library_does_not_know_is_found_out() -> None:
     """As with the mpirun of another MPI: it says four ranks, and the library makes a world of one."""
     require_mpi()

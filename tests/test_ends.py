@@ -137,6 +137,7 @@ class Ended:
 # -- a failure somewhere ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.mpi
 def test_an_exception_on_one_rank_ends_the_job_and_is_told_once() -> None:
     ended = Ended("raises", 3)
     ended.check_failed()
@@ -146,6 +147,7 @@ def test_an_exception_on_one_rank_ends_the_job_and_is_told_once() -> None:
         assert ended.stderr.count(f"rank {rank} stopped: rank 1 failed: ValueError: boom-7") == 1, ended.story
 
 
+@pytest.mark.mpi
 def test_a_mistake_that_all_ranks_make_is_told_once_where_they_hear_of_it_in_time() -> None:
     ended = Ended("raises_everywhere", 4)
     ended.check_failed()
@@ -171,6 +173,7 @@ async def test_a_mistake_that_was_heard_of_is_told_in_a_line(
         assert capsys.readouterr().err == "asyncdist: rank 1 failed as rank 0 did: ValueError: boom-7\n"
 
 
+@pytest.mark.mpi
 def test_mistakes_that_differ_are_all_told() -> None:
     ended = Ended("raises_its_own_everywhere", 2)
     ended.check_failed()
@@ -179,6 +182,7 @@ def test_mistakes_that_differ_are_all_told() -> None:
         assert told and f"ValueError: boom-{rank}" in ended.stderr, ended.story
 
 
+@pytest.mark.mpi
 def test_an_exception_reaches_those_who_wait_for_that_rank_in_a_policys_start() -> None:
     ended = Ended("raises_before_a_policy_of_others", 2)
     ended.check_failed()
@@ -186,6 +190,7 @@ def test_an_exception_reaches_those_who_wait_for_that_rank_in_a_policys_start() 
     ended.check_told_once("ValueError: boom-7", rank=1)
 
 
+@pytest.mark.mpi
 def test_a_peer_inside_a_long_blocking_call_is_aborted_after_the_grace_period() -> None:
     ended = Ended("raises_beside_a_blocked_peer", 2)
     ended.check_failed()
@@ -193,6 +198,7 @@ def test_a_peer_inside_a_long_blocking_call_is_aborted_after_the_grace_period() 
     assert "rank 1: ranks [0] did not stop within 1 s; aborting the job" in ended.stderr, ended.story
 
 
+@pytest.mark.mpi
 def test_a_task_that_fails_in_the_background_ends_the_job() -> None:
     ended = Ended("background_task_fails", 2)
     ended.check_failed()
@@ -202,6 +208,7 @@ def test_a_task_that_fails_in_the_background_ends_the_job() -> None:
     assert "rank 0 stopped: rank 1 failed: ValueError: boom-7" in ended.stderr, ended.story
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("way", ["raises_keyboard_interrupt", "raises_cancelled"])
 def test_interrupts_and_cancellations_of_ones_own_making(way: str) -> None:
     ended = Ended(way, 2)
@@ -211,12 +218,14 @@ def test_interrupts_and_cancellations_of_ones_own_making(way: str) -> None:
     assert ended.stderr.count("Traceback") == (1 if way == "raises_cancelled" else 0), ended.story
 
 
+@pytest.mark.mpi
 def test_sys_exit_zero_is_a_rank_that_leaves_early() -> None:
     ended = Ended("exits_0", 3)
     assert ended.code == 0 and ended.statuses == [0, 0, 0], ended.story
     assert "Traceback" not in ended.stderr, ended.story
 
 
+@pytest.mark.mpi
 def test_sys_exit_with_a_code_ends_the_job_with_an_error() -> None:
     ended = Ended("exits_3", 2)
     ended.check_failed()
@@ -225,11 +234,13 @@ def test_sys_exit_with_a_code_ends_the_job_with_an_error() -> None:
     assert "Traceback" not in ended.stderr, ended.story
 
 
+@pytest.mark.mpi
 def test_a_killed_rank_ends_the_rest() -> None:
     ended = Ended("killed", 3)
     ended.check_failed()
 
 
+@pytest.mark.mpi
 def test_an_average_of_64_mib_that_loses_a_member_on_its_way_holds_nobody() -> None:
     """Before that another member leaves in the midst of one: that one completes, and the next says who is missing."""
     ended = Ended("killed_in_an_average", 3)
@@ -241,6 +252,7 @@ def test_an_average_of_64_mib_that_loses_a_member_on_its_way_holds_nobody() -> N
     assert ended.stderr.count("rank 0 stopped: rank 1 failed") == 1, ended.story
 
 
+@pytest.mark.mpi
 def test_a_rank_that_returns_early_leaves_the_others_averaging() -> None:
     ended = Ended("returns_early", 3)
     assert ended.code == 0 and ended.statuses == [0, 0, 0], ended.story
@@ -256,6 +268,7 @@ def test_a_rank_that_returns_early_leaves_the_others_averaging() -> None:
 PLACES = ("steps", "streams", "policy_streams", "policy_start", "before_run", "alone_in_the_handshake")
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("place", PLACES)
 def test_ctrl_c_anywhere_ends_everything(place: str) -> None:
     """As the terminal does it: mpirun gets SIGINT (``asyncdist run`` has become mpirun), and passes it on or kills."""
@@ -264,11 +277,13 @@ def test_ctrl_c_anywhere_ends_everything(place: str) -> None:
     assert "Traceback" not in ended.stderr or place in ("before_run", "alone_in_the_handshake"), ended.story
 
 
+@pytest.mark.mpi
 def test_sigterm_to_mpirun_ends_everything() -> None:
     ended = Ended("steps", 2, lambda job: os.kill(job.process.pid, signal.SIGTERM))
     ended.check_failed()
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize(
     ("place", "number"),
     [
@@ -285,6 +300,7 @@ def test_a_signal_to_one_rank_ends_the_job(place: str, number: signal.Signals) -
     assert "Traceback" not in ended.stderr, ended.story
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize(("place", "rank"), [("before_run", 0), ("held_in_the_handshake", 1)])
 def test_a_signal_to_one_rank_during_its_set_up_ends_the_job(place: str, rank: int) -> None:
     ended = Ended(place, 2, lambda job: os.kill(job.rank_pid(rank), signal.SIGINT))
@@ -292,6 +308,7 @@ def test_a_signal_to_one_rank_during_its_set_up_ends_the_job(place: str, rank: i
     assert ("rank 1 was interrupted" in ended.stderr) == (rank == 1), ended.story
 
 
+@pytest.mark.mpi
 def test_a_signal_that_comes_while_mpi_starts_ends_the_job_once_it_has_started() -> None:
     def act(job: Job) -> None:
         time.sleep(2.0)  # rank 1 is inside MPI's own set-up by now, most likely; anywhere else will do
@@ -303,6 +320,7 @@ def test_a_signal_that_comes_while_mpi_starts_ends_the_job_once_it_has_started()
     ended.check_failed()
 
 
+@pytest.mark.mpi
 def test_the_second_signal_ends_a_rank_that_is_deaf_to_the_first() -> None:
     def twice(job: Job) -> None:
         os.kill(job.rank_pid(1), signal.SIGINT)

@@ -32,7 +32,10 @@ def test_simulated(seed: int) -> None:
     check(ad.simulate(group_policies.main, ranks=RANKS, seed=seed, strict=True).results)
 
 
-@pytest.mark.parametrize("start", [mpi.run_ranks, torchrun.run_ranks], ids=["mpi", "torch"])
+@pytest.mark.parametrize(
+    "start",
+    [pytest.param(mpi.run_ranks, marks=pytest.mark.mpi, id="mpi"), pytest.param(torchrun.run_ranks, id="torch")],
+)
 def test_launched(start: Callable[..., Any]) -> None:
     if start is mpi.run_ranks:
         mpi.require_mpi()

@@ -340,7 +340,7 @@ STORIES = ["the_same_bits", "groups_in_turn", "cancelled", "another_model", "not
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("transport", ["mpi", "torch"])
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
 def test_between_processes(transport: str) -> None:
     if transport == "mpi":
         mpi.require_mpi()

@@ -469,6 +469,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20) -> bool:
     return condition()
 
 
+@pytest.mark.mpi
 def test_a_run_gives_every_rank_its_arguments_its_modules_and_no_input(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("VALUE = 'found'\n")
     code, output, error = finish(
@@ -503,6 +504,7 @@ MPI.COMM_WORLD.Barrier()
 """
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("body", [BEFORE_MPI, AFTER_MPI], ids=["before MPI_Init", "after MPI_Init"])
 @pytest.mark.parametrize(
     ("failure", "code", "message"),
@@ -520,6 +522,7 @@ def test_a_failing_rank_ends_the_others_with_its_exit_code(
     assert time.monotonic() - begin < 30
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     process = start(

@@ -35,7 +35,10 @@ def test_simulated(way: str, seed: int) -> None:
 
 
 @WAYS
-@pytest.mark.parametrize("start", [mpi.run_ranks, torchrun.run_ranks], ids=["mpi", "torch"])
+@pytest.mark.parametrize(
+    "start",
+    [pytest.param(mpi.run_ranks, marks=pytest.mark.mpi, id="mpi"), pytest.param(torchrun.run_ranks, id="torch")],
+)
 def test_launched(start: Callable[..., Any], way: str) -> None:
     """On MPI the last barrier of the rank that has left would else pair with the others' collectives."""
     if start is mpi.run_ranks:

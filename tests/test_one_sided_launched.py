@@ -47,8 +47,8 @@ def typed(state: dict[str, list[float]]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("ranks", "transport", "story", "exposure"),
     [
-        *((ranks, "mpi", "walk", "_WindowExposure") for ranks in SIZES),
-        *((ranks, "mpi", "apart", "_StreamExposure") for ranks in SIZES),
+        *(pytest.param(ranks, "mpi", "walk", "_WindowExposure", marks=pytest.mark.mpi) for ranks in SIZES),
+        *(pytest.param(ranks, "mpi", "apart", "_StreamExposure", marks=pytest.mark.mpi) for ranks in SIZES),
         (TORCH_SIZE, "torch", "walk", "_StreamExposure"),
     ],
 )
@@ -71,6 +71,7 @@ def test_defect_14_every_average_is_the_one_of_its_donors_snapshots(
             verify(Applied(rank, event, typed(before), typed(state)), snapshots, momentum=0.25)
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("ranks", SIZES)
 def test_defect_14_no_version_is_ever_mixed_with_another(ranks: int) -> None:
     writer, *readers = told(ranks, "torn")
@@ -80,11 +81,13 @@ def test_defect_14_no_version_is_ever_mixed_with_another(ranks: int) -> None:
         assert reader["both slots"] == ["whole", "whole"]
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("ranks", SIZES)
 def test_defect_14_a_read_needs_no_help_of_the_one_who_is_read(ranks: int) -> None:
     assert not any(report["helped"] for report in told(ranks, "asleep"))
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("ranks", SIZES)
 def test_memory_of_a_policy_that_all_have_left_is_given_back(ranks: int) -> None:
     """At the next start, where all are together: nobody waits for anybody's training to free it."""
@@ -93,7 +96,7 @@ def test_memory_of_a_policy_that_all_have_left_is_given_back(ranks: int) -> None
         assert report["windows"] == [report["windows"][0]] * 4 and report["windows"][0] <= 2, report
 
 
-JOBS = [*((ranks, "mpi") for ranks in SIZES), (TORCH_SIZE, "torch")]
+JOBS = [*(pytest.param(ranks, "mpi", marks=pytest.mark.mpi) for ranks in SIZES), (TORCH_SIZE, "torch")]
 
 
 @pytest.mark.parametrize(("ranks", "transport"), JOBS)
@@ -109,6 +112,7 @@ def test_the_others_go_on_when_the_last_rank_leaves_and_its_memory_stays(ranks: 
         assert report["donors"][-2:] == [[other for other in range(ranks - 1) if other != rank]] * 2
 
 
+@pytest.mark.mpi
 def test_a_rank_that_fails_ends_the_job_with_windows_open() -> None:
     """Giving a window back is collective; a job that fails does not wait for that."""
     result = run_source(

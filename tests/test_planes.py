@@ -65,6 +65,7 @@ def test_a_bulk_plane_without_room_for_the_tags_is_refused() -> None:
         TwoPlaneTransport(LocalHub(1).transport(0), LocalHub(1).transport(0), range(39000, 40001))
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize(("transport", "bulk"), [("auto", "torch"), ("torch", "mpi"), ("auto", "torch:orderly")])
 def test_messages_on_one_and_streams_on_the_other_between_processes(transport: str, bulk: str) -> None:
     """With averages, whose streams take the bulk plane too."""
@@ -154,6 +155,7 @@ def test_a_plane_that_does_not_close_does_not_keep_the_other_open(monkeypatch: p
     assert closed == ["close", "close_failed"]
 
 
+@pytest.mark.mpi
 def test_mpi_for_streams_under_torchruns_variables_says_what_to_start_with() -> None:
     """It said that this was rank 1 of 2 on torch, but rank 0 of 1 on MPI."""
     require_mpi()

@@ -408,7 +408,7 @@ def test_a_score_that_is_no_number_ends_the_job() -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("transport", ["mpi", "torch"])
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
 def test_between_processes(transport: str) -> None:
     if transport == "mpi":
         mpi.require_mpi()
@@ -419,7 +419,7 @@ def test_between_processes(transport: str) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("transport", ["mpi", "torch"])
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
 def test_several_buffer_ranks_between_processes(transport: str) -> None:
     if transport == "mpi":
         mpi.require_mpi()

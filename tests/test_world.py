@@ -458,6 +458,7 @@ def test_ranks_that_end_early_do_not_end_the_others() -> None:
 # ----------------------------------------------------------------------------------------------------------- processes
 
 
+@pytest.mark.mpi
 def test_mpi_returns_each_ranks_value_and_open_world_works_too() -> None:
     result = run_source(
         2,
@@ -491,6 +492,7 @@ def test_mpi_returns_each_ranks_value_and_open_world_works_too() -> None:
     assert result.stderr == ""
 
 
+@pytest.mark.mpi
 def test_mpi_a_failure_is_printed_once_and_ends_every_rank() -> None:
     result = run_source(
         3,
@@ -521,6 +523,7 @@ def test_mpi_a_failure_is_printed_once_and_ends_every_rank() -> None:
     assert result.seconds < 60
 
 
+@pytest.mark.mpi
 def test_mpi_a_strict_end_that_finds_something_names_it_and_spares_the_others() -> None:
     result = run_source(
         2,

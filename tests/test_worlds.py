@@ -111,8 +111,8 @@ def asyncdist_sim() -> tuple[list[str], dict[str, str]]:
 @pytest.mark.parametrize(
     ("command", "world"),
     [
-        (plain_mpirun, "mpi"),
-        (asyncdist_run_on_mpi, "mpi"),
+        pytest.param(plain_mpirun, "mpi", marks=pytest.mark.mpi),
+        pytest.param(asyncdist_run_on_mpi, "mpi", marks=pytest.mark.mpi),
         (asyncdist_run_on_torch, "torch"),
         (torch_run, "torch"),
         (launch_subprocesses, "torch"),

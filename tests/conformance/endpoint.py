@@ -107,5 +107,6 @@ async def run_case(world: ad.World, name: str) -> None:
         await world.engine.until(
             lambda: not world.engine.outstanding(), deadline=asyncio.get_running_loop().time() + 30
         )
-        assert world.leftovers() == []
+        leftovers = world.leftovers()
+        assert leftovers == [], leftovers  # pytest is not there to show them
         await end.barrier()

@@ -109,6 +109,7 @@ def job(request: pytest.FixtureRequest) -> tuple[int, Result]:
     return request.param, run_ranks(request.param, PROGRAM, timeout_s=280)
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("name", NAMES)
 def test_mpi(job: tuple[int, Result], name: str) -> None:
     check(name, *job)
@@ -155,6 +156,7 @@ def check(name: str, ranks: int, result: Result | torchrun.Result) -> None:
     assert not bad, "\n".join([*bad, result.output()])
 
 
+@pytest.mark.mpi
 def test_mpi_ends_cleanly(job: tuple[int, Result]) -> None:
     _, result = job
     assert result.check().stderr == ""

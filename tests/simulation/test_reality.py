@@ -157,6 +157,7 @@ def test_also_in_bad_weather(seed: int) -> None:
     assert report.results == in_process(4)
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_weights_under_mpi_are_those_of_the_simulation(ranks: int) -> None:
     source = """

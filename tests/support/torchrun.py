@@ -6,6 +6,7 @@
 - The ranks are started here, with the variables that torchrun sets, and no agent over them: a rank that is killed takes
   nobody along. ``run_torchrun`` starts the real one, which takes some seconds more.
 - ``support.mpi.report(rank, value)`` in a rank brings values back, as under MPI.
+- ``run_ranks`` and ``run_source`` start warm, see ``support.warm``; torchrun's own workers do not.
 - At the timeout everything that was started is killed, and the call raises AssertionError with the output so far.
 """
 
@@ -26,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support import warm
 from support.mpi import REPORTS, ROOT, base_environment
 
 
@@ -91,7 +93,7 @@ def run_ranks(
         missing: ranks that are not started.
     """
     port = free_port()
-    command = [sys.executable, str(script), *map(str, args)]
+    command = [sys.executable, *warm.command(script, args, base_environment(), env or {})]
     started = [rank for rank in range(ranks) if rank not in missing]
     return run_jobs([(command, {**rank_environment(rank, ranks, port), **(env or {})}) for rank in started], timeout_s)
 

@@ -45,9 +45,9 @@ _HERE: Final = Path(__file__).resolve().parent
 _TIMEOUT_S: Final = 900.0
 
 
-def main() -> int:
-    """Run what the command line names; the exit code."""
-    options = _options()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line, or ``arguments`` in its place, names; the exit code."""
+    options = _options(arguments)
     found: dict[str, Results] = {}
     missed: list[str] = []
     for name in NAMES if options.name == "all" else (options.name,):
@@ -68,14 +68,14 @@ def main() -> int:
     return 1 if missed and options.check else 0
 
 
-def _options() -> argparse.Namespace:
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tools/bench", description="Benchmarks, each beside its rival.")
     parser.add_argument("name", choices=(*NAMES, "all"), metavar="NAME", help=", ".join((*NAMES, "all")))
     parser.add_argument("--transport", choices=("mpi", "torch"), default="mpi", help="under asyncdist run, or gloo")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results here")
     parser.add_argument("--quick", action="store_true", help="tiny settings: whether it works, not how fast")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a figure is missed")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def _measure(name: str, rank_counts: Sequence[int], *, transport: str, quick: bool) -> Results | None:
@@ -84,18 +84,19 @@ def _measure(name: str, rank_counts: Sequence[int], *, transport: str, quick: bo
     with tempfile.TemporaryDirectory() as directory:
         for rank_count in rank_counts or (0,):
             out = Path(directory, f"{rank_count}.json")
-            launcher = ["-m", "asyncdist", "run", "--transport", transport, "-n", str(rank_count)] if rank_count else []
-            command = [sys.executable, *launcher, str(_HERE / f"{_module(name)}.py")]
-            command += [str(out), *(["--quick"] if quick else [])]
-            completed = subprocess.run(command, check=False, timeout=_TIMEOUT_S)
-            if completed.returncode != 0 or not out.exists():
-                print(
-                    f"{name} on {rank_count or 'simulated'} ranks failed (exit code {completed.returncode})",
-                    file=sys.stderr,
-                )
+            program = [str(_HERE / f"{_module(name)}.py"), str(out), *(["--quick"] if quick else [])]
+            code = start(program, rank_count, transport)
+            if code != 0 or not out.exists():
+                print(f"{name} on {rank_count or 'simulated'} ranks failed (exit code {code})", file=sys.stderr)
                 return None
             results |= json.loads(out.read_text())
     return results
+
+
+def start(program: Sequence[str], rank_count: int, transport: str) -> int:
+    """Run a script with its arguments on so many ranks, or alone where it simulates them (0); the exit code."""
+    launcher = ["-m", "asyncdist", "run", "--transport", transport, "-n", str(rank_count)] if rank_count else []
+    return subprocess.run([sys.executable, *launcher, *program], check=False, timeout=_TIMEOUT_S).returncode
 
 
 def _module(name: str) -> str:

@@ -1,0 +1,242 @@
+"""Ranks that find torch imported: forked from a process that has done it once for all jobs of a test session.
+
+    asyncdist run -n 4 tests/support/warm.py SOCKET script.py arguments...     what support.mpi starts
+    python tests/support/warm.py SOCKET script.py arguments...                 a rank that support.torchrun starts
+
+Importing torch takes 1.5 s of a core, for each rank of each job: nearly all that a short job costs. What mpirun (or a
+test) starts in a rank's place asks the *server* for a child, hands over its arguments, environment, directory and open
+files, passes signals on to it, and ends as it ends. The child runs the script as ``asyncdist run`` does, by ``launch``.
+
+- mpi4py, MPI, process groups and event loops are nothing that the server knows of: each rank starts its own.
+- Who lives with whom: a rank dies with what mpirun has started for it, and with the server; the server with the test
+  session, whose pipe is its standard input.
+- What is not as in a process of its own: ranks share one seed of ``hash``, and what is asked at torch's import has been
+  asked before. Jobs with such variables start cold (``command``), as do all that start ``asyncdist run``, mpirun or
+  torchrun by themselves: worlds, ends, benchmarks and the demo.
+- Linux only. Elsewhere every rank starts cold.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import functools
+import gc
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+#: Read when Python, OpenMP or torch are loaded.
+COLD_PREFIXES = ("PYTHON", "OMP_", "MKL_", "TORCH", "PYTORCH")
+#: Above every number that a launcher gives to the files of a rank.
+SPARE_FD = 200
+LENGTH_NBYTES = 8
+
+
+def command(
+    script: str | os.PathLike[str], args: Sequence[object], base: Mapping[str, str], env: Mapping[str, str]
+) -> list[str]:
+    """What to start in the place of ``script args``.
+
+    Args:
+        script: a path.
+        args: its arguments.
+        base: the environment that all jobs share.
+        env: what is added to it for this one.
+    """
+    cold = [str(script), *map(str, args)]
+    if not hasattr(os, "pidfd_open") or any(name.startswith(COLD_PREFIXES) for name in env):
+        return cold
+    return [__file__, _server(frozenset((k, v) for k, v in base.items() if k.startswith(COLD_PREFIXES))), *cold]
+
+
+@functools.cache
+def _server(asked: frozenset[tuple[str, str]]) -> str:
+    """Start one, with these variables; it lives as long as this process. Returns where it listens."""
+    folder = tempfile.TemporaryDirectory(prefix="asyncdist-test-")
+    path = str(Path(folder.name, "warm"))
+    process = subprocess.Popen(
+        [sys.executable, __file__, "--serve", path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, **dict(asked)},
+        start_new_session=True,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    with process.stdout as told:
+        assert told.read() == b"ready", "the server of warm ranks did not start"
+
+    def end() -> None:
+        with process:  # closes its input
+            pass
+        folder.cleanup()
+
+    atexit.register(end)
+    return path
+
+
+# -- what is started in the place of a rank ---------------------------------------------------------------------------
+
+
+def be_rank(path: str, arguments: list[str]) -> NoReturn:
+    """Ask for a child and end as it ends. What else the launcher has given to this process goes along."""
+    files = [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd > 0 and _is_inherited(fd)]
+    job = {"arguments": arguments, "environment": dict(os.environ), "directory": os.getcwd(), "files": files}
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
+        text = json.dumps(job).encode()
+        socket.send_fds(connection, [len(text).to_bytes(LENGTH_NBYTES)], files)
+        connection.sendall(text)
+        child = int.from_bytes(_receive(connection, LENGTH_NBYTES))
+
+        def forward(number: int, _frame: FrameType | None) -> None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, number)
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, forward)
+        code = os.waitstatus_to_exitcode(int.from_bytes(_receive(connection, LENGTH_NBYTES)))
+    if code < 0:
+        if -code not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)  # what is to be said to mpirun has been said by the child
+
+
+def _is_inherited(fd: int) -> bool:
+    try:
+        return os.get_inheritable(fd)
+    except OSError:  # the one that listed the others
+        return False
+
+
+def _receive(connection: socket.socket, nbytes: int) -> bytes:
+    found = connection.recv(nbytes, socket.MSG_WAITALL)
+    if len(found) < nbytes:
+        os._exit(1)  # the server is gone, and the rank with it
+    return found
+
+
+# -- the server -------------------------------------------------------------------------------------------------------
+
+
+def serve(path: str) -> dict[str, Any]:
+    """Fork a child for everybody who asks. Returns in the children: what to be."""
+    import optree  # noqa: F401
+    import torch.distributed  # noqa: F401
+
+    import asyncdist as ad
+    import protocols  # noqa: F401
+
+    assert ad.run and ad.barrier  # imports what a rank needs
+    assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
+    gc.freeze()  # else each rank, looking for garbage, writes to all that was imported, and so copies it
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(path)
+        listener.listen(100)
+        ready = stack.enter_context(selectors.DefaultSelector())
+        ready.register(listener, selectors.EVENT_READ)
+        ready.register(0, selectors.EVENT_READ)
+        os.write(1, b"ready")
+        os.dup2(2, 1)
+        return _serve(listener, ready)
+
+
+def _serve(listener: socket.socket, ready: selectors.BaseSelector) -> dict[str, Any]:
+    clients: dict[int, socket.socket] = {}  # by the pidfd of their child
+    while True:
+        for key, _ in ready.select():
+            if key.fd == 0:
+                os._exit(0)  # the session has ended, and the children with this process
+            if key.fileobj is listener:
+                client = listener.accept()[0]
+                job = _receive_job(client)
+                if job is None:
+                    client.close()
+                    continue
+                child = os.fork()
+                if child == 0:
+                    for pidfd, other in clients.items():
+                        os.close(pidfd)
+                        other.close()
+                    client.close()
+                    return job
+                _close(job["received"])
+                pidfd = os.pidfd_open(child)
+                clients[pidfd] = client
+                ready.register(client, selectors.EVENT_READ, pidfd)
+                ready.register(pidfd, selectors.EVENT_READ, child)
+                _tell(client, child)
+            elif key.fd in clients:
+                client = clients.pop(key.fd)
+                _, status = os.waitpid(key.data, 0)
+                _tell(client, status)
+                ready.unregister(key.fd)
+                os.close(key.fd)
+                with contextlib.suppress(KeyError):
+                    ready.unregister(client)
+                client.close()
+            elif clients.get(key.data) is key.fileobj:  # whom mpirun sees has been killed
+                ready.unregister(key.fileobj)
+                signal.pidfd_send_signal(key.data, signal.SIGKILL)
+
+
+def _receive_job(client: socket.socket) -> dict[str, Any] | None:
+    """None of somebody who was killed while asking."""
+    received: list[int] = []
+    try:
+        length, received, _, _ = socket.recv_fds(client, LENGTH_NBYTES, SPARE_FD)
+        job: dict[str, Any] = json.loads(client.recv(int.from_bytes(length), socket.MSG_WAITALL))
+    except (OSError, ValueError):
+        _close(received)
+        return None
+    return {**job, "received": received}
+
+
+def _close(files: Sequence[int]) -> None:
+    for fd in files:
+        os.close(fd)
+
+
+def _tell(client: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):
+        client.sendall(number.to_bytes(LENGTH_NBYTES))
+
+
+def become(job: dict[str, Any], server: int) -> None:
+    """In a child: be the rank."""
+    from asyncdist import launch
+
+    launch.die_with_parent(server)
+    os.setpgid(0, 0)
+    spare = [fcntl.fcntl(fd, fcntl.F_DUPFD, SPARE_FD) for fd in job["received"]]
+    _close(job["received"])
+    for fd, number in zip(spare, job["files"], strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.chdir(job["directory"])
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    script, *arguments = job["arguments"]
+    launch._run_script(script, arguments)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--serve":
+        pid = os.getpid()
+        become(serve(sys.argv[2]), pid)
+    else:
+        be_rank(sys.argv[1], sys.argv[2:])
