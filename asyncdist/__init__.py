@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any, Final
 
-from asyncdist import launch
+from asyncdist import compiled, launch
 from asyncdist._version import __version__
 from asyncdist.errors import (
     AsyncdistError,
@@ -30,6 +30,8 @@ from asyncdist.errors import (
     TransportError,
     TruncationError,
 )
+
+__path__[:0] = compiled.search_path()  # nothing above imports a module that may be there
 
 if TYPE_CHECKING:
     from asyncdist.api import all_gather, all_reduce, all_to_all, barrier, broadcast, gather, new_group

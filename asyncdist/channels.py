@@ -15,51 +15,29 @@ RemoteProtocolError instead (``"error"``), or keeps the newest message of each s
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, Generic
 
 from asyncdist import wire
-from asyncdist.errors import AsyncdistError, BusyError, ClosedError, LocalProtocolError, RemoteProtocolError
+from asyncdist.errors import AsyncdistError, BusyError, ClosedError, LocalProtocolError
+from asyncdist.mailboxes import Envelope as Envelope
+from asyncdist.mailboxes import FrameInlet, Inbox, MessageT, Outbox
+from asyncdist.mailboxes import Overflow as Overflow
 from asyncdist.progress import Engine, settle, yield_to_loop
-from asyncdist.transports.base import Request
 
 logger = logging.getLogger("asyncdist.channels")
-
-MessageT = TypeVar("MessageT")
-Overflow: TypeAlias = Literal["stall", "error", "latest"]
 
 #: Tests of the lane inside one ``receive`` before it lets the loop run. A reply that is on its way is caught here.
 HOT_TEST_COUNT: Final = 100
 #: After so many sends and receives that did not have to wait, one yields to the loop all the same.
 FAIRNESS_PERIOD: Final = 32
-#: Messages that one poll of a lane may deliver.
-DELIVERY_COUNT_MAX: Final = 64
 #: Frames kept for scopes that are not open yet, per lane.
 EARLY_FRAME_COUNT_MAX: Final = 1024
 #: How long they may wait while somebody awaits another channel of their tag, before that is told.
 EARLY_PATIENCE_S: Final = 5.0
-
-
-class Envelope(NamedTuple, Generic[MessageT]):
-    """A received message and what its frame said.
-
-    Attributes:
-        message: the dataclass.
-        source: the sender's rank.
-        round: the protocol's round; zero outside rounds.
-    """
-
-    message: MessageT
-    source: int
-    round: int
-
-
-#: Half the time of Envelope(...), which is made once per message.
-_as_envelope: Final[Callable[[Any], Envelope[Any]]] = functools.partial(tuple.__new__, Envelope)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,73 +64,22 @@ class Lane:
         self.tag = tag
         self.nonce = nonce
         self.dropped: Counter[str] = Counter()
-        self._buffer = bytearray(wire.FRAME_NBYTES_MAX)
-        self._view = memoryview(self._buffer)
         self._channels: dict[int, Channel[Any]] = {}
-        self._routes: dict[bytes, tuple[Channel[Any], wire.Decode]] = {}
         self._closed_scopes: set[int] = set()
-        self._early: deque[tuple[int, bytes]] = deque()
+        self._early: deque[tuple[int, wire.FrameReader]] = deque()
         self._early_from: set[int] = set()
         self._early_told: set[int] = set()
         self._early_timer: asyncio.TimerHandle | None = None
         self._complained_about: set[int] = set()
-        self.stalled_on: Channel[Any] | None = None
         self._closed_sent_count = self._closed_received_count = 0
-        self._request = engine.transport.persistent_receive(self._buffer, tag)
-        self._request.start()
-        self._is_posted = True
-        self._take = self._request.take
-        engine.add_inlet(self)
+        buffer = bytearray(wire.FRAME_NBYTES_MAX)
+        request = engine.transport.persistent_receive(buffer, tag)
+        self.inlet = FrameInlet(request, buffer, drop=self.drop, explain=self._explain, ring=engine.ring)
+        engine.add_inlet(self.inlet)
 
-    def poll(self, count_max: int = DELIVERY_COUNT_MAX) -> int:
-        """Deliver what has arrived, up to ``count_max`` messages. Never raises for what a peer sent.
-
-        The receive that brought the last one is posted again by the next poll: whoever waits for the message comes
-        first.
-        """
-        if self.stalled_on is not None:
-            return 0
-        delivered = 0
-        try:
-            while delivered < count_max:
-                if not self._is_posted:
-                    self._request.start()
-                    self._is_posted = True
-                arrival = self._take()
-                if arrival is None:
-                    break
-                self._is_posted = False
-                delivered += 1
-                source, nbytes = arrival
-                if self._deliver(self._view[:nbytes], source):
-                    break
-        except AsyncdistError as error:  # a frame larger than any of ours, or the receive itself failed
-            self._is_posted = False
-            self.drop(getattr(self._request, "source", -1), str(error))
-            self.engine.ring()  # what came meanwhile has rung already
-        if delivered == count_max > 1:
-            self.engine.ring()  # more may lie here
-        return delivered
-
-    def _deliver(self, frame: memoryview, source: int) -> bool:
-        """Hand the frame to the channel of its route; whether that one is full now, so that the lane stalls."""
-        try:
-            _, packed_route, round_number, sequence = wire.decode_header(frame)
-        except wire.FrameError as error:
-            self.drop(source, str(error))
-            return False
-        found = self._routes.get(packed_route)
-        if found is None:
-            self._explain(wire.unpack_route(packed_route), frame, source)
-            return False
-        channel, decode = found
-        if channel.deliver(decode, frame[wire.HEADER_NBYTES :], source, round_number, sequence):
-            self.stalled_on = channel
-            return True
-        return False
-
-    def _explain(self, route: wire.Route, frame: memoryview, source: int) -> None:
+    def _explain(self, frame: wire.FrameReader, source: int) -> None:
         """What becomes of a frame that is for no open channel."""
+        route = frame.route()
         if route.version != wire.VERSION:
             self.drop(source, f"version {route.version}, not {wire.VERSION}")
         elif route.nonce != self.nonce:
@@ -165,7 +92,7 @@ class Lane:
         elif route.scope in self._closed_scopes:
             self.dropped["closed scope"] += 1
         elif len(self._early) < EARLY_FRAME_COUNT_MAX:
-            self._early.append((source, bytes(frame)))
+            self._early.append((source, frame.copy()))
             self._early_from.add(source)
             self.watch_early()
         else:
@@ -208,32 +135,27 @@ class Lane:
                 "tag %d: dropped a frame from rank %d: %s (further ones are only counted)", self.tag, source, why
             )
 
-    def resume(self, channel: Channel[Any]) -> None:
-        """``channel`` has room again."""
-        if self.stalled_on is channel:
-            self.stalled_on = None
-            self.engine.ring()
-
     def attach(self, channel: Channel[Any]) -> None:
         """Frames of the channel's scope go to it from now on, those that came early first."""
         if channel.scope in self._channels:
             raise LocalProtocolError(f"tag {self.tag}: {channel.name} is open already", tag=self.tag)
         self._channels[channel.scope] = channel
-        self._routes.update((route, (channel, decode)) for route, decode in channel.routes())
+        for (key, stamp), decode in channel.known_by():
+            self.inlet.routes[key] = stamp, channel.inbox, decode
         early, self._early = self._early, deque()
         self._early_from = set()
         for source, frame in early:
-            self._deliver(memoryview(frame), source)
+            self.inlet.deliver(frame, frame.nbytes, source)
 
     def detach(self, channel: Channel[Any]) -> None:
         """The scope is closed: what still comes for it is dropped and counted."""
         if self._channels.pop(channel.scope, None) is not None:
             self._closed_sent_count += channel.statistics().sent_count
             self._closed_received_count += channel.statistics().received_count
-            for route, _ in channel.routes():
-                del self._routes[route]
+            for (key, _), _ in channel.known_by():
+                del self.inlet.routes[key]
         self._closed_scopes.add(channel.scope)
-        self.resume(channel)
+        self.inlet.resume(channel.inbox)
 
     def count_received_late(self) -> None:
         """A message was taken from a channel that is closed already."""
@@ -245,15 +167,15 @@ class Lane:
 
     def close(self) -> None:
         """Take the receive back. A message that comes in this very moment is dropped and counted."""
-        self.engine.remove_inlet(self)
+        self.engine.remove_inlet(self.inlet)
         if self._early_timer is not None:
             self._early_timer.cancel()
-        if self._is_posted:
-            self._request.cancel()
-            self.engine.watch(self._request, f"closing tag {self.tag}", self._on_closed)
+        if self.inlet.is_posted:
+            self.inlet.request.cancel()
+            self.engine.watch(self.inlet.request, f"closing tag {self.tag}", self._on_closed)
 
     def _on_closed(self, error: AsyncdistError | None) -> None:
-        if error is None and not self._request.cancelled:
+        if error is None and not self.inlet.request.cancelled:
             self.dropped["closed lane"] += 1
 
     @property
@@ -270,19 +192,6 @@ class Lane:
     def early_count(self) -> int:
         """Frames that wait for a scope nobody has opened."""
         return len(self._early)
-
-
-class _LatestMailbox(OrderedDict[int, "Envelope[MessageT]"]):
-    """The newest envelope of each source, in the order in which the sources were first heard since their last one."""
-
-    def append(self, envelope: Envelope[MessageT]) -> None:
-        self[envelope.source] = envelope
-
-    def popleft(self) -> Envelope[MessageT]:
-        return self.popitem(last=False)[1]
-
-
-_Mailbox: TypeAlias = deque[Envelope[MessageT]] | _LatestMailbox[MessageT]
 
 
 class Channel(Generic[MessageT]):
@@ -312,21 +221,31 @@ class Channel(Generic[MessageT]):
         self._awaiting = f"a message on {name}, tag {lane.tag}"
         self._codec = codec
         self._engine = lane.engine
-        self._start_send = lane.engine.transport.start_send
-        self._send_routes = self._routes_of(self._peer_scope)
         self._capacity = capacity
-        self._size = lane.engine.transport.size
-        self._handler = handler
-        self._mailbox: _Mailbox[MessageT] = _LatestMailbox() if overflow == "latest" else deque()
-        self._waiters: deque[asyncio.Future[None]] = deque()
-        self._last_sequence: dict[int, int] = {}
-        # Peers that heard an earlier channel of this scope go on counting from there.
-        self._sequence = lane.sent_count
-        self._sent_count = self._received_count = self._sending_count = 0
+        self._sending_count = 0
+        self.inbox = Inbox(
+            lane.inlet,
+            name=name,
+            tag=lane.tag,
+            capacity=capacity,
+            overflow=overflow,
+            handler=handler,
+            fail=self.fail,
+        )
+        self._outbox = Outbox(
+            codec,
+            [wire.FrameWriter(route) for route in self._routes_of(self._peer_scope)],
+            lane.engine.transport.start_send,
+            tag=lane.tag,
+            size=lane.engine.transport.size,
+            name=name,
+            # Peers that heard an earlier channel of this scope go on counting from there.
+            sequence=lane.sent_count,
+        )
+        self._post = self._outbox.post
         # Where a doorbell rings, nothing arrives while this rank runs on.
         self._hot_test_count = 1 if lane.engine.transport.capabilities.wakes else HOT_TEST_COUNT
         self._since_yield = 0
-        self._failure: AsyncdistError | None = None
         self._closed = False
         lane.attach(self)
 
@@ -374,23 +293,6 @@ class Channel(Generic[MessageT]):
             self._since_yield = 0
             await yield_to_loop()
 
-    def _post(self, message: MessageT, dest: int, round: int) -> Request | None:
-        """Start the send; None when the message has left already."""
-        if self._closed or type(dest) is not int or not 0 <= dest < self._size or not 0 <= round <= wire.ROUND_MAX:
-            raise self._why_not(dest, round)
-        kind, payload = self._codec.encode(message)
-        self._sequence += 1
-        self._sent_count += 1
-        frame = wire.encode_frame(self._send_routes[kind], round, self._sequence, payload)
-        return self._start_send(frame, dest, self.lane.tag)
-
-    def _why_not(self, dest: int, round: int) -> AsyncdistError:
-        if self._closed:
-            return ClosedError(f"{self.name} is closed", tag=self.lane.tag)
-        if type(dest) is not int or not 0 <= dest < self._size:
-            return LocalProtocolError(f"{self.name}: dest is {dest!r}; ranks go from 0 to {self._size - 1}", dest=dest)
-        return LocalProtocolError(f"{self.name}: round is {round!r}; rounds go from 0 to {wire.ROUND_MAX}", round=round)
-
     def _on_sent(self, error: AsyncdistError | None) -> None:
         self._sending_count -= 1
         if error is not None:
@@ -417,20 +319,18 @@ class Channel(Generic[MessageT]):
         if self._since_yield >= FAIRNESS_PERIOD:
             self._since_yield = 0
             await yield_to_loop()
-        mailbox = self._mailbox
-        if not mailbox:
-            poll = self.lane.poll
-            for _ in range(self._hot_test_count):
-                if poll(1) and mailbox:  # a further test would only delay the caller
-                    break
-            else:
-                self._since_yield = 0
-                await self.wait_mail(timeout_s)
-        return self._take()
+        envelope = self.inbox.take(self._hot_test_count)
+        if envelope is None:
+            self._since_yield = 0
+            await self.wait_mail(timeout_s)
+            envelope = self._take()
+        elif self._closed:  # the lane took its counts when it was closed
+            self.lane.count_received_late()
+        return envelope
 
     def receive_nowait(self) -> Envelope[MessageT] | None:
         """The next message if one is here, else None. Raises as ``receive``."""
-        return self._take() if self._mailbox or self._failure or self._closed else None
+        return self._take() if self.is_ready else None
 
     def __aiter__(self) -> AsyncIterator[Envelope[MessageT]]:
         """Messages until the channel is closed."""
@@ -445,16 +345,11 @@ class Channel(Generic[MessageT]):
             yield envelope
 
     def _take(self) -> Envelope[MessageT]:
-        if self._failure is not None:
-            raise self._failure
-        if not self._mailbox:
+        envelope = self.inbox.take(0)
+        if envelope is None:
             raise ClosedError(f"{self.name} is closed", tag=self.lane.tag)
-        envelope = self._mailbox.popleft()
-        self._received_count += 1
         if self._closed:  # the lane took its counts when it was closed
             self.lane.count_received_late()
-        if self.lane.stalled_on is self:
-            self.lane.resume(self)
         return envelope
 
     async def wait_mail(self, timeout_s: float | None = None) -> None:
@@ -462,7 +357,7 @@ class Channel(Generic[MessageT]):
         deadline = None if timeout_s is None else self._engine.loop.time() + timeout_s
         while not self.is_ready:
             waiter = self._engine.loop.create_future()
-            self._waiters.append(waiter)
+            self.inbox.waiters.append(waiter)
             if self.lane.early_count:
                 self.lane.watch_early()
             try:
@@ -471,10 +366,10 @@ class Channel(Generic[MessageT]):
                 else:
                     await self._wait_until(waiter, deadline, timeout_s or 0.0)
             finally:
-                if waiter in self._waiters:
-                    self._waiters.remove(waiter)
-                elif self._mailbox:  # this wake-up was spent on somebody who may have been cancelled: pass it on
-                    self._wake_one()
+                if waiter in self.inbox.waiters:
+                    self.inbox.waiters.remove(waiter)
+                elif self.inbox.mailbox:  # this wake-up was spent on somebody who may have been cancelled: pass it on
+                    self.inbox.wake_one()
 
     async def _wait_until(self, waiter: asyncio.Future[None], deadline: float, timeout_s: float) -> None:
         try:
@@ -489,48 +384,9 @@ class Channel(Generic[MessageT]):
 
     # -- called by the lane and the world ---------------------------------------------------------------------------
 
-    def deliver(self, decode: wire.Decode, payload: memoryview, source: int, round: int, sequence: int) -> bool:
-        """Take one frame of this scope; whether the lane must stall now."""
-        last = self._last_sequence.get(source, 0)
-        if sequence <= last:
-            self.lane.drop(source, f"{self.name}: sequence {sequence} after {last}")
-            return False
-        self._last_sequence[source] = sequence
-        try:
-            message = decode(payload)
-        except Exception as error:  # no message, or one whose __post_init__ refuses it; the bytes are a stranger's
-            self.lane.drop(source, f"{self.name}: {type(error).__name__} {error}".rstrip())
-            return False
-        envelope = _as_envelope((message, source, round))
-        if self._handler is not None:
-            self._received_count += 1
-            self._handler(envelope)
-            return False
-        mailbox = self._mailbox
-        if self._waiters:
-            self._wake_one()
-        if len(mailbox) + 1 < self._capacity:
-            mailbox.append(envelope)
-            return False
-        return self._fill(envelope)
-
-    def _fill(self, envelope: Envelope[MessageT]) -> bool:
-        """Take the message that makes the mailbox full, or the one after it."""
-        if self.overflow == "error" and self.is_full:
-            self.fail(
-                RemoteProtocolError(
-                    f"{self.name}: rank {envelope.source} overflowed a mailbox of {self._capacity}",
-                    rank=envelope.source,
-                    tag=self.lane.tag,
-                )
-            )
-        else:
-            self._mailbox.append(envelope)
-        return self.overflow == "stall" and self.is_full
-
-    def routes(self) -> list[tuple[bytes, wire.Decode]]:
-        """What frames for this channel carry in their headers, and how to decode each kind."""
-        return list(zip(self._routes_of(self.scope), self._codec.decoders, strict=True))
+    def known_by(self) -> list[tuple[tuple[int, int], wire.Decode]]:
+        """By what its frames are known, and how to decode each kind."""
+        return list(zip(map(wire.keys_of, self._routes_of(self.scope)), self._codec.decoders, strict=True))
 
     def _routes_of(self, scope: int) -> list[bytes]:
         return [wire.pack_route(kind, self.lane.nonce, self.epoch, scope) for kind in range(self.kind_count)]
@@ -540,55 +396,48 @@ class Channel(Generic[MessageT]):
         """Message types that this channel carries."""
         return len(self._codec.decoders)
 
-    def _wake_one(self) -> None:
-        while self._waiters:
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-                return
-
     def fail(self, error: AsyncdistError) -> None:
         """Everyone who receives gets ``error`` from now on."""
-        self._failure = error
+        self.inbox.failure = error
         self._wake_all()
 
     def close(self) -> None:
         """Receive no more. Whoever waits gets ClosedError, once the mailbox is empty."""
         if not self._closed:
-            self._closed = True
+            self._closed = self._outbox.is_closed = True
             self.lane.detach(self)
             self._wake_all()
 
     def _wake_all(self) -> None:
-        for waiter in self._waiters:
+        for waiter in self.inbox.waiters:
             settle(waiter, None)
         self._engine.recheck()
 
     @property
     def is_full(self) -> bool:
         """Whether the mailbox has reached its capacity."""
-        return len(self._mailbox) >= self._capacity
+        return self.inbox.is_full
 
     @property
     def is_awaited(self) -> bool:
         """Whether a user's task waits for a message."""
-        return bool(self._waiters) and self.overflow == "stall"
+        return bool(self.inbox.waiters) and self.overflow == "stall"
 
     @property
     def is_ready(self) -> bool:
         """Whether ``receive_nowait`` has something to say: a message, or an error."""
-        return bool(self._mailbox) or self._closed or self._failure is not None
+        return bool(self.inbox.mailbox) or self._closed or self.inbox.failure is not None
 
     @property
     def waiting_count(self) -> int:
         """Messages that nobody has received yet."""
-        return len(self._mailbox)
+        return len(self.inbox.mailbox)
 
     def statistics(self) -> ChannelStatistics:
         """Counts since the channel was opened."""
         return ChannelStatistics(
-            sent_count=self._sent_count,
-            received_count=self._received_count,
-            waiting_count=len(self._mailbox),
+            sent_count=self._outbox.sent_count,
+            received_count=self.inbox.received_count,
+            waiting_count=len(self.inbox.mailbox),
             sending_count=self._sending_count,
         )

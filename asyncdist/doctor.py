@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from asyncdist import launch, mpirun
+from asyncdist import compiled, launch, mpirun
 from asyncdist._version import __version__
 from asyncdist.errors import TransportError
 from asyncdist.launch import Launch
@@ -71,6 +71,7 @@ class Facts:
         detection_error: what is wrong with the launcher's variables.
         override: what ASYNCDIST_TRANSPORT says.
         versions: of Python and of packages; None for one that is not installed.
+        compiled: whether the modules that carry messages are, and if not, what to do.
         installation: library and mpirun.
         path_mpirun: the ``mpirun`` that a shell finds, and its flavour.
         mpi: what came of starting MPI.
@@ -88,6 +89,7 @@ class Facts:
     started: Launch
     installation: Installation
     versions: Mapping[str, str | None]
+    compiled: str = "yes"
     detection_error: str | None = None
     override: str | None = None
     path_mpirun: tuple[str, launch.Flavour | None] | None = None
@@ -206,6 +208,7 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
         ("started by", how),
         ("transport", f"{started.transport}, {why}"),
         *versions.items(),
+        ("compiled", facts.compiled),
         ("MPI library", facts.installation.version),
         ("mpirun", _describe_mpirun(facts)),
         ("thread level", f"{granted} (asked for: {_LEVELS[1]})"),
@@ -289,6 +292,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
             "torch": torch_version,
             **{name: _version(name) for name in ("mpi4py", "uvloop")},
         },
+        compiled=compiled.describe(),
         installation=installation,
         path_mpirun=None if ours is None else (ours, mpirun.launcher_flavour(ours)),
         mpi=_start_mpi(started, installation, environ),

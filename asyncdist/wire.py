@@ -26,12 +26,11 @@ VERSION: Final = 2
 ROUND_MAX: Final = 0xFFFFFFFF
 FRAME_NBYTES_MAX: Final = 65536
 
-#: The CRC32 of all that follows it; the route; round and sequence.
-_HEADER: Final = struct.Struct("<I16sIQ")
-_AFTER_CRC: Final = struct.Struct("<16sIQ")
-_CRC: Final = struct.Struct("<I")
-_ROUTE: Final = struct.Struct("<BBHIII")
-HEADER_NBYTES: Final = _HEADER.size
+#: Four bytes of CRC32 of all that follows them; 16 of the route; four of the round; eight of the sequence: a CRC, four
+#: words of route and a round, each of four bytes, and the fourth of the numbers of eight. The byte order is the hosts',
+#: which are of one kind in a job: tensors travel as they are, too.
+HEADER_NBYTES: Final = 32
+_ROUTE: Final = struct.Struct("=BBHIII")
 PAYLOAD_NBYTES_MAX: Final = FRAME_NBYTES_MAX - HEADER_NBYTES
 
 Decode: TypeAlias = Callable[[Any], Any]
@@ -64,7 +63,7 @@ class Route(NamedTuple):
 
 
 def pack_route(kind: int, nonce: int, epoch: int, scope: int) -> bytes:
-    """A route as the 16 bytes that it takes in a header; a receiver finds the channel by them in one look."""
+    """A route as the 16 bytes that it takes in a header."""
     return _ROUTE.pack(VERSION, kind, 0, nonce, epoch, scope)
 
 
@@ -73,34 +72,92 @@ def unpack_route(route: bytes) -> Route:
     return Route._make(_ROUTE.unpack(route))
 
 
-def encode_frame(route: bytes, round: int, sequence: int, payload: bytes) -> bytes:
-    """One frame.
+def keys_of(route: bytes) -> tuple[int, int]:
+    """A route as two numbers: a key, by which a receiver finds channel and kind, and a stamp, nonce and epoch."""
+    words = memoryview(route).cast("I")
+    return words[3] << 32 | words[0], words[2] << 32 | words[1]
+
+
+class FrameWriter:
+    """Makes the frames of one route.
 
     Args:
         route: of :func:`pack_route`.
-        round: of the protocol; zero outside rounds.
-        sequence: counts the channel's sends, so that a frame out of order is seen.
-        payload: what :meth:`Codec.encode` made.
     """
-    body = _AFTER_CRC.pack(route, round, sequence) + payload
-    return _CRC.pack(zlib.crc32(body)) + body
+
+    def __init__(self, route: bytes) -> None:
+        self._header = bytearray(4) + route + bytes(12)
+        view = memoryview(self._header)
+        self._after_crc = view[4:]
+        self._words = view.cast("I")
+        self._longs = view.cast("Q")
+
+    def frame(self, round: int, sequence: int, payload: bytes) -> bytearray:
+        """One frame.
+
+        Args:
+            round: of the protocol; zero outside rounds.
+            sequence: counts the channel's sends, so that a frame out of order is seen.
+            payload: what :meth:`Codec.encode` made.
+        """
+        self._words[5] = round
+        self._longs[3] = sequence
+        self._words[0] = zlib.crc32(payload, zlib.crc32(self._after_crc))
+        return self._header + payload
 
 
-def decode_header(frame: memoryview) -> tuple[int, bytes, int, int]:
-    """Check length and CRC. The payload is ``frame[HEADER_NBYTES:]``.
+class FrameReader:
+    """Reads the frames that lie in one buffer, one after the other.
 
-    Returns:
-        CRC, route, round and sequence.
+    Args:
+        buffer: of a multiple of eight bytes.
 
-    Raises:
-        FrameError: the frame is not to be believed.
+    Attributes:
+        nbytes: of the frame that was opened last, as all that follows.
+        key, stamp: of its route, as :func:`keys_of` makes them.
+        round, sequence: of its header.
+        payload: valid until the next frame lies in the buffer.
     """
-    if len(frame) < HEADER_NBYTES:
-        raise FrameError(f"{len(frame)} bytes, shorter than a header of {HEADER_NBYTES}")
-    header: tuple[int, bytes, int, int] = _HEADER.unpack_from(frame)
-    if header[0] != zlib.crc32(frame[_CRC.size :]):
-        raise FrameError("CRC mismatch")
-    return header
+
+    def __init__(self, buffer: bytearray) -> None:
+        self._view = memoryview(buffer)
+        self._words = self._view.cast("I")
+        self._longs = self._view.cast("Q")
+        self.nbytes = -1
+        self.payload = self._after_crc = self._view[:0]
+        self.key = self.stamp = self.round = self.sequence = 0
+
+    def open(self, nbytes: int) -> None:
+        """Check length and CRC of the frame of so many bytes that lies in the buffer.
+
+        Raises:
+            FrameError: the frame is not to be believed.
+        """
+        if nbytes != self.nbytes:  # often one frame is as long as the last
+            if nbytes < HEADER_NBYTES:
+                raise FrameError(f"{nbytes} bytes, shorter than a header of {HEADER_NBYTES}")
+            self._after_crc = self._view[4:nbytes]
+            self.payload = self._view[HEADER_NBYTES:nbytes]
+            self.nbytes = nbytes
+        if self._words[0] != zlib.crc32(self._after_crc):
+            raise FrameError("CRC mismatch")
+        kind, nonce, epoch, scope = self._words[1], self._words[2], self._words[3], self._words[4]
+        self.key = scope << 32 | kind
+        self.stamp = epoch << 32 | nonce
+        self.round = self._words[5]
+        self.sequence = self._longs[3]
+
+    def route(self) -> Route:
+        """Of the frame that was opened last."""
+        return unpack_route(bytes(self._view[4:20]))
+
+    def copy(self) -> FrameReader:
+        """One with a copy of the frame that was opened last, and room for nothing else."""
+        room = bytearray(-(-self.nbytes // 8) * 8)
+        room[: self.nbytes] = self._view[: self.nbytes]
+        copy = FrameReader(room)
+        copy.open(self.nbytes)
+        return copy
 
 
 class Codec:
@@ -132,8 +189,7 @@ class Codec:
         """
         entry = self._by_type.get(type(message))
         if entry is None:
-            names = ", ".join(cls.__name__ for cls in self._by_type)
-            raise LocalProtocolError(f"this channel carries {names}, not {type(message).__name__}")
+            raise self._no_type_of_ours(message)
         kind, decode = entry
         try:
             payload = _encode(message)
@@ -149,14 +205,15 @@ class Codec:
             )
         return kind, payload
 
+    def _no_type_of_ours(self, message: Any) -> LocalProtocolError:
+        names = ", ".join(cls.__name__ for cls in self._by_type)
+        return LocalProtocolError(f"this channel carries {names}, not {type(message).__name__}")
+
 
 def _decoder(cls: Any) -> Decode:
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen):  # type: ignore[attr-defined]
         raise TypeError(f"a message is a frozen dataclass; {cls!r} is none")
-    try:
-        return _checked_decoder(cls)
-    except RecursionError:
-        raise TypeError(f"{cls.__name__} contains itself; only types of bounded depth can travel") from None
+    return _checked_decoder(cls)
 
 
 @functools.cache
@@ -166,23 +223,25 @@ def _checked_decoder(cls: type[Any]) -> Decode:
     return msgspec.msgpack.Decoder(cls).decode
 
 
-def _check_fields(cls: type[Any]) -> None:
-    """Raise TypeError for a field whose type is not one of the few that travel."""
+def _check_fields(cls: type[Any], holders: tuple[type[Any], ...] = ()) -> None:
+    """Raise TypeError for a field whose type is not one of the few that travel; ``holders`` have a field of ``cls``."""
+    if cls in holders:  # compiled code would not stop at Python's recursion limit
+        raise TypeError(f"{cls.__name__} contains itself; only types of bounded depth can travel")
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        _check_type(hints[field.name], f"{cls.__name__}.{field.name}")
+        _check_type(hints[field.name], f"{cls.__name__}.{field.name}", (*holders, cls))
 
 
-def _check_type(annotation: Any, where: str) -> None:
+def _check_type(annotation: Any, where: str, holders: tuple[type[Any], ...]) -> None:
     origin = typing.get_origin(annotation)
     if annotation in (bool, int, float, str, bytes, None, type(None)):
         return
     if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
-        _check_fields(annotation)
+        _check_fields(annotation, holders)
     elif origin in (tuple, typing.Union, types.UnionType):
         for argument in typing.get_args(annotation):
             if argument is not Ellipsis:
-                _check_type(argument, where)
+                _check_type(argument, where, holders)
     else:
         raise TypeError(f"{where}: a value of type {annotation!r} cannot travel in a message")
 

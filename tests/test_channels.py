@@ -65,7 +65,7 @@ def raw_frame(
     sequence: int = 1,
 ) -> bytes:
     route = bytes([version]) + wire.pack_route(kind, nonce, epoch, channel.scope)[1:]
-    return wire.encode_frame(route, 0, sequence, payload)
+    return bytes(wire.FrameWriter(route).frame(0, sequence, payload))
 
 
 def dropped(world: World) -> dict[str, int]:
@@ -157,7 +157,7 @@ async def test_send_nowait_is_busy_beyond_the_capacity(pair: list[World]) -> Non
     hub_limit = 65536
     assert hub_limit >= wire.FRAME_NBYTES_MAX
     for send in [pair[0].engine.transport.isend]:
-        a._start_send = lambda buffer, dest, tag, send=send: send(buffer + bytes(100), dest, tag)  # rendezvous
+        a._outbox.start_send = lambda buffer, dest, tag, send=send: send(buffer + bytes(100), dest, tag)  # rendezvous
     for _ in range(3):
         a.send_nowait(blob, 1)
     assert a.statistics().sending_count == 3
@@ -260,7 +260,7 @@ async def test_hostile_frames_are_counted_logged_once_per_peer_and_harm_nothing(
             "rank 1",
         ]
     assert b.receive_nowait() is None
-    a._sequence = 10
+    a._outbox.sequence = 10
     await a.send(Number(3), 1)
     assert (await b.receive()).message == Number(3), "the lane works on"
 
@@ -277,7 +277,7 @@ def test_any_bytes_between_good_messages(frames: list[bytes], draw: random.Rando
                     good[draw.randrange(len(good))] ^= 1 << draw.randrange(8)
                     data = bytes(good)
                 send_raw(pair[0], data, 1)
-                a._sequence = 1000 + i
+                a._outbox.sequence = 1000 + i
                 await a.send(Number(i), 1)
             for i in range(len(frames)):
                 assert (await b.receive()).message == Number(i)
@@ -422,12 +422,12 @@ async def test_a_receive_that_fails_does_not_keep_what_came_meanwhile(pair: list
     sender, receiver = both(pair)
     await yields(5)
     lane = receiver.lane
-    request: Any = lane._request
+    request: Any = lane.inlet.request
     request._hub.withdraw(request)  # matched: nothing else goes into it
     sender.send_nowait(Number(1), 1)
     await yields(5)  # its bell has been heard
     request.error = RankLostError("rank 3 is gone", rank=3)
-    assert lane.poll() == 0
+    assert lane.inlet.poll() == 0
     await yields(5)
     envelope = receiver.receive_nowait()
     assert envelope is not None and envelope.message == Number(1)
@@ -514,10 +514,10 @@ async def test_a_timeout_counts_from_the_call_however_often_others_are_served(pa
     await yields(2)
     began_at = loop.time()
     while not waiting.done():
-        for waiter in list(b._waiters):  # as if a message had come, and another task had taken it
+        for waiter in list(b.inbox.waiters):  # as if a message had come, and another task had taken it
             if not waiter.done():
                 waiter.set_result(None)
-        b._waiters.clear()
+        b.inbox.waiters.clear()
         await asyncio.sleep(0.02)
         assert loop.time() - began_at < 60
     with pytest.raises(TimeoutError):

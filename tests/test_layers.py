@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: From the bottom up. A module may import those of lower layers alone.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_version", "checks", "errors", "flat", "shared_memory", "trees"),
+    ("_version", "checks", "compiled", "errors", "flat", "shared_memory", "trees"),
     ("tags", "packing", "scratch", "spread", "transports.base", "transports.transfers", "values"),
     (
         "wire",
@@ -22,7 +22,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "transports.planes",
         "transports.__init__",
     ),
-    ("channels", "streams", "transports.granted"),
+    ("mailboxes", "streams", "transports.granted"),
+    ("channels",),
     ("groups", "transports.gloo"),
     ("attendance", "folding"),
     ("host_folding",),
@@ -165,7 +166,7 @@ def test_decision_cores_know_no_loop_no_clock_and_no_chance(name: str) -> None:
         assert used <= {"asyncdist.checks"}, "options are checked in one way; all else there knows a loop"
 
 
-def test_the_environment_is_read_in_the_launcher_alone() -> None:
+def test_the_environment_is_read_in_the_launcher_and_before_it_alone() -> None:
     readers = set()
     for package, trees in (("asyncdist", ASYNCDIST), ("protocols", PROTOCOLS)):
         for name, tree in trees.items():
@@ -174,7 +175,7 @@ def test_the_environment_is_read_in_the_launcher_alone() -> None:
                     readers.add(f"{package}.{name}")
             if imports(tree) & {"os.environ", "os.getenv", "os.environb"}:
                 readers.add(f"{package}.{name}")
-    assert readers == {"asyncdist.launch"}
+    assert readers == {"asyncdist.launch", "asyncdist.compiled"}  # which says why
 
 
 @pytest.mark.parametrize("trees", [ASYNCDIST, PROTOCOLS], ids=["asyncdist", "protocols"])

@@ -112,7 +112,7 @@ def chunk_nbytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 def silence(desk: DonorDesk) -> None:
     """It hears nothing any more."""
-    desk.channel._handler = lambda envelope: None
+    desk.channel.inbox.handler = lambda envelope: None
 
 
 def watch_receives(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[memoryview]]:
@@ -142,9 +142,9 @@ def hold_grants(party: Party) -> list[Callable[[], None]]:
     held: list[Callable[[], None]] = []
     for donor in DONORS:
         channel = party.desks[donor].channel
-        handler = channel._handler
+        handler = channel.inbox.handler
         assert handler is not None
-        channel._handler = lambda envelope, handler=handler: held.append(partial(handler, envelope))  # type: ignore[misc]
+        channel.inbox.handler = lambda envelope, handler=handler: held.append(partial(handler, envelope))  # type: ignore[misc]
     return held
 
 

@@ -302,17 +302,23 @@ def test_a_codec_tells_its_types_apart_and_refuses_others() -> None:
 
 
 def frame_of(payload: bytes, kind: int = 0) -> bytes:
-    return wire.encode_frame(wire.pack_route(kind, nonce=1, epoch=0, scope=2), 3, 4, payload)
+    return bytes(wire.FrameWriter(wire.pack_route(kind, nonce=1, epoch=0, scope=2)).frame(3, 4, payload))
+
+
+def read(frame: bytes) -> wire.FrameReader:
+    reader = wire.FrameReader(bytearray(frame) + bytes(-len(frame) % 8))
+    reader.open(len(frame))
+    return reader
 
 
 def receive(codec: Codec, frame: bytes) -> Any:
     """What a lane does with a frame."""
-    _, packed, _, _ = wire.decode_header(memoryview(frame))
-    route = wire.unpack_route(packed)
+    reader = read(frame)
+    route = reader.route()
     if route.version != wire.VERSION or route.kind >= len(codec.decoders):
         raise FrameError("no such route")
     try:
-        return codec.decoders[route.kind](memoryview(frame)[HEADER_NBYTES:])
+        return codec.decoders[route.kind](reader.payload)
     except Exception as error:
         raise FrameError(str(error)) from error
 
@@ -322,8 +328,11 @@ VICTIM = Codec(Everything | HoldsPicky | Empty)
 
 def test_a_header_comes_back_as_it_was() -> None:
     route = wire.pack_route(255, 2**32 - 1, 2**32 - 2, 2**32 - 3)
-    frame = wire.encode_frame(route, 2**32 - 4, 2**64 - 1, b"payload")
-    assert wire.decode_header(memoryview(frame))[1:] == (route, 2**32 - 4, 2**64 - 1)
+    frame = wire.FrameWriter(route).frame(2**32 - 4, 2**64 - 1, b"payload")
+    for reader in (read(frame), read(frame).copy()):
+        assert (reader.round, reader.sequence, bytes(reader.payload)) == (2**32 - 4, 2**64 - 1, b"payload")
+        assert (reader.key, reader.stamp) == wire.keys_of(route)
+        assert reader.route() == wire.unpack_route(route)
     assert wire.unpack_route(route) == (wire.VERSION, 255, 0, 2**32 - 1, 2**32 - 2, 2**32 - 3)
     assert frame[HEADER_NBYTES:] == b"payload"
 

@@ -1,1 +1,5 @@
 """Transports: one contract (:mod:`asyncdist.transports.base`) and one module per backend."""
+
+from asyncdist import compiled
+
+__path__[:0] = compiled.search_path("transports")

@@ -39,6 +39,10 @@ from asyncdist.transports.base import (
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+#: Sends that are prepared, so that many peers and many sizes do not fill the memory; a small one takes half a KiB.
+REPEATED_SEND_COUNT_MAX: Final = 1024
+REPEATED_SEND_NBYTES_MAX: Final = 512
+
 
 def _load_mpi(check_library: Callable[[str], None] | None) -> Any:
     """Import mpi4py.MPI and initialise MPI, unless somebody has.
@@ -104,6 +108,95 @@ class _SendRequest:
 
     def cancel(self) -> None:
         """Sends cannot be cancelled in MPI practice (MPI-4.1 deprecates it), and collectives never."""
+
+
+class _RepeatedSend:
+    """A send of so many bytes to one rank on one tag, prepared once (MPI-4.1 section 3.9) and started for each message.
+
+    A start costs 0.25 us and an Isend 0.7: mpi4py need not ask a buffer again what it is, nor make a request.
+
+    Attributes:
+        is_free: whether the last message has left, so that the room may be filled again.
+    """
+
+    __slots__ = ("_fail", "_peer", "_request", "_room", "_start", "_test", "is_free")
+
+    cancelled: Final = False
+    source: Final = ANY_SOURCE
+    nbytes: Final = 0
+
+    def __init__(
+        self,
+        request: MPI.Prequest,
+        room: bytearray,
+        fail: Callable[[BaseException, Any, Any, int], NoReturn],
+        peer: int,
+    ) -> None:
+        self._request = request
+        self._start = request.Start
+        self._test = request.Test
+        self._room = room
+        self._fail = fail
+        self._peer = peer
+        self.is_free = True
+
+    def send(self, message: Buffer) -> Request | None:
+        """Send a copy of ``message``, of just so many bytes; None when it has left already."""
+        self._room[:] = message
+        self.is_free = False
+        try:
+            self._start()
+            if self._test():
+                self.is_free = True
+                return None
+        except Exception as error:
+            self._fail(error, None, self._room, self._peer)
+        return self
+
+    def test(self) -> bool:
+        try:
+            self.is_free = self._test()
+        except Exception as error:
+            self._fail(error, None, self._room, self._peer)
+        return self.is_free
+
+    def cancel(self) -> None:
+        """As of any send."""
+
+    def free(self) -> None:
+        """Give the request back, unless a message is still on its way, with which it ends."""
+        if self.is_free:
+            self._request.Free()
+
+
+class _SmallSends:
+    """Sends of frames: what was sent to a rank once, on one tag and of one size, is prepared for the next time."""
+
+    def __init__(self, comm: MPI.Intracomm, fail: Callable[[BaseException, Any, Any, int], NoReturn]) -> None:
+        self._isend = comm.Isend
+        self._prepare = comm.Send_init
+        self._fail = fail
+        self._repeated: dict[tuple[int, int, int], _RepeatedSend] = {}
+
+    def start(self, buffer: bytearray, dest: int, tag: int) -> Request | None:
+        """Send and test once; None when the message has left already."""
+        key = dest, tag, len(buffer)
+        repeated = self._repeated.get(key)
+        if repeated is not None and repeated.is_free:
+            return repeated.send(buffer)
+        if repeated is None and key[2] <= REPEATED_SEND_NBYTES_MAX and len(self._repeated) < REPEATED_SEND_COUNT_MAX:
+            room = bytearray(key[2])
+            self._repeated[key] = _RepeatedSend(self._prepare(room, dest, tag), room, self._fail, dest)
+        request = self._isend(buffer, dest, tag)
+        try:
+            return None if request.Test() else _SendRequest(request, buffer, self._fail, dest)
+        except Exception as error:
+            self._fail(error, None, buffer, dest)
+
+    def free(self) -> None:
+        """Give back what was prepared."""
+        for send in self._repeated.values():
+            send.free()
 
 
 class _CollectiveRequest:
@@ -217,6 +310,8 @@ class MpiTransport(Transport):
             shares_memory=True,
         )
         self._isend = self._comm.Isend
+        self._small_sends = _SmallSends(self._comm, self._fail)
+        self.start_send = self._small_sends.start  # type: ignore[method-assign] # one call less for each message
         self._lost: set[int] = set()
         self._windows: list[_MpiWindow] = []
         self._world_group = self._group(self._comm, range(self.size))
@@ -224,13 +319,6 @@ class MpiTransport(Transport):
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         return _SendRequest(self._isend(buffer, dest, tag), buffer, self._fail, dest)
-
-    def start_send(self, buffer: Buffer, dest: int, tag: int) -> Request | None:
-        request = self._isend(buffer, dest, tag)
-        try:
-            return None if request.Test() else _SendRequest(request, buffer, self._fail, dest)
-        except Exception as error:
-            self._fail(error, None, buffer, dest)
 
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
         mpi = self._mpi
@@ -291,6 +379,7 @@ class MpiTransport(Transport):
     def close(self) -> None:
         for window in self._windows:  # in the order in which all of their members made them
             window.free()
+        self._small_sends.free()
         self._end_comm.Free()
         self._comm.Free()
 

@@ -30,9 +30,10 @@ def mutated(mutant: Mutant, top: Path = TOP) -> str:
 
 
 def copy_tree(source: Path, into: Path, mutant: Mutant | None = None) -> Path:
-    """A copy that runs the scenarios; returns its top."""
+    """A copy that runs the scenarios, interpreted; returns its top."""
+    ignored = shutil.ignore_patterns("__pycache__", ".*cache", "_compiled")
     for name in _COPIED:
-        shutil.copytree(source / name, into / name, ignore=shutil.ignore_patterns("__pycache__", ".*cache"))
+        shutil.copytree(source / name, into / name, ignore=ignored)
     if mutant is not None:
         (into / mutant.file).write_text(mutated(mutant, into))
     return into

@@ -1,0 +1,79 @@
+"""Modules that are compiled where a C compiler is at hand, and whether they are.
+
+They carry every small message, and are ordinary Python; the ``.pxd`` files beside them hold C types. ``setup.py``
+compiles them with Cython into a folder that is named after a checksum of their sources, where their packages look
+first. So what runs was made from the very source that is here, or is that source: after an edit, on another Python,
+without a compiler and with ``ASYNCDIST_PURE=1`` everything works as it did, only slower.
+
+The packages ask this module before they import any other, and ``setup.py`` and ``tools/setup`` run it by its path: it
+imports nothing of asyncdist. It is the one place besides the launcher that reads the environment, since it must know
+before the launcher is there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import zlib
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Final
+
+#: By their names in asyncdist. All are compiled, or none.
+MODULES: Final = ("wire", "mailboxes", "transports.mpi")
+PURE_VARIABLE: Final = "ASYNCDIST_PURE"
+
+_PACKAGE: Final = Path(__file__).resolve().parent
+
+
+def source_of(module: str) -> Path:
+    """Its ``.py`` file; the ``.pxd`` file lies beside it."""
+    return _PACKAGE.joinpath(*module.split(".")).with_suffix(".py")
+
+
+def folder() -> Path:
+    """Where what is compiled from the sources as they are now for this Python belongs."""
+    checksum = 0
+    for module in MODULES:
+        for path in (source_of(module), source_of(module).with_suffix(".pxd")):
+            checksum = zlib.crc32(path.read_bytes(), checksum)
+    return _PACKAGE / "_compiled" / f"{sys.implementation.cache_tag.replace('-', '_')}_{checksum:08x}"
+
+
+def is_wanted() -> bool:
+    """Whether ``ASYNCDIST_PURE`` is unset, empty or 0."""
+    return os.environ.get(PURE_VARIABLE, "") in ("", "0")
+
+
+def search_path(package: str = "") -> list[str]:
+    """Where a package looks before its own folder: one place, or none.
+
+    Args:
+        package: below asyncdist; empty for that one.
+    """
+    if not is_wanted() or reason_against() is not None:
+        return []
+    return [str(folder() / package)]
+
+
+def reason_against() -> str | None:
+    """Why the modules would run interpreted though compiled ones are wanted, and what to do about it."""
+    place = folder()
+    if not place.is_dir():
+        return "not compiled since their sources changed: pip install -e . (or ./tools/setup) compiles them"
+    for module in MODULES:
+        if not place.joinpath(*module.split(".")).with_suffix(EXTENSION_SUFFIXES[0]).is_file():
+            return "could not be compiled here: install gcc and Python's headers, then pip install -e ."
+    return None
+
+
+def describe() -> str:
+    """Whether the modules run compiled in a process like this one, and if not, why; one line."""
+    if not is_wanted():
+        return f"no, since {PURE_VARIABLE}={os.environ[PURE_VARIABLE]}"
+    reason = reason_against()
+    return "yes" if reason is None else f"no, {reason}"
+
+
+if __name__ == "__main__":  # tools/setup: has it been tried?
+    sys.exit(not folder().is_dir())

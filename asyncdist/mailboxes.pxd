@@ -1,0 +1,57 @@
+cimport cython
+
+from asyncdist.wire cimport Codec, FrameReader, FrameWriter
+
+
+cdef class Outbox:
+    cdef Codec _codec
+    cdef readonly list writers
+    cdef public object start_send
+    cdef object _tag
+    cdef Py_ssize_t _size
+    cdef object _name
+    cdef public unsigned long long sequence
+    cdef readonly Py_ssize_t sent_count
+    cdef public bint is_closed
+
+    @cython.locals(encoded=tuple, writer=FrameWriter)
+    cpdef object post(self, object message, object dest, object round)
+
+
+cdef class Inbox:
+    cdef FrameInlet _inlet
+    cdef object _name
+    cdef object _tag
+    cdef Py_ssize_t _capacity
+    cdef object _overflow
+    cdef object _fail
+    cdef public object handler
+    cdef readonly object mailbox
+    cdef readonly object waiters
+    cdef readonly Py_ssize_t received_count
+    cdef public object failure
+    cdef dict _last_sequence
+
+    @cython.locals(last="unsigned long long")
+    cdef bint deliver(self, object decode, FrameReader frame, object source) except -1
+    cdef bint _fill(self, object envelope) except -1
+    cpdef object take(self, Py_ssize_t test_count)
+    cpdef void wake_one(self)
+
+
+cdef class FrameInlet:
+    cdef readonly object request
+    cdef object _take
+    cdef FrameReader _frame
+    cdef readonly object drop
+    cdef object _explain
+    cdef object _ring
+    cdef readonly dict routes
+    cdef readonly Inbox stalled_on
+    cdef readonly bint is_posted
+
+    @cython.locals(delivered=Py_ssize_t, arrival=tuple)
+    cpdef Py_ssize_t poll(self, Py_ssize_t count_max=*) except -1
+    @cython.locals(found=tuple, inbox=Inbox)
+    cpdef bint deliver(self, FrameReader frame, Py_ssize_t nbytes, object source) except -1
+    cpdef resume(self, Inbox inbox)

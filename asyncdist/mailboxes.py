@@ -1,0 +1,321 @@
+"""The way of a small message: from a dataclass to a frame under way, and from a frame that arrived to an envelope.
+
+Everything that happens for each message and needs no waiting is here: an :class:`Outbox` checks, packs and posts; a
+:class:`FrameInlet` takes what has arrived on a tag and checks it; an :class:`Inbox` puts it in order, decodes it and
+keeps it until somebody receives. Who may wait for what, and which scopes are open, is :mod:`asyncdist.channels`'s.
+
+This module and :mod:`asyncdist.wire` are compiled where a C compiler is at hand (see :mod:`asyncdist.compiled`). They
+are plain Python all the same, and run as they are elsewhere; the ``.pxd`` files beside them hold the C types.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+
+from asyncdist import wire
+from asyncdist.errors import AsyncdistError, ClosedError, LocalProtocolError, RemoteProtocolError
+from asyncdist.transports.base import PersistentReceive, Request
+from asyncdist.wire import FrameReader, FrameWriter
+
+MessageT = TypeVar("MessageT")
+Overflow: TypeAlias = Literal["stall", "error", "latest"]
+
+#: Messages that one poll of a lane may deliver.
+DELIVERY_COUNT_MAX: Final = 64
+
+
+class Envelope(NamedTuple, Generic[MessageT]):
+    """A received message and what its frame said.
+
+    Attributes:
+        message: the dataclass.
+        source: the sender's rank.
+        round: the protocol's round; zero outside rounds.
+    """
+
+    message: MessageT
+    source: int
+    round: int
+
+
+#: Half the time of Envelope(...), which is made once per message.
+_as_envelope: Final[Callable[[Any], Envelope[Any]]] = functools.partial(tuple.__new__, Envelope)
+
+
+class Outbox:
+    """What a channel sends.
+
+    Args:
+        codec: of the channel.
+        writers: of the frames of each kind of message.
+        start_send: of the transport.
+        tag: of the lane.
+        size: ranks of the world.
+        name: of the channel, for errors.
+        sequence: of the last message on the tag before this channel; peers that heard it go on counting from there.
+
+    Attributes:
+        sequence: of the last message that was posted.
+        sent_count: messages posted.
+    """
+
+    def __init__(
+        self,
+        codec: wire.Codec,
+        writers: list[wire.FrameWriter],
+        start_send: Callable[[Any, int, int], Request | None],
+        *,
+        tag: int,
+        size: int,
+        name: str,
+        sequence: int,
+    ) -> None:
+        self._codec = codec
+        self.start_send = start_send
+        self._tag = tag
+        self._size = size
+        self._name = name
+        self.writers = writers
+        self.sequence = sequence
+        self.sent_count = 0
+        self.is_closed = False
+
+    def post(self, message: Any, dest: int, round: int) -> Request | None:
+        """Start the send; None when the message has left already. Raises as :meth:`Channel.send`."""
+        if self.is_closed or type(dest) is not int or not 0 <= dest < self._size or not 0 <= round <= wire.ROUND_MAX:
+            raise self._why_not(dest, round)
+        kind, payload = self._codec.encode(message)
+        self.sequence += 1
+        self.sent_count += 1
+        writer: FrameWriter = self.writers[kind]
+        return self.start_send(writer.frame(round, self.sequence, payload), dest, self._tag)
+
+    def _why_not(self, dest: int, round: int) -> AsyncdistError:
+        if self.is_closed:
+            return ClosedError(f"{self._name} is closed", tag=self._tag)
+        if type(dest) is not int or not 0 <= dest < self._size:
+            return LocalProtocolError(f"{self._name}: dest is {dest!r}; ranks go from 0 to {self._size - 1}", dest=dest)
+        return LocalProtocolError(
+            f"{self._name}: round is {round!r}; rounds go from 0 to {wire.ROUND_MAX}", round=round
+        )
+
+
+class _LatestMailbox(OrderedDict[int, "Envelope[Any]"]):
+    """The newest envelope of each source, in the order in which the sources were first heard since their last one."""
+
+    def append(self, envelope: Envelope[Any]) -> None:
+        self[envelope.source] = envelope
+
+    def popleft(self) -> Envelope[Any]:
+        return self.popitem(last=False)[1]
+
+
+class Inbox:
+    """What has come for a channel, in order, until somebody receives it.
+
+    Args:
+        inlet: of the lane.
+        name: of the channel, for errors.
+        tag: of the lane.
+        capacity: messages that it holds.
+        overflow: what becomes of more; see :mod:`asyncdist.channels`.
+        handler: called with each message as it arrives, in place of keeping it.
+        fail: called with the error when a peer has sent more than may be under way.
+
+    Attributes:
+        mailbox: the messages.
+        waiters: whom the next messages wake, one each.
+        received_count: messages that were received.
+        failure: what everyone who receives gets.
+    """
+
+    def __init__(
+        self,
+        inlet: FrameInlet,
+        *,
+        name: str,
+        tag: int,
+        capacity: int,
+        overflow: Overflow,
+        handler: Callable[[Envelope[Any]], None] | None,
+        fail: Callable[[AsyncdistError], None],
+    ) -> None:
+        self._inlet = inlet
+        self._name = name
+        self._tag = tag
+        self._capacity = capacity
+        self._overflow = overflow
+        self._fail = fail
+        self.handler = handler
+        self.mailbox: deque[Envelope[Any]] | _LatestMailbox = _LatestMailbox() if overflow == "latest" else deque()
+        self.waiters: deque[asyncio.Future[None]] = deque()
+        self.received_count = 0
+        self.failure: AsyncdistError | None = None
+        self._last_sequence: dict[int, int] = {}
+
+    def deliver(self, decode: wire.Decode, frame: FrameReader, source: int) -> bool:
+        """Take one frame of this scope; whether the lane must stall now."""
+        last = self._last_sequence.get(source, 0)
+        if frame.sequence <= last:
+            self._inlet.drop(source, f"{self._name}: sequence {frame.sequence} after {last}")
+            return False
+        self._last_sequence[source] = frame.sequence
+        try:
+            message = decode(frame.payload)
+        except Exception as error:  # no message, or one whose __post_init__ refuses it; the bytes are a stranger's
+            self._inlet.drop(source, f"{self._name}: {type(error).__name__} {error}".rstrip())
+            return False
+        envelope = _as_envelope((message, source, frame.round))
+        if self.handler is not None:
+            self.received_count += 1
+            self.handler(envelope)
+            return False
+        if self.waiters:
+            self.wake_one()
+        if len(self.mailbox) + 1 < self._capacity:
+            self.mailbox.append(envelope)
+            return False
+        return self._fill(envelope)
+
+    def _fill(self, envelope: Envelope[Any]) -> bool:
+        """Take the message that makes the mailbox full, or the one after it."""
+        if self._overflow == "error" and self.is_full:
+            self._fail(
+                RemoteProtocolError(
+                    f"{self._name}: rank {envelope.source} overflowed a mailbox of {self._capacity}",
+                    rank=envelope.source,
+                    tag=self._tag,
+                )
+            )
+        else:
+            self.mailbox.append(envelope)
+        return self._overflow == "stall" and self.is_full
+
+    def take(self, test_count: int) -> Envelope[Any] | None:
+        """The next message; None when there is none, also after so many tests of the lane.
+
+        Raises:
+            AsyncdistError: why the channel has failed.
+        """
+        if not self.mailbox:
+            while test_count:
+                if self._inlet.poll(1) and self.mailbox:  # a further test would only delay the caller
+                    break
+                test_count -= 1
+        if self.failure is not None:
+            raise self.failure
+        if not self.mailbox:
+            return None
+        envelope = self.mailbox.popleft()
+        self.received_count += 1
+        if self._inlet.stalled_on is self:
+            self._inlet.resume(self)
+        return envelope
+
+    def wake_one(self) -> None:
+        """Let the first who waits look."""
+        while self.waiters:
+            waiter = self.waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the mailbox has reached its capacity."""
+        return len(self.mailbox) >= self._capacity
+
+
+class FrameInlet:
+    """The receive of a lane: takes what arrives on its tag, checks it, and hands it to the inbox of its route.
+
+    Args:
+        request: a receive into ``buffer``, not posted yet.
+        buffer: room for the largest frame.
+        drop: called with the source of a frame that is not delivered, and why.
+        explain: called with a frame that is for no inbox, and its source.
+        ring: asks the engine for another pass.
+
+    Attributes:
+        routes: for the key of each route its stamp, its inbox, and how to decode its messages.
+        stalled_on: the inbox that is full, so that nothing more is taken.
+        is_posted: whether a message may arrive.
+    """
+
+    def __init__(
+        self,
+        request: PersistentReceive,
+        buffer: bytearray,
+        *,
+        drop: Callable[[int, str], None],
+        explain: Callable[[FrameReader, int], None],
+        ring: Callable[[], None],
+    ) -> None:
+        self.request = request
+        self._take = request.take
+        self._frame = FrameReader(buffer)
+        self.drop = drop
+        self._explain = explain
+        self._ring = ring
+        self.routes: dict[int, tuple[int, Inbox, wire.Decode]] = {}
+        self.stalled_on: Inbox | None = None
+        self.request.start()
+        self.is_posted = True
+
+    def poll(self, count_max: int = DELIVERY_COUNT_MAX) -> int:
+        """Deliver what has arrived, up to ``count_max`` messages. Never raises for what a peer sent.
+
+        The receive that brought the last one is posted again by the next poll: whoever waits for the message comes
+        first.
+        """
+        if self.stalled_on is not None:
+            return 0
+        delivered = 0
+        try:
+            while delivered < count_max:
+                if not self.is_posted:
+                    self.request.start()
+                    self.is_posted = True
+                arrival = self._take()
+                if arrival is None:
+                    break
+                self.is_posted = False
+                delivered += 1
+                source, nbytes = arrival
+                if self.deliver(self._frame, nbytes, source):
+                    break
+        except AsyncdistError as error:  # a frame larger than any of ours, or the receive itself failed
+            self.is_posted = False
+            self.drop(getattr(self.request, "source", -1), str(error))
+            self._ring()  # what came meanwhile has rung already
+        if delivered == count_max > 1:
+            self._ring()  # more may lie here
+        return delivered
+
+    def deliver(self, frame: FrameReader, nbytes: int, source: int) -> bool:
+        """Hand the frame to the inbox of its route; whether that one is full now, so that the lane stalls."""
+        try:
+            frame.open(nbytes)
+        except wire.FrameError as error:
+            self.drop(source, str(error))
+            return False
+        found = self.routes.get(frame.key)
+        if found is not None:
+            stamp, inbox, decode = found
+            if stamp == frame.stamp:
+                if inbox.deliver(decode, frame, source):
+                    self.stalled_on = inbox
+                    return True
+                return False
+        self._explain(frame, source)
+        return False
+
+    def resume(self, inbox: Inbox) -> None:
+        """``inbox`` has room again, or is gone."""
+        if self.stalled_on is inbox:
+            self.stalled_on = None
+            self._ring()

@@ -1,0 +1,40 @@
+cimport cython
+
+
+cdef class _SendRequest:
+    cdef object _request
+    cdef object _buffer
+    cdef object _fail
+    cdef object _peer
+
+
+cdef class _RepeatedSend:
+    cdef object _request
+    cdef object _start
+    cdef object _test
+    cdef bytearray _room
+    cdef object _fail
+    cdef object _peer
+    cdef readonly bint is_free
+
+    cpdef object send(self, object message)
+
+
+cdef class _SmallSends:
+    cdef object _isend
+    cdef object _prepare
+    cdef object _fail
+    cdef dict _repeated
+
+    @cython.locals(key=tuple, repeated=_RepeatedSend)
+    cpdef object start(self, object buffer, object dest, object tag)
+
+
+cdef class _ReceiveRequest:
+    cdef object _request
+    cdef object _test
+    cdef object _start
+    cdef object _buffer
+    cdef object _status
+    cdef object _fail
+    cdef object _peer

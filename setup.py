@@ -1,0 +1,67 @@
+"""Compiles the modules that carry every small message, where that can be done; see asyncdist/compiled.py.
+
+What cannot be compiled is left out, and runs interpreted: an installation never fails for want of a compiler.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+TOP = Path(__file__).resolve().parent
+
+
+def load_compiled():
+    """asyncdist/compiled.py by its path: asyncdist itself needs torch."""
+    spec = importlib.util.spec_from_file_location("asyncdist_compiled", TOP / "asyncdist" / "compiled.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def extensions(scratch: str) -> list[Extension]:
+    """One for each module, named after the place where it is looked for; none where Cython is missing or fails."""
+    compiled = load_compiled()
+    place = compiled.folder()
+    if not compiled.is_wanted():
+        return []
+    try:
+        from Cython.Build import cythonize
+        from Cython.Compiler.Errors import CompileError
+    except ImportError:
+        print("asyncdist: no Cython, so nothing is compiled", file=sys.stderr)
+        return []
+    for old in place.parent.glob(f"{sys.implementation.cache_tag.replace('-', '_')}_*"):
+        shutil.rmtree(old)
+    sources = {name: str(compiled.source_of(name).relative_to(TOP)) for name in compiled.MODULES}
+    wanted = [
+        Extension(f"asyncdist.{name}", [source], extra_compile_args=["-O2", "-g0"], optional=True)
+        for name, source in sources.items()
+    ]
+    try:
+        made = cythonize(
+            wanted,
+            build_dir=scratch,
+            language_level=3,
+            compiler_directives={"annotation_typing": False},  # the .pxd files say what is a C type
+            quiet=True,
+        )
+    except CompileError as error:
+        print(f"asyncdist: Cython failed, so nothing is compiled: {error}", file=sys.stderr)
+        made = []
+    for extension in made:
+        name = extension.name.removeprefix("asyncdist.")
+        extension.name = f"asyncdist._compiled.{place.name}.{name}"
+        place.joinpath(*name.split(".")).parent.mkdir(parents=True, exist_ok=True)
+    place.mkdir(parents=True, exist_ok=True)  # also where nothing comes of it: it has been tried
+    return made
+
+
+Path("build").mkdir(exist_ok=True)
+with tempfile.TemporaryDirectory(dir="build") as scratch:  # setuptools takes relative paths alone
+    setup(ext_modules=extensions(scratch))

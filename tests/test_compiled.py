@@ -1,0 +1,168 @@
+"""The modules that are compiled: what runs is what their sources say, and both ways of running them do the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from asyncdist import compiled
+
+TOP = Path(__file__).resolve().parents[1]
+
+#: Frames, errors and what becomes of damaged frames, as text: to be compared between both ways.
+ACCOUNT = """
+import json, random, sys
+from dataclasses import dataclass
+from asyncdist import mailboxes, wire
+from asyncdist.errors import LocalProtocolError
+
+@dataclass(frozen=True)
+class Message:
+    number: int
+    value: float
+    text: str
+
+@dataclass(frozen=True)
+class Other:
+    pass
+
+rng = random.Random(7)
+codec = wire.Codec(Message)
+lines = []
+
+def refusal(call, *args):
+    try:
+        return repr(call(*args))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+def opened(frame):
+    reader = wire.FrameReader(bytearray(frame) + bytes(-len(frame) % 8))
+    reader.open(len(frame))
+    return [reader.key, reader.stamp, reader.round, reader.sequence, reader.route(), codec.decoders[0](reader.payload)]
+
+class Sent:
+    def __init__(self):
+        self.frames = []
+    def start(self, frame, dest, tag):
+        self.frames.append(bytes(frame))
+
+route = wire.pack_route(0, nonce=2**32 - 1, epoch=3, scope=2**32 - 2)
+for _ in range(300):
+    sent = Sent()
+    outbox = mailboxes.Outbox(
+        codec, [wire.FrameWriter(route)], sent.start, tag=5, size=4, name="x", sequence=rng.choice([0, 2**40])
+    )
+    message = Message(rng.randrange(-(2**63), 2**64), rng.uniform(-1e9, 1e9), "x" * rng.randrange(200))
+    outbox.post(message, rng.randrange(4), rng.choice([0, 1, 2**32 - 1]))
+    frame = sent.frames[0]
+    damaged = bytearray(frame)
+    damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+    cut = frame[: rng.randrange(len(frame))]
+    lines += [frame.hex(), refusal(opened, frame), refusal(opened, bytes(damaged)), refusal(opened, cut)]
+    lines.append(refusal(opened, rng.randbytes(rng.randrange(100))))
+
+post = mailboxes.Outbox(codec, [wire.FrameWriter(route)], Sent().start, tag=5, size=4, name="x", sequence=0).post
+good = Message(1, 0.5, "")
+for args in [
+    (good, 4, 0), (good, -1, 0), (good, True, 0), (good, 1.0, 0), (good, 2**70, 0), (good, 0, -1), (good, 0, 2**32),
+    (good, 0, 2**70), (Other(), 0, 0), (Message("1", 0.5, ""), 0, 0), (Message(2**64, 0.5, ""), 0, 0),
+    (Message(1, 0.5, "x" * 70000), 0, 0), (Message(1, 0.5, "\\ud800"), 0, 0), (None, 0, 0),
+]:
+    lines.append(refusal(post, *args))
+print(json.dumps([wire.__file__, lines]))
+"""
+
+
+def account(*, pure: bool) -> tuple[str, list[str]]:
+    """Where ``wire`` came from, and what the script says."""
+    environ = {**os.environ, compiled.PURE_VARIABLE: "1" if pure else "", "PYTHONPATH": str(TOP)}
+    done = subprocess.run(
+        [sys.executable, "-c", ACCOUNT], env=environ, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    origin, lines = json.loads(done.stdout)
+    return origin, lines
+
+
+def copied(folder: Path) -> ModuleType:
+    """asyncdist/compiled.py beside a copy of the modules of which it speaks."""
+    for module in compiled.MODULES:
+        for source in (compiled.source_of(module), compiled.source_of(module).with_suffix(".pxd")):
+            target = folder / source.relative_to(TOP / "asyncdist")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, target)
+    shutil.copy(compiled.__file__, folder / "compiled.py")
+    spec = importlib.util.spec_from_file_location("copied_compiled", folder / "compiled.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def pretend_to_compile(copy: ModuleType) -> None:
+    for module in compiled.MODULES:
+        place = copy.folder().joinpath(*module.split(".")).with_suffix(compiled.EXTENSION_SUFFIXES[0])
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.touch()
+
+
+def test_compiled_and_interpreted_modules_make_and_refuse_the_same() -> None:
+    if compiled.reason_against() is not None and shutil.which("gcc") is None:
+        pytest.skip("no compiler here")
+    compiled_from, compiled_lines = account(pure=False)
+    source, lines = account(pure=True)
+    assert Path(source).name == "wire.py"
+    assert Path(compiled_from).name.startswith("wire.cpython"), compiled.describe()
+    assert len(lines) > 1500
+    assert compiled_lines == lines
+    assert sum("CRC mismatch" in line for line in lines) >= 300
+    assert sum("shorter than a header" in line for line in lines) >= 20
+
+
+def test_an_edit_of_any_source_is_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A developer who edits a module and sees no effect would be furious."""
+    monkeypatch.delenv(compiled.PURE_VARIABLE, raising=False)
+    copy = copied(tmp_path)
+    pretend_to_compile(copy)
+    assert copy.search_path() == [str(copy.folder())]
+    assert copy.search_path("transports") == [str(copy.folder() / "transports")]
+    assert copy.describe() == "yes"
+    for source in sorted([*tmp_path.rglob("wire.*"), *tmp_path.rglob("mailboxes.p*"), *tmp_path.rglob("mpi.p*")]):
+        if source.suffix in (".py", ".pxd"):
+            text = source.read_text()
+            source.write_text(text + "\n")
+            assert copy.search_path() == []
+            assert "pip install -e ." in copy.describe()
+            source.write_text(text)
+    assert copy.describe() == "yes"
+
+
+def test_what_was_compiled_in_part_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(compiled.PURE_VARIABLE, raising=False)
+    copy = copied(tmp_path)
+    pretend_to_compile(copy)
+    random.choice(list(copy.folder().rglob("*.so"))).unlink()
+    assert copy.search_path() == []
+    assert "install gcc" in copy.describe()
+
+
+@pytest.mark.parametrize(("value", "wanted"), [("", True), ("0", True), ("1", False), ("yes", False)])
+def test_the_environment_can_ask_for_interpreted_modules(
+    value: str, wanted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = copied(tmp_path)
+    pretend_to_compile(copy)
+    monkeypatch.setenv(compiled.PURE_VARIABLE, value)
+    assert bool(copy.search_path()) is wanted
+    assert copy.describe() == ("yes" if wanted else f"no, since {compiled.PURE_VARIABLE}={value}")
