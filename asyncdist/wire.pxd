@@ -1,6 +1,12 @@
 cimport cython
 
 
+cdef Py_ssize_t _LOOP_NBYTES_MAX
+cdef unsigned int[::1] _REMAINDERS
+
+cdef unsigned int _after_word(unsigned int crc) noexcept
+
+
 cdef class FrameWriter:
     cdef bytearray _header
     cdef object _after_crc
@@ -8,10 +14,13 @@ cdef class FrameWriter:
     cdef unsigned long long[::1] _longs
 
     cpdef bytearray frame(self, unsigned int round, unsigned long long sequence, bytes payload)
+    @cython.locals(crc="unsigned int", position=Py_ssize_t)
+    cdef unsigned int _crc(self, bytes payload) except? 0
 
 
 cdef class FrameReader:
     cdef object _view
+    cdef unsigned char[::1] _bytes
     cdef unsigned int[::1] _words
     cdef unsigned long long[::1] _longs
     cdef readonly Py_ssize_t nbytes
@@ -26,6 +35,8 @@ cdef class FrameReader:
         kind="unsigned long long", nonce="unsigned long long", epoch="unsigned long long", scope="unsigned long long"
     )
     cpdef open(self, Py_ssize_t nbytes)
+    @cython.locals(crc="unsigned int", position=Py_ssize_t)
+    cdef unsigned int _crc(self) except? 0
 
 
 cdef class Codec:
