@@ -40,8 +40,7 @@ def extensions(scratch: str) -> list[Extension]:
         shutil.rmtree(old)
     sources = {name: str(compiled.source_of(name).relative_to(TOP)) for name in compiled.MODULES}
     wanted = [
-        Extension(f"asyncdist.{name}", [source], extra_compile_args=["-O2", "-g0"], optional=True)
-        for name, source in sources.items()
+        Extension(f"asyncdist.{name}", [source], extra_compile_args=["-O2", "-g0"]) for name, source in sources.items()
     ]
     try:
         made = cythonize(
@@ -55,6 +54,7 @@ def extensions(scratch: str) -> list[Extension]:
         print(f"asyncdist: Cython failed, so nothing is compiled: {error}", file=sys.stderr)
         made = []
     for extension in made:
+        extension.optional = True  # Cython would forget it if it were said before
         name = extension.name.removeprefix("asyncdist.")
         extension.name = f"asyncdist._compiled.{place.name}.{name}"
         place.joinpath(*name.split(".")).parent.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ logger = logging.getLogger("asyncdist.channels")
 #: Tests of the lane inside one ``receive`` before it lets the loop run. A reply that is on its way is caught here.
 HOT_TEST_COUNT: Final = 100
 #: After so many sends and receives that did not have to wait, one yields to the loop all the same.
-FAIRNESS_PERIOD: Final = 32
+FAIRNESS_PERIOD: Final = 64
 #: Frames kept for scopes that are not open yet, per lane.
 EARLY_FRAME_COUNT_MAX: Final = 1024
 #: How long they may wait while somebody awaits another channel of their tag, before that is told.
@@ -153,7 +153,7 @@ class Lane:
             self._closed_sent_count += channel.statistics().sent_count
             self._closed_received_count += channel.statistics().received_count
             for (key, _), _ in channel.known_by():
-                del self.inlet.routes[key]
+                self.inlet.close(key)
         self._closed_scopes.add(channel.scope)
         self.inlet.resume(channel.inbox)
 

@@ -10,6 +10,7 @@ cdef class Outbox:
     cdef object _tag
     cdef Py_ssize_t _size
     cdef object _name
+    cdef object _dest
     cdef public unsigned long long sequence
     cdef readonly Py_ssize_t sent_count
     cdef public bint is_closed
@@ -27,6 +28,8 @@ cdef class Inbox:
     cdef object _fail
     cdef public object handler
     cdef readonly object mailbox
+    cdef object _append
+    cdef object _popleft
     cdef readonly object waiters
     cdef readonly Py_ssize_t received_count
     cdef public object failure
@@ -47,6 +50,10 @@ cdef class FrameInlet:
     cdef object _explain
     cdef object _ring
     cdef readonly dict routes
+    cdef unsigned long long _key
+    cdef unsigned long long _stamp
+    cdef Inbox _inbox
+    cdef object _decode
     cdef readonly Inbox stalled_on
     cdef readonly bint is_posted
 

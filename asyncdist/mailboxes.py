@@ -79,6 +79,7 @@ class Outbox:
         self._tag = tag
         self._size = size
         self._name = name
+        self._dest: int | None = None  # of the last message: a rank
         self.writers = writers
         self.sequence = sequence
         self.sent_count = 0
@@ -86,22 +87,24 @@ class Outbox:
 
     def post(self, message: Any, dest: int, round: int) -> Request | None:
         """Start the send; None when the message has left already. Raises as :meth:`Channel.send`."""
-        if self.is_closed or type(dest) is not int or not 0 <= dest < self._size or not 0 <= round <= wire.ROUND_MAX:
-            raise self._why_not(dest, round)
+        if self.is_closed or dest is not self._dest or round:
+            self._check(dest, round)
         kind, payload = self._codec.encode(message)
         self.sequence += 1
         self.sent_count += 1
         writer: FrameWriter = self.writers[kind]
         return self.start_send(writer.frame(round, self.sequence, payload), dest, self._tag)
 
-    def _why_not(self, dest: int, round: int) -> AsyncdistError:
+    def _check(self, dest: int, round: int) -> None:
         if self.is_closed:
-            return ClosedError(f"{self._name} is closed", tag=self._tag)
+            raise ClosedError(f"{self._name} is closed", tag=self._tag)
         if type(dest) is not int or not 0 <= dest < self._size:
-            return LocalProtocolError(f"{self._name}: dest is {dest!r}; ranks go from 0 to {self._size - 1}", dest=dest)
-        return LocalProtocolError(
-            f"{self._name}: round is {round!r}; rounds go from 0 to {wire.ROUND_MAX}", round=round
-        )
+            raise LocalProtocolError(f"{self._name}: dest is {dest!r}; ranks go from 0 to {self._size - 1}", dest=dest)
+        if not 0 <= round <= wire.ROUND_MAX:
+            raise LocalProtocolError(
+                f"{self._name}: round is {round!r}; rounds go from 0 to {wire.ROUND_MAX}", round=round
+            )
+        self._dest = dest
 
 
 class _LatestMailbox(OrderedDict[int, "Envelope[Any]"]):
@@ -152,6 +155,8 @@ class Inbox:
         self._fail = fail
         self.handler = handler
         self.mailbox: deque[Envelope[Any]] | _LatestMailbox = _LatestMailbox() if overflow == "latest" else deque()
+        self._append = self.mailbox.append
+        self._popleft = self.mailbox.popleft
         self.waiters: deque[asyncio.Future[None]] = deque()
         self.received_count = 0
         self.failure: AsyncdistError | None = None
@@ -177,7 +182,7 @@ class Inbox:
         if self.waiters:
             self.wake_one()
         if len(self.mailbox) + 1 < self._capacity:
-            self.mailbox.append(envelope)
+            self._append(envelope)
             return False
         return self._fill(envelope)
 
@@ -210,7 +215,7 @@ class Inbox:
             raise self.failure
         if not self.mailbox:
             return None
-        envelope = self.mailbox.popleft()
+        envelope = self._popleft()
         self.received_count += 1
         if self._inlet.stalled_on is self:
             self._inlet.resume(self)
@@ -262,6 +267,10 @@ class FrameInlet:
         self._explain = explain
         self._ring = ring
         self.routes: dict[int, tuple[int, Inbox, wire.Decode]] = {}
+        # The route of the last frame that was delivered: most come for one that had one before.
+        self._key = self._stamp = 0
+        self._inbox: Inbox | None = None
+        self._decode: wire.Decode
         self.stalled_on: Inbox | None = None
         self.request.start()
         self.is_posted = True
@@ -303,16 +312,23 @@ class FrameInlet:
         except wire.FrameError as error:
             self.drop(source, str(error))
             return False
-        found = self.routes.get(frame.key)
-        if found is not None:
-            stamp, inbox, decode = found
-            if stamp == frame.stamp:
-                if inbox.deliver(decode, frame, source):
-                    self.stalled_on = inbox
-                    return True
+        if self._inbox is None or frame.key != self._key or frame.stamp != self._stamp:
+            found = self.routes.get(frame.key)
+            if found is None or found[0] != frame.stamp:
+                self._explain(frame, source)
                 return False
-        self._explain(frame, source)
+            self._key = frame.key
+            self._stamp, self._inbox, self._decode = found
+        inbox = self._inbox
+        if inbox.deliver(self._decode, frame, source):
+            self.stalled_on = inbox
+            return True
         return False
+
+    def close(self, key: int) -> None:
+        """Know nothing more of this route."""
+        del self.routes[key]
+        self._inbox = None
 
     def resume(self, inbox: Inbox) -> None:
         """``inbox`` has room again, or is gone."""

@@ -166,3 +166,16 @@ def test_the_environment_can_ask_for_interpreted_modules(
     monkeypatch.setenv(compiled.PURE_VARIABLE, value)
     assert bool(copy.search_path()) is wanted
     assert copy.describe() == ("yes" if wanted else f"no, since {compiled.PURE_VARIABLE}={value}")
+
+
+def test_an_installation_does_without_a_compiler(tmp_path: Path) -> None:
+    copy = copied(tmp_path / "asyncdist")
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(TOP / name, tmp_path)
+    shutil.copy(TOP / "asyncdist" / "_version.py", tmp_path / "asyncdist")
+    build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    environment = {**os.environ, "CC": "false", compiled.PURE_VARIABLE: ""}
+    ended = subprocess.run(build, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    assert copy.folder().is_dir(), "tools/setup would try again each time"
+    assert "install gcc" in copy.describe()

@@ -25,8 +25,12 @@ cdef class _SmallSends:
     cdef object _prepare
     cdef object _fail
     cdef dict _repeated
+    cdef _RepeatedSend _last
+    cdef object _dest
+    cdef object _tag
+    cdef Py_ssize_t _nbytes
 
-    @cython.locals(key=tuple, repeated=_RepeatedSend)
+    @cython.locals(key=tuple, repeated=_RepeatedSend, last=_RepeatedSend)
     cpdef object start(self, object buffer, object dest, object tag)
 
 

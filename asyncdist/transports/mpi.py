@@ -177,12 +177,26 @@ class _SmallSends:
         self._prepare = comm.Send_init
         self._fail = fail
         self._repeated: dict[tuple[int, int, int], _RepeatedSend] = {}
+        # The one that was used last, by the very numbers that were given.
+        self._last: _RepeatedSend | None = None
+        self._dest = self._tag = self._nbytes = -1
 
     def start(self, buffer: bytearray, dest: int, tag: int) -> Request | None:
         """Send and test once; None when the message has left already."""
+        last = self._last
+        if (
+            last is not None
+            and last.is_free
+            and dest is self._dest
+            and tag is self._tag
+            and len(buffer) == self._nbytes
+        ):
+            return last.send(buffer)
         key = dest, tag, len(buffer)
         repeated = self._repeated.get(key)
         if repeated is not None and repeated.is_free:
+            self._dest, self._tag, self._nbytes = key
+            self._last = repeated
             return repeated.send(buffer)
         if repeated is None and key[2] <= REPEATED_SEND_NBYTES_MAX and len(self._repeated) < REPEATED_SEND_COUNT_MAX:
             room = bytearray(key[2])
