@@ -90,7 +90,7 @@ class Collectives:
         if group.native is not None:
             await self._native(group, group.native.barrier, "barrier")
         elif group.size > 1:
-            await self._finish(group, self._all_gather_bytes, group, torch.zeros(1, dtype=torch.uint8))
+            await self._finish(group, self._all_gather_bytes, group, torch.zeros(1, dtype=torch.uint8, device="cpu"))
 
     async def broadcast(self, tensor: torch.Tensor, group: Group, root: int) -> torch.Tensor:
         """``root``'s values in every member's ``tensor``, in place; returns it."""
@@ -187,7 +187,7 @@ class Collectives:
             fold: the same on all members.
         """
         if group.native is not None and group.size > 1:
-            result = torch.empty(len(tensor), dtype=fold([tensor[:0]] * group.size).dtype)
+            result = torch.empty(len(tensor), dtype=fold([tensor[:0]] * group.size).dtype, device="cpu")
             await self._finish(group, fold_in_shares, self._engine, self._rooms, group, tensor, fold, Into(result))
             return result
         share = -(-len(tensor) // group.size)
@@ -248,7 +248,7 @@ class Collectives:
         position = _position(group, root)
         if send.nbytes != sizes[group.index]:
             raise LocalProtocolError(f"this rank announced {sizes[group.index]} bytes and has {send.nbytes}")
-        receive = torch.empty(sum(sizes), dtype=torch.uint8) if self._rank == root else None
+        receive = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu") if self._rank == root else None
         if group.size == 1 and receive is not None:
             receive.copy_(send)
         elif sum(sizes) and group.native is not None:
@@ -308,7 +308,7 @@ class Collectives:
 
     async def _all_reduce_in_pieces(self, native: GroupHandle, work: torch.Tensor, op: ReduceOp) -> None:
         """Through a ring of a few buffers: in place the backend takes fresh memory of its own for every piece."""
-        ring = torch.empty(_PIECES_AT_ONCE, _PIECE_NBYTES // work.itemsize, dtype=work.dtype)
+        ring = torch.empty(_PIECES_AT_ONCE, _PIECE_NBYTES // work.itemsize, dtype=work.dtype, device="cpu")
         under_way: deque[tuple[Request, torch.Tensor, torch.Tensor]] = deque()
 
         async def finish_oldest() -> None:
@@ -518,7 +518,7 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _room(like: torch.Tensor, count: int) -> torch.Tensor:
-    return torch.empty((count, *like.shape), dtype=like.dtype)
+    return torch.empty((count, *like.shape), dtype=like.dtype, device="cpu")
 
 
 class _HostCopy:

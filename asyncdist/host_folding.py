@@ -63,6 +63,7 @@ class Commons:
         self._is_shared = is_shared
         self._memories: dict[int, SharedMemory] = {}  # by where their tensors begin
 
+    @torch.inference_mode(False)  # it outlives the caller's mode
     def new(self, count: int, *, dtype: torch.dtype) -> Tensor:
         """Make one, uninitialised; in this rank's own memory where it cannot be shared, or need not be."""
         if self._is_shared and count and (dtype.is_floating_point or dtype.is_complex):
@@ -70,7 +71,7 @@ class Commons:
                 memory = SharedMemory(_memory_nbytes(count, dtype))
                 self._memories[memory.tensor.data_ptr()] = memory
                 return memory.tensor[: count * dtype.itemsize].view(dtype)
-        return torch.empty(count, dtype=dtype)
+        return torch.empty(count, dtype=dtype, device="cpu")
 
     def memory_of(self, flat: Tensor) -> SharedMemory | None:
         """The memory that a tensor begins; None where it is not shared."""
@@ -105,7 +106,7 @@ async def meet(memory: SharedMemory | None, group: Group, all_gather: AllGather)
     word = hashlib.sha256(b"".join(addresses)).digest()[:_WORD_NBYTES]
     if any(card[Address.PACKED_NBYTES :] != word for card in cards):
         views = _find_all(memory, group.index, addresses)
-        answers = await all_gather(torch.tensor([views is not None], dtype=torch.uint8))
+        answers = await all_gather(torch.tensor([views is not None], dtype=torch.uint8, device="cpu"))
         if not all(map(bool, answers)):
             views = None
         memory.views[group.tag] = word, views

@@ -125,8 +125,12 @@ def _create(token: bytes) -> int:
     return int(create(_name(token), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
 
 
+@torch.inference_mode(False)
 def _map(descriptor: int, nbytes: int) -> Tensor:
-    """Through torch, which keeps no descriptor: one of Python's own would stay open for each mapping."""
+    """Through torch, which keeps no descriptor: one of Python's own would stay open for each mapping.
+
+    An ordinary tensor, which may be written later, also where this is called in inference mode.
+    """
     found = os.fstat(descriptor).st_size
     if found != nbytes:
         raise OSError(f"the memory has {found} bytes, not {nbytes}")

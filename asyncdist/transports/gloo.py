@@ -442,7 +442,7 @@ class Link:
     def _run_watch(self) -> None:
         """Wait for what never comes: the connection ends first."""
         with self._until_closed("watch", "control"):
-            nothing = torch.zeros(TRAILER_NBYTES, dtype=torch.uint8)
+            nothing = torch.zeros(TRAILER_NBYTES, dtype=torch.uint8, device="cpu")
             self._bulk.recv([nothing], self.peer, _WATCH_TAG).wait(FOREVER)
 
     def _run_post(self) -> None:
@@ -549,7 +549,9 @@ class Mesh:
 def _close_connections(group: Any) -> None:
     """Every pair of the group at once: what a wait that times out does (pytorch wraps gloo's own behaviour)."""
     with contextlib.suppress(RuntimeError):
-        group.recv_anysource([torch.zeros(1, dtype=torch.uint8)], _POISON_TAG).wait(timedelta(milliseconds=1))
+        group.recv_anysource([torch.zeros(1, dtype=torch.uint8, device="cpu")], _POISON_TAG).wait(
+            timedelta(milliseconds=1)
+        )
 
 
 def make_group(store: Any, name: str, rank: int, size: int, timeout: timedelta) -> Any:
