@@ -96,7 +96,7 @@ async def meet(memory: SharedMemory | None, group: Group, all_gather: AllGather)
     Returns:
         Every member's memory, or None, where somebody has none or cannot find another one's: the same on all members.
     """
-    known, views = (b"", None) if memory is None else memory.views.get(group.tag, (b"", None))
+    known, views = (b"", None) if memory is None else memory.views.get(group, (b"", None))
     address = _NOWHERE if memory is None else memory.address.pack()
     card = torch.frombuffer(bytearray(address + known.ljust(_WORD_NBYTES, b"\0")), dtype=torch.uint8)
     cards = [bytes(each.numpy()) for each in await all_gather(card)]
@@ -109,7 +109,7 @@ async def meet(memory: SharedMemory | None, group: Group, all_gather: AllGather)
         answers = await all_gather(torch.tensor([views is not None], dtype=torch.uint8, device="cpu"))
         if not all(map(bool, answers)):
             views = None
-        memory.views[group.tag] = word, views
+        memory.views[group] = word, views
     return views
 
 

@@ -324,6 +324,21 @@ def test_a_flat_tensor_and_its_rooms() -> None:
     assert [commons.memory_of(flat) is not None for flat in flats] == [True, False, False]
 
 
+async def test_what_a_group_has_mapped_goes_with_the_group() -> None:
+    """A model that is averaged in one new group after another maps no more than in one."""
+    async with sharing(2) as made:
+        spreads = [spread_of([torch.ones(9)], Commons(True)) for _ in range(2)]
+        counts = []
+        for _ in range(3):
+            groups = await asyncio.gather(*(world.new_group([0, 1]) for world in made))
+            await mean_of_all(made, spreads, groups)
+            del groups
+            spreads = [spread_over(spread, [torch.ones(9)]) for spread in spreads]
+            gc.collect()
+            counts.append(mapped_count())
+        assert counts == [2] * 3
+
+
 async def test_memory_goes_with_the_last_who_uses_it() -> None:
     async with sharing(2) as made:
         before = descriptor_count()
