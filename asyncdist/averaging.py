@@ -6,9 +6,9 @@ model on one of them is an error that names the first difference, on all of them
 get the same bits.
 
 Tensors are read and written piece by piece while the others are on their way: until the call has ended no other task
-may use the model. Processes of one host, under MPI or on torch, send nothing: they read each other's flat copies
-(:mod:`asyncdist.host_folding`, which says what memory that takes). Where that cannot be had, messages are used, and
-what comes out is the same.
+may use the model. Processes of one host, under MPI or on torch, send nothing from 64 KiB on: they read each other's
+flat copies (:mod:`asyncdist.host_folding`, which says what memory that takes). Where that cannot be had, messages are
+used, and what comes out is the same.
 
 **Cancellation**: the collectives end in the background; this rank's tensors are as they were before.
 """

@@ -34,7 +34,7 @@ from asyncdist.errors import LocalProtocolError, RankLostError
 from asyncdist.flat import divide
 from asyncdist.folding import Fold, Into, Rooms, fold_in_shares
 from asyncdist.groups import Group
-from asyncdist.host_folding import fold_on_host, meet
+from asyncdist.host_folding import fold_on_host, is_worth_sharing, meet
 from asyncdist.progress import Engine, settle, yield_to_loop
 from asyncdist.spread import Spread
 from asyncdist.streams import byte_view
@@ -159,7 +159,7 @@ class Collectives:
             await asyncio.shield(self.start_sequence(group, lambda alone: alone.all_mean_spread(spread, group)))
             return
         count = len(spread.flat)
-        views = await self._shared_views(spread, group) if group.size > 1 and count else None
+        views = await self._shared_views(spread, group)
         if views is not None:
             barrier = functools.partial(self.barrier, group)
             await fold_on_host(group, spread, views, _mean_into, barrier)
@@ -170,8 +170,9 @@ class Collectives:
             spread.store(0, await self.all_mean(spread.flat.clone(), group))
 
     async def _shared_views(self, spread: Spread, group: Group) -> list[torch.Tensor] | None:
-        """Every member's memory, where they are on one host."""
-        if not self._engine.transport.capabilities.shares_memory:
+        """Every member's memory, where they are on one host and had better use it."""
+        is_wanted = group.size > 1 and is_worth_sharing(len(spread.flat), spread.flat.dtype)
+        if not is_wanted or not self._engine.transport.capabilities.shares_memory:
             return None
         return await meet(spread.memory, group, lambda card: self.all_gather(card, group))
 

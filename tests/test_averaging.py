@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import asyncdist as ad
+from asyncdist import host_folding
 from asyncdist.collectives import Collectives
 
 
@@ -109,8 +110,11 @@ async def test_a_model_that_has_grown_since() -> None:
 
 @pytest.mark.parametrize("average", [ad.average_models, ad.average_gradients])
 @pytest.mark.parametrize("shares", [False, True])
-def test_what_is_kept_of_a_call_in_inference_mode_serves_the_next_one_outside(average: Any, shares: bool) -> None:
+def test_what_is_kept_of_a_call_in_inference_mode_serves_the_next_one_outside(
+    average: Any, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It was made of inference tensors, which nobody may write outside that mode: the job ended."""
+    monkeypatch.setattr(host_folding, "SHARED_NBYTES_MIN", 0)
 
     async def main(world: ad.World) -> bool:
         transport = world.engine.transport

@@ -49,6 +49,11 @@ async def sharing(size: int) -> AsyncIterator[list[ad.World]]:
         yield made
 
 
+@pytest.fixture(autouse=True)
+def everything_is_worth_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_folding, "SHARED_NBYTES_MIN", 0)
+
+
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_folding, "PIECE_NBYTES", 192)
@@ -211,6 +216,18 @@ async def counted_mean(made: Sequence[ad.World], spreads: Sequence[Spread], monk
         patch.setattr("asyncdist.collectives.meet", counting)
         await mean_of_all(made, spreads)
     return count
+
+
+async def test_a_few_bytes_are_sent_without_asking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_folding, "SHARED_NBYTES_MIN", 80)
+    async with sharing(2) as made:
+        for count, gather_count in ((0, 0), (19, 0), (20, 2)):
+            lines = [[numbers(rank, count, torch.float32)] for rank in range(2)]
+            expected = _mean([line[0].clone() for line in lines])
+            spreads = [spread_of(line, Commons(True)) for line in lines]
+            assert [spread.memory is not None for spread in spreads] == [gather_count > 0] * 2
+            assert await counted_mean(made, spreads, monkeypatch) == gather_count
+            assert [bits(line[0]) for line in lines] == [bits(expected)] * 2
 
 
 async def test_members_map_each_other_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,6 +393,7 @@ def test_a_rank_that_is_killed_in_the_middle(turn: str) -> None:
         import asyncdist as ad
         from asyncdist import host_folding
 
+        host_folding.SHARED_NBYTES_MIN = 0
         original = host_folding._Folding.{turn}
 
         def deadly(self, number):
