@@ -368,7 +368,7 @@ async def test_memory_goes_with_the_last_who_uses_it() -> None:
 
 # ------------------------------------------------------------------------------------------------------ real processes
 
-STORIES = ["the_same_bits", "groups_in_turn", "cancelled", "another_model", "nothing_is_left"]
+STORIES = ["the_same_bits", "groups_in_turn", "cancelled", "cancelled_anywhere", "another_model", "nothing_is_left"]
 
 
 @pytest.mark.timeout(300)
