@@ -6,9 +6,9 @@ model on one of them is an error that names the first difference, on all of them
 get the same bits.
 
 Tensors are read and written piece by piece while the others are on their way: until the call has ended no other task
-may use the model. Processes of one host, under MPI or on torch, send nothing: they read each other's flat copies
-(:mod:`asyncdist.host_folding`, which says what memory that takes). Where that cannot be had, messages are used, and
-what comes out is the same.
+may use the model. Processes of one host, under MPI or on torch, send nothing from 64 KiB on: they read each other's
+flat copies (:mod:`asyncdist.host_folding`, which says what memory that takes). Where that cannot be had, messages are
+used, and what comes out is the same.
 
 **Cancellation**: the collectives end in the background; this rank's tensors are as they were before.
 """
@@ -248,7 +248,7 @@ class _Gradients:
         self.fingerprint = Fingerprint(
             tuple(((name,), tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named)
         )
-        self.present = torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.uint8)
+        self.present = torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.uint8, device="cpu")
         present_digest = hashlib.sha256(self.present.numpy().tobytes()).digest()
         self._flats: dict[torch.dtype, Tensor] = {}
         self._views: dict[torch.dtype, list[Tensor]] = {}
@@ -265,6 +265,7 @@ class _Gradients:
         self._missing: list[tuple[nn.Parameter, Tensor]] = []
         self.lay_out()
 
+    @torch.inference_mode(False)  # what is kept outlives the caller's mode
     def lay_out(self) -> None:
         """Find the gradients that are present; zeros in place of those that this rank has not."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -297,7 +298,7 @@ class _Gradients:
         if kept is not None and kept.numel() == count:
             return kept
         if any(tensor.is_cuda for tensor in tensors):
-            return torch.empty(count, dtype=dtype, pin_memory=True)
+            return torch.empty(count, dtype=dtype, device="cpu", pin_memory=True)
         return self._commons.new(count, dtype=dtype)
 
 

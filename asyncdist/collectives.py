@@ -34,7 +34,7 @@ from asyncdist.errors import LocalProtocolError, RankLostError
 from asyncdist.flat import divide
 from asyncdist.folding import Fold, Into, Rooms, fold_in_shares
 from asyncdist.groups import Group
-from asyncdist.host_folding import fold_on_host, meet
+from asyncdist.host_folding import fold_on_host, is_worth_sharing, meet
 from asyncdist.progress import Engine, settle, yield_to_loop
 from asyncdist.spread import Spread
 from asyncdist.streams import byte_view
@@ -90,7 +90,7 @@ class Collectives:
         if group.native is not None:
             await self._native(group, group.native.barrier, "barrier")
         elif group.size > 1:
-            await self._finish(group, self._all_gather_bytes, group, torch.zeros(1, dtype=torch.uint8))
+            await self._finish(group, self._all_gather_bytes, group, torch.zeros(1, dtype=torch.uint8, device="cpu"))
 
     async def broadcast(self, tensor: torch.Tensor, group: Group, root: int) -> torch.Tensor:
         """``root``'s values in every member's ``tensor``, in place; returns it."""
@@ -159,7 +159,7 @@ class Collectives:
             await asyncio.shield(self.start_sequence(group, lambda alone: alone.all_mean_spread(spread, group)))
             return
         count = len(spread.flat)
-        views = await self._shared_views(spread, group) if group.size > 1 and count else None
+        views = await self._shared_views(spread, group)
         if views is not None:
             barrier = functools.partial(self.barrier, group)
             await fold_on_host(group, spread, views, _mean_into, barrier)
@@ -170,8 +170,9 @@ class Collectives:
             spread.store(0, await self.all_mean(spread.flat.clone(), group))
 
     async def _shared_views(self, spread: Spread, group: Group) -> list[torch.Tensor] | None:
-        """Every member's memory, where they are on one host."""
-        if not self._engine.transport.capabilities.shares_memory:
+        """Every member's memory, where they are on one host and had better use it."""
+        is_wanted = group.size > 1 and is_worth_sharing(len(spread.flat), spread.flat.dtype)
+        if not is_wanted or not self._engine.transport.capabilities.shares_memory:
             return None
         return await meet(spread.memory, group, lambda card: self.all_gather(card, group))
 
@@ -187,7 +188,7 @@ class Collectives:
             fold: the same on all members.
         """
         if group.native is not None and group.size > 1:
-            result = torch.empty(len(tensor), dtype=fold([tensor[:0]] * group.size).dtype)
+            result = torch.empty(len(tensor), dtype=fold([tensor[:0]] * group.size).dtype, device="cpu")
             await self._finish(group, fold_in_shares, self._engine, self._rooms, group, tensor, fold, Into(result))
             return result
         share = -(-len(tensor) // group.size)
@@ -248,7 +249,7 @@ class Collectives:
         position = _position(group, root)
         if send.nbytes != sizes[group.index]:
             raise LocalProtocolError(f"this rank announced {sizes[group.index]} bytes and has {send.nbytes}")
-        receive = torch.empty(sum(sizes), dtype=torch.uint8) if self._rank == root else None
+        receive = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu") if self._rank == root else None
         if group.size == 1 and receive is not None:
             receive.copy_(send)
         elif sum(sizes) and group.native is not None:
@@ -308,7 +309,7 @@ class Collectives:
 
     async def _all_reduce_in_pieces(self, native: GroupHandle, work: torch.Tensor, op: ReduceOp) -> None:
         """Through a ring of a few buffers: in place the backend takes fresh memory of its own for every piece."""
-        ring = torch.empty(_PIECES_AT_ONCE, _PIECE_NBYTES // work.itemsize, dtype=work.dtype)
+        ring = torch.empty(_PIECES_AT_ONCE, _PIECE_NBYTES // work.itemsize, dtype=work.dtype, device="cpu")
         under_way: deque[tuple[Request, torch.Tensor, torch.Tensor]] = deque()
 
         async def finish_oldest() -> None:
@@ -518,7 +519,7 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _room(like: torch.Tensor, count: int) -> torch.Tensor:
-    return torch.empty((count, *like.shape), dtype=like.dtype)
+    return torch.empty((count, *like.shape), dtype=like.dtype, device="cpu")
 
 
 class _HostCopy:

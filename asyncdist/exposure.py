@@ -282,7 +282,7 @@ class _StreamExposure(Exposure):
         self._others = tuple(rank for rank in group.ranks if rank != world.rank)
         self._nbytes = nbytes
         self._chunk_nbytes = chunk_nbytes
-        self._slots = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2)]
+        self._slots = [torch.zeros(nbytes, dtype=torch.uint8, device="cpu") for _ in range(2)]
         self._begun = False
         self._closed = False
         self._answers: list[_Answer] = []

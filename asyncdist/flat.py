@@ -184,6 +184,7 @@ class FlatState:
         """Bytes of one snapshot."""
         return sum(size * dtype.itemsize for dtype, size in self._sizes.items())
 
+    @torch.inference_mode(False)  # they outlive the caller's mode
     def new_buffers(
         self,
         *,

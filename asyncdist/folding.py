@@ -79,10 +79,13 @@ class Rooms:
     def __init__(self) -> None:
         self._kept: Tensor | None = None
 
+    @torch.inference_mode(False)  # it outlives the caller's mode
     def take(self, nbytes: int) -> Tensor:
         """So many bytes or more; the caller's until :meth:`give_back`, or for good."""
         kept, self._kept = self._kept, None
-        return kept if kept is not None and len(kept) >= nbytes else torch.empty(nbytes, dtype=torch.uint8)
+        return (
+            kept if kept is not None and len(kept) >= nbytes else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        )
 
     def give_back(self, memory: Tensor) -> None:
         """Keep it for the next :meth:`take`; nothing is under way in it."""

@@ -92,7 +92,7 @@ def _describe(data: Any) -> tuple[tuple[str, str, list[int]], torch.Tensor]:
     if data.ndim == 0:
         raise ValueError(f"the data is a tensor without dimensions, {data.item()!r}; {_ALLOWED}")
     host = data.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-    content = host.view(-1).view(torch.uint8) if host.numel() else torch.empty(0, dtype=torch.uint8)
+    content = host.view(-1).view(torch.uint8) if host.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
     return ("tensor", str(data.dtype).removeprefix("torch."), list(data.shape)), content
 
 

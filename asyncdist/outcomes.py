@@ -212,7 +212,7 @@ async def collect(
     sizes = [frame.later_nbytes for frame in frames]
     if any(frame.has_error for frame in frames):
         return frames, None
-    later: torch.Tensor | None = torch.empty(0, dtype=torch.uint8)
+    later: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device="cpu")
     if any(sizes):
         own = outcome.payload if sizes[group.index] else b""
         later = await collectives.gather_bytes(_to_tensor(own or b""), sizes, group, root)
@@ -237,7 +237,7 @@ async def share_payload(collectives: Collectives, group: Group, outcome: Outcome
     if not frame.later_nbytes:
         return frame.inline
     is_root = group.ranks[group.index] == root
-    room = _to_tensor(outcome.payload or b"") if is_root else torch.empty(frame.nbytes, dtype=torch.uint8)
+    room = _to_tensor(outcome.payload or b"") if is_root else torch.empty(frame.nbytes, dtype=torch.uint8, device="cpu")
     return bytes((await collectives.broadcast(room, group, root)).numpy())
 
 
@@ -282,4 +282,8 @@ def _cut(text: str, nbytes_max: int) -> str:
 
 
 def _to_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )

@@ -118,7 +118,7 @@ def split_key_to_devices(key: int | torch.Generator, devices: Sequence[torch.dev
 
 def get_global_ranks(*, world: World | None = None) -> Tensor:
     """All ranks of the world in order, int64 of shape [size]: split over an axis, each rank gets those of its shard."""
-    return torch.arange((world or current_world()).size)
+    return torch.arange((world or current_world()).size, device="cpu")
 
 
 def get_process_id() -> int:

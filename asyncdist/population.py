@@ -231,8 +231,8 @@ async def _all_lines(axis: Axis, outline: trees.Outline) -> list[trees.Lines]:
     """The outline of every rank's tree."""
     collectives, group = axis.world.collectives, axis.group
     text = torch.frombuffer(bytearray(trees.lines_to_text(outline.lines).encode()), dtype=torch.uint8)
-    counts = await collectives.all_gather(torch.tensor([text.numel()]), group)
-    room = torch.zeros(int(max(counts)), dtype=torch.uint8)
+    counts = await collectives.all_gather(torch.tensor([text.numel()], device="cpu"), group)
+    room = torch.zeros(int(max(counts)), dtype=torch.uint8, device="cpu")
     room[: text.numel()] = text
     texts = await collectives.all_gather(room, group)
     return [

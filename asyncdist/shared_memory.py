@@ -79,8 +79,9 @@ class SharedMemory:
     Attributes:
         tensor: uint8, zeros at first.
         address: for the others.
-        views: what is known of other members' memory, by the tag of a group: a word for all of it, and that memory,
-            this rank's own included, in the group's order; or None, where not all members can have all of it.
+        views: what is known of other members' memory, by group, for as long as that lives: a word for all of it, and
+            that memory, this rank's own included, in the group's order; or None, where not all members can have all of
+            it.
 
     Raises:
         OSError: this system has no such memory, or not as much.
@@ -94,7 +95,7 @@ class SharedMemory:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self.address = Address(os.getpid(), descriptor, nbytes, token)
         self.tensor = _map(descriptor, nbytes)
-        self.views: dict[int, tuple[bytes, list[Tensor] | None]] = {}
+        self.views: weakref.WeakKeyDictionary[object, tuple[bytes, list[Tensor] | None]] = weakref.WeakKeyDictionary()
 
 
 def find(address: Address) -> Tensor:
@@ -125,8 +126,12 @@ def _create(token: bytes) -> int:
     return int(create(_name(token), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
 
 
+@torch.inference_mode(False)
 def _map(descriptor: int, nbytes: int) -> Tensor:
-    """Through torch, which keeps no descriptor: one of Python's own would stay open for each mapping."""
+    """Through torch, which keeps no descriptor: one of Python's own would stay open for each mapping.
+
+    An ordinary tensor, which may be written later, also where this is called in inference mode.
+    """
     found = os.fstat(descriptor).st_size
     if found != nbytes:
         raise OSError(f"the memory has {found} bytes, not {nbytes}")

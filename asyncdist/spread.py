@@ -98,7 +98,7 @@ class Spread:
             tensor.view(-1)[first : first + len(part)].copy_(part)
             return
         if first == 0:
-            self._rest = torch.empty(tensor.numel(), dtype=part.dtype)
+            self._rest = torch.empty(tensor.numel(), dtype=part.dtype, device="cpu")
         assert self._rest is not None, "parts come in order"
         self._rest[first : first + len(part)] = part
         if first + len(part) == tensor.numel():

@@ -200,7 +200,7 @@ def _unpack_tensor(content: list[Any]) -> torch.Tensor:
     dtype = _DTYPES[name]
     _check_size(shape, dtype.itemsize, _bytes(data))
     if not data:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
 
 

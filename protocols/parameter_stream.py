@@ -261,7 +261,7 @@ class ChunkRing:
         place = number % WINDOW_COUNT
         found = self._buffers.get(place)
         if found is None:
-            buffer = torch.empty(self._chunk_nbytes or CHUNK_NBYTES, dtype=torch.uint8)
+            buffer = torch.empty(self._chunk_nbytes or CHUNK_NBYTES, dtype=torch.uint8, device="cpu")
             found = self._buffers[place] = buffer, byte_view(buffer)
         return found
 

@@ -125,7 +125,7 @@ class RowLayout:
         """The batch that was packed, in tensors of its own."""
         parts, start = {}, 0
         for field in self.fields:
-            tensor = torch.empty((len(rows), *field.shape), dtype=_dtype(field.dtype))
+            tensor = torch.empty((len(rows), *field.shape), dtype=_dtype(field.dtype), device="cpu")
             if tensor.numel():
                 _as_bytes(tensor.view(len(rows), -1))[...] = rows[:, start : start + field.nbytes]
             start += field.nbytes

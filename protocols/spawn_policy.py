@@ -348,13 +348,13 @@ class SpawnPolicy(abc.ABC):
         mine = self._flat.fingerprint
         first = self._group.ranks[0]
         text = mine.to_text().encode()
-        length = await self._world.collectives.broadcast(torch.tensor(len(text)), self._group, first)
+        length = await self._world.collectives.broadcast(torch.tensor(len(text), device="cpu"), self._group, first)
         room = torch.frombuffer(bytearray(text), dtype=torch.uint8) if self._world.rank == first else None
-        theirs = room if room is not None else torch.empty(int(length), dtype=torch.uint8)
+        theirs = room if room is not None else torch.empty(int(length), dtype=torch.uint8, device="cpu")
         await self._world.collectives.broadcast(theirs, self._group, first)
         difference = first_difference(mine, Fingerprint.from_text(bytes(theirs.numpy()).decode()))
         note = f"{difference} (here: rank {self._world.rank}, there: rank {first})" if difference else ""
-        found = torch.zeros(512, dtype=torch.uint8)
+        found = torch.zeros(512, dtype=torch.uint8, device="cpu")
         encoded = note.encode()[: found.numel()]
         found.numpy()[: len(encoded)] = list(encoded)
         for other in await self._world.collectives.all_gather(found, self._group):

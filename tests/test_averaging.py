@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 from collections import Counter
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import asyncdist as ad
+from asyncdist import host_folding
 from asyncdist.collectives import Collectives
 
 
@@ -104,3 +106,40 @@ async def test_a_model_that_has_grown_since() -> None:
         await ad.average_gradients(model)
         model[0].weight.grad = None
         await ad.average_gradients(model)
+
+
+@pytest.mark.parametrize("average", [ad.average_models, ad.average_gradients])
+@pytest.mark.parametrize("shares", [False, True])
+def test_what_is_kept_of_a_call_in_inference_mode_serves_the_next_one_outside(
+    average: Any, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was made of inference tensors, which nobody may write outside that mode: the job ended."""
+    monkeypatch.setattr(host_folding, "SHARED_NBYTES_MIN", 0)
+
+    async def main(world: ad.World) -> bool:
+        transport = world.engine.transport
+        transport.capabilities = dataclasses.replace(transport.capabilities, shares_memory=shares)
+        model = nn.Linear(3, 3)
+        tensors = list(model.parameters())
+        if average is ad.average_gradients:
+            for parameter in tensors:
+                parameter.grad = torch.zeros_like(parameter)
+            tensors = [parameter.grad for parameter in tensors]
+        for is_inference in (True, False):
+            with torch.no_grad():
+                for tensor in tensors:
+                    tensor.fill_(float(world.rank))
+            await ad.barrier()
+            mode = torch.inference_mode(is_inference)
+            if world.rank == 0:  # one mode for the ranks of a process
+                mode.__enter__()
+            await ad.barrier()
+            await average(model)
+            await ad.barrier()
+            if world.rank == 0:
+                mode.__exit__(None, None, None)
+            await ad.barrier()
+            assert all(bool((tensor == 0.5).all()) for tensor in tensors)
+        return any(tensor.is_inference() for tensor in tensors)
+
+    assert ad.run_local(main, ranks=2, strict=True) == [False] * 2

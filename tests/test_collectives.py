@@ -152,3 +152,32 @@ def test_after_the_failure_of_the_job_no_collective_starts() -> None:
 
     with pytest.raises(RankLostError):
         ad.run_local(main, ranks=1)
+
+
+def test_a_default_device_is_the_users() -> None:
+    """Nothing of ours is made there. Meta stands for any: whoever reads a value of it fails."""
+
+    async def main(world: ad.World) -> None:
+        rank = torch.full((3,), float(world.rank), device="cpu")
+        await ad.barrier()
+        assert (await ad.all_reduce(rank.clone(), op="max")).tolist() == [2.0] * 3
+        assert torch.stack(await ad.all_gather(rank)).tolist() == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
+        empty = torch.empty(0, device="cpu")
+        assert [len(each) for each in await ad.all_gather(empty)] == [0] * 3
+        assert (await ad.compute_and_broadcast(lambda: rank)).tolist() == [0.0] * 3
+        assert (await ad.compute_and_broadcast(lambda: rank)).tolist() == [0.0] * 3
+        assert (await ad.compute_and_broadcast(lambda: "x" * 5000)) == "x" * 5000
+        model = torch.nn.Linear(3, 1, bias=False, device="cpu")
+        for average in (ad.average_models, ad.average_gradients):
+            with torch.no_grad():
+                model.weight.fill_(float(world.rank))
+            model.weight.grad = model.weight.detach().clone()
+            await average(model)
+            averaged = model.weight if average is ad.average_models else model.weight.grad
+            assert averaged.tolist() == [[1.0] * 3]
+
+    torch.set_default_device("meta")
+    try:
+        ad.run_local(main, ranks=3, strict=True)
+    finally:
+        torch.set_default_device(None)

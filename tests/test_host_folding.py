@@ -49,6 +49,11 @@ async def sharing(size: int) -> AsyncIterator[list[ad.World]]:
         yield made
 
 
+@pytest.fixture(autouse=True)
+def everything_is_worth_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_folding, "SHARED_NBYTES_MIN", 0)
+
+
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_folding, "PIECE_NBYTES", 192)
@@ -213,6 +218,18 @@ async def counted_mean(made: Sequence[ad.World], spreads: Sequence[Spread], monk
     return count
 
 
+async def test_a_few_bytes_are_sent_without_asking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_folding, "SHARED_NBYTES_MIN", 80)
+    async with sharing(2) as made:
+        for count, gather_count in ((0, 0), (19, 0), (20, 2)):
+            lines = [[numbers(rank, count, torch.float32)] for rank in range(2)]
+            expected = _mean([line[0].clone() for line in lines])
+            spreads = [spread_of(line, Commons(True)) for line in lines]
+            assert [spread.memory is not None for spread in spreads] == [gather_count > 0] * 2
+            assert await counted_mean(made, spreads, monkeypatch) == gather_count
+            assert [bits(line[0]) for line in lines] == [bits(expected)] * 2
+
+
 async def test_members_map_each_other_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Again only where a member's memory is another one."""
     async with sharing(3) as made:
@@ -324,6 +341,21 @@ def test_a_flat_tensor_and_its_rooms() -> None:
     assert [commons.memory_of(flat) is not None for flat in flats] == [True, False, False]
 
 
+async def test_what_a_group_has_mapped_goes_with_the_group() -> None:
+    """A model that is averaged in one new group after another maps no more than in one."""
+    async with sharing(2) as made:
+        spreads = [spread_of([torch.ones(9)], Commons(True)) for _ in range(2)]
+        counts = []
+        for _ in range(3):
+            groups = await asyncio.gather(*(world.new_group([0, 1]) for world in made))
+            await mean_of_all(made, spreads, groups)
+            del groups
+            spreads = [spread_over(spread, [torch.ones(9)]) for spread in spreads]
+            gc.collect()
+            counts.append(mapped_count())
+        assert counts == [2] * 3
+
+
 async def test_memory_goes_with_the_last_who_uses_it() -> None:
     async with sharing(2) as made:
         before = descriptor_count()
@@ -336,7 +368,7 @@ async def test_memory_goes_with_the_last_who_uses_it() -> None:
 
 # ------------------------------------------------------------------------------------------------------ real processes
 
-STORIES = ["the_same_bits", "groups_in_turn", "cancelled", "another_model", "nothing_is_left"]
+STORIES = ["the_same_bits", "groups_in_turn", "cancelled", "cancelled_anywhere", "another_model", "nothing_is_left"]
 
 
 @pytest.mark.timeout(300)
@@ -361,6 +393,7 @@ def test_a_rank_that_is_killed_in_the_middle(turn: str) -> None:
         import asyncdist as ad
         from asyncdist import host_folding
 
+        host_folding.SHARED_NBYTES_MIN = 0
         original = host_folding._Folding.{turn}
 
         def deadly(self, number):

@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
+from torch.utils._device import _device_constructors
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -187,6 +188,22 @@ def test_nothing_is_pickled_and_nothing_is_evaluated(trees: dict[str, ast.Module
             node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         }
         assert not called & ({"eval"} if name == "launch" else {"eval", "exec", "compile"}), name
+
+
+@pytest.mark.parametrize("trees", [ASYNCDIST, PROTOCOLS], ids=["asyncdist", "protocols"])
+def test_every_new_tensor_names_its_device(trees: dict[str, ast.Module]) -> None:
+    """``torch.set_default_device`` is the user's: with it a barrier failed, whose byte lay on a GPU."""
+    makers = {maker.__name__ for maker in _device_constructors()}
+    calls = [
+        (name, node)
+        for name, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{maker}" for maker in makers}
+    ]
+    assert calls, "the parser sees what it should"
+    assert not [
+        f"{name}, line {call.lineno}" for name, call in calls if "device" not in {key.arg for key in call.keywords}
+    ]
 
 
 def test_every_module_says_what_it_is() -> None:

@@ -7,13 +7,16 @@ import functools
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from support.torchrun import Result, free_port, rank_environment, run_ranks, run_source, run_torchrun, run_torchruns
 from torch import distributed as dist
 
@@ -21,7 +24,7 @@ import asyncdist as ad
 from asyncdist import launch
 from asyncdist.errors import RankLostError, TransportError, TruncationError
 from asyncdist.transports.base import ANY_SOURCE
-from asyncdist.transports.gloo import reason
+from asyncdist.transports.gloo import _ENTRY, _FRAME, _MESSAGE, _RING_COUNT, Link, reason
 from asyncdist.transports.matching import Inbox, InlineMessage, Matcher, OwnMessage, Receive, Send
 from asyncdist.transports.meeting import _Gathering as Gathering
 
@@ -702,3 +705,53 @@ def test_what_gloo_says_is_cut_to_the_fact() -> None:
     text = "[/gloo/pair.cc:7] Read error [127.0.0.1]:51409: Connection reset by peer. This is typically caused by\nx"
     assert reason(RuntimeError(text)) == "Read error [127.0.0.1]:51409: Connection reset by peer"
     assert reason(RuntimeError("plain")) == "plain"
+
+
+# --------------------------------------------------------------------------------------------------------------- links
+
+
+class DyingPeer:
+    """In place of gloo's group: the peer has sent some frames and died before any of them was looked at."""
+
+    def __init__(self, frames: Sequence[bytes]) -> None:
+        self._frames = list(frames)
+        self._room_count = _RING_COUNT
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        del peer, tag
+        if not self._room_count:
+            raise RuntimeError("Connection closed by peer")
+        self._room_count -= 1
+        frame = self._frames.pop(0) if self._frames else None
+        if frame is not None:
+            tensors[0][: len(frame)] = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+
+        def wait(timeout: timedelta) -> None:
+            del timeout
+            if frame is None:
+                raise RuntimeError("Connection closed by peer")
+
+        return SimpleNamespace(wait=wait)
+
+    def send(self, *_: object) -> Any:
+        raise RuntimeError("Connection closed by peer")
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 8, 9, _RING_COUNT])
+def test_all_frames_of_a_peer_that_has_died_since_are_taken_before_its_loss_is_told(
+    matcher: Matcher, count: int
+) -> None:
+    """Some receives of the ring are posted again meanwhile, which gloo refuses: the others have come all the same."""
+    entries = [_ENTRY.pack(_MESSAGE, 7, 0, 1) + bytes([number]) for number in range(count)]
+    control = DyingPeer([_FRAME.pack(0, _FRAME.size + len(entry)) + entry for entry in entries])
+    lost: list[str] = []
+    rung = threading.Event()
+    matcher.inbox.set_bell(rung.set)
+    receives = [post(matcher, 1, 3, 7) for _ in range(count)]
+    Link(3, control, DyingPeer([]), matcher, lambda rank, error: lost.append(f"{rank}: {error}"))
+    while not lost:
+        assert rung.wait(LONG_S)
+        rung.clear()
+        matcher.inbox.empty()
+    assert [list(buffer) for receive, buffer in receives if receive.done] == [[number] for number in range(count)]
+    assert lost == ["3: rank 3 is gone: its connection was closed (Connection closed by peer) [rank=3]"]

@@ -418,9 +418,12 @@ class Link:
         buffers = [bytearray(SLOT_NBYTES) for _ in range(_RING_COUNT)]
         tensors = [[bytes_tensor(buffer)] for buffer in buffers]
         with self._until_closed("control", "watch"):
-            works = [self._control.recv(tensor, self.peer, _CONTROL_TAG) for tensor in tensors]
+            works = deque(self._control.recv(tensor, self.peer, _CONTROL_TAG) for tensor in tensors)
+            closed: RuntimeError | None = None
             for slot in itertools.cycle(range(_RING_COUNT)):
-                works[slot].wait(FOREVER)
+                if closed is not None and not works:
+                    raise closed
+                works.popleft().wait(FOREVER)
                 buffer = buffers[slot]
                 _, nbytes = _FRAME.unpack_from(buffer)
                 frame = memoryview(buffer[:nbytes])
@@ -429,14 +432,17 @@ class Link:
                     if kind == _ABORT:
                         end_process(self.peer, exit_code)
                 self._inbox.put(self._on_frame, frame)
-                if slot % _BATCH_COUNT == _BATCH_COUNT - 1:
-                    for free in range(slot + 1 - _BATCH_COUNT, slot + 1):
-                        works[free] = self._control.recv(tensors[free], self.peer, _CONTROL_TAG)
+                if slot % _BATCH_COUNT == _BATCH_COUNT - 1 and closed is None:
+                    try:
+                        for tensor in tensors[slot + 1 - _BATCH_COUNT : slot + 1]:
+                            works.append(self._control.recv(tensor, self.peer, _CONTROL_TAG))
+                    except RuntimeError as error:  # the peer is gone; what it had sent lies in the rest of the ring
+                        closed = error
 
     def _run_watch(self) -> None:
         """Wait for what never comes: the connection ends first."""
         with self._until_closed("watch", "control"):
-            nothing = torch.zeros(TRAILER_NBYTES, dtype=torch.uint8)
+            nothing = torch.zeros(TRAILER_NBYTES, dtype=torch.uint8, device="cpu")
             self._bulk.recv([nothing], self.peer, _WATCH_TAG).wait(FOREVER)
 
     def _run_post(self) -> None:
@@ -543,7 +549,9 @@ class Mesh:
 def _close_connections(group: Any) -> None:
     """Every pair of the group at once: what a wait that times out does (pytorch wraps gloo's own behaviour)."""
     with contextlib.suppress(RuntimeError):
-        group.recv_anysource([torch.zeros(1, dtype=torch.uint8)], _POISON_TAG).wait(timedelta(milliseconds=1))
+        group.recv_anysource([torch.zeros(1, dtype=torch.uint8, device="cpu")], _POISON_TAG).wait(
+            timedelta(milliseconds=1)
+        )
 
 
 def make_group(store: Any, name: str, rank: int, size: int, timeout: timedelta) -> Any:

@@ -20,7 +20,9 @@ _MARK: Final = struct.Struct("<q")
 
 def bytes_tensor(buffer: Any) -> torch.Tensor:
     """A tensor over the buffer's own memory."""
-    return torch.frombuffer(buffer, dtype=torch.uint8) if len(buffer) else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(buffer, dtype=torch.uint8) if len(buffer) else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
 
 
 def readable(view: memoryview) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -172,6 +173,39 @@ async def cancelled(world: ad.World) -> None:
     assert bool((model.weight == 1.0).all())
 
 
+async def cancelled_anywhere(world: ad.World) -> None:
+    """In groups that overlap, one after the other: whoever gives up has its values, and the others get those too.
+
+    It writes something else into them at once, while the others are still reading.
+    """
+    choices, turns = random.Random(7), random.Random(world.rank)
+    members = [(0, 1, 2), (0, 1), (1, 2), (0, 2)]
+    groups = {ranks: await ad.new_group(ranks) for ranks in members if world.rank in ranks}
+    models = [nn.Linear(count, 100, bias=False) for count in (100, 900)]
+    cancelled_count = 0
+    for number in range(60):
+        ranks, model = choices.choice(members), choices.choice(models)
+        quitter = choices.choice([*ranks, -1])
+        if world.rank not in ranks:
+            continue
+        own, mean = 9.0 * number + world.rank, 9.0 * number + sum(ranks) / len(ranks)
+        with torch.no_grad():
+            model.weight.fill_(own)
+        task = asyncio.ensure_future(ad.average_models(model, groups[ranks]))
+        if world.rank == quitter:
+            for _ in range(turns.choice([1, 3, 10, 30])):  # in the first one nothing can be complete
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+        else:
+            await task
+        cancelled_count += task.cancelled()
+        assert bool((model.weight == (own if task.cancelled() else mean)).all()), (number, ranks, quitter)
+        with torch.no_grad():
+            model.weight.fill_(-1e6)
+    assert cancelled_count > 0
+
+
 async def another_model(world: ad.World) -> None:
     try:
         await ad.average_models(nn.Linear(3, 4 if world.rank == 1 else 3))
@@ -203,10 +237,11 @@ def mapped_and_open() -> tuple[int, int]:
     return Path("/proc/self/maps").read_text().count("memfd:asyncdist-"), len(os.listdir("/proc/self/fd"))
 
 
-STORIES = (the_same_bits, groups_in_turn, cancelled, another_model, nothing_is_left)
+STORIES = (the_same_bits, groups_in_turn, cancelled, cancelled_anywhere, another_model, nothing_is_left)
 
 
 async def main(world: ad.World) -> None:
+    host_folding.SHARED_NBYTES_MIN = 0
     names_before = set(os.listdir("/dev/shm"))
     for story in STORIES:
         host_folding.PIECE_NBYTES = 4096 if story is the_same_bits else 1 << 16
