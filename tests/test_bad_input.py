@@ -555,8 +555,9 @@ async def nothing(world: ad.World) -> None:
         (nothing, {"loop": "trio"}, "loop is 'trio'; allowed are 'uvloop', 'asyncio'"),
         (nothing, {"grace_s": 0}, "grace_s is 0; allowed: a number of seconds above 0"),
         (nothing, {"grace_s": "1"}, "grace_s is '1'; allowed: a number of seconds above 0"),
+        (nothing, {"watchdog_s": 0}, "watchdog_s is 0; allowed: a number of seconds above 0"),
     ],
-    ids=["main", "transport", "ranks", "ranks-elsewhere", "loop", "grace", "grace-text"],
+    ids=["main", "transport", "ranks", "ranks-elsewhere", "loop", "grace", "grace-text", "watchdog"],
 )
 def test_run_refuses_what_it_cannot_do(main: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:

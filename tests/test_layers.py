@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "user_streams",
     ),
     ("world", "transports.torch"),
-    ("exposure", "outcomes"),
+    ("exposure", "outcomes", "waits"),
     ("launch", "mesh"),
     ("population", "placement", "opening", "process", "tracebacks"),
     ("gradients", "shards", "supervision"),
