@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import functools
 import importlib.util
-import inspect
 import logging
 import math
 import secrets
@@ -111,6 +110,7 @@ def run(
             seconds, one warning says which of them waits for what; ``math.inf`` for never.
 
     Raises:
+        TypeError: main is no coroutine function, or cannot be called with a world and ``args``.
         ValueError: there is no such transport or backend, or it cannot carry what it is to carry.
         RankLostError: another rank failed; it has printed its traceback.
         TransportError: the transport cannot be used, the backend's works cannot be polled, or launcher and MPI library
@@ -118,7 +118,7 @@ def run(
         KeyboardInterrupt: after SIGINT, when everything has ended.
         BaseException: what ``main`` raised, or an ExceptionGroup with what its spawned tasks raised.
     """
-    _check_options(main, transport, ranks, loop, grace_s, watchdog_s, bulk)
+    _check_options(transport, ranks, loop, grace_s, watchdog_s, bulk)
     elsewhere = run_elsewhere.get()
     if elsewhere is not None:
         return cast(T, elsewhere(main, args, strict))
@@ -154,7 +154,8 @@ def run_local(
     Raises:
         BaseException: what the first rank to fail raised.
     """
-    _check_options(main, "local", ranks, loop, GRACE_S, watchdog_s)
+    checks.main_function(main, args)
+    _check_options("local", ranks, loop, GRACE_S, watchdog_s)
 
     hub = LocalHub(ranks)
     with _loop_of(loop) as event_loop, Interrupts() as interrupts:
@@ -196,7 +197,7 @@ async def open_world(
             rank=here.rank,
         )
     opening.check_bulk(bulk, transport)
-    _check_seconds("watchdog_s", watchdog_s)
+    checks.seconds("watchdog_s", watchdog_s, finite=False)
     started = opening.detect(transport)
     chosen = started.transport
     opened = LocalHub(1).transport(0) if chosen == "local" else opening.open_transport(chosen, bulk, started)
@@ -549,6 +550,8 @@ async def host_rank(
         async with hosted as world:
             if on_open is not None:
                 on_open(world)
+            if not transport.capabilities.shares_process:  # the others have looked before they began
+                checks.main_function(main, args)  # here, where a mistake that all ranks make is told once
             return Outcome(value=await main(world, *args))
     except BaseException as error:
         return Outcome(error=error)
@@ -575,17 +578,9 @@ def _loop_of(name: LoopName | None) -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def _check_options(
-    main: Any,
-    transport: str,
-    ranks: int | None,
-    loop: str | None,
-    grace_s: float,
-    watchdog_s: float,
-    bulk: str | None = None,
+    transport: str, ranks: int | None, loop: str | None, grace_s: float, watchdog_s: float, bulk: str | None = None
 ) -> None:
     opening.check_bulk(bulk, transport)
-    if not inspect.iscoroutinefunction(main):
-        raise TypeError(f"main must be a coroutine function (async def), not {main!r}")
     transport, _ = launch.split_transport(transport)
     if ranks is not None:
         checks.count("ranks", ranks)
@@ -593,14 +588,10 @@ def _check_options(
         raise ValueError(f"ranks={ranks} needs transport='local'; elsewhere the launcher decides how many there are")
     if loop not in (None, "uvloop", "asyncio"):
         raise ValueError(f"loop is {loop!r}; allowed are 'uvloop', 'asyncio'")
-    _check_seconds("grace_s", grace_s)
-    _check_seconds("watchdog_s", watchdog_s)
+    checks.seconds("grace_s", grace_s, finite=False)
+    checks.seconds("watchdog_s", watchdog_s, finite=False)
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return
     raise RuntimeError("a loop is running already (a notebook?): use async with asyncdist.open_world() as world")
-
-
-def _check_seconds(name: str, value: float) -> None:
-    checks.real(name, value, "a number of seconds above 0", low=checks.SMALLEST, high=math.inf)

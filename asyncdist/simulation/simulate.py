@@ -140,8 +140,7 @@ def simulate(
             process, a socket or something else that would not follow from the seed.
         TypeError, ValueError: an argument is of the wrong kind or out of range.
     """
-    if not inspect.iscoroutinefunction(main):
-        raise TypeError(f"main must be a coroutine function (async def), not {main!r}")
+    checks.main_function(main, args)
     ranks = checks.count("ranks", ranks)
     if type(seed) is not int:
         raise TypeError(f"seed is {seed!r}; a whole number is needed")
