@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: From the bottom up. A module may import those of lower layers alone.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_version", "checks", "errors", "flat", "shared_memory", "trees"),
+    ("calls",),
     ("tags", "packing", "scratch", "spread", "transports.base", "transports.transfers", "values"),
     (
         "wire",
