@@ -6,8 +6,11 @@ A bool is refused where a number is needed: it is a mistaken flag.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import operator
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any, Final, NoReturn
 
@@ -59,6 +62,45 @@ def fraction(name: str, value: Any) -> float:
     return real(name, value, "a number from 0 to 1", low=0.0, high=1.0)
 
 
-def seconds(name: str, value: Any) -> float:
-    """A finite duration above 0. Raises ValueError for another."""
+def seconds(name: str, value: Any, *, finite: bool = True) -> float:
+    """A duration above 0. Raises ValueError for another."""
+    if not finite:
+        return real(name, value, "a number of seconds above 0", low=SMALLEST, high=math.inf)
     return real(name, value, "a finite number of seconds above 0", low=SMALLEST)
+
+
+def main_function(main: Any, args: Sequence[Any]) -> None:
+    """Refuse a main that cannot be called with a world and ``args``; the words name its line, and no address.
+
+    So ranks that all make the mistake say the same, and one of them says it for the job.
+
+    Raises:
+        TypeError: it is no coroutine function, takes no world, or takes other arguments.
+    """
+    what = _place_of(main)
+    if not inspect.iscoroutinefunction(main):
+        raise TypeError(f"main must be a coroutine function (async def), and {what} is none")
+    try:
+        signature = inspect.signature(main)
+    except ValueError:  # it has none that can be read: the call will tell
+        return
+    try:
+        signature.bind(None, *args)
+    except TypeError as error:
+        if not signature.parameters:
+            name = main.__name__ if inspect.isfunction(main) else "main"
+            raise TypeError(
+                f"main is given the world, and {what} takes no argument: write async def {name}(world)"
+            ) from None
+        given = f"the world and {len(args)} more argument{'s'[: len(args) != 1]}"
+        raise TypeError(f"main is given {given}, which does not fit {what}: {error}") from None
+
+
+def _place_of(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function) if callable(function) else function
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return getattr(function, "__qualname__", None) or f"an object of type {type(function).__name__}"
+    return f"{function.__qualname__} ({code.co_filename}:{code.co_firstlineno})"

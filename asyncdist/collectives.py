@@ -12,6 +12,11 @@ A member that leaves the world before it has started a collective takes no part 
 every transport, also while they wait (:mod:`asyncdist.attendance`). One that is lost ends
 all collectives of its groups: RankLostError.
 
+Members that call different collectives in each other's place, or pass different roots, reductions, shapes or dtypes,
+are named in a simulation, each with its line (:mod:`asyncdist.calls`). Between processes only helpers are
+(:mod:`asyncdist.outcomes`), and :func:`asyncdist.barrier`: a broadcast that meets a gather sends, as that does, and
+neither receives, so no header would be read. Where they are made of messages, sizes that differ are refused.
+
 **Cancellation** of any of them: the collective goes on in the background until it completes, since the other members
 have entered it; its result is lost. Whatever this rank starts in that group afterwards waits for its turn, so that all
 members start the same ones in the same order.
@@ -30,6 +35,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from asyncdist.attendance import Attendance
+from asyncdist.calls import HELPER, CollectiveCall
 from asyncdist.errors import LocalProtocolError, RankLostError
 from asyncdist.flat import divide
 from asyncdist.folding import Fold, Into, Rooms, fold_in_shares
@@ -83,10 +89,12 @@ class Collectives:
         self._spawn = spawn
         self._rooms = Rooms() if rooms is None else rooms
         self._attendance = attendance
+        self._book = None if attendance is None else engine.transport.call_book
         self._newest: dict[int, asyncio.Task[Any]] = {}
 
     async def barrier(self, group: Group) -> None:
         """Return once every member has entered."""
+        self._note(group, "barrier")
         if group.native is not None:
             await self._native(group, group.native.barrier, "barrier")
         elif group.size > 1:
@@ -95,6 +103,7 @@ class Collectives:
     async def broadcast(self, tensor: torch.Tensor, group: Group, root: int) -> torch.Tensor:
         """``root``'s values in every member's ``tensor``, in place; returns it."""
         position = _position(group, root)
+        self._note(group, "broadcast", tensor, root)
         with _HostCopy(tensor) as host:
             view = byte_view(host)
             if len(view) == 0 or group.size == 1:
@@ -109,6 +118,7 @@ class Collectives:
     async def gather(self, tensor: torch.Tensor, group: Group, root: int) -> list[torch.Tensor] | None:
         """On ``root`` every member's tensor, in the group's order; None elsewhere."""
         position = _position(group, root)
+        self._note(group, "gather", tensor, root)
         send = _to_host(tensor)
         receive = _room(send, group.size) if self._rank == root else None
         if send.numel() == 0 or group.native is None:
@@ -121,6 +131,7 @@ class Collectives:
 
     async def all_gather(self, tensor: torch.Tensor, group: Group) -> list[torch.Tensor]:
         """Every member's tensor, in the group's order."""
+        self._note(group, "all_gather", tensor)
         send = _to_host(tensor)
         if send.numel() == 0:
             await self.barrier(group)
@@ -200,6 +211,7 @@ class Collectives:
         """The elementwise reduction of every member's tensor, in place on each; returns it."""
         if op not in _REDUCE:
             raise LocalProtocolError(f"op is {op!r}; allowed are {', '.join(_REDUCE)}", op=op)
+        self._note(group, "all_reduce", tensor, reduction=op)
         work = _to_host(tensor).to(_REDUCED_AS.get(tensor.dtype, tensor.dtype))
         if work.nbytes > _PIECE_NBYTES and group.native is not None and group.size > 1:
             await self._finish(group, self._all_reduce_in_pieces, group.native, work, op)
@@ -219,6 +231,7 @@ class Collectives:
         first = tensors[0]
         if any(t.shape != first.shape or t.dtype != first.dtype for t in tensors):
             raise LocalProtocolError("all_to_all takes tensors of one shape and dtype")
+        self._note(group, "all_to_all", first)
         send = torch.stack([_to_host(tensor) for tensor in tensors])
         receive = torch.empty_like(send)
         count = first.numel() * first.element_size()
@@ -269,7 +282,24 @@ class Collectives:
         Returns:
             A task that nobody cancels: await it through ``asyncio.shield``, since the other members count on all of it.
         """
+        self._note(group, HELPER)
         return self._start(group, work, Collectives(self._engine, self._rank, self._spawn, rooms=self._rooms))
+
+    def _note(
+        self,
+        group: Group,
+        operation: str,
+        tensor: torch.Tensor | None = None,
+        root: int | None = None,
+        *,
+        reduction: str | None = None,
+    ) -> None:
+        """Tell what is called here, where the ranks' calls are compared."""
+        if self._book is not None:
+            dtype, shape = (None, None) if tensor is None else (tensor.dtype, tensor.shape)
+            self._book.note(
+                group.ranks, group.tag, self._rank, CollectiveCall(operation, root, reduction, dtype, shape)
+            )
 
     async def _native(self, group: Group, start: Callable[[], Request], what: str) -> None:
         """Start a collective of the backend, unless older ones of this rank have not all been started, and await it."""

@@ -73,6 +73,7 @@ class Facts:
         versions: of Python and of packages; None for one that is not installed.
         compiled: whether the modules that carry messages are, and if not, what to do.
         installation: library and mpirun.
+        is_unallowed_root: this is root, and what Open MPI's mpirun wants to be told then is not set.
         path_mpirun: the ``mpirun`` that a shell finds, and its flavour.
         mpi: what came of starting MPI.
         host_cores: cores of this host.
@@ -92,6 +93,7 @@ class Facts:
     compiled: str = "yes"
     detection_error: str | None = None
     override: str | None = None
+    is_unallowed_root: bool = False
     path_mpirun: tuple[str, launch.Flavour | None] | None = None
     mpi: Mpi = Mpi()
     host_cores: int = 1
@@ -158,6 +160,13 @@ def _mpi_problems(facts: Facts) -> list[Problem]:
             Problem(
                 f"the mpirun that a shell finds, {path}, is {whose}, and mpi4py loads {mpirun.TITLES[library]}",
                 f"start with asyncdist run, which takes the right one, or with {own}",
+            )
+        )
+    if facts.is_unallowed_root and library == "openmpi" and facts.started.source not in _STARTERS:
+        problems.append(
+            Problem(
+                "this is root, for whom a plain mpirun of Open MPI starts nothing",
+                "start with asyncdist run, which allows it, or set " + " and ".join(mpirun.ROOT_VARIABLES) + " to 1",
             )
         )
     if facts.mpi.error is not None and library is not None:
@@ -294,6 +303,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
         },
         compiled=compiled.describe(),
         installation=installation,
+        is_unallowed_root=os.geteuid() == 0 and any(environ.get(name) != "1" for name in mpirun.ROOT_VARIABLES),
         path_mpirun=None if ours is None else (ours, mpirun.launcher_flavour(ours)),
         mpi=_start_mpi(started, installation, environ),
         host_cores=os.cpu_count() or 1,

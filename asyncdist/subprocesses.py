@@ -24,7 +24,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -36,6 +35,7 @@ import torch
 from asyncdist import checks, launch, process_groups, runtime
 from asyncdist.errors import RankLostError
 from asyncdist.parallel import ParallelLayout, new_parallel_groups
+from asyncdist.tracebacks import format_from
 from asyncdist.world import World
 
 P = ParamSpec("P")
@@ -607,6 +607,6 @@ class _Story:
             text = f"exited with {error.code!r}"
         else:
             trace = error.__traceback__ and error.__traceback__.tb_next  # without the frame that caught it
-            text = "".join(traceback.format_exception(type(error), error, trace))
+            text = format_from(error, trace)
         self._told = True
         self._pipe.send_bytes(kind + text.encode(errors="replace"))

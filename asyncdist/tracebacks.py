@@ -5,6 +5,9 @@ One form for every way to start, so that a mistake reads alike under mpirun and 
 
 from __future__ import annotations
 
+import contextlib
+import io
+import sys
 import traceback
 from types import TracebackType
 from typing import Final
@@ -21,12 +24,38 @@ _MACHINERY: Final = (
 )
 #: The function that calls a rank's main.
 _HOST: Final = ("asyncdist.runtime", "host_rank")
+#: What it calls first; the words of a refusal name the user's line.
+_REFUSAL: Final = ("asyncdist.checks", "main_function")
 
 
 def format_error(error: BaseException) -> str:
     """The traceback without the machinery around, the exception, and what its text does not say."""
     launch.explain_import(error)
-    return "".join(traceback.format_exception(type(error), error, user_traceback(error)))
+    return format_from(error, user_traceback(error))
+
+
+def format_from(error: BaseException, trace: TracebackType | None) -> str:
+    """The exception with that part of its traceback, and with Python's suggestion for a misspelt name."""
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    if sys.version_info < (3, 12):
+        shown = _as_the_interpreter_shows(error, trace)
+        if _SUGGESTION in shown:
+            return shown
+    return text
+
+
+if sys.version_info < (3, 12):
+    #: The :mod:`traceback` of 3.11 has none; the interpreter's own report does, and shows all else the same.
+    _SUGGESTION: Final = "Did you mean"
+
+    def _as_the_interpreter_shows(error: BaseException, trace: TracebackType | None) -> str:
+        whole = error.__traceback__
+        try:
+            with contextlib.redirect_stderr(io.StringIO()) as shown:
+                sys.__excepthook__(type(error), error.with_traceback(trace), trace)
+        finally:
+            error.__traceback__ = whole
+        return shown.getvalue()
 
 
 def user_traceback(error: BaseException) -> TracebackType | None:
@@ -35,7 +64,10 @@ def user_traceback(error: BaseException) -> TracebackType | None:
     found = raised = None
     while trace is not None:
         module = trace.tb_frame.f_globals.get("__name__")
-        if (module, trace.tb_frame.f_code.co_name) == _HOST:
+        function = module, trace.tb_frame.f_code.co_name
+        if found is trace and function == _REFUSAL:
+            return None
+        if function == _HOST:
             found = trace.tb_next
         elif found is None and module not in _MACHINERY:
             found = trace

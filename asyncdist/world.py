@@ -314,11 +314,20 @@ class World:
     # -- tasks ------------------------------------------------------------------------------------------------------
 
     def spawn(self, coroutine: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
-        """Start a task that belongs to this rank's job: it is awaited at the end, and its failure is the job's."""
+        """Start a task that belongs to this rank's job: it is awaited at the end, and its failure is the job's.
+
+        One that never ends keeps the rank from ending: it is to be left, cancelled, or its channel closed. Where such
+        tasks do nothing but wait, main having returned, that is warned of (``watchdog_s`` of :func:`asyncdist.run`).
+        """
         if self._task_group is None:
             coroutine.close()
             raise ClosedError("this world is closed")
         return self._task_group.create_task(coroutine, name=name)
+
+    def spawned_tasks(self) -> list[asyncio.Task[Any]]:
+        """What ``spawn`` has started and has not ended, by name."""
+        tasks: set[asyncio.Task[Any]] = getattr(self._task_group, "_tasks", set())  # a TaskGroup shows them to nobody
+        return sorted(tasks, key=lambda task: (len(task.get_name()), task.get_name()))
 
     def spawn_service(self, coroutine: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
         """Start a task of a protocol's own.

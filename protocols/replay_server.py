@@ -2,7 +2,8 @@
 
 1. A client says ``Open`` and is welcomed, or refused.
 2. Its batches are stored as they come. What has come in one pass is answered together.
-3. A draw is answered when there are enough items, or when nobody is left to add them.
+3. A draw is answered when there are enough items, or when nobody is left to add them. Where all clients wait in draws
+   of more than is held, another task of one of them may still add: that is waited for, and warned of.
 4. It ends when every client has said ``Bye``, has left or is lost.
 
 Memory is bounded: ``capacity`` items, ``in_flight_max`` small requests per client, and per client one large batch that
@@ -52,6 +53,10 @@ logger = logging.getLogger("protocols.replay_buffer")
 Score = Callable[[Batch], float | int | torch.Tensor | None]
 IN_FLIGHT_MAX: Final = 64
 _REASON_LENGTH_MAX: Final = 1000
+#: How long all clients may wait in draws of more than is held, and say nothing, before that is warned of.
+_PATIENCE_S: Final = 10.0
+#: Clients that the warning names.
+_NAMED_COUNT_MAX: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +184,7 @@ class _Server:
         self._layout: RowLayout | None = None
         self._row_nbytes = 0
         self._has_lost_one = False
+        self._has_warned = False
         self._added: Counter[int] = Counter()
         self._drawn: Counter[int] = Counter()
         self._stale_update_count = 0
@@ -206,7 +212,7 @@ class _Server:
                 self._has_lost_one = False
                 self._answer_all()
                 if not self._is_finished():
-                    await self._world.engine.until(self._has_work, f"clients of the replay buffer {self._name!r}")
+                    await self._wait_for_clients()
         except BaseException as error:
             for client in self._clients.values():
                 self._tell(client, Ended(f"{type(error).__name__} {error}"[:_REASON_LENGTH_MAX]))
@@ -223,6 +229,15 @@ class _Server:
             evicted_count=self._store.evicted_count,
             stale_update_count=self._stale_update_count,
         )
+
+    async def _wait_for_clients(self) -> None:
+        engine, what = self._world.engine, f"clients of the replay buffer {self._name!r}"
+        if not self._has_warned and self._all_wait_to_draw():
+            if await engine.until(self._has_work, what, deadline=self._world.time() + _PATIENCE_S):
+                return
+            self._has_warned = True
+            logger.warning("%s", self._describe_draws())
+        await engine.until(self._has_work, what)
 
     def _is_finished(self) -> bool:
         return all(client.is_done for client in self._clients.values())
@@ -469,6 +484,33 @@ class _Server:
             return client.has_declared or not client.draws or not some_have_left
 
         return any(client.large or client.is_receiving or may_begin(client) for client in clients)
+
+    def _all_wait_to_draw(self) -> bool:
+        """Whether every client that may add waits in a draw of more than is held: who adds then is another task."""
+        size = self._store.size
+        somebody_waits = False
+        for client in self._clients.values():
+            waits = any(draw.waits and draw.count > size for draw in client.draws)
+            is_busy = client.large or client.is_receiving or client.outgoing or client.streams
+            if is_busy or not (waits or client.is_leaving or client.is_done or client.is_refused):
+                return False
+            somebody_waits = somebody_waits or waits
+        return somebody_waits
+
+    def _describe_draws(self) -> str:
+        size = self._store.size
+        asked = {
+            client.rank: [str(draw.count) for draw in client.draws if draw.waits and draw.count > size]
+            for client in self._clients.values()
+        }
+        waiting = [f"rank {rank} for {' and '.join(counts)}" for rank, counts in asked.items() if counts]
+        more = f", and {len(waiting) - _NAMED_COUNT_MAX} more" if len(waiting) > _NAMED_COUNT_MAX else ""
+        return (
+            f"replay buffer {self._name!r} on rank {self._world.rank} holds {size} items; for {_PATIENCE_S:g} s all of "
+            "its clients have waited in draws of more, and none has added: "
+            f"{', '.join(waiting[:_NAMED_COUNT_MAX])}{more}. "
+            "Add first, draw less, or draw with wait=False"
+        )
 
     def _give(self, client: _Client, draw: Draw) -> None:
         assert self._layout is not None, "items without a layout"

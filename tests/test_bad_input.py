@@ -8,8 +8,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import math
+import re
 import subprocess
 import sys
 import weakref
@@ -555,13 +557,69 @@ async def nothing(world: ad.World) -> None:
         (nothing, {"loop": "trio"}, "loop is 'trio'; allowed are 'uvloop', 'asyncio'"),
         (nothing, {"grace_s": 0}, "grace_s is 0; allowed: a number of seconds above 0"),
         (nothing, {"grace_s": "1"}, "grace_s is '1'; allowed: a number of seconds above 0"),
+        (nothing, {"watchdog_s": 0}, "watchdog_s is 0; allowed: a number of seconds above 0"),
     ],
-    ids=["main", "transport", "ranks", "ranks-elsewhere", "loop", "grace", "grace-text"],
+    ids=["main", "transport", "ranks", "ranks-elsewhere", "loop", "grace", "grace-text", "watchdog"],
 )
 def test_run_refuses_what_it_cannot_do(main: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:
         ad.run(main, **options)
     assert words in str(caught.value)
+
+
+async def no_world() -> None:
+    raise AssertionError
+
+
+async def configured(world: ad.World, config: dict[str, Any]) -> None:
+    raise AssertionError
+
+
+def plain(world: ad.World) -> None:
+    raise AssertionError
+
+
+def line_of(function: Any) -> str:
+    return rf"{function.__name__} \({re.escape(__file__)}:{function.__code__.co_firstlineno}\)"
+
+
+@pytest.mark.parametrize("start", [ad.run, lambda *a: ad.run_local(*a, ranks=2), lambda *a: ad.simulate(*a, ranks=2)])
+@pytest.mark.parametrize(
+    ("main", "args", "words"),
+    [
+        (
+            no_world,
+            (),
+            rf"given the world, and {line_of(no_world)} takes no argument: write async def no_world\(world\)",
+        ),
+        (no_world, (1,), rf"given the world, and {line_of(no_world)} takes no argument"),
+        (
+            configured,
+            (),
+            rf"the world and 0 more arguments, which does not fit {line_of(configured)}: missing a req.*'co",
+        ),
+        (configured, (1, 2), rf"the world and 2 more arguments, which does not fit {line_of(configured)}: too many"),
+        (
+            functools.partial(configured, config={}),
+            (1,),
+            rf"the world and 1 more argument, which does not fit {line_of(configured)}: too many",
+        ),
+        (plain, (), rf"main must be a coroutine function \(async def\), and {line_of(plain)} is none"),
+        (functools.partial(plain), (), rf"main must be a coroutine function .*, and {line_of(plain)} is none"),
+        (3, (), r"main must be a coroutine function \(async def\), and an object of type int is none"),
+    ],
+)
+def test_a_main_that_cannot_be_called_is_named_with_its_line(start: Any, main: Any, args: Any, words: str) -> None:
+    """Ranks compare what they say: no address of an object is in it."""
+    with pytest.raises(TypeError, match=words):
+        start(main, *args)
+
+
+def test_a_main_with_its_other_arguments_bound_is_one() -> None:
+    async def main(world: ad.World, *, config: str) -> str:
+        return config
+
+    assert ad.run(functools.partial(main, config="bound")) == "bound"
 
 
 def test_a_world_inside_a_world_is_refused() -> None:

@@ -51,6 +51,15 @@ NO_MPI = Installation(None, "cannot load MPI library", (), {})
         # mpirun has bound this rank to one core.
         replace(UNDER_MPIRUN, omp_threads="1", own_cores=1),
         replace(WELL, path_mpirun=("/venv/bin/mpirun", "openmpi")),
+        # mpirun has started it, torch needs none, and MPICH does not care.
+        replace(UNDER_MPIRUN, is_unallowed_root=True),
+        replace(UNDER_TORCHRUN, is_unallowed_root=True),
+        replace(WELL, override="local", is_unallowed_root=True),
+        replace(
+            WELL,
+            installation=Installation("mpich", "MPICH 5.0", ("mpich",), {"mpich": "/venv/bin/mpirun"}),
+            is_unallowed_root=True,
+        ),
     ],
 )
 def test_all_is_well(facts: Facts) -> None:
@@ -82,6 +91,11 @@ def test_all_is_well(facts: Facts) -> None:
             "asyncdist run, which takes the right one, or with /venv/bin/mpirun",
         ),
         (replace(WELL, path_mpirun=("/usr/bin/mpirun", None)), "/usr/bin/mpirun, is of an MPI that", "asyncdist run"),
+        (
+            replace(WELL, is_unallowed_root=True),
+            "this is root, for whom a plain mpirun of Open MPI starts nothing",
+            "asyncdist run, which allows it, or set OMPI_ALLOW_RUN_AS_ROOT and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM to 1",
+        ),
         (replace(UNDER_MPIRUN, mpi=Mpi(error="a world of 1")), "a world of 1", "asyncdist run"),
         (
             replace(WELL, started=Launch("mpi", 4, 0, "SLURM_STEP_NUM_TASKS"), mpi=Mpi(error="a world of 1")),
@@ -133,7 +147,7 @@ def test_the_report_says_what_was_detected_and_why() -> None:
 
 
 def examine(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """``asyncdist doctor``, as a shell without any launcher's variables would start it."""
+    """``asyncdist doctor``, as a shell without any launcher's variables would start it; root may use mpirun."""
     families = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "TORCHELASTIC_", "ASYNCDIST_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(families)}
     for name in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -141,7 +155,7 @@ def examine(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(ROOT), *filter(None, [clean.get("PYTHONPATH")])])
     return subprocess.run(
         [*command, sys.executable, "-m", "asyncdist", "doctor"],
-        env={**clean, "PYTHONPATH": path, **environ},
+        env={**clean, **dict.fromkeys(mpirun.ROOT_VARIABLES, "1"), "PYTHONPATH": path, **environ},
         capture_output=True,
         text=True,
         check=False,
@@ -159,6 +173,22 @@ def test_a_healthy_machine() -> None:
     assert rows["asyncdist"].strip() == ad.__version__
     assert "gloo (messages and streams, waited for by threads)" in rows["torch backends"]
     assert ended.stdout.endswith("all is well\n")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mpirun starts whatever others ask for")
+def test_root_is_told_of_what_a_plain_mpirun_refuses() -> None:
+    """It said that all was well, and the next command failed."""
+    require_mpi()
+    if flavour() != "openmpi":
+        pytest.skip("MPICH starts whatever root asks for")
+    ended = examine(**{mpirun.ROOT_VARIABLES[1]: ""})
+    assert ended.returncode == 1
+    assert "1 thing to mend:\n  1. this is root, for whom a plain mpirun" in ended.stdout
+    launcher = mpirun.find_installation(launch.environment()).launchers["openmpi"]
+    for confirmed in ("", "1"):
+        environ = {**os.environ, mpirun.ROOT_VARIABLES[0]: "1", mpirun.ROOT_VARIABLES[1]: confirmed}
+        started = subprocess.run([launcher, "-n", "1", "true"], env=environ, capture_output=True, timeout=TIMEOUT_S)
+        assert (started.returncode == 0) == bool(confirmed), started.stderr
 
 
 def test_contradictory_variables_are_an_illness() -> None:

@@ -158,6 +158,32 @@ def test_a_mistake_that_all_ranks_make_is_told_once_where_they_hear_of_it_in_tim
     assert ended.stderr.count("Traceback") == sum(how == "failed:" for _, how in told) >= 1, ended.story
 
 
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("takes_no_world", "takes no argument: write async def takes_no_world(world)"),
+        ("is_no_coroutine_function", "is none"),
+    ],
+)
+def test_a_main_that_cannot_be_called_is_told_in_a_line_that_names_its_own(way: str, words: str) -> None:
+    """It was a traceback per rank, or one whose last line was the runtime's."""
+    ended = Ended(way, 3)
+    ended.check_failed()
+    lines = [line for line in ended.stderr.splitlines() if "TypeError: main " in line]
+    assert len(lines) == 3, ended.story
+    assert all(re.search(rf"{way} \(.*ends\.py:\d+\) {re.escape(words)}$", line) for line in lines), ended.story
+    assert "Traceback" not in ended.stderr and "runtime.py" not in ended.stderr, ended.story
+
+
+def test_a_misspelt_name_keeps_pythons_suggestion() -> None:
+    """The report of 3.11's own ``traceback`` has none."""
+    ended = Ended("misspells_everywhere", 2)
+    ended.check_failed()
+    said = "NameError: name 'trainin_loss' is not defined. Did you mean: 'training_loss'?"
+    assert ended.stderr.count(f"\n{said}\n") == ended.stderr.count("Traceback") >= 1, ended.story
+    assert "runtime.py" not in ended.stderr, ended.story
+
+
 async def test_a_mistake_that_was_heard_of_is_told_in_a_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: From the bottom up. A module may import those of lower layers alone.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_version", "checks", "compiled", "errors", "flat", "shared_memory", "trees"),
+    ("calls",),
     ("tags", "packing", "scratch", "spread", "transports.base", "transports.transfers", "values"),
     (
         "wire",
@@ -37,7 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "user_streams",
     ),
     ("world", "transports.torch"),
-    ("exposure", "outcomes"),
+    ("exposure", "outcomes", "waits"),
     ("launch", "mesh"),
     ("population", "placement", "opening", "process", "tracebacks"),
     ("gradients", "shards", "supervision"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from typing import Any
 
 import pytest
@@ -213,6 +214,61 @@ def test_who_is_alone_and_has_added_nothing_does_not_wait_for_itself(seed: int) 
         return len((await drawing).ids)
 
     assert ad.simulate(on_ranks(2, client), ranks=2, seed=seed, strict=True).results[0] == 5
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_draws_that_all_clients_wait_in_are_warned_of_once_and_deadlock(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was a silent hang: everybody in ``sample``, and nobody left to add."""
+
+    async def client(world: ad.World, buffer: ReplayBuffer) -> None:
+        await buffer.add(torch.zeros(5, 2))
+        await asyncio.gather(buffer.sample(100), buffer.sample(200 + world.rank))
+
+    with pytest.raises(ad.DeadlockError, match=r"task [0-9]+: the replay buffer 'replay' on rank 2"):
+        ad.simulate(on_ranks(3, client), ranks=3, seed=seed)
+    (said,) = (record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+    assert said == (
+        "replay buffer 'replay' on rank 2 holds 10 items; for 10 s all of its clients have waited in draws of more, "
+        "and none has added: rank 0 for 100 and 200, rank 1 for 100 and 201. Add first, draw less, or draw with "
+        "wait=False"
+    )
+
+
+@pytest.mark.parametrize(("pause_s", "count"), [(9.0, 0), (30.0, 1)])
+def test_a_task_that_adds_late_is_believed_in_and_its_items_are_drawn(
+    pause_s: float, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def client(world: ad.World, buffer: ReplayBuffer) -> int:
+        await buffer.add(torch.zeros(1, 2))
+        drawing = world.spawn(buffer.sample(8))
+        while world.rank == 0 and not drawing.done():
+            await world.sleep(pause_s)
+            await buffer.add(torch.zeros(1, 2))
+        return len((await drawing).ids)
+
+    report = ad.simulate(on_ranks(3, client), ranks=3, seed=0)
+    assert report.results[:2] == (8, 8)
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == count
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_draw_beside_a_rank_that_trains_for_long_is_no_reason_to_warn(
+    adds: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def client(world: ad.World, buffer: ReplayBuffer) -> None:
+        await buffer.add(torch.zeros(5, 2))
+        if world.rank == 0:
+            await buffer.sample(11)
+            return
+        for _ in range(6):
+            await world.sleep(60)
+            await (buffer.add(torch.zeros(1, 2)) if adds else buffer.sample(3))
+        await buffer.add(torch.zeros(6, 2))
+
+    ad.simulate(on_ranks(3, client), ranks=3, seed=0).value()
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 # -- what none of ours says -------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final
 
+from asyncdist.calls import CallBook
 from asyncdist.errors import AsyncdistError, RankLostError, TruncationError
 from asyncdist.simulation.faults import Corrupt, Delay, Fault, Kill, Partition, SlowLink
 from asyncdist.simulation.loop import Scheduler
@@ -206,6 +207,7 @@ class Medium:
         self._pair_counts: dict[tuple[int, int], int] = {}
         self._frame_counts: dict[tuple[int, int], int] = {}
         self.job_nonce = rng.getrandbits(32)
+        self.call_book = CallBook()
         self.message_count = 0
         self.byte_count = 0
         self._muted = False
@@ -480,6 +482,7 @@ class SimTransport(Transport):
         self._medium = medium
         self._call_soon = call_soon
         self.rank = rank
+        self.call_book = medium.call_book
         self.job_nonce = medium.job_nonce
         self.size = medium.size
         self.capabilities = Capabilities(

@@ -36,6 +36,7 @@ from asyncdist.simulation.models import Compute, Network, check_number
 from asyncdist.simulation.outside import refused_outside
 from asyncdist.simulation.random_states import INHERITABLE, RandomStates
 from asyncdist.simulation.trace import Trace, TraceEvent, unpack
+from asyncdist.waits import what_awaits
 from asyncdist.world import World, WorldStatistics
 
 logger = logging.getLogger("asyncdist.simulation")
@@ -139,8 +140,7 @@ def simulate(
             process, a socket or something else that would not follow from the seed.
         TypeError, ValueError: an argument is of the wrong kind or out of range.
     """
-    if not inspect.iscoroutinefunction(main):
-        raise TypeError(f"main must be a coroutine function (async def), not {main!r}")
+    checks.main_function(main, args)
     ranks = checks.count("ranks", ranks)
     if type(seed) is not int:
         raise TypeError(f"seed is {seed!r}; a whole number is needed")
@@ -385,7 +385,7 @@ class _Simulation:
                 continue
             world = self._worlds.get(rank)
             lines += [
-                f"  rank {rank}, {task.get_name()}: {_what_awaits(task, world)}" for task in loop.unfinished_tasks()
+                f"  rank {rank}, {task.get_name()}: {what_awaits(task, world)}" for task in loop.unfinished_tasks()
             ]
             lines += [f"  rank {rank}: {text}" for text in (world.early_frames() if world is not None else ())]
         return "\n".join(lines)
@@ -460,41 +460,3 @@ def _close_generator(generator: AsyncGenerator[Any, Any]) -> None:
     loop = asyncio._get_running_loop()
     if isinstance(loop, RankLoop) and not loop.dead:
         loop.create_task(generator.aclose())
-
-
-def _what_awaits(task: asyncio.Task[Any], world: World | None) -> str:
-    """In words what a task waits for, and the line of the user's code, if any, where it does."""
-    frames = _frames(task)
-    if not frames or frames[0].f_lasti < 0:
-        return "has not begun"
-    position = next((i for i in reversed(range(len(frames))) if not _is_library(frames[i])), None)
-    awaited = getattr(task, "_fut_waiter", None)
-    what = world.engine.awaited(awaited) if world is not None and awaited is not None else None
-    if position is None:
-        return what or frames[-1].f_code.co_qualname
-    own = frames[position]
-    if what is None:
-        called = [frame.f_code.co_qualname for frame in frames[position + 1 :]]
-        what = next((name for name in called if not name.endswith("__")), called[0] if called else None)
-    return f"{what or _name(awaited)}, in {own.f_code.co_qualname} ({own.f_code.co_filename}:{own.f_lineno})"
-
-
-def _name(awaited: Any) -> str:
-    if isinstance(awaited, asyncio.Task):
-        return awaited.get_name()
-    gathered = getattr(awaited, "_children", None)
-    return f"all of {', '.join(map(_name, gathered))}" if gathered else "a future of its own"
-
-
-def _frames(task: asyncio.Task[Any]) -> list[types.FrameType]:
-    """Where a task stands, from its coroutine in to what that awaits; ``Task.get_stack`` has the first alone."""
-    frames = []
-    coroutine: Any = task.get_coro()
-    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
-        frames.append(frame)
-        coroutine = coroutine.cr_await
-    return frames
-
-
-def _is_library(frame: types.FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).partition(".")[0] in ("asyncdist", "asyncio", "contextlib")

@@ -22,6 +22,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
+from asyncdist.calls import CallBook
+
 ANY_SOURCE: Final = -1
 
 #: Anything with a writable (receives) or readable (sends) C-contiguous buffer of bytes.
@@ -156,6 +158,7 @@ class Transport(abc.ABC):
         rank: this process's rank.
         size: the number of ranks.
         capabilities: what it can do beyond the contract.
+        call_book: where the collectives that its ranks call are compared, if they are.
         job_nonce: where the ranks are known to be of one job and version, the number that they share; they need not
             agree on it then.
     """
@@ -164,6 +167,7 @@ class Transport(abc.ABC):
     rank: int
     size: int
     capabilities: Capabilities
+    call_book: CallBook | None = None
     job_nonce: int | None = None
 
     @abc.abstractmethod

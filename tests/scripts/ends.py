@@ -89,6 +89,20 @@ async def raises_everywhere(world: ad.World) -> None:
     raise ValueError("boom-7")
 
 
+async def misspells_everywhere(world: ad.World) -> None:
+    await all_past_any_await(world)
+    training_loss = 1.0
+    print(trainin_loss, training_loss)  # type: ignore[name-defined]  # noqa: F821
+
+
+async def takes_no_world() -> None:
+    raise AssertionError
+
+
+def is_no_coroutine_function(world: ad.World) -> None:
+    raise AssertionError
+
+
 async def raises_its_own_everywhere(world: ad.World) -> None:
     await all_past_any_await(world)
     raise ValueError(f"boom-{world.rank}")

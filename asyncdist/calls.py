@@ -1,0 +1,107 @@
+"""Which collective each rank calls, compared where all ranks share a process: in a simulation.
+
+Members of a group call its collectives in one order, with the same root, reduction, shape and dtype (MPI-4.1 section
+6.1). Where they do not, what they send meets what it does not belong to, or nothing at all. Between processes nobody
+sees that without a message more in every collective; here it costs a dict.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+
+from asyncdist.errors import DisagreementError
+
+#: What begins with frames, which say themselves what they belong to.
+HELPER: Final = "a helper"
+#: Modules that a user has not written.
+_OURS: Final = ("asyncdist.", "asyncio.")
+
+
+class CollectiveCall(NamedTuple):
+    """What all members must pass alike. A tuple: one is made in every call.
+
+    Attributes:
+        operation: its name, or ``HELPER``.
+        root: a rank of the world, where it has one.
+        reduction: as ``"sum"``, where it has one.
+        dtype, shape: of this rank's tensor, where it has one.
+    """
+
+    operation: str
+    root: int | None = None
+    reduction: str | None = None
+    dtype: torch.dtype | None = None
+    shape: Sequence[int] | None = None
+
+    def __str__(self) -> str:
+        if self.operation == HELPER:
+            return HELPER
+        words = [] if self.reduction is None else [self.reduction]
+        if self.dtype is not None and self.shape is not None:
+            words.append(f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}")
+        words += [] if self.root is None else [f"root={self.root}"]
+        return f"{self.operation}({', '.join(words)})"
+
+
+@dataclass(slots=True)
+class _First:
+    """The first member that has called a collective, until all have."""
+
+    rank: int
+    call: CollectiveCall
+    place: str
+    missing_count: int
+
+
+class CallBook:
+    """The calls of all ranks of this process."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[int, int, int], int] = {}
+        self._open: dict[tuple[int, int, int], _First] = {}
+
+    def note(self, ranks: Sequence[int], tag: int, rank: int, call: CollectiveCall) -> None:
+        """``rank`` calls its next collective of a group; told by whoever calls it, for the line of the user's code.
+
+        Args:
+            ranks: the group's; no two groups with the same first rank have one tag.
+            tag: the group's.
+            rank: of the world.
+            call: what it calls.
+
+        Raises:
+            DisagreementError: another member has called something else in its place.
+        """
+        if len(ranks) == 1:
+            return
+        member = ranks[0], tag, rank
+        number = self._counts[member] = self._counts.get(member, 0) + 1
+        key = ranks[0], tag, number
+        first = self._open.get(key)
+        if first is None:
+            self._open[key] = _First(rank, call, _users_line(), len(ranks) - 1)
+            return
+        if call != first.call:
+            raise DisagreementError(
+                f"rank {first.rank} calls {first.call}{first.place}, rank {rank} {call}{_users_line()}, each as its "
+                f"collective number {number} of one group; allowed: the same on all members",
+                ranks=(first.rank, rank),
+            )
+        first.missing_count -= 1
+        if not first.missing_count:
+            del self._open[key]
+
+
+def _users_line() -> str:
+    """Where the innermost code that is not ours calls us, and what, in words; nothing where there is none."""
+    inner = sys._getframe(2)
+    while (frame := inner.f_back) is not None:
+        if not str(frame.f_globals.get("__name__")).startswith(_OURS):
+            return f" ({inner.f_code.co_name} at {frame.f_code.co_filename}:{frame.f_lineno})"
+        inner = frame
+    return ""

@@ -1,0 +1,158 @@
+"""What is said of a rank that cannot end, since tasks that it spawned do nothing but wait."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+import asyncdist as ad
+from asyncdist.progress import Engine
+from asyncdist.simulation import Compute
+from asyncdist.waits import EndWatch
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    number: int
+
+
+async def listen(channel: ad.Channel[Note]) -> None:
+    async for message, _, _ in channel:
+        assert message.number == 3
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_task_that_reads_a_channel_for_ever_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """It held the end of the job without a word."""
+
+    async def main(world: ad.World) -> None:
+        channel = world.channel(Note, tag=100)
+        if world.rank == 0:
+            world.spawn(listen(channel), name="listener")
+            return
+        give_up_at = world.time() + 100
+        while not caplog.records and world.time() < give_up_at:
+            await world.sleep(0.01)
+        await world.sleep(0.3)  # for a second one
+        raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        ad.run_local(main, ranks=2, watchdog_s=0.05)
+    (said,) = warnings(caplog)
+    assert said.startswith(
+        "main of rank 0 has returned, and the rank ends when the tasks that it spawned do; for 0.05 s they have "
+        "waited: listener: a message on Note, tag 100, in listen ("
+    )
+    assert "test_waits.py:" in said and said.endswith("or close the channel that they read")
+
+
+def test_a_closed_channel_ends_the_task_and_no_word_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(world: ad.World) -> None:
+        channel = world.channel(Note, tag=100)
+        world.spawn(listen(channel))
+        channel.send_nowait(Note(3), dest=world.rank)
+        await world.sleep(0.01)
+        channel.close()
+
+    ad.run_local(main, ranks=2)
+    assert warnings(caplog) == []
+
+
+# -- in virtual time --------------------------------------------------------------------------------------------------
+
+
+async def never(world: ad.World, channel: ad.Channel[Note]) -> None:
+    await channel.receive()
+
+
+async def moves(world: ad.World, channel: ad.Channel[Note]) -> None:
+    while True:
+        await world.sleep(7)
+
+
+async def computes(world: ad.World, channel: ad.Channel[Note]) -> None:
+    for _ in range(100):
+        await world.compute(lambda: None)
+
+
+Work = Callable[[ad.World, "ad.Channel[Note]"], Coroutine[Any, Any, None]]
+
+
+@pytest.mark.parametrize(
+    ("works", "period_s", "count"),
+    [
+        ([never], 10.0, 1),
+        ([never, never], 10.0, 1),
+        ([moves], 10.0, 0),
+        ([never, moves], 10.0, 0),
+        ([never, computes], 10.0, 0),
+        ([never], 200.0, 0),
+        ([never], math.inf, 0),
+        ([], 10.0, 0),
+    ],
+)
+def test_only_a_rank_of_which_all_tasks_wait_is_spoken_of(
+    works: list[Work], period_s: float, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main(world: ad.World) -> None:
+        channel = world.channel(Note, tag=100)
+        tasks = [world.spawn(work(world, channel)) for work in works]
+        watch = EndWatch(world, period_s)
+        watch.begin()
+        await world.sleep(100)
+        watch.end()
+        for task in tasks:
+            task.cancel()
+
+    ad.simulate(main, ranks=1, seed=3, compute=Compute(step_s=12.0)).value()
+    assert len(warnings(caplog)) == count
+
+
+def test_what_came_while_the_loop_was_blocked_is_taken_in_first(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The timer is judged right after a gap; the message that the task waits for has arrived in it."""
+    looked = polled = 0
+    poll = Engine.poll
+
+    def counted(engine: Engine) -> int:
+        nonlocal polled
+        polled += 1
+        return poll(engine)
+
+    monkeypatch.setattr(Engine, "poll", counted)
+
+    class Watch(EndWatch):
+        def _look(self) -> None:
+            nonlocal looked
+            looked += 1
+            before = polled
+            super()._look()
+            assert polled == before + 1
+
+    async def main(world: ad.World) -> None:
+        channel = world.channel(Note, tag=100)
+        if world.rank == 0:
+            await world.sleep(15)
+            await channel.send(Note(1), dest=1)
+            return
+        task = world.spawn(never(world, channel))
+        await asyncio.sleep(0)
+        watch = Watch(world, 10.0)
+        watch.begin()
+        await world.safe_point()  # it computes for 20 s
+        await task
+        watch.end()
+
+    ad.simulate(main, ranks=2, seed=3, compute=Compute(step_s=20.0)).value()
+    assert looked == 1
+    assert warnings(caplog) == []
