@@ -175,6 +175,7 @@ def test_a_healthy_machine() -> None:
     assert ended.stdout.endswith("all is well\n")
 
 
+@pytest.mark.mpi
 @pytest.mark.skipif(os.geteuid() != 0, reason="mpirun starts whatever others ask for")
 def test_root_is_told_of_what_a_plain_mpirun_refuses() -> None:
     """It said that all was well, and the next command failed."""

@@ -158,6 +158,7 @@ def test_a_mistake_that_all_ranks_make_is_told_once_where_they_hear_of_it_in_tim
     assert ended.stderr.count("Traceback") == sum(how == "failed:" for _, how in told) >= 1, ended.story
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize(
     ("way", "words"),
     [
@@ -175,6 +176,7 @@ def test_a_main_that_cannot_be_called_is_told_in_a_line_that_names_its_own(way: 
     assert "Traceback" not in ended.stderr and "runtime.py" not in ended.stderr, ended.story
 
 
+@pytest.mark.mpi
 def test_a_misspelt_name_keeps_pythons_suggestion() -> None:
     """The report of 3.11's own ``traceback`` has none."""
     ended = Ended("misspells_everywhere", 2)
