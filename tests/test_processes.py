@@ -208,9 +208,21 @@ def test_what_a_rank_has_started_ends_with_it(tmp_path: Path) -> None:
     assert process.returncode == 0
 
 
+@contextmanager
+def heard(number: signal.Signals) -> Iterator[None]:
+    """What is started here does not ignore it, also where the tests themselves run under nohup."""
+    before = signal.getsignal(number)
+    if before is signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_launcher_ends_all(tmp_path: Path, number: signal.Signals) -> None:
-    with running(tmp_path, WAITS.format(before="", failure="pass"), str(tmp_path)) as process:
+    with heard(number), running(tmp_path, WAITS.format(before="", failure="pass"), str(tmp_path)) as process:
         pids = pids_in(tmp_path, 3)
         process.send_signal(number)
         code, _, error = finish(process)
