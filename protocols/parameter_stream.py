@@ -62,14 +62,15 @@ class Offer:
     """A donor's snapshot for one round. Its buffers are in use until the offer is withdrawn and nothing streams.
 
     ``chunks_made`` are views of the snapshot, by a grant's two sizes: for all replacers, and all rounds that use the
-    same buffers.
+    same buffers. ``streams`` are under way, each with its receiver and slot. Two may have the same: a replacer that has
+    all of one stream may take its slot for the next before the donor knows that the first one has left.
     """
 
     round: int
     snapshot: FlatBuffers
     on_free: Callable[[FlatBuffers], None]
     chunks_made: dict[tuple[int, int], list[memoryview]] = field(default_factory=dict)
-    streams: dict[tuple[int, int], OutboundStream] = field(default_factory=dict)
+    streams: dict[OutboundStream, tuple[int, int]] = field(default_factory=dict)
     withdrawn: bool = False
 
     def chunks(self, grant: Grant) -> list[memoryview] | None:
@@ -126,7 +127,7 @@ class DonorDesk:
     def withdraw(self, offer: Offer) -> None:
         """Stop the streams of ``offer`` and start no more."""
         offer.withdrawn = True
-        for stream in offer.streams.values():
+        for stream in offer.streams:
             stream.stop()
         self._free(offer)
         self._over = max(self._over, offer.round)
@@ -157,8 +158,9 @@ class DonorDesk:
             if self._early.pop(key, None) is not None:
                 self._refuse(key)
             for offer in self._offers:
-                if key in offer.streams:
-                    offer.streams[key].stop()
+                for stream, its_key in offer.streams.items():
+                    if its_key == key:
+                        stream.stop()
         else:
             self._answer(envelope.round, message, key)
 
@@ -189,17 +191,17 @@ class DonorDesk:
         except RankLostError as error:
             logger.info("round %d: %s", offer.round, error)
             return
-        offer.streams[key] = stream
-        self._world.spawn_service(self._send(offer, stream, key), name=f"stream to rank {key[0]}")
+        offer.streams[stream] = key
+        self._world.spawn_service(self._send(offer, stream), name=f"stream to rank {key[0]}")
 
-    async def _send(self, offer: Offer, stream: OutboundStream, key: tuple[int, int]) -> None:
+    async def _send(self, offer: Offer, stream: OutboundStream) -> None:
         try:
             await stream.run()
         except RankLostError as error:
             logger.info("round %d: %s", offer.round, error)
         finally:
             self._count(stream)
-            del offer.streams[key]
+            del offer.streams[stream]
             self._free(offer)
 
     def _count(self, stream: OutboundStream) -> None:

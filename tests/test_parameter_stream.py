@@ -17,7 +17,7 @@ from support.local import eventually, worlds, yields
 from asyncdist import World
 from asyncdist.errors import RankLostError
 from asyncdist.flat import FlatBuffers, FlatState, divide
-from asyncdist.streams import WINDOW_COUNT, StreamAborted
+from asyncdist.streams import WINDOW_COUNT, OutboundStream, StreamAborted
 from asyncdist.transports import local
 from protocols import parameter_stream
 from protocols.parameter_stream import ChunkRing, DonorDesk, Intake, Offer
@@ -275,6 +275,46 @@ async def test_a_deadline_that_passes_names_the_donor_that_is_waited_for(chunk_n
         for let_in in held:
             let_in()
         await party.is_over()
+
+
+async def test_a_slot_is_used_again_before_its_donor_knows_that_the_first_stream_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A donor between two safe points; the replacer asks anew, for other donors of the same round."""
+    under_way: list[tuple[OutboundStream, asyncio.Event]] = []
+
+    class SlowToTell(OutboundStream):
+        def start(self) -> bool:
+            super().start()
+            return False
+
+        async def run(self) -> bool:
+            complete = await super().run()
+            told = asyncio.Event()
+            under_way.append((self, told))
+            await told.wait()
+            return complete
+
+    monkeypatch.setattr(parameter_stream, "OutboundStream", SlowToTell)
+    async with worlds(6) as made:
+        party = Party.of(made)
+        for _ in range(2):
+            intake, accumulator = party.intake()
+            await intake.run(WEIGHTS, deadline=party.deadline())
+            party.check(accumulator)
+        for donor in DONORS:
+            party.desks[donor].withdraw(party.offers[donor])
+        await eventually(lambda: len(under_way) == 2 * len(DONORS))
+        assert {(stream.dest, stream.slot) for stream, _ in under_way} == {(0, 0)}
+        for _, told in under_way[len(DONORS) :]:
+            told.set()
+        await yields(100)
+        assert party.freed == [], "the first stream of each may still read it"
+        for _, told in under_way[: len(DONORS)]:
+            told.set()
+        await eventually(lambda: len(party.freed) == len(DONORS))
+        await party.is_over()
+        assert [world.engine.failure for world in made] == [None] * len(made)
 
 
 # -- asked before the donors are ready --------------------------------------------------------------------------------

@@ -884,7 +884,7 @@ def test_a_donor_lost_in_mid_stream_leaves_the_replacer_with_its_own_weights(mon
     states: list[set[float]] = []
 
     def is_streaming(policy: AsyncSelectiveAveragingPolicy) -> bool:
-        sent = [stream.sent_nbytes for offer in policy._desk._offers for stream in offer.streams.values()]
+        sent = [stream.sent_nbytes for offer in policy._desk._offers for stream in offer.streams]
         return max(sent, default=0) > 2 * WINDOW_COUNT * 64
 
     async def main(world: ad.World) -> None:
