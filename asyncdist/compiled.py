@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 #: By their names in asyncdist. All are compiled, or none.
-MODULES: Final = ("wire", "mailboxes", "transports.mpi")
+MODULES: Final = ("wire", "mailboxes", "transports.mpi_requests")
 PURE_VARIABLE: Final = "ASYNCDIST_PURE"
 
 _PACKAGE: Final = Path(__file__).resolve().parent

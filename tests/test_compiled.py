@@ -138,7 +138,9 @@ def test_an_edit_of_any_source_is_what_runs(tmp_path: Path, monkeypatch: pytest.
     assert copy.search_path() == [str(copy.folder())]
     assert copy.search_path("transports") == [str(copy.folder() / "transports")]
     assert copy.describe() == "yes"
-    for source in sorted([*tmp_path.rglob("wire.*"), *tmp_path.rglob("mailboxes.p*"), *tmp_path.rglob("mpi.p*")]):
+    for source in sorted(
+        [*tmp_path.rglob("wire.*"), *tmp_path.rglob("mailboxes.p*"), *tmp_path.rglob("mpi_requests.p*")]
+    ):
         if source.suffix in (".py", ".pxd"):
             text = source.read_text()
             source.write_text(text + "\n")

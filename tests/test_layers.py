@@ -15,6 +15,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_version", "checks", "compiled", "errors", "flat", "shared_memory", "trees"),
     ("calls",),
     ("tags", "packing", "scratch", "spread", "transports.base", "transports.transfers", "values"),
+    ("transports.mpi_requests",),
     (
         "wire",
         "progress",

@@ -1,14 +1,14 @@
 cimport cython
 
 
-cdef class _SendRequest:
+cdef class SendRequest:
     cdef object _request
     cdef object _buffer
     cdef object _fail
     cdef object _peer
 
 
-cdef class _RepeatedSend:
+cdef class RepeatedSend:
     cdef object _request
     cdef object _start
     cdef object _test
@@ -20,21 +20,21 @@ cdef class _RepeatedSend:
     cpdef object send(self, object message)
 
 
-cdef class _SmallSends:
+cdef class SmallSends:
     cdef object _isend
     cdef object _prepare
     cdef object _fail
     cdef dict _repeated
-    cdef _RepeatedSend _last
+    cdef RepeatedSend _last
     cdef object _dest
     cdef object _tag
     cdef Py_ssize_t _nbytes
 
-    @cython.locals(key=tuple, repeated=_RepeatedSend, last=_RepeatedSend)
+    @cython.locals(key=tuple, repeated=RepeatedSend, last=RepeatedSend)
     cpdef object start(self, object buffer, object dest, object tag)
 
 
-cdef class _ReceiveRequest:
+cdef class ReceiveRequest:
     cdef object _request
     cdef object _test
     cdef object _start
