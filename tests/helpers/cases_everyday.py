@@ -234,7 +234,7 @@ async def case_zero_first(world: ad.World) -> None:
         order.append("block")
         entered_at = world.time()
     times = await ad.gather_from_all_ranks(lambda: entered_at, group=before)
-    if times is not None and world.transport_name != "mpi":  # one clock for all ranks
+    if times is not None:  # the ranks are on one host, and so on one clock
         assert all(times[0] <= time for time in times[1:])
     async with ad.zero_first(world.rank > 0 or world.size == 1):
         order.append("block")
@@ -283,8 +283,7 @@ async def case_zero_only(world: ad.World) -> None:
             done.append(world.time())
     left_at = world.time()
     main_at = await ad.compute_and_broadcast(lambda: done[0])
-    if world.transport_name != "mpi":
-        assert left_at >= main_at
+    assert left_at >= main_at  # on one host, and so on one clock
     for root in range(world.size):
         async with ad.zero_only(root=root) as is_main:
             assert is_main == (world.rank == root)
@@ -323,6 +322,40 @@ async def case_two_groups_at_once_and_nobody_else(world: ad.World) -> None:
         async with ad.zero_only(group=group) as is_main, ad.zero_first(world.rank == ranks[0], group=group):
             assert is_main == (world.rank == ranks[0])
     await ad.barrier()
+
+
+async def case_scalars_of_a_group_come_in_its_order(world: ad.World) -> None:
+    """To its root, with the group's number of ranks, and with its failures; the one outside does nothing at all."""
+    members = all_but_one(world)
+    if world.rank in members:
+        group = await ad.new_group(members)
+        for root in (None, members[-1]):
+            found = await ad.gather_scalar_from_all_ranks(
+                lambda: 2**60 + world.rank, len(members), root=root, group=group
+            )
+            is_root = world.rank == (members[0] if root is None else root)
+            assert found == ([2**60 + rank for rank in members] if is_root else None)
+        wrong = len(members) + 1  # the world's size, if it has more than one rank
+        await refused(
+            ad.gather_scalar_from_all_ranks(lambda: 1, wrong, group=group), ValueError, f"world_size is {wrong}"
+        )
+        last = members[-1]
+        fn = (lambda: fail("no number")) if world.rank == last else (lambda: 1)
+        await expect_failure(ad.gather_scalar_from_all_ranks(fn, group=group), world, last, "no number")
+        assert await ad.compute_and_broadcast(lambda: "in step", group=group) == "in step"
+    else:
+        group = ad.Group.seen_from_outside(members)
+        await refused(
+            ad.gather_scalar_from_all_ranks(lambda: 1, group=group),
+            LocalProtocolError,
+            f"rank {world.rank} is not in the group",
+        )
+    await ad.barrier()
+
+
+def all_but_one(world: ad.World) -> list[int]:
+    """Descending, so that the group's root is not the world's, and with a gap: one in the middle is left out."""
+    return [rank for rank in reversed(range(world.size)) if rank != world.size // 2 or world.size == 1]
 
 
 async def case_outsiders_and_bad_arguments(world: ad.World) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import nn
 
 import asyncdist as ad
 from asyncdist.errors import DisagreementError, LocalProtocolError, RemoteError
-from helpers.cases_everyday import refused
+from helpers.cases_everyday import all_but_one, refused
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 DTYPES = (*FLOATS, torch.int64, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128)
@@ -293,6 +294,47 @@ async def case_lists_are_concatenated(world: ad.World) -> None:
     found = await ad.gather_distributed_data(items(world.rank))
     expected = [item for rank in range(world.size) for item in items(rank)]
     assert found == (expected if world.rank == 0 else None)
+
+
+async def case_a_group_s_data_is_concatenated_in_its_order(world: ad.World) -> None:
+    """At its root, in messages and as streams; the one outside sends nothing and is not waited for."""
+    members = all_but_one(world)
+    over = world.channel(Over, tag=77)
+    if world.rank in members:
+        group = await ad.new_group(members)
+        is_root = world.rank == members[0]
+        for scale in (1, 50_000):
+            parts = {
+                rank: np.random.default_rng(rank).standard_normal((rank % 3 * scale, 2)) for rank in range(world.size)
+            }
+            found = await ad.gather_distributed_data(
+                torch.from_numpy(parts[world.rank]), len(members), world.rank, group
+            )
+            assert (found is None) != is_root
+            if found is not None:
+                assert isinstance(found, torch.Tensor)
+                assert np.array_equal(found.numpy(), np.concatenate([parts[rank] for rank in members]))
+        items = await ad.gather_distributed_data([world.rank] * world.rank, training_group=group)
+        assert items == ([rank for rank in members for _ in range(rank)] if is_root else None)
+        if is_root:
+            for rank in set(range(world.size)) - set(members):
+                over.send_nowait(Over(), rank)
+    else:
+        before = world.statistics().stream_sent_nbytes
+        await refused(
+            ad.gather_distributed_data(torch.ones(1), training_group=ad.Group.seen_from_outside(members)),
+            LocalProtocolError,
+            f"rank {world.rank} is not in the group",
+        )
+        await over.receive()
+        assert world.statistics().stream_sent_nbytes == before
+    over.close()
+    await ad.barrier()
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """The group's root to who is outside: all has been gathered."""
 
 
 async def case_data_that_does_not_fit_together(world: ad.World) -> None:

@@ -68,31 +68,61 @@ async def case_a_reserved_coordinator(world: ad.World) -> None:
 
 
 async def case_by_host(world: ad.World) -> None:
-    """Ranks go round the hosts, so groups on one host are not contiguous."""
-    if world.size < 4:
+    """Ranks go round two hosts, so groups on one host are not contiguous."""
+    if world.size < 3:
         context = await ad.initialize_distributed_compute(placement="host")
         assert context.train_global_group.ranks == tuple(range(world.size))
+        await context.cleanup()
         return
+    groups, coordinator = going_round(world.size)
     context = await ad.initialize_distributed_compute(
-        0, 2 if world.size % 2 == 0 else 1, placement="host", hostname=f"host{world.rank % 2}"
+        0, len(groups), coordinator=coordinator, placement="host", hostname=f"host{world.rank % 2}"
     )
-    if world.size == 4:
-        assert [group.ranks for group in context.agent_groups] == [(0, 2), (1, 3)]
-    group = context.agent_group
-    assert group is not None
-    assert await ad.reduce_and_broadcast(lambda: world.rank, sorted, group=group) == sorted(group.ranks)
+    assert [group.ranks for group in context.agent_groups] == groups
+    await check_groups(world, context, groups)
+    await context.cleanup()
 
 
 async def case_a_plan_of_ones_own(world: ad.World) -> None:
-    if world.size != 4:
+    """Each group in an order of its own: its first rank is the root."""
+    if world.size < 3:
         return
-    layout = ad.RankLayout(4, ((2, 0), (3, 1)), {})
+    groups, coordinator = going_round(world.size)
+    groups = [tuple(reversed(group)) for group in groups]
+    layout = ad.RankLayout(world.size, tuple(groups), {}, coordinator)
     context = await ad.initialize_distributed_compute(layout=layout)
-    assert context.layout is layout and context.agent_group_id == world.rank % 2
+    assert context.layout is layout and context.is_coordinator_rank() == (world.rank == coordinator)
+    await check_groups(world, context, groups)
+    await context.cleanup()
+
+
+def going_round(size: int) -> tuple[list[tuple[int, ...]], int | None]:
+    """The even ranks and the odd ones, as many of each; where one is over, it is the coordinator.
+
+    Of three ranks 0 and 2 are the only group, so that it has a gap.
+    """
+    if size == 3:
+        return [(0, 2)], 1
+    even = size - size % 2
+    return [tuple(range(0, even, 2)), tuple(range(1, even, 2))], size - 1 if size % 2 else None
+
+
+async def check_groups(world: ad.World, context: ad.DistributedContext, groups: list[tuple[int, ...]]) -> None:
+    """All groups at once: gathered, reduced and averaged in each, in its order."""
+    number = next((number for number, ranks in enumerate(groups) if world.rank in ranks), None)
+    assert context.agent_group_id == number
     group = context.agent_group
-    assert group is not None
+    assert (group is None) == (number is None)
+    if group is None or number is None:
+        return
+    ranks = groups[number]
     found = await ad.gather_from_all_ranks(lambda: world.rank, group=group)
-    assert found == ([group.ranks[0], group.ranks[1]] if world.rank == group.ranks[0] else None)
+    assert found == (list(ranks) if world.rank == group.ranks[0] else None)
+    assert await ad.reduce_and_broadcast(lambda: world.rank, list, group=group) == list(ranks)
+    model = torch.nn.Linear(3, 2)
+    torch.nn.init.constant_(model.weight, world.rank)
+    await ad.average_models(model, group)
+    assert model.weight.unique().tolist() == [sum(ranks) / len(ranks)]
 
 
 async def case_the_backend_s_own_objects(world: ad.World) -> None:
