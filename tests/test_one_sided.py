@@ -80,7 +80,9 @@ def train(
                 touch(world.rank, model)
                 kept.before[world.rank] = flat_state(model)
                 kept.stepping.add(world.rank)
-                member.infos.append(await policy.step(metric(world.rank)))
+                given = metric(world.rank)
+                kept.told.setdefault(world.rank, []).append(given)
+                member.infos.append(await policy.step(given))
                 kept.stepping.discard(world.rank)
                 await barrier.wait()
         member.statistics = policy.statistics()
@@ -141,6 +143,28 @@ def test_every_mode_and_strategy_to_the_bit(mode: str, strategy: str) -> None:
             assert set(weights) == {1.0} and len(donors) <= 2
         if mode == "threshold":
             assert set(donors) <= {2, 3}, "who would be replaced itself gives nothing"
+
+
+@pytest.mark.parametrize("metric_mode", ["max", "min"])
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_come_from_the_metric_that_was_published_with_the_snapshot(mode: str, metric_mode: str) -> None:
+    """Metrics change in every step, and no two are equal: those of any other version would give other weights."""
+    ledger = Ledger()
+    draws = [random.Random(rank).sample(range(rank, 1 << 18, 4), 1 << 10) for rank in range(4)]
+    members = train(
+        ledger=ledger,
+        metric=lambda rank: draws[rank].pop() / 16.0,  # exact, and below 2**14
+        average_every=1,
+        replacement_mode=mode,
+        age_range=(2, 4),
+        threshold_metric=2.0**13,
+        averaging_strategy="weighted_mean",
+        metric_mode=metric_mode,
+        donor_ratio=1.0,
+        steps=100,
+    )
+    assert ledger.verify() == sum(len(member.replacements) for member in members)
+    assert ledger.verify_weights(metric_mode) >= 10
 
 
 @pytest.mark.parametrize("momentum", [0.25, 0.7, 1.0])

@@ -35,6 +35,8 @@ class Ledger:
         applied: in order.
         before: by rank, its state before the step that it is in.
         stepping: ranks inside ``step``.
+        told: by rank, the metrics that it gave to ``step``, the newest last; for :meth:`verify_weights`.
+        metrics: of each snapshot, the one that was told with it.
     """
 
     snapshots: dict[tuple[int, int], State] = field(default_factory=dict)
@@ -42,6 +44,8 @@ class Ledger:
     applied: list[Applied] = field(default_factory=list)
     before: dict[int, State] = field(default_factory=dict)
     stepping: set[int] = field(default_factory=set)
+    told: dict[int, list[float]] = field(default_factory=dict)
+    metrics: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def listener(self, rank: int, model: nn.Module) -> Callable[[PolicyEvent], None]:
         """The callback for one rank."""
@@ -56,6 +60,8 @@ class Ledger:
                 assert event.round == last + 1, f"rank {rank} published version {event.round} after {last}"
                 self.snapshots[rank, event.round] = state
                 self.iterations[rank, event.round] = event.iteration
+                if rank in self.told:
+                    self.metrics[rank, event.round] = self.told[rank][-1]
             else:
                 self.applied.append(Applied(rank, event, self.before.get(rank), state))
 
@@ -69,6 +75,31 @@ class Ledger:
         for entry in self.applied:
             verify(entry, self.snapshots, momentum=momentum)
         return len(self.applied)
+
+    def verify_weights(self, metric_mode: str) -> int:
+        """Recompute the weights of ``weighted_mean`` from the metrics of the very snapshots that were averaged.
+
+        What they are counted from was the worst metric when the donors were drawn: one number for all of them, that
+        one of the ranks had told. Metrics and their differences have to be exact, and below 2**20.
+
+        Returns:
+            How many averages of several donors had such weights. Where nobody gained anything, all weigh 1.
+        """
+        sign = 1.0 if metric_mode == "max" else -1.0
+        told = {metric for metrics in self.told.values() for metric in metrics}
+        count = 0
+        for entry in self.applied:
+            event = entry.event
+            keys = list(zip(event.donors, event.versions, strict=True))
+            if set(event.weights) == {1.0}:
+                continue
+            floors = {self.metrics[key] - sign * weight for key, weight in zip(keys, event.weights, strict=True)}
+            assert len(floors) == 1 and floors <= told, (
+                f"rank {entry.rank}, replacement {event.round}: weights {event.weights} of versions {event.versions} "
+                f"of {event.donors}, which came with {[self.metrics[key] for key in keys]}, are counted from {floors}"
+            )
+            count += len(keys) > 1
+        return count
 
 
 def verify(entry: Applied, snapshots: dict[tuple[int, int], State], *, momentum: float = 0.0) -> None:

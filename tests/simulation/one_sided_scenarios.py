@@ -265,6 +265,7 @@ async def _step(
     clock: Any = world.virtual_clock
     began_at, deaf_s = world.time(), clock.seconds
     watch.stepping.add(rank)
+    watch.told.setdefault(rank, []).append(metric)
     info = await policy.step(metric)
     watch.stepping.discard(rank)
     waited_s = world.time() - began_at - (clock.seconds - deaf_s)
@@ -301,6 +302,8 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> tuple[SimReport, Wa
             raise AssertionError(f"seed {seed}: rank {rank} ended by {result!r}") from result
         assert result is not None or rank in killed or rank in plan.exits, f"seed {seed}: rank {rank} has not ended"
     watch.verify(momentum=plan.options["momentum"])
+    if plan.options["averaging_strategy"] == "weighted_mean":
+        watch.seen["weights of several donors"] += watch.verify_weights(plan.options["metric_mode"])
     for (rank, version), iteration in watch.iterations.items():
         due = (iteration + 1) % plan.options["average_every"] == 0
         assert due, f"seed {seed}: rank {rank} published version {version} at iteration {iteration}"

@@ -56,6 +56,11 @@ def test_every_strategy_was_applied_and_verified(seen: Counter[str], strategy: s
     assert seen[f"strategy {strategy}"] >= 100
 
 
+def test_weights_are_those_of_the_snapshots_that_were_averaged(seen: Counter[str]) -> None:
+    """Metrics change in every step; the weights were recomputed from those that were published with the snapshots."""
+    assert seen["weights of several donors"] >= 20
+
+
 def test_a_seed_repeats_to_the_digest() -> None:
     """Donors are drawn from the world's own generator: chance follows from the seed."""
     seeds = [seed for seed in range(300, 340) if draw_plan(seed).ranks <= 4][:8]
