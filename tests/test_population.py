@@ -216,7 +216,7 @@ async def test_a_parameter_that_the_loss_does_not_use_stays() -> None:
 
 
 def test_torchs_optimizer_gives_what_jax_answers() -> None:
-    """On one transport: its first import takes seconds, for every process of an mpirun, and it sends nothing itself."""
+    """On one transport: it sends nothing itself. ``cases_population`` has a step of it on every one."""
 
     async def main(world: ad.World) -> None:
         await jax_table.check_updates(world, in_place=True)

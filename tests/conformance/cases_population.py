@@ -15,6 +15,9 @@ import asyncdist as ad
 from asyncdist.population import WHOLE_NBYTES
 from conformance.endpoint import Endpoint
 
+#: POP by DP, by the size of the world.
+GRIDS = {4: (2, 2), 3: (1, 3), 2: (2, 1), 1: (1, 1)}
+
 
 class Point(NamedTuple):
     x: torch.Tensor
@@ -112,7 +115,7 @@ async def case_no_axis_returns_the_input(end: Endpoint) -> None:
 
 
 async def case_a_grid_of_ranks(end: Endpoint) -> None:
-    shape = {4: (2, 2), 3: (1, 3), 2: (2, 1), 1: (1, 1)}[end.size]
+    shape = GRIDS[end.size]
     ranks = np.arange(end.size).reshape(shape)
     mesh = await ad.new_mesh({"POP": shape[0], "DP": shape[1]})
     row, column = np.argwhere(ranks == end.rank)[0]
@@ -132,6 +135,146 @@ async def case_a_grid_of_ranks(end: Endpoint) -> None:
     with mesh:
         task = asyncio.ensure_future(ad.psum(mine, "DP"))
     assert (await task).item() == ranks[row].sum()
+
+
+def line_of(rank: int, ranks: Any, name: str) -> list[int]:
+    """The ranks of a grid of POP by DP that share an axis with this one, in its order."""
+    row, column = np.argwhere(ranks == rank)[0]
+    return list(map(int, ranks[:, column] if name == "POP" else ranks[row]))
+
+
+async def check_means(rank: int, ranks: Any, mesh: ad.Mesh) -> None:
+    def part(of: int) -> dict[str, torch.Tensor]:
+        numbers = np.random.default_rng(of).normal(size=7)
+        return {"x": torch.from_numpy(numbers), "n": torch.tensor([of, 2 * of + 1], dtype=torch.int32)}
+
+    for name in ("POP", "DP"):
+        found = await ad.pmean(part(rank), name, mesh=mesh)
+        jax_table.assert_equal(found, jax_table.model("pmean", [part(of) for of in line_of(rank, ranks, name)]))
+
+
+async def check_steps(rank: int, line: list[int], name: str, *, in_place: bool) -> None:
+    """Half the squared distance to a rank's own point: along an axis, the weights seek the mean of its points."""
+    rate, momentum = 0.25, 0.5
+    points = {of: np.array([of, of**2, -1.5]) for of in line}
+    weight = torch.full((3,), 4.0, dtype=torch.float64, requires_grad=in_place)
+    optimizer: Any = jax_table.Descent(rate, momentum)
+    state = None if in_place else optimizer.init(weight)
+    if in_place:
+        optimizer = torch.optim.SGD([weight], lr=rate, momentum=momentum)
+    step = ad.gradient_update(lambda w, point: ((w - point) ** 2).sum() / 2, optimizer, name)
+    expected, velocity = np.full(3, 4.0), np.zeros(3)
+    for _ in range(3):
+        value, weight, state = await step(state, weight, torch.from_numpy(points[rank]))
+        np.testing.assert_allclose(value.item(), ((expected - points[rank]) ** 2).sum() / 2, rtol=1e-12)
+        velocity = momentum * velocity + expected - np.mean(list(points.values()), axis=0)
+        expected = expected - rate * velocity
+        np.testing.assert_allclose(weight.detach().numpy(), expected, rtol=1e-12)
+
+
+async def check_shards_of_a_line(rank: int, ranks: Any, mesh: ad.Mesh, name: str) -> None:
+    """The lines along an axis have populations of their own, and the elements may meet along the other axis."""
+    other = "DP" if name == "POP" else "POP"
+    line, across = line_of(rank, ranks, name), line_of(rank, ranks, other)
+    count = 2 * len(line)
+    numbers = np.arange(3.0 * count).reshape(count, 3)
+    mine = slice(2 * line.index(rank), 2 * line.index(rank) + 2)
+    own = 12.0 * across.index(rank)
+    population = torch.from_numpy(numbers + own)
+
+    def plain(member: torch.Tensor) -> Any:
+        return member.sum(), member * 2
+
+    async def across_lines(member: torch.Tensor) -> torch.Tensor:
+        return await ad.pmean(member, other)
+
+    for run in (ad.shmap_map, ad.shmap_vmap):
+        sums, doubled = await run(plain, mesh, name, (name, None))(population)
+        assert np.array_equal(sums.numpy(), (numbers + own).sum(1))
+        assert np.array_equal(doubled.numpy(), 2 * (numbers + own)[mine])
+    means = await ad.shmap_map(across_lines, mesh, name, name)(population)
+    assert np.array_equal(means.numpy(), numbers + 12.0 * (len(across) - 1) / 2)
+
+
+async def check_lines(rank: int, ranks: Any, mesh: ad.Mesh) -> None:
+    await check_means(rank, ranks, mesh)
+    for name in ("POP", "DP"):
+        with mesh:
+            await check_steps(rank, line_of(rank, ranks, name), name, in_place=False)
+        await check_shards_of_a_line(rank, ranks, mesh, name)
+
+
+async def case_an_axis_is_smaller_than_the_world(end: Endpoint) -> None:
+    """Means, steps and shards along an axis are those of its ranks, whatever the other lines of the grid do."""
+    shape = GRIDS[end.size]
+    mesh = await ad.new_mesh({"POP": shape[0], "DP": shape[1]})
+    await check_lines(end.rank, np.arange(end.size).reshape(shape), mesh)
+
+
+async def case_a_mesh_of_a_part_of_the_world(end: Endpoint) -> None:
+    """All but the last rank, backwards; that one meanwhile has a mesh of its own, and talks with rank 0."""
+    if end.size == 1:
+        return
+    last, words = end.size - 1, [bytes([number]) * 100 for number in range(20)]
+
+    async def answers() -> None:
+        for _ in words:
+            word, _ = await end.receive(100, last)
+            await end.send(word, last)
+
+    async def asks() -> None:
+        for word in words:
+            await end.send(word, 0)
+            assert await end.receive(100, 0) == (word, 0)
+
+    members = [last] if end.rank == last else list(range(last))[::-1]
+    mesh = await ad.new_mesh({"POP": 1, "DP": len(members)}, group=await ad.new_group(members))
+    async with asyncio.TaskGroup() as tasks:
+        if end.rank in (0, last):
+            tasks.create_task(asks() if end.rank == last else answers())
+        tasks.create_task(check_lines(end.rank, np.array([members]), mesh))
+
+
+async def case_torchs_optimizer_steps_along_an_axis(end: Endpoint) -> None:
+    """Not on four ranks: its first import takes more than a second of a core, for every process of a job."""
+    if end.size == 4:
+        return
+    shape = GRIDS[end.size]
+    ranks = np.arange(end.size).reshape(shape)
+    with await ad.new_mesh({"POP": shape[0], "DP": shape[1]}):
+        for name in ("POP", "DP"):
+            await check_steps(end.rank, line_of(end.rank, ranks, name), name, in_place=True)
+
+
+async def case_places_shards_and_generators_of_ranks(end: Endpoint) -> None:
+    """These send nothing, yet each rank finds its own, and all of them agree on the whole."""
+    assert ad.is_dist_initialized() and ad.get_process_id() == end.rank
+    jax_table.assert_equal(ad.get_global_ranks(), torch.from_numpy(np.arange(end.size)))
+    mesh = await ad.new_mesh({"POP": end.size})
+    numbers = np.arange(6.0 * end.size).reshape(2 * end.size, 3)
+    tree = {"ranks": ad.get_global_ranks(), "rows": [torch.from_numpy(numbers), None]}
+    put = ad.tree_device_put(tree, ad.Sharding(mesh, "POP", "cpu"))
+    jax_table.assert_equal(
+        put,
+        {
+            "ranks": torch.tensor([end.rank]),
+            "rows": [torch.from_numpy(np.split(numbers, end.size)[end.rank]), None],
+        },
+    )
+    jax_table.assert_equal(await ad.all_gather(put, "POP", tiled=True, mesh=mesh), tree)
+    for sharding in (ad.Sharding(mesh, None), "cpu"):
+        jax_table.assert_equal(ad.tree_device_put(tree, sharding), tree)
+
+    key = torch.Generator().manual_seed(3)
+    drawn = int(torch.randint(2**63 - 1, (), generator=torch.Generator().manual_seed(3)))
+    for given, seed in ((7, 7), (key, drawn)):
+        mine = ad.split_key_to_devices(given, ["cpu"] * end.size)[end.rank]
+        found = await ad.all_gather(torch.rand(4, generator=mine), "POP", mesh=mesh)
+        children = [
+            int(child.generate_state(1, np.uint64)[0]) for child in np.random.SeedSequence(seed).spawn(end.size)
+        ]
+        expected = [torch.rand(4, generator=torch.Generator().manual_seed(child)) for child in children]
+        assert torch.equal(found, torch.stack(expected)) and len(found.unique(dim=0)) == end.size
 
 
 async def case_tasks_share_an_axis(end: Endpoint) -> None:
