@@ -102,5 +102,7 @@ def _place_of(function: Any) -> str:
     function = inspect.unwrap(function) if callable(function) else function
     code = getattr(function, "__code__", None)
     if code is None:
+        if isinstance(function, (str, bytes, int, float, type(None))):  # which have no address
+            return f"{function!r:.200}"
         return getattr(function, "__qualname__", None) or f"an object of type {type(function).__name__}"
     return f"{function.__qualname__} ({code.co_filename}:{code.co_firstlineno})"

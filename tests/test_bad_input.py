@@ -606,7 +606,7 @@ def line_of(function: Any) -> str:
         ),
         (plain, (), rf"main must be a coroutine function \(async def\), and {line_of(plain)} is none"),
         (functools.partial(plain), (), rf"main must be a coroutine function .*, and {line_of(plain)} is none"),
-        (3, (), r"main must be a coroutine function \(async def\), and an object of type int is none"),
+        (3, (), r"main must be a coroutine function \(async def\), and 3 is none"),
     ],
 )
 def test_a_main_that_cannot_be_called_is_named_with_its_line(start: Any, main: Any, args: Any, words: str) -> None:
