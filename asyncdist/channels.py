@@ -234,7 +234,7 @@ class Channel(Generic[MessageT]):
         )
         self._outbox = Outbox(
             codec,
-            [wire.FrameWriter(route) for route in self._routes_of(self._peer_scope)],
+            self._routes_of(self._peer_scope),
             lane.engine.transport.start_send,
             tag=lane.tag,
             size=lane.engine.transport.size,

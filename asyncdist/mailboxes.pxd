@@ -5,7 +5,8 @@ from asyncdist.wire cimport Codec, FrameReader, FrameWriter
 
 cdef class Outbox:
     cdef Codec _codec
-    cdef readonly list writers
+    cdef readonly list routes
+    cdef list _writers
     cdef public object start_send
     cdef object _tag
     cdef Py_ssize_t _size

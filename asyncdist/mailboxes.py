@@ -51,7 +51,7 @@ class Outbox:
 
     Args:
         codec: of the channel.
-        writers: of the frames of each kind of message.
+        routes: of the frames of each kind of message.
         start_send: of the transport.
         tag: of the lane.
         size: ranks of the world.
@@ -66,7 +66,7 @@ class Outbox:
     def __init__(
         self,
         codec: wire.Codec,
-        writers: list[wire.FrameWriter],
+        routes: list[bytes],
         start_send: Callable[[Any, int, int], Request | None],
         *,
         tag: int,
@@ -80,7 +80,9 @@ class Outbox:
         self._size = size
         self._name = name
         self._dest: int | None = None  # of the last message: a rank
-        self.writers = writers
+        self.routes = routes
+        # Made for the first message of a kind: they take a KiB each, and most channels of most ranks send few kinds.
+        self._writers: list[FrameWriter | None] = [None] * len(routes)
         self.sequence = sequence
         self.sent_count = 0
         self.is_closed = False
@@ -92,7 +94,9 @@ class Outbox:
         kind, payload = self._codec.encode(message)
         self.sequence += 1
         self.sent_count += 1
-        writer: FrameWriter = self.writers[kind]
+        writer = self._writers[kind]
+        if writer is None:
+            writer = self._writers[kind] = FrameWriter(self.routes[kind])
         return self.start_send(writer.frame(round, self.sequence, payload), dest, self._tag)
 
     def _check(self, dest: int, round: int) -> None:

@@ -60,7 +60,7 @@ route = wire.pack_route(0, nonce=2**32 - 1, epoch=3, scope=2**32 - 2)
 for _ in range(300):
     sent = Sent()
     outbox = mailboxes.Outbox(
-        codec, [wire.FrameWriter(route)], sent.start, tag=5, size=4, name="x", sequence=rng.choice([0, 2**40])
+        codec, [route], sent.start, tag=5, size=4, name="x", sequence=rng.choice([0, 2**40])
     )
     message = Message(rng.randrange(-(2**63), 2**64), rng.uniform(-1e9, 1e9), "x" * rng.randrange(200))
     outbox.post(message, rng.randrange(4), rng.choice([0, 1, 2**32 - 1]))
@@ -71,7 +71,7 @@ for _ in range(300):
     lines += [frame.hex(), refusal(opened, frame), refusal(opened, bytes(damaged)), refusal(opened, cut)]
     lines.append(refusal(opened, rng.randbytes(rng.randrange(100))))
 
-post = mailboxes.Outbox(codec, [wire.FrameWriter(route)], Sent().start, tag=5, size=4, name="x", sequence=0).post
+post = mailboxes.Outbox(codec, [route], Sent().start, tag=5, size=4, name="x", sequence=0).post
 good = Message(1, 0.5, "")
 for args in [
     (good, 4, 0), (good, -1, 0), (good, True, 0), (good, 1.0, 0), (good, 2**70, 0), (good, 0, -1), (good, 0, 2**32),

@@ -21,7 +21,6 @@ import asyncdist as ad
 from asyncdist import runtime
 from asyncdist.errors import BusyError, ClosedError, LocalProtocolError, RankLostError
 from asyncdist.supervision import Interrupts
-from asyncdist.wire import FrameWriter
 
 NO_UVLOOP = importlib.util.find_spec("uvloop") is None
 LOOPS = ["asyncio", pytest.param("uvloop", marks=pytest.mark.skipif(NO_UVLOOP, reason="uvloop is not installed"))]
@@ -338,7 +337,7 @@ async def leave_an_early_frame(world: ad.World) -> None:
     channel = world.channel(Number, tag=5)
     world.channel(Number, tag=5)
     scope = channel.scope
-    channel._outbox.writers[:] = [FrameWriter(route) for route in channel._routes_of(scope ^ 1)]
+    channel._outbox.routes[:] = channel._routes_of(scope ^ 1)
     await channel.send(Number(1), world.rank)
     await world.progress()
 
