@@ -21,6 +21,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Final, Generic
 
+import numpy
+
 from asyncdist import wire
 from asyncdist.errors import AsyncdistError, BusyError, ClosedError, LocalProtocolError
 from asyncdist.mailboxes import Envelope as Envelope
@@ -72,7 +74,8 @@ class Lane:
         self._early_timer: asyncio.TimerHandle | None = None
         self._complained_about: set[int] = set()
         self._closed_sent_count = self._closed_received_count = 0
-        buffer = bytearray(wire.FRAME_NBYTES_MAX)
+        # Not cleared, as a bytearray is: most frames take its first hundred bytes, and simulations have thousands.
+        buffer = numpy.empty(wire.FRAME_NBYTES_MAX, dtype=numpy.uint8).data
         request = engine.transport.persistent_receive(buffer, tag)
         self.inlet = FrameInlet(request, buffer, drop=self.drop, explain=self._explain, ring=engine.ring)
         engine.add_inlet(self.inlet)

@@ -258,7 +258,7 @@ class FrameInlet:
     def __init__(
         self,
         request: PersistentReceive,
-        buffer: bytearray,
+        buffer: bytearray | memoryview,
         *,
         drop: Callable[[int, str], None],
         explain: Callable[[FrameReader, int], None],

@@ -383,11 +383,9 @@ async def _fail(world: World, transport: Transport, error: BaseException, grace_
     world.cancel_services()
     world.announce(Farewell() if from_peer else Failed(summarise(error)))
     deadline = loop.time() + grace_s
-    everyone = set(range(world.size)) - {world.rank}
 
     def settled() -> bool:
-        silent = everyone - world.answered - transport.lost_ranks()
-        return from_peer or not silent
+        return from_peer or _is_everybody(world, world.answered, transport.lost_ranks())
 
     pause_s = 0.001
     while not settled() or (not world.engine.is_idle and loop.time() < deadline - grace_s + _CANCEL_AFTER_S):
@@ -400,7 +398,7 @@ async def _fail(world: World, transport: Transport, error: BaseException, grace_
         except asyncio.CancelledError:  # a signal that comes now asks for what is happening already
             _uncancel()
     if not settled() and not in_process:
-        silent = sorted(everyone - world.answered)
+        silent = sorted(set(range(world.size)) - world.answered - {world.rank})
         sys.stderr.write(
             f"asyncdist: rank {world.rank}: ranks {silent} did not stop within {grace_s:g} s; aborting the job\n"
         )

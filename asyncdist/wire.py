@@ -156,7 +156,7 @@ class FrameReader:
         payload: valid until the next frame lies in the buffer.
     """
 
-    def __init__(self, buffer: bytearray) -> None:
+    def __init__(self, buffer: bytearray | memoryview) -> None:
         self._view = memoryview(buffer)
         self._bytes = self._view
         self._words = self._view.cast("I")
