@@ -239,6 +239,7 @@ class Channel(Generic[MessageT]):
             codec,
             self._routes_of(self._peer_scope),
             lane.engine.transport.start_send,
+            lane.engine.transport.prepare_send,
             tag=lane.tag,
             size=lane.engine.transport.size,
             name=name,

@@ -1,13 +1,25 @@
 cimport cython
 
-from asyncdist.wire cimport Codec, FrameReader, FrameWriter
+from asyncdist.transports.mpi_requests cimport RepeatedSend
+from asyncdist.wire cimport Codec, FrameReader, FrameRoom, FrameWriter
+
+
+cdef class _Prepared:
+    cdef Py_ssize_t kind
+    cdef Py_ssize_t dest
+    cdef Py_ssize_t payload_nbytes
+    cdef FrameRoom room
+    cdef RepeatedSend send
 
 
 cdef class Outbox:
     cdef Codec _codec
     cdef readonly list routes
     cdef list _writers
+    cdef dict _prepared
+    cdef _Prepared _last
     cdef public object start_send
+    cdef object _prepare_send
     cdef object _tag
     cdef Py_ssize_t _size
     cdef object _name
@@ -16,8 +28,9 @@ cdef class Outbox:
     cdef readonly Py_ssize_t sent_count
     cdef public bint is_closed
 
-    @cython.locals(encoded=tuple, writer=FrameWriter)
+    @cython.locals(kind=Py_ssize_t, payload=bytes, rank=Py_ssize_t, last=_Prepared, writer=FrameWriter)
     cpdef object post(self, object message, object dest, object round)
+    cdef _Prepared _prepare(self, Py_ssize_t kind, Py_ssize_t dest, Py_ssize_t payload_nbytes)
 
 
 cdef class Inbox:
@@ -35,8 +48,10 @@ cdef class Inbox:
     cdef readonly Py_ssize_t received_count
     cdef public object failure
     cdef dict _last_sequence
+    cdef Py_ssize_t _source
+    cdef unsigned long long _sequence
 
-    @cython.locals(last="unsigned long long")
+    @cython.locals(rank=Py_ssize_t)
     cdef bint deliver(self, object decode, FrameReader frame, object source) except -1
     cdef bint _fill(self, object envelope) except -1
     cpdef object take(self, Py_ssize_t test_count)

@@ -18,12 +18,14 @@ from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from asyncdist import wire
 from asyncdist.errors import AsyncdistError, ClosedError, LocalProtocolError, RemoteProtocolError
-from asyncdist.transports.base import PersistentReceive, Request
-from asyncdist.wire import FrameReader, FrameWriter
+from asyncdist.transports.base import PersistentReceive, PreparedSend, Request
+from asyncdist.wire import FrameReader, FrameRoom, FrameWriter
 
 MessageT = TypeVar("MessageT")
 Overflow: TypeAlias = Literal["stall", "error", "latest"]
 
+#: Larger messages are not sent from a room of their own.
+PREPARED_NBYTES_MAX: Final = 512
 #: Messages that one poll of a lane may deliver.
 DELIVERY_COUNT_MAX: Final = 64
 
@@ -46,13 +48,24 @@ class Envelope(NamedTuple, Generic[MessageT]):
 _as_envelope: Final[Callable[[Any], Envelope[Any]]] = functools.partial(tuple.__new__, Envelope)
 
 
+class _Prepared:
+    """Messages of one kind and one size to one rank: where they are written, and what sends them from there."""
+
+    def __init__(self, kind: int, dest: int, payload_nbytes: int, room: FrameRoom, send: PreparedSend) -> None:
+        self.kind = kind
+        self.dest = dest
+        self.payload_nbytes = payload_nbytes
+        self.room = room
+        self.send = send
+
+
 class Outbox:
     """What a channel sends.
 
     Args:
         codec: of the channel.
         routes: of the frames of each kind of message.
-        start_send: of the transport.
+        start_send, prepare_send: of the transport.
         tag: of the lane.
         size: ranks of the world.
         name: of the channel, for errors.
@@ -68,6 +81,7 @@ class Outbox:
         codec: wire.Codec,
         routes: list[bytes],
         start_send: Callable[[Any, int, int], Request | None],
+        prepare_send: Callable[[Any, int, int], PreparedSend | None],
         *,
         tag: int,
         size: int,
@@ -76,6 +90,7 @@ class Outbox:
     ) -> None:
         self._codec = codec
         self.start_send = start_send
+        self._prepare_send: Callable[[Any, int, int], PreparedSend | None] | None = prepare_send
         self._tag = tag
         self._size = size
         self._name = name
@@ -83,6 +98,8 @@ class Outbox:
         self.routes = routes
         # Made for the first message of a kind: they take a KiB each, and most channels of most ranks send few kinds.
         self._writers: list[FrameWriter | None] = [None] * len(routes)
+        self._prepared: dict[tuple[int, int, int], _Prepared] = {}
+        self._last: _Prepared | None = None
         self.sequence = sequence
         self.sent_count = 0
         self.is_closed = False
@@ -94,10 +111,30 @@ class Outbox:
         kind, payload = self._codec.encode(message)
         self.sequence += 1
         self.sent_count += 1
+        rank = dest
+        last = self._last
+        if last is None or last.kind != kind or last.dest != rank or last.payload_nbytes != len(payload):
+            last = self._prepare(kind, rank, len(payload))
+        if last is not None and last.send.is_free:
+            last.room.write(round, self.sequence, payload)
+            return last.send.start()
         writer = self._writers[kind]
         if writer is None:
             writer = self._writers[kind] = FrameWriter(self.routes[kind])
         return self.start_send(writer.frame(round, self.sequence, payload), dest, self._tag)
+
+    def _prepare(self, kind: int, dest: int, payload_nbytes: int) -> _Prepared | None:
+        """The prepared send for such messages, made now if there is none; None where the transport has none to give."""
+        key = kind, dest, payload_nbytes
+        self._last = self._prepared.get(key)
+        if self._last is None and self._prepare_send is not None and payload_nbytes <= PREPARED_NBYTES_MAX:
+            room = FrameRoom(self.routes[kind], payload_nbytes)
+            send = self._prepare_send(room.frame, dest, self._tag)
+            if send is None:
+                self._prepare_send = None
+            else:
+                self._last = self._prepared[key] = _Prepared(kind, dest, payload_nbytes, room, send)
+        return self._last
 
     def _check(self, dest: int, round: int) -> None:
         if self.is_closed:
@@ -165,14 +202,20 @@ class Inbox:
         self.received_count = 0
         self.failure: AsyncdistError | None = None
         self._last_sequence: dict[int, int] = {}
+        self._source = -1  # of the last frame, and its sequence, which is written down when one of another rank comes
+        self._sequence = 0
 
     def deliver(self, decode: wire.Decode, frame: FrameReader, source: int) -> bool:
         """Take one frame of this scope; whether the lane must stall now."""
-        last = self._last_sequence.get(source, 0)
-        if frame.sequence <= last:
-            self._inlet.drop(source, f"{self._name}: sequence {frame.sequence} after {last}")
+        rank = source
+        if rank != self._source:
+            self._last_sequence[self._source] = self._sequence
+            self._source = rank
+            self._sequence = self._last_sequence.get(source, 0)
+        if frame.sequence <= self._sequence:
+            self._inlet.drop(source, f"{self._name}: sequence {frame.sequence} after {self._sequence}")
             return False
-        self._last_sequence[source] = frame.sequence
+        self._sequence = frame.sequence
         try:
             message = decode(frame.payload)
         except Exception as error:  # no message, or one whose __post_init__ refuses it; the bytes are a stranger's

@@ -1,10 +1,18 @@
 cimport cython
 
 
+cdef Py_ssize_t _HEADER_NBYTES
+cdef Py_ssize_t _PAYLOAD_NBYTES_MAX
+cdef unsigned int _ONES
 cdef Py_ssize_t _LOOP_NBYTES_MAX
 cdef unsigned int[::1] _REMAINDERS
 
 cdef unsigned int _after_word(unsigned int crc) noexcept
+
+
+cdef unsigned int _after_long(unsigned int crc, unsigned long long value) noexcept
+@cython.locals(crc="unsigned int", position=Py_ssize_t)
+cdef unsigned int _crc32(unsigned long long[::1] longs, unsigned char[::1] octets, Py_ssize_t nbytes) except? 0
 
 
 cdef class FrameWriter:
@@ -18,13 +26,24 @@ cdef class FrameWriter:
     cdef unsigned int _crc(self, bytes payload) except? 0
 
 
+cdef class FrameRoom:
+    cdef readonly object frame
+    cdef Py_ssize_t _nbytes
+    cdef object _payload
+    cdef unsigned char[::1] _octets
+    cdef unsigned int[::1] _words
+    cdef unsigned long long[::1] _longs
+
+    @cython.locals(position=Py_ssize_t)
+    cpdef write(self, unsigned int round, unsigned long long sequence, bytes payload)
+
+
 cdef class FrameReader:
     cdef object _view
-    cdef unsigned char[::1] _bytes
+    cdef unsigned char[::1] _octets
     cdef unsigned int[::1] _words
     cdef unsigned long long[::1] _longs
     cdef readonly Py_ssize_t nbytes
-    cdef object _after_crc
     cdef readonly object payload
     cdef readonly unsigned long long key
     cdef readonly unsigned long long stamp
@@ -35,13 +54,16 @@ cdef class FrameReader:
         kind="unsigned long long", nonce="unsigned long long", epoch="unsigned long long", scope="unsigned long long"
     )
     cpdef open(self, Py_ssize_t nbytes)
-    @cython.locals(crc="unsigned int", position=Py_ssize_t)
-    cdef unsigned int _crc(self) except? 0
 
 
 cdef class Codec:
     cdef readonly tuple decoders
     cdef dict _by_type
+    cdef object _last_type
+    cdef object _kind
+    cdef tuple _plain_fields
 
     @cython.locals(entry=tuple, payload=bytes)
     cpdef tuple encode(self, object message)
+    @cython.locals(field=tuple)
+    cdef bint _is_plain(self, object message) except -1

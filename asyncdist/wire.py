@@ -36,14 +36,19 @@ HEADER_NBYTES: Final = 32
 _ROUTE: Final = struct.Struct("=BBHIII")
 PAYLOAD_NBYTES_MAX: Final = FRAME_NBYTES_MAX - HEADER_NBYTES
 
+# The same as C numbers, where this is compiled.
+_HEADER_NBYTES: Final = HEADER_NBYTES
+_PAYLOAD_NBYTES_MAX: Final = PAYLOAD_NBYTES_MAX
+_ONES: Final = 0xFFFFFFFF
+
 #: Up to so many bytes a loop, where it is compiled, takes less than a call of zlib.
 _LOOP_NBYTES_MAX: Final = 0 if __file__.endswith(".py") or sys.byteorder != "little" else 256
 
 
 def _remainders() -> array[int]:
-    """For that loop: of each byte, followed by none to three zeros, by the polynomial of CRC32."""
+    """For that loop: of each byte, followed by none to seven zeros, by the polynomial of CRC32."""
     rows = [[~zlib.crc32(bytes([byte]), 0xFFFFFFFF) & 0xFFFFFFFF for byte in range(256)]]
-    while len(rows) < 4:
+    while len(rows) < 8:
         rows.append([last >> 8 ^ rows[0][last & 0xFF] for last in rows[-1]])
     return array("I", itertools.chain(*rows))
 
@@ -53,6 +58,11 @@ _REMAINDERS: Final = _remainders()
 Decode: TypeAlias = Callable[[Any], Any]
 
 _encode: Final = msgspec.msgpack.Encoder().encode
+
+
+def _rounded_up(nbytes: int) -> int:
+    """To whole words of eight bytes."""
+    return -(-nbytes // 8) * 8
 
 
 class FrameError(ValueError):
@@ -105,8 +115,35 @@ def _after_word(crc: int) -> int:
     )
 
 
+def _after_long(crc: int, value: int) -> int:
+    """A CRC of eight bytes more: eight looks, none of which waits for another."""
+    value ^= crc
+    return (
+        _REMAINDERS[1792 + (value & 0xFF)]
+        ^ _REMAINDERS[1536 + (value >> 8 & 0xFF)]
+        ^ _REMAINDERS[1280 + (value >> 16 & 0xFF)]
+        ^ _REMAINDERS[1024 + (value >> 24 & 0xFF)]
+        ^ _REMAINDERS[768 + (value >> 32 & 0xFF)]
+        ^ _REMAINDERS[512 + (value >> 40 & 0xFF)]
+        ^ _REMAINDERS[256 + (value >> 48 & 0xFF)]
+        ^ _REMAINDERS[value >> 56]
+    )
+
+
+def _crc32(longs: Any, octets: Any, nbytes: int) -> int:
+    """Of the frame that lies there, without the four bytes in which its CRC belongs."""
+    if nbytes > _LOOP_NBYTES_MAX:
+        return zlib.crc32(octets[4:nbytes])
+    crc = _after_word(_ONES ^ longs[0] >> 32)
+    for position in range(1, nbytes // 8):
+        crc = _after_long(crc, longs[position])
+    for position in range(nbytes // 8 * 8, nbytes):
+        crc = _REMAINDERS[(crc ^ octets[position]) & 0xFF] ^ crc >> 8
+    return crc ^ _ONES
+
+
 class FrameWriter:
-    """Makes the frames of one route.
+    """Makes frames of one route, each a new one.
 
     Args:
         route: of :func:`pack_route`.
@@ -135,12 +172,46 @@ class FrameWriter:
     def _crc(self, payload: bytes) -> int:
         if len(payload) > _LOOP_NBYTES_MAX:
             return zlib.crc32(payload, zlib.crc32(self._after_crc))
-        crc = 0xFFFFFFFF
-        for position in range(1, HEADER_NBYTES // 4):
+        crc = _ONES
+        for position in range(1, _HEADER_NBYTES // 4):
             crc = _after_word(crc ^ self._words[position])
         for position in range(len(payload)):
             crc = _REMAINDERS[(crc ^ payload[position]) & 0xFF] ^ crc >> 8
-        return crc ^ 0xFFFFFFFF
+        return crc ^ _ONES
+
+
+class FrameRoom:
+    """Room for one frame, in which frames of one route and one size are written, one after the other.
+
+    Args:
+        route: of :func:`pack_route`.
+        payload_nbytes: of each.
+
+    Attributes:
+        frame: what was written last.
+    """
+
+    def __init__(self, route: bytes, payload_nbytes: int) -> None:
+        nbytes = HEADER_NBYTES + payload_nbytes
+        room = bytearray(4) + route + bytes(_rounded_up(nbytes) - 20)
+        view = memoryview(room)
+        self.frame = view[:nbytes]
+        self._nbytes = nbytes
+        self._payload = view[HEADER_NBYTES:nbytes]
+        self._octets = view
+        self._words = view.cast("I")
+        self._longs = view.cast("Q")
+
+    def write(self, round: int, sequence: int, payload: bytes) -> None:
+        """What :meth:`FrameWriter.frame` makes of it."""
+        self._words[5] = round
+        self._longs[3] = sequence
+        if len(payload) > _LOOP_NBYTES_MAX:
+            self._payload[:] = payload
+        else:
+            for position in range(len(payload)):
+                self._octets[_HEADER_NBYTES + position] = payload[position]
+        self._words[0] = _crc32(self._longs, self._octets, self._nbytes)
 
 
 class FrameReader:
@@ -158,11 +229,11 @@ class FrameReader:
 
     def __init__(self, buffer: bytearray | memoryview) -> None:
         self._view = memoryview(buffer)
-        self._bytes = self._view
+        self._octets = self._view
         self._words = self._view.cast("I")
         self._longs = self._view.cast("Q")
         self.nbytes = -1
-        self.payload = self._after_crc = self._view[:0]
+        self.payload = self._view[:0]
         self.key = self.stamp = self.round = self.sequence = 0
 
     def open(self, nbytes: int) -> None:
@@ -172,12 +243,11 @@ class FrameReader:
             FrameError: the frame is not to be believed.
         """
         if nbytes != self.nbytes:  # often one frame is as long as the last
-            if nbytes < HEADER_NBYTES:
+            if nbytes < _HEADER_NBYTES:
                 raise FrameError(f"{nbytes} bytes, shorter than a header of {HEADER_NBYTES}")
-            self._after_crc = self._view[4:nbytes]
             self.payload = self._view[HEADER_NBYTES:nbytes]
             self.nbytes = nbytes
-        if self._words[0] != self._crc():
+        if self._words[0] != _crc32(self._longs, self._octets, nbytes):
             raise FrameError("CRC mismatch")
         kind, nonce, epoch, scope = self._words[1], self._words[2], self._words[3], self._words[4]
         self.key = scope << 32 | kind
@@ -185,23 +255,13 @@ class FrameReader:
         self.round = self._words[5]
         self.sequence = self._longs[3]
 
-    def _crc(self) -> int:
-        if self.nbytes > _LOOP_NBYTES_MAX:
-            return zlib.crc32(self._after_crc)
-        crc = 0xFFFFFFFF
-        for position in range(1, self.nbytes // 4):
-            crc = _after_word(crc ^ self._words[position])
-        for position in range(self.nbytes // 4 * 4, self.nbytes):
-            crc = _REMAINDERS[(crc ^ self._bytes[position]) & 0xFF] ^ crc >> 8
-        return crc ^ 0xFFFFFFFF
-
     def route(self) -> Route:
         """Of the frame that was opened last."""
         return unpack_route(bytes(self._view[4:20]))
 
     def copy(self) -> FrameReader:
         """One with a copy of the frame that was opened last, and room for nothing else."""
-        room = bytearray(-(-self.nbytes // 8) * 8)
+        room = bytearray(_rounded_up(self.nbytes))
         room[: self.nbytes] = self._view[: self.nbytes]
         copy = FrameReader(room)
         copy.open(self.nbytes)
@@ -226,7 +286,10 @@ class Codec:
         classes = typing.get_args(message_types) if union else (message_types,)
         #: Of each kind, in order.
         self.decoders: tuple[Decode, ...] = tuple(map(_decoder, classes))
-        self._by_type = {cls: (kind, self.decoders[kind]) for kind, cls in enumerate(classes)}
+        self._by_type = {cls: (kind, _plain_fields(cls)) for kind, cls in enumerate(classes)}
+        self._last_type: type[Any] | None = None
+        self._kind = -1
+        self._plain_fields: tuple[tuple[str, type[Any]], ...] | None = None
 
     def encode(self, message: Any) -> tuple[int, bytes]:
         """Kind and payload of ``message``.
@@ -235,23 +298,35 @@ class Codec:
             LocalProtocolError: it is none of the channel's types, a field holds a value of the wrong type, or the
                 message is above the limit.
         """
-        entry = self._by_type.get(type(message))
-        if entry is None:
-            raise self._no_type_of_ours(message)
-        kind, decode = entry
+        if type(message) is not self._last_type:  # often a message is of the same type as the last
+            entry = self._by_type.get(type(message))
+            if entry is None:
+                raise self._no_type_of_ours(message)
+            self._kind, self._plain_fields = entry
+            self._last_type = type(message)
         try:
             payload = _encode(message)
-            decode(payload)  # what the receiver will do; it is the quickest check of the fields, and misses nothing
+            if not self._is_plain(message):
+                self.decoders[self._kind](payload)  # as the receiver will: a check of the fields that misses nothing
         except Exception as error:  # a wrong type, an int beyond 64 bits, a lone surrogate, a __post_init__
             raise LocalProtocolError(f"cannot send {message!r:.200}: {error}") from error
-        if len(payload) > PAYLOAD_NBYTES_MAX:
+        if len(payload) > _PAYLOAD_NBYTES_MAX:
             raise LocalProtocolError(
                 f"{type(message).__name__} takes {len(payload)} bytes; a message may have {PAYLOAD_NBYTES_MAX} "
                 "(send_stream carries more)",
                 nbytes=len(payload),
                 limit_nbytes=PAYLOAD_NBYTES_MAX,
             )
-        return kind, payload
+        return self._kind, payload
+
+    def _is_plain(self, message: Any) -> bool:
+        """Whether each field holds just what is declared, so that the receiver will take it."""
+        if self._plain_fields is None:
+            return False
+        for name, cls in self._plain_fields:  # noqa: SIM110 -- a generator for each message takes longer
+            if type(getattr(message, name)) is not cls:
+                return False
+        return True
 
     def _no_type_of_ours(self, message: Any) -> LocalProtocolError:
         names = ", ".join(cls.__name__ for cls in self._by_type)
@@ -269,6 +344,15 @@ def _checked_decoder(cls: type[Any]) -> Decode:
     """Once for each class: the same few are opened again on every channel, and their hints take 100 us to read."""
     _check_fields(cls)
     return msgspec.msgpack.Decoder(cls).decode
+
+
+@functools.cache
+def _plain_fields(cls: type[Any]) -> tuple[tuple[str, type[Any]], ...] | None:
+    """Names and types, if no more is needed to know that a message can be decoded."""
+    hints = typing.get_type_hints(cls)
+    fields = tuple((field.name, hints[field.name]) for field in dataclasses.fields(cls))
+    is_plain = all(kind in (bool, int, float, str, bytes) for _, kind in fields) and not hasattr(cls, "__post_init__")
+    return fields if is_plain else None
 
 
 def _check_fields(cls: type[Any], holders: tuple[type[Any], ...] = ()) -> None:

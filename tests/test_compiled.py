@@ -24,6 +24,7 @@ import json, random, sys
 from dataclasses import dataclass
 from asyncdist import mailboxes, wire
 from asyncdist.errors import LocalProtocolError
+from asyncdist.transports import mpi_requests
 
 @dataclass(frozen=True)
 class Message:
@@ -55,23 +56,39 @@ class Sent:
         self.frames = []
     def start(self, frame, dest, tag):
         self.frames.append(bytes(frame))
+    def prepare(self, frame, dest, tag):
+        return mpi_requests.RepeatedSend(Prepared(self, frame), frame, None, dest)
+    def refuse(self, frame, dest, tag):
+        return None
+
+class Prepared:
+    def __init__(self, sent, frame):
+        self.sent = sent
+        self.frame = frame
+    def Start(self):
+        self.sent.start(self.frame, 0, 0)
+    def Test(self):
+        return True
 
 route = wire.pack_route(0, nonce=2**32 - 1, epoch=3, scope=2**32 - 2)
 for _ in range(300):
     sent = Sent()
-    outbox = mailboxes.Outbox(
-        codec, [route], sent.start, tag=5, size=4, name="x", sequence=rng.choice([0, 2**40])
-    )
     message = Message(rng.randrange(-(2**63), 2**64), rng.uniform(-1e9, 1e9), "x" * rng.randrange(200))
-    outbox.post(message, rng.randrange(4), rng.choice([0, 1, 2**32 - 1]))
-    frame = sent.frames[0]
+    dest, round, sequence = rng.randrange(4), rng.choice([0, 1, 2**32 - 1]), rng.choice([0, 2**40])
+    for prepare in (sent.prepare, sent.refuse):
+        outbox = mailboxes.Outbox(codec, [route], sent.start, prepare, tag=5, size=4, name="x", sequence=sequence)
+        outbox.post(message, dest, round)
+        outbox.post(message, dest, round)
+    frame, later = sent.frames[:2]
+    assert sent.frames[2:] == [frame, later]
+    assert frame != later  # by its sequence
     damaged = bytearray(frame)
     damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
     cut = frame[: rng.randrange(len(frame))]
     lines += [frame.hex(), refusal(opened, frame), refusal(opened, bytes(damaged)), refusal(opened, cut)]
     lines.append(refusal(opened, rng.randbytes(rng.randrange(100))))
 
-post = mailboxes.Outbox(codec, [route], Sent().start, tag=5, size=4, name="x", sequence=0).post
+post = mailboxes.Outbox(codec, [route], Sent().start, Sent().refuse, tag=5, size=4, name="x", sequence=0).post
 good = Message(1, 0.5, "")
 for args in [
     (good, 4, 0), (good, -1, 0), (good, True, 0), (good, 1.0, 0), (good, 2**70, 0), (good, 0, -1), (good, 0, 2**32),

@@ -75,6 +75,20 @@ class PersistentReceive(Request, Protocol):
         """``test``, and the message's source and size in bytes; None as long as there is none."""
 
 
+class PreparedSend(Protocol):
+    """A send of one buffer that is started again and again.
+
+    Attributes:
+        is_free: whether the last message has left, so that the buffer may be filled again.
+    """
+
+    @property
+    def is_free(self) -> bool: ...
+
+    def start(self) -> Request | None:
+        """Send what the buffer holds now, and test once; None when it has left already. Only when it is free."""
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a transport can do beyond the contract.
@@ -178,6 +192,10 @@ class Transport(abc.ABC):
         """``isend`` and one test: None when the message has left already, as most small ones have."""
         request = self.isend(buffer, dest, tag)
         return None if request.test() else request
+
+    def prepare_send(self, buffer: Buffer, dest: int, tag: int) -> PreparedSend | None:
+        """A send that can be started again and again; None where there is no such thing, or no more of them."""
+        return None
 
     @abc.abstractmethod
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:

@@ -35,10 +35,14 @@ from asyncdist.transports.base import (
     Request,
     Transport,
 )
-from asyncdist.transports.mpi_requests import ReceiveRequest, SendRequest, SmallSends
+from asyncdist.transports.mpi_requests import ReceiveRequest, RepeatedSend, SendRequest
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+
+#: Sends that are prepared, so that many peers and many sizes do not fill the memory; each takes about a KiB.
+PREPARED_SEND_COUNT_MAX: Final = 1024
 
 
 def _load_mpi(check_library: Callable[[str], None] | None) -> Any:
@@ -140,8 +144,7 @@ class MpiTransport(Transport):
             shares_memory=True,
         )
         self._isend = self._comm.Isend
-        self._small_sends = SmallSends(self._comm, self._fail)
-        self.start_send = self._small_sends.start  # type: ignore[method-assign] # one call less for each message
+        self._prepared_sends: list[RepeatedSend] = []
         self._lost: set[int] = set()
         self._windows: list[_MpiWindow] = []
         self._world_group = self._group(self._comm, range(self.size))
@@ -149,6 +152,13 @@ class MpiTransport(Transport):
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         return SendRequest(self._isend(buffer, dest, tag), buffer, self._fail, dest)
+
+    def prepare_send(self, buffer: Buffer, dest: int, tag: int) -> RepeatedSend | None:
+        if len(self._prepared_sends) == PREPARED_SEND_COUNT_MAX:
+            return None
+        send = RepeatedSend(self._comm.Send_init(buffer, dest, tag), buffer, self._fail, dest)
+        self._prepared_sends.append(send)
+        return send
 
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
         mpi = self._mpi
@@ -209,7 +219,8 @@ class MpiTransport(Transport):
     def close(self) -> None:
         for window in self._windows:  # in the order in which all of their members made them
             window.free()
-        self._small_sends.free()
+        for send in self._prepared_sends:
+            send.free()
         self._end_comm.Free()
         self._comm.Free()
 

@@ -15,6 +15,7 @@ from asyncdist.transports.base import (
     Capabilities,
     GroupHandle,
     PersistentReceive,
+    PreparedSend,
     ReadWindow,
     Request,
     Transport,
@@ -75,6 +76,9 @@ class TwoPlaneTransport(Transport):
 
     def start_send(self, buffer: Buffer, dest: int, tag: int) -> Request | None:
         return self._plane(tag).start_send(buffer, dest, tag)
+
+    def prepare_send(self, buffer: Buffer, dest: int, tag: int) -> PreparedSend | None:
+        return self._plane(tag).prepare_send(buffer, dest, tag)
 
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
         return self._plane(tag).irecv(buffer, source, tag)
