@@ -271,7 +271,7 @@ def run() -> int:
     problems = find_problems(facts)
     if facts.started.rank == 0:
         print(format_report(facts, problems), flush=True)
-    elif problems and launch.local_rank(environ) == 0:
+    elif problems and not launch.local_rank(environ):  # also one that nobody counts among those of its host
         head = f"rank {facts.started.rank} on {socket.gethostname()}: "
         print(head + "\n".join(format_problems(problems)), flush=True)
     return 1 if problems else 0

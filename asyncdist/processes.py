@@ -4,8 +4,11 @@ What it keeps to:
 
 - A rank leads a process group of its own. So Ctrl-C in a terminal reaches the launcher alone, which passes it on, once;
   and what a rank has started (the workers of a data loader) goes when the rank does.
-- The first rank to fail decides the exit code, as with mpirun. The others are asked to stop, and killed if they have
-  not done so after ``STOP_S``. No process is left behind, also when the launcher itself is killed (on Linux).
+- The first rank to fail decides the exit code, as with mpirun. But 1 says little, with which Python ends after any
+  exception: ranks that stop because another one fails often end so before that one does. So whoever ends in another
+  way within ``SETTLE_S`` is the cause.
+- The others are asked to stop, and killed if they have not done so after ``STOP_S``. No process is left behind, also
+  when the launcher itself is killed (on Linux).
 - Nothing here imports torch: the launcher is up in 0.1 s and waits without using a core.
 """
 
@@ -26,6 +29,8 @@ from asyncdist import launch
 
 #: How long ranks that were asked to stop may take.
 STOP_S: Final = 10.0
+#: How long, after one has ended with 1, the others may end by themselves before they are asked to.
+SETTLE_S: Final = 2.0
 
 _FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: What happened: a signal came, by its number, or a rank ended, by its rank.
@@ -50,8 +55,9 @@ def run(
         environ: the environment to start from.
 
     Returns:
-        0 if all ranks ended with it; else the code of the first that did not, 128 and the signal's number if it was
-        killed; or 128 and the number of the signal that the launcher was given.
+        0 if all ranks ended with it; else the code of the first that did not, 1 only if none ended with another soon
+        after, and 128 and the signal's number if it was killed; or 128 and the number of the signal that the launcher
+        was given.
 
     Raises:
         launch.LaunchError: the script is no file, or a process cannot be started.
@@ -124,6 +130,7 @@ def _signals_as_events(events: queue.SimpleQueue[_Event]) -> Iterator[None]:
 def _supervise(processes: Sequence[subprocess.Popen[bytes]], events: queue.SimpleQueue[_Event]) -> int:
     """Wait for all of them, and stop those that are left when one fails or a signal comes. Returns the exit code."""
     living = set(range(len(processes)))
+    victims: list[int] = []  # or causes: they ended as Python does after any exception
     code = 0
     deadline: float | None = None
     while living:
@@ -131,32 +138,42 @@ def _supervise(processes: Sequence[subprocess.Popen[bytes]], events: queue.Simpl
             kind, number = events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             deadline = None
-            for rank in living:
-                _kill(processes[rank])
-            continue
-        stop_with = number if kind == "signal" else 0
+            if code:
+                for rank in living:
+                    _kill(processes[rank])
+                continue
+            kind, number = "signal", signal.SIGTERM  # nobody ended by itself in another way: that was the cause
+            code = _explain(victims, 1, others=True)
         if kind == "signal":
-            code = code or 128 + number
+            if not code:
+                code, deadline = 128 + number, None
+            stop_with = number
         else:
             living.discard(number)
             _kill(processes[number])  # what it left behind
             returncode = processes[number].returncode
-            if returncode and not code:
-                code = returncode if returncode > 0 else 128 - returncode
-                stop_with = signal.SIGTERM
-                _explain(number, returncode, others=bool(living))
-        if stop_with:
-            deadline = deadline or time.monotonic() + STOP_S
-            for rank in living:
-                processes[rank].send_signal(stop_with)
-    return code
+            if code or not returncode:
+                continue
+            if returncode == 1:
+                victims.append(number)
+                deadline = deadline or time.monotonic() + SETTLE_S
+                continue
+            code = _explain([number], returncode, others=bool(living))
+            stop_with, deadline = signal.SIGTERM, None
+        deadline = deadline or time.monotonic() + STOP_S
+        for rank in living:
+            processes[rank].send_signal(stop_with)
+    return code or (_explain(victims, 1, others=False) if victims else 0)
 
 
-def _explain(rank: int, returncode: int, *, others: bool) -> None:
+def _explain(ranks: Sequence[int], returncode: int, *, others: bool) -> int:
+    """Say which ranks failed, and how. Returns the job's exit code."""
     how = f"ended with exit code {returncode}" if returncode > 0 else f"was killed by {_signal_name(-returncode)}"
     if returncode == -signal.SIGKILL:
         how += " (the kernel does that where memory is short: see dmesg)"
-    print(f"asyncdist run: rank {rank} {how}{'; stopping the others' if others else ''}", file=sys.stderr, flush=True)
+    who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
+    print(f"asyncdist run: {who} {how}{'; stopping the others' if others else ''}", file=sys.stderr, flush=True)
+    return returncode if returncode > 0 else 128 - returncode
 
 
 def _signal_name(number: int) -> str:

@@ -115,6 +115,8 @@ def run(
         RankLostError: another rank failed; it has printed its traceback.
         TransportError: the transport cannot be used, the backend's works cannot be polled, or launcher and MPI library
             do not match.
+        LocalProtocolError: inside a world: a rank has one.
+        RuntimeError: a loop is running already; :func:`open_world` is for there.
         KeyboardInterrupt: after SIGINT, when everything has ended.
         BaseException: what ``main`` raised, or an ExceptionGroup with what its spawned tasks raised.
     """
@@ -190,12 +192,7 @@ async def open_world(
         LocalProtocolError: inside a world, a simulated or local one included: a rank has one.
         BaseException: as :func:`run`.
     """
-    here = _current_world.get(None)
-    if here is not None and here.is_open:
-        raise LocalProtocolError(
-            f"a world is open here already, {here!r}: use that one, as asyncdist.current_world() returns it",
-            rank=here.rank,
-        )
+    _refuse_inside_a_world()
     opening.check_bulk(bulk, transport)
     checks.seconds("watchdog_s", watchdog_s, finite=False)
     started = opening.detect(transport)
@@ -377,7 +374,7 @@ async def _fail(world: World, transport: Transport, error: BaseException, grace_
     from_peer = isinstance(error, RankLostError) and isinstance(world.engine.failure, RankLostError)
     in_process = transport.capabilities.shares_process  # run_local raises for all of them
     if not in_process and not await _is_told_by_another(world, error):
-        _print_failure(world.rank, world.engine.failure or error if from_peer else error, from_peer)
+        _print_failure(world.rank, error, world.engine.failure if from_peer else None)
     if world.engine.failure is None:
         world.engine.fail(peer_failed(world.rank, summarise(error)))
     world.cancel_services()
@@ -441,14 +438,15 @@ def _fail_alone(transport: Transport, error: BaseException) -> None:
     All of them see a disagreement, so that ends by itself.
     """
     if transport.size > 1 and not transport.capabilities.shares_process and not isinstance(error, DisagreementError):
-        _print_failure(transport.rank, error, from_peer=False)
+        _print_failure(transport.rank, error, None)
         transport.abort(1)
         exit_immediately(1)
 
 
-def _print_failure(rank: int, error: BaseException, from_peer: bool) -> None:
-    if from_peer:
-        _report.print_line(f"rank {rank} stopped: {error.args[0]}", error)
+def _print_failure(rank: int, error: BaseException, heard: BaseException | None) -> None:
+    """Tell what ends this rank: a line where it has heard of a peer's failure, whatever it raises itself for that."""
+    if heard is not None:
+        _report.print_line(f"rank {rank} stopped: {heard.args[0]}", error)
     elif isinstance(error, RemoteError):
         _report.print_line(f"rank {rank} stopped: {error}", error)
     elif isinstance(error, KeyboardInterrupt):
@@ -575,6 +573,15 @@ def _loop_of(name: LoopName | None) -> Iterator[asyncio.AbstractEventLoop]:
         yield runner.get_loop()
 
 
+def _refuse_inside_a_world() -> None:
+    here = _current_world.get(None)
+    if here is not None and here.is_open:
+        raise LocalProtocolError(
+            f"a world is open here already, {here!r}: use that one, as asyncdist.current_world() returns it",
+            rank=here.rank,
+        )
+
+
 def _check_options(
     transport: str, ranks: int | None, loop: str | None, grace_s: float, watchdog_s: float, bulk: str | None = None
 ) -> None:
@@ -592,4 +599,5 @@ def _check_options(
         asyncio.get_running_loop()
     except RuntimeError:
         return
+    _refuse_inside_a_world()
     raise RuntimeError("a loop is running already (a notebook?): use async with asyncdist.open_world() as world")

@@ -35,7 +35,8 @@ import torch
 from asyncdist import checks, launch, process_groups, runtime
 from asyncdist.errors import RankLostError
 from asyncdist.parallel import ParallelLayout, new_parallel_groups
-from asyncdist.tracebacks import format_from
+from asyncdist.supervision import told_elsewhere
+from asyncdist.tracebacks import format_error
 from asyncdist.world import World
 
 P = ParamSpec("P")
@@ -381,8 +382,9 @@ class _Child:
     Attributes:
         rank: among all.
         process: the child.
-        pipe: an empty message when it runs, and later perhaps why it failed.
+        pipe: an empty message when it runs, and later that its function has returned, or why it failed.
         started: whether it runs.
+        returned: whether its function has, or has called ``sys.exit(0)``.
         failure: what it told, or what became of it.
         kind: whether that failure can have come by itself.
     """
@@ -391,6 +393,7 @@ class _Child:
     process: BaseProcess
     pipe: Connection
     started: bool = False
+    returned: bool = False
     failure: str | None = None
     kind: bytes = b"!"
 
@@ -399,7 +402,9 @@ class _Child:
         try:
             while self.pipe.poll():
                 message = self.pipe.recv_bytes()
-                if message:
+                if message == _RETURNED:
+                    self.returned = True
+                elif message:
                     self.kind = message[:1]
                     self.failure = message[1:].decode()
                 self.started = True
@@ -423,6 +428,7 @@ class _Child:
         return True
 
 
+_RETURNED: Final = b"."
 _CAUSE: Final = b"!"
 #: What torch.distributed says of a peer that has died is a RuntimeError like any other.
 _PERHAPS: Final = b"?"
@@ -494,6 +500,10 @@ def _find_cause(ranks: Sequence[_Child]) -> _Child:
         first = {kind: [child for child in failed if child.kind == kind][:1] for kind in _PATIENCE_S}
         found = next(iter(first[_CAUSE] + first[_PERHAPS] + first[_CONSEQUENCE]))
         left_s = began_at + _PATIENCE_S[found.kind] - time.monotonic()
+        gone = [child for child in ranks if child.process.exitcode == 0 and not child.returned]
+        if gone and found.kind != _CAUSE:  # as by os._exit(0), which is nobody's failure where nobody minds
+            gone[0].failure = "ended with exit code 0 before its function had returned"
+            return gone[0]
         if not living or left_s <= 0:
             return found
         _wait_for_news(living, left_s)
@@ -546,12 +556,16 @@ def _be_child(
     if threads is not None:
         torch.set_num_threads(threads)
     story = _Story(pipe)
+    told_elsewhere.set(story.tell)
     told = func if _is_coroutine_function(func) else functools.partial(_call, story, func)
     try:
         init_and_run(told, cfg, *args, **kwargs)
+        pipe.send_bytes(_RETURNED)
     except KeyboardInterrupt:
         sys.exit(130)
     except SystemExit as error:
+        if not error.code:
+            pipe.send_bytes(_RETURNED)
         story.tell(error)
         sys.exit(error.code if error.code is None or isinstance(error.code, int) else 1)
     except Exception as error:
@@ -591,8 +605,8 @@ class _Story:
         self._pipe = pipe
         self._told = False
 
-    def tell(self, error: Exception | SystemExit) -> None:
-        if self._told:
+    def tell(self, error: BaseException) -> None:
+        if self._told or isinstance(error, KeyboardInterrupt):
             return
         kind = (
             _CONSEQUENCE
@@ -606,7 +620,6 @@ class _Story:
                 return  # which the launcher sees
             text = f"exited with {error.code!r}"
         else:
-            trace = error.__traceback__ and error.__traceback__.tb_next  # without the frame that caught it
-            text = format_from(error, trace)
+            text = format_error(error)
         self._told = True
         self._pipe.send_bytes(kind + text.encode(errors="replace"))

@@ -16,7 +16,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from types import FrameType, TracebackType
 from typing import Any, Final
 
@@ -83,6 +84,10 @@ def exit_immediately(code: int) -> None:
     os._exit(code)
 
 
+#: Who hears of an exception that ends this rank, in place of standard error: whoever started the rank tells the user.
+told_elsewhere: ContextVar[Callable[[BaseException], None] | None] = ContextVar("told_elsewhere", default=None)
+
+
 class FailureReport:
     """Prints an exception early, and keeps the interpreter from printing it again when it reaches the top.
 
@@ -102,6 +107,10 @@ class FailureReport:
         self._print(f"asyncdist: {line}\n", error)
 
     def _print(self, text: str, error: BaseException) -> None:
+        tell = told_elsewhere.get()
+        if tell is not None:
+            tell(error)
+            return
         if not self._printed:
             previous = sys.excepthook
             sys.excepthook = lambda kind, value, trace: self._hook(previous, kind, value, trace)
@@ -122,6 +131,8 @@ def summarise(error: BaseException) -> str:
         return "; ".join(summarise(inner) for inner in error.exceptions)
     text = str(error)
     first = text.splitlines()[0] if text else ""
+    if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:  # of interrupt_error, most likely
+        first += " (SIGTERM)"
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 

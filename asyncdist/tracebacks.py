@@ -19,11 +19,14 @@ _MACHINERY: Final = (
     "asyncdist.runtime",
     "asyncdist.simulation.explore",
     "asyncdist.simulation.script",
+    "asyncdist.subprocesses",
     "importlib._bootstrap",
     "runpy",
 )
 #: The function that calls a rank's main.
 _HOST: Final = ("asyncdist.runtime", "host_rank")
+#: What may stand between the two.
+_WRAPPER: Final = ("asyncdist.subprocesses", "_with_groups")
 #: What it calls first; the words of a refusal name the user's line.
 _REFUSAL: Final = ("asyncdist.checks", "main_function")
 
@@ -67,7 +70,7 @@ def user_traceback(error: BaseException) -> TracebackType | None:
         function = module, trace.tb_frame.f_code.co_name
         if found is trace and function == _REFUSAL:
             return None
-        if function == _HOST:
+        if function == _HOST or (found is trace and function == _WRAPPER):
             found = trace.tb_next
         elif found is None and module not in _MACHINERY:
             found = trace

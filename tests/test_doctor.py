@@ -247,6 +247,14 @@ def test_a_sick_first_rank_of_another_host_speaks_for_itself() -> None:
     assert "leads to no host" in ended.stdout
 
 
+def test_a_sick_rank_that_is_not_counted_on_its_host_speaks_too() -> None:
+    """As where somebody tries what was recorded elsewhere: it said nothing, and that by its exit code alone."""
+    ended = examine(SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="1", SLURM_STEP_ID="0")
+    assert ended.returncode == 1
+    assert ended.stdout.startswith("rank 1 on ")
+    assert "to mend:\n  1. " in ended.stdout
+
+
 def mpirun_command(ranks: int) -> list[str]:
     require_mpi()
     installation = mpirun.find_installation(launch.environment())

@@ -185,6 +185,44 @@ def test_a_failing_rank_ends_the_others_with_its_exit_code(
     check_gone(pids)
 
 
+AFTER = """
+import os, pathlib, sys, time
+folder, rank = pathlib.Path(sys.argv[1]), int(os.environ["RANK"])
+if rank == {last}:
+    while len(list(folder.glob("*.gone"))) < {gone}:
+        time.sleep(0.01)
+    {failure}
+import atexit
+atexit.register((folder / f"{{rank}}.gone").touch)
+raise RuntimeError("rank {last} is lost")
+"""
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "words"),
+    [
+        ("sys.exit(3)", 3, "rank 1 ended with exit code 3"),
+        ("os.kill(os.getpid(), 6)", 134, "rank 1 was killed by SIGABRT"),
+        ("raise ValueError('story')", 1, "ranks 0, 1, 2 ended with exit code 1"),
+    ],
+)
+def test_ranks_that_another_one_takes_along_and_that_end_before_it_are_not_the_cause(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    failure: str,
+    code: int,
+    words: str,
+) -> None:
+    """Under ``ad.run`` the rank that fails waits for the others, so they often end first: it was theirs, 1, for 3."""
+    monkeypatch.setattr(processes, "SETTLE_S", TIMEOUT_S)
+    script = tmp_path / "script.py"
+    script.write_text(AFTER.format(last=1, gone=2, failure=failure))
+    assert processes.run(str(script), [str(tmp_path)], ranks=3, environ=launch.environment()) == code
+    assert f"asyncdist run: {words}" in (said := capfd.readouterr().err)
+    assert said.count("asyncdist run: ") == 1
+
+
 def test_ranks_that_do_not_stop_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "STOP_S", 0.2)
     script = tmp_path / "script.py"

@@ -397,11 +397,14 @@ async def talk(world: ad.World, folder: str, *, fails: bool) -> None:
     importlib.util.find_spec("asyncdist.transports.torch") is None, reason="needs the torch transport, not here yet"
 )
 @pytest.mark.parametrize("fails", [False, True])
-def test_ranks_that_are_coroutines_talk(tmp_path: Path, fails: bool) -> None:
+def test_ranks_that_are_coroutines_talk(tmp_path: Path, fails: bool, capfd: pytest.CaptureFixture[str]) -> None:
     cfg = config(4, model_parallelism=2)
     if fails:
-        with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed:.*ValueError: story of rank 1"):
+        with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed:.*ValueError: story of rank 1") as caught:
             launch_here(talk, cfg, str(tmp_path), fails=True)
+        text = str(caught.value)
+        assert text.count("Traceback") == text.count("  File ") == 1 and ", in talk" in text, "the user's frame alone"
+        assert "story of rank 1" not in capfd.readouterr().err, "what is raised here is not printed there"
     else:
         launch_here(talk, cfg, str(tmp_path), fails=False)
     assert reports(tmp_path) == [[0, 4, 2], [1, 4, 4], [2, 4, 2], [3, 4, 4]]
@@ -487,6 +490,41 @@ def test_a_failing_rank_is_the_error_and_the_others_are_stopped(
         launch_here(fail_on_rank_1, config(3, launch_method=method), str(tmp_path), how)
     assert [word for word in words if word not in str(caught.value)] == []
     assert [pid for pid in pids_in(tmp_path, 3) if is_alive(pid)] == []
+
+
+def vanish(folder: str) -> None:
+    note_pid(folder)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os._exit(0)
+    dist.barrier()
+
+
+async def vanish_from_a_world(world: ad.World, folder: str) -> None:
+    note_pid(folder)
+    await ad.barrier()
+    if world.rank == 1:
+        os._exit(0)
+    await ad.barrier()
+
+
+@pytest.mark.parametrize("func", [vanish, vanish_from_a_world])
+def test_a_rank_that_left_with_0_is_named_by_whom_its_absence_ends(tmp_path: Path, func: Callable[..., Any]) -> None:
+    """What the others say of it was the error, "connection reset by peer": the launcher knows which peer."""
+    with pytest.raises(RuntimeError, match=r"^rank 1 ended with exit code 0 before its function had returned$"):
+        launch_here(func, config(3), str(tmp_path))
+    assert [pid for pid in pids_in(tmp_path, 3) if is_alive(pid)] == []
+
+
+def leave_early(folder: str) -> None:
+    note_pid(folder)
+    if dist.get_rank() == 1:
+        sys.exit(0)
+
+
+def test_a_rank_that_calls_exit_with_0_has_returned(tmp_path: Path) -> None:
+    launch_here(leave_early, config(2), str(tmp_path))
+    assert len(pids_in(tmp_path, 2)) == 2
 
 
 def lose(folder: str) -> None:

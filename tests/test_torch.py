@@ -103,6 +103,14 @@ def test_an_exception_ends_the_job_everywhere() -> None:
         assert f"asyncdist: rank {rank} stopped: rank 1 failed: ValueError: boom-7" in result.stderr
 
 
+def test_a_line_stands_for_whatever_a_rank_raises_of_a_failure_that_it_has_heard_of() -> None:
+    """The line was printed for one error, and the other one, which main had raised, was shown as usual below it."""
+    result = run_ranks(2, ENDS, "raises_in_words_of_its_own").check(1, 1)
+    assert "asyncdist: rank 0 stopped: rank 1 failed: ValueError: boom-7" in result.stderr
+    assert result.stderr.count("Traceback") == 1
+    assert "no use without" not in result.stderr
+
+
 def test_a_peer_that_cannot_listen_is_aborted() -> None:
     result = run_ranks(2, ENDS, "raises_beside_a_blocked_peer").check(1, 1)
     assert "ranks [0] did not stop within 1 s; aborting the job" in result.stderr

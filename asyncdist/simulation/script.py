@@ -47,6 +47,8 @@ _KINDS: Final = {kind.__name__: kind for kind in get_args(Fault)}
 #: Lines that the results of all ranks may take.
 _RESULT_LINE_COUNT: Final = 10
 _PROGRESS_LINE_EVERY_S: Final = 5.0
+#: As tqdm has it, but always with seeds per second: it turns slow rates around.
+_BAR: Final = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
 
 
 class ScriptError(Exception):
@@ -417,10 +419,12 @@ def run_many(script: Script, seeds: range, processes: int | None) -> int:
 def _bar(count: int) -> Iterator[Callable[[ExploreReport], None]]:
     from tqdm import tqdm
 
-    with tqdm(total=count, unit=" seeds", file=sys.stderr, dynamic_ncols=True) as bar:
+    with tqdm(total=count, file=sys.stderr, dynamic_ncols=True, bar_format=_BAR, unit=" seeds") as bar:
 
         def show(report: ExploreReport) -> None:
-            bar.set_postfix_str(f"{len(report.digests)} traces", refresh=False)
+            bar.start_t = time.time() - report.seconds  # what processes take to start says nothing of the rate
+            bar.last_print_t = max(bar.last_print_t, bar.start_t)
+            bar.set_postfix_str(f"{len(report.digests)} different", refresh=False)
             bar.update(report.seed_count - bar.n)
 
         yield show
@@ -434,6 +438,6 @@ def _lines(count: int) -> Iterator[Callable[[ExploreReport], None]]:
         nonlocal shown_at
         if time.monotonic() - shown_at >= _PROGRESS_LINE_EVERY_S:
             shown_at = time.monotonic()
-            print(f"{report} of {count}", file=sys.stderr, flush=True)
+            print(f"of {count} seeds: {report}", file=sys.stderr, flush=True)
 
     yield show

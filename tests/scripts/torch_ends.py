@@ -135,6 +135,14 @@ async def raises(world: ad.World) -> None:
     await world.engine.receive(bytearray(1), 1, 1)
 
 
+async def raises_in_words_of_its_own(world: ad.World) -> None:
+    """Rank 0 makes an error of its own of what it has heard."""
+    try:
+        await raises(world)
+    except RankLostError as error:
+        raise RankLostError("no use without rank 1", rank=1) from error
+
+
 async def raises_beside_a_blocked_peer(world: ad.World) -> None:
     """Rank 0 sits in a long call and cannot hear that rank 1 has failed."""
     await ad.barrier()

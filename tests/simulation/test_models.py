@@ -527,5 +527,7 @@ def test_no_simulation_inside_a_simulation() -> None:
 
     with pytest.raises(ad.LocalProtocolError, match="no simulation inside a simulation"):
         simulate(main, lambda inner: simulate(inner, ranks=1), ranks=1).value()
-    with pytest.raises(RuntimeError, match="a loop is running already"):
+    with pytest.raises(ad.LocalProtocolError, match="a world is open here already, <World rank 0 of 1, sim>"):
+        simulate(main, lambda inner: ad.run(inner), ranks=1).value()
+    with pytest.raises(ad.LocalProtocolError, match="a world is open here already, <World rank 0 of 1, sim>"):
         simulate(main, lambda inner: ad.run_local(inner, ranks=1), ranks=1).value()

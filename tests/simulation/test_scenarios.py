@@ -116,6 +116,7 @@ def test_every_seed_keeps_every_invariant(
     with capsys.disabled():
         told = ("distinct digests", "rounds", "snapshots", "applied", "applied by average_all")
         print(f"\n{seen['seeds']} seeds: {', '.join(f'{seen[name]} {name}' for name in told)}")
+        print("happened:", ", ".join(f"{name} ({seen[name]})" for name in (*FAULTS, *ABANDONED, *DECLINED, *LEFT_OUT)))
     assert seen["seeds"] == SEED_COUNT
     assert seen["distinct digests"] == SEED_COUNT, "two seeds led to the same run"
 

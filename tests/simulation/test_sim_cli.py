@@ -320,7 +320,7 @@ def test_a_terminal_gets_a_progress_bar(script: str) -> None:
     os.close(own)
     assert process.returncode == 0
     assert "9 seeds in" in output
-    assert re.search(rb"100%.*9/9 \[.* seeds/s, 9 traces", shown)
+    assert re.search(rb"100%.*9/9 \[00:00<00:00, [0-9.]+ seeds/s, 9 different", shown)
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input
