@@ -409,6 +409,27 @@ def test_objects_keep_their_identity_and_the_optimizer_its_state(optimizer_state
     assert run(main, 4)[0] >= 3
 
 
+def test_an_average_that_has_arrived_when_its_rank_leaves_is_counted_and_not_applied(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main(world: ad.World) -> tuple[int, int]:
+        model = Mixed(float(world.rank))
+        start = clone_state(model)
+        async with AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1) as policy:
+            await policy.step(float(world.rank))
+            if world.rank == 0:
+                while policy._replacer is None or not policy._replacer.complete:
+                    await world.safe_point()
+            while world.rank == 1 and 0 not in world.left:
+                await policy.step(1.0)
+        assert equal_states(clone_state(model), start)
+        return policy.statistics().unapplied_count, policy.statistics().replacement_count
+
+    with caplog.at_level("INFO", logger="protocols"):
+        assert run(main, 2) == [(1, 0), (0, 0)]
+    assert "round 1: the average had arrived and was not applied; the policy ended" in caplog.text
+
+
 def test_a_compiled_model_computes_with_the_new_weights_and_is_not_compiled_again() -> None:
     lockstep = Lockstep(2)
     captured: list[torch.fx.GraphModule] = []
