@@ -306,7 +306,10 @@ async def _exchange_hellos(own_rank: int, group: Group, collectives: Collectives
         nonce = number if rank == 0 else nonce
         theirs = text.rstrip(b"\0").decode(errors="replace")
         if theirs != version:
-            raise DisagreementError(f"rank {own_rank} runs {version}, rank {rank} runs {theirs}", rank=rank)
+            raise DisagreementError(
+                f"rank {own_rank} runs {version}, rank {rank} runs {theirs}; allowed: one version on all ranks",
+                rank=rank,
+            )
     return nonce
 
 
@@ -435,9 +438,13 @@ async def _hear_why(world: World, seconds: float) -> None:
 def _fail_alone(transport: Transport, error: BaseException) -> None:
     """A failure during the handshake: nobody listens yet, and the peers would wait for this rank for ever.
 
-    All of them see a disagreement, so that ends by itself.
+    All of them see a disagreement, so that ends by itself, with one line of each.
     """
-    if transport.size > 1 and not transport.capabilities.shares_process and not isinstance(error, DisagreementError):
+    if transport.size == 1 or transport.capabilities.shares_process:
+        return
+    if isinstance(error, DisagreementError):
+        _report.print_line(f"rank {transport.rank} stopped: {error.args[0]}", error)
+    else:
         _print_failure(transport.rank, error, None)
         transport.abort(1)
         exit_immediately(1)

@@ -23,6 +23,8 @@ _MACHINERY: Final = (
     "importlib._bootstrap",
     "runpy",
 )
+#: What lies besides between a rank's host and the group in which it raises the errors of spawned tasks.
+_OF_A_GROUP: Final = (*_MACHINERY, "asyncio.taskgroups", "contextlib")
 #: The function that calls a rank's main.
 _HOST: Final = ("asyncdist.runtime", "host_rank")
 #: What may stand between the two.
@@ -62,9 +64,13 @@ if sys.version_info < (3, 12):
 
 
 def user_traceback(error: BaseException) -> TracebackType | None:
-    """From a rank's main on, or from the scenario or script; where they had no part in it, what the runtime raised."""
+    """From a rank's main on, or from the scenario or script; where they had no part in it, what the runtime raised.
+
+    A group of what spawned tasks raised has none: each of its errors has its own.
+    """
     trace = error.__traceback__
     found = raised = None
+    is_in_user_code = not isinstance(error, BaseExceptionGroup)
     while trace is not None:
         module = trace.tb_frame.f_globals.get("__name__")
         function = module, trace.tb_frame.f_code.co_name
@@ -75,5 +81,6 @@ def user_traceback(error: BaseException) -> TracebackType | None:
         elif found is None and module not in _MACHINERY:
             found = trace
         raised = trace if module == _HOST[0] else None
+        is_in_user_code = is_in_user_code or module not in _OF_A_GROUP
         trace = trace.tb_next
-    return found or raised
+    return found or raised if is_in_user_code else None

@@ -32,7 +32,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """Coordinator to each rank named in a round, and the start of it.
+    """Coordinator to each rank named in a round, and the start of it: replacers ask the donors as soon as they read it.
 
     Attributes:
         role: `DONOR` or `REPLACER`, for the receiver of this message.
@@ -52,7 +52,7 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Donor to coordinator: a finite snapshot, taken at `iteration`, waits for grants."""
+    """Donor to coordinator: a finite snapshot, taken at `iteration`, is there for all who have asked, or will ask."""
 
     iteration: int
 
@@ -66,7 +66,7 @@ class Decline:
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """Coordinator to the replacers: from here on the round cannot change.
+    """Coordinator to the replacers: from here on the round cannot change, and what comes from the donors may be added.
 
     The three tuples run in parallel, ascending by rank, which is the order of the reduction.
 

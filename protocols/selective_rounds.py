@@ -267,7 +267,7 @@ class RoundCoordinator:
         return self._advance(now)
 
     def on_leave(self, rank: int, now: float) -> tuple[Send, ...]:
-        """Take a member's farewell; streams it has granted after the freeze it finishes by itself."""
+        """Take a member's farewell; streams that it has asked for, or has been asked for, it ends by itself."""
         return self._depart(rank, "left", now)
 
     def on_lost(self, rank: int, now: float) -> tuple[Send, ...]:
@@ -432,7 +432,7 @@ class RoundCoordinator:
         values = {rank: state.judged[rank].value for rank in donors}
         best = order_worst_first(values, self._rules.metric_mode)[-1] if donors else -1
         timeouts = {rank: self._timeout_s(state, donors, rank) for rank in sorted(state.waiting_replacers)}
-        for rank, timeout_s in timeouts.items():  # the donors need not know: a grant is word enough
+        for rank, timeout_s in timeouts.items():  # the donors need not know: they answer whoever asks
             sends.append(Send(rank, state.number, Frozen(donors, weights, iterations, best, timeout_s)))
         margin_s = max(2 * _step_s(state.judged[rank]) for rank in timeouts) + self._rules.round_timeout_s / 4
         state.deadline = now + max(timeouts.values()) + margin_s
@@ -442,8 +442,9 @@ class RoundCoordinator:
         """Return how long one replacer may take from the moment it reads `Frozen`.
 
         To `round_timeout_s` come the safe points during which messages may stand still, as if the replacer took one
-        donor after the other, which is what it comes to with a large state. Of each donor: one of its steps until it
-        reads the grant, then `stream_safe_points` steps of either end. At last one step of the replacer until it swaps.
+        donor after the other, which is what it comes to with a large state, and asked them only now, as it does where a
+        donor was left out. Of each donor: one of its steps until it reads the grant, then `stream_safe_points` steps of
+        either end. At last one step of the replacer until it swaps.
         """
         own_s = _step_s(state.judged[replacer])
         count = self._stream_safe_points

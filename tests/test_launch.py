@@ -275,8 +275,11 @@ def test_singleton_worlds_are_explained() -> None:
 
 
 def test_mpich_under_open_mpis_mpirun_is_refused_before_it_can_abort() -> None:
-    with pytest.raises(TransportError, match=r"(?s)Open MPI's mpirun started 4 ranks.*MPICH Version: 5\.0\.2"):
-        launch.check_library(launch.detect(OPENMPI), "MPICH Version: 5.0.2")
+    version = "MPICH Version:      5.0.2\nMPICH Release date: Fri Sep 25 2026\nMPICH ABI:          18:2:6\n\x00"
+    said = r"Open MPI's mpirun started 4 ranks.*\(MPICH Version: 5\.0\.2\)"
+    with pytest.raises(TransportError, match=said) as caught:
+        launch.check_library(launch.detect(OPENMPI), version)
+    assert "\n" not in str(caught.value)
     launch.check_library(launch.detect(OPENMPI), "Open MPI v5.0.11")
     launch.check_library(launch.detect(HYDRA), "MPICH Version: 5.0.2")
 

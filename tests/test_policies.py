@@ -409,20 +409,77 @@ def test_objects_keep_their_identity_and_the_optimizer_its_state(optimizer_state
     assert run(main, 4)[0] >= 3
 
 
-def test_parameters_of_a_compiled_graph_and_gradients_stay_valid() -> None:
-    """A backward that began before the step must not see changed weights without torch noticing."""
-    lockstep = Lockstep(4)
+def test_an_average_that_has_arrived_when_its_rank_leaves_is_counted_and_not_applied(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main(world: ad.World) -> tuple[int, int]:
+        model = Mixed(float(world.rank))
+        start = clone_state(model)
+        async with AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1) as policy:
+            await policy.step(float(world.rank))
+            if world.rank == 0:
+                while policy._replacer is None or not policy._replacer.complete:
+                    await world.safe_point()
+            while world.rank == 1 and 0 not in world.left:
+                await policy.step(1.0)
+        assert equal_states(clone_state(model), start)
+        return policy.statistics().unapplied_count, policy.statistics().replacement_count
+
+    with caplog.at_level("INFO", logger="protocols"):
+        assert run(main, 2) == [(1, 0), (0, 0)]
+    assert "round 1: the average had arrived and was not applied; the policy ended" in caplog.text
+
+
+def test_a_compiled_model_computes_with_the_new_weights_and_is_not_compiled_again() -> None:
+    lockstep = Lockstep(2)
+    captured: list[torch.fx.GraphModule] = []
+
+    def capture(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        captured.append(graph)
+        return graph.forward
 
     async def main(world: ad.World) -> int:
-        model = Mixed(float(world.rank))
-        count = 0
+        torch.manual_seed(world.rank)
+        model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+        compiled = torch.compile(model, backend=capture)
+        examples, count = torch.randn(4, 3), 0
         async with AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=2) as policy:
             async for _ in lockstep.steps(30):
-                assert all(p.requires_grad and p.is_leaf and p.grad_fn is None for p in model.parameters())
-                count += bool(await policy.step(float(world.rank)))
+                was = compiled(examples).detach()
+                if await policy.step(float(world.rank)):
+                    count += 1
+                    now = compiled(examples)
+                    assert torch.equal(now, model(examples)) and not torch.equal(now, was)
+                    now.sum().backward()
+                    assert all(p.is_leaf and p.grad is not None for p in model.parameters())
+                    with torch.no_grad():
+                        model[0].bias += 1.0  # else the next average is equal to it
         return count
 
-    assert run(main, 4)[0] >= 2
+    torch._dynamo.reset()
+    assert run(main, 2)[0] >= 2
+    assert len(captured) <= 2, "once for each rank's model"
+
+
+def test_a_backward_through_weights_that_a_step_has_changed_is_refused_by_torch() -> None:
+    """It would mix old activations with new weights."""
+    lockstep = Lockstep(2)
+
+    async def main(world: ad.World) -> int:
+        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+        refused = 0
+        async with AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=2) as policy:
+            async for _ in lockstep.steps(30):
+                loss = model(torch.ones(4, 3)).sum()
+                if await policy.step(float(world.rank)):
+                    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                        loss.backward()
+                    refused += 1
+                else:
+                    loss.backward()
+        return refused
+
+    assert run(main, 2)[0] >= 2
 
 
 def test_the_call_form_of_the_seed() -> None:

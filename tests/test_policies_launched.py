@@ -85,6 +85,11 @@ def test_a_policy_that_cannot_start_says_why_on_every_rank(told: Told, ranks: in
     assert all(f"rank {ranks - 1} did not come within 0.2 s" in report["error"] for report in there)
     for report in told(ranks, "different"):
         assert "the models differ" in report["error"] and "'1.weight'" in report["error"], report
+    for report in told(ranks, "disagreeing"):
+        last = f"on rank {ranks - 1}"
+        classes = f"class is AsyncSelectiveAveragingPolicy on rank 0 and AverageAllPolicy {last}"
+        assert classes in report["class"] and f"name is a on rank 0 and b {last}" in report["name"], report
+        assert f"option average_every is 2 on rank 0 and 3 {last}" in report["option"], report
 
 
 def test_64_mib_arrive_whole_and_the_bytes_on_the_wire_are_as_many_as_they_must_be(told: Told) -> None:

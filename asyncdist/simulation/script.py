@@ -213,16 +213,17 @@ class _Host:
         self._states = _random_states()
 
     def _seeded(self) -> list[str]:
-        """What the script has seeded or drawn from; torch begins alike in every process, seeded or not."""
+        """What the script has seeded or drawn from. The rest begins differently in every process."""
         now = _random_states()
-        return [name for name, state in self._states.items() if name == "torch" or state != now[name]]
+        return [name for name, state in self._states.items() if state != now[name]]
 
 
 def _random_states() -> dict[str, str]:
     """The process's random states, in a form that can be compared."""
     with np.printoptions(threshold=sys.maxsize):
         numpy_state = repr(np.random.get_state(legacy=False))
-    return {"random": repr(random.getstate()), "numpy": numpy_state, "torch": ""}
+    torch_state = torch.get_rng_state().numpy().tobytes().hex()
+    return {"random": repr(random.getstate()), "numpy": numpy_state, "torch": torch_state}
 
 
 def _execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
@@ -232,9 +233,10 @@ def _execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
     token = run_elsewhere.set(host)
     try:
         with _program(script):
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            torch.manual_seed(seed % 2**63)
+            number = random.Random(f"{seed} script").getrandbits(63)  # none that a script seeds with: it would not show
+            random.seed(number)
+            np.random.seed(number % 2**32)
+            torch.manual_seed(number)
             host.remember_random()
             runpy.run_path(script.path, run_name="__main__")
             if not host.call_count:

@@ -18,9 +18,11 @@ The only module that imports mpi4py besides the launcher's detection. What it ke
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from array import array
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 from asyncdist.errors import RankLostError, TransportError, TruncationError
@@ -81,7 +83,19 @@ def _abort_alone() -> None:
     if MPI.Is_initialized() and MPI.COMM_WORLD.size > 1:
         sys.stderr.write(f"asyncdist: rank {MPI.COMM_WORLD.rank} was interrupted while MPI started\n")
         sys.stderr.flush()
+        _unlink_shared_memory()
         MPI.COMM_WORLD.Abort(130)
+
+
+def _unlink_shared_memory() -> None:
+    """Take the name of the memory that ranks of MPICH share, 2 or 3 MiB: an abort would leave it in /dev/shm.
+
+    Whoever has it mapped keeps it. Open MPI's launcher clears its own away.
+    """
+    with contextlib.suppress(OSError):  # there is no /proc everywhere
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        for name in {line.split(maxsplit=5)[5] for line in maps if "/dev/shm/mpich_shm_" in line}:
+            Path(name).unlink(missing_ok=True)
 
 
 class _CollectiveRequest:
@@ -214,6 +228,7 @@ class MpiTransport(Transport):
         return frozenset(self._lost)
 
     def abort(self, exit_code: int) -> None:
+        _unlink_shared_memory()
         self._comm.Abort(exit_code)
 
     def close(self) -> None:

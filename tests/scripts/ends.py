@@ -25,10 +25,22 @@ from protocols import AsyncSelectiveAveragingPolicy
 FOLDER = Path(sys.argv[1])
 #: Longer than any test waits: whoever is still here then has not been ended.
 FOR_EVER_S = 300.0
+#: Ways that call :func:`asyncdist.run` themselves, if they do.
+STARTS = (
+    "before_run",
+    "alone_in_the_handshake",
+    "late_to_the_handshake",
+    "held_in_the_handshake",
+    "of_another_version",
+)
 LAUNCHED_AS = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0)
 
 
 def ready(rank: int) -> None:
+    maps = Path("/proc/self/maps")  # what MPI shares with the other ranks lies there
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    names = {line.split(maxsplit=5)[5] for line in lines if " /dev/shm/" in line and "(deleted)" not in line}
+    (FOLDER / f"memory.{rank}").write_text("\n".join(sorted(names)))
     partial = FOLDER / f"partial.{rank}"
     partial.write_text(str(os.getpid()))
     partial.rename(FOLDER / f"ready.{rank}")
@@ -309,13 +321,20 @@ def held_in_the_handshake() -> None:
     ad.run(quiet_main)
 
 
+def of_another_version() -> None:
+    """Rank 1 believes that it is."""
+    if LAUNCHED_AS == 1:
+        runtime.__version__ = "9.9.9"
+    ad.run(quiet_main)
+
+
 async def quiet_main(world: ad.World) -> None:
     await train(world, quietly)
 
 
 def main() -> None:
     way = sys.argv[2]
-    if way in ("before_run", "alone_in_the_handshake", "late_to_the_handshake", "held_in_the_handshake"):
+    if way in STARTS:
         globals()[way]()
     elif way.startswith("exits"):
         ad.run(exits, int(way.removeprefix("exits_")))

@@ -265,10 +265,28 @@ async def different(world: ad.World) -> Report:
     return {"error": ""}
 
 
+async def disagreeing(world: ad.World) -> Report:
+    """The last rank's policy has another class, another name, another option."""
+    makes: dict[str, Callable[..., Any]] = {
+        "class": lambda odd, *of: (AverageAllPolicy if odd else AsyncSelectiveAveragingPolicy)(*of, average_every=2),
+        "name": lambda odd, *of: AsyncSelectiveAveragingPolicy(*of, average_every=2, name="b" if odd else "a"),
+        "option": lambda odd, *of: AsyncSelectiveAveragingPolicy(*of, average_every=3 if odd else 2),
+    }
+    told = {}
+    for what, make in makes.items():
+        model = Mixed()
+        try:
+            async with make(world.rank == world.size - 1, model, sgd(model)):
+                raise AssertionError("it started")
+        except ad.DisagreementError as error:
+            told[what] = str(error)
+    return told
+
+
 async def main(world: ad.World) -> None:
     seen: dict[str, Report] = {}
     async with asyncio.timeout(LIMIT_S):
-        stories = [exactness, walk, together, different]
+        stories = [exactness, walk, together, different, disagreeing]
         if world.size == 4:
             stories += [large, straggler, leaver, headless]
         for story in [*stories, missing]:

@@ -483,11 +483,26 @@ else:
 """
 
 
-def test_what_a_script_seeds_before_run_is_what_every_rank_draws(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", [1, 5, 6])
+def test_what_a_script_seeds_before_run_is_what_every_rank_draws(tmp_path: Path, seed: int) -> None:
+    """Also where the simulation has the same seed as the script: that one counted as not seeded."""
     path = tmp_path / "seeded.py"
     path.write_text(SEEDED)
     plain = subprocess.run([sys.executable, str(path), "plain"], capture_output=True, text=True, check=True)
     expected = json.loads(plain.stdout.replace("(", "[").replace(")", "]"))
-    report = Script(str(path), (), ranks=3)(seed=1)
+    report = Script(str(path), (), ranks=3)(seed=seed)
     assert [list(drawn[:2]) for drawn in report.results] == [expected[:2]] * 3
     assert len({drawn[2] for drawn in report.results}) == 3, "nobody seeded numpy: each rank has numbers of its own"
+
+
+def test_what_a_script_does_not_seed_differs_between_ranks_as_it_does_between_processes(tmp_path: Path) -> None:
+    """The numbers of torch were alike on all ranks, and with them the models of a population."""
+    path = tmp_path / "unseeded.py"
+    path.write_text(SEEDED.replace("random.seed(5)\ntorch.manual_seed(6)\n", ""))
+    first, again, other = (Script(str(path), (), ranks=3)(seed=seed).results for seed in (6, 6, 7))
+    assert first == again
+    drawn = [number for result in (*first, *other) for number in result]
+    assert len(set(drawn)) == len(drawn) == 18
+    processes = [subprocess.run([sys.executable, str(path), "plain"], capture_output=True, check=True) for _ in "ab"]
+    assert processes[0].stdout != processes[1].stdout
+    assert len({word for done in processes for word in done.stdout.split()}) == 6
