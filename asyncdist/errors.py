@@ -79,6 +79,14 @@ class RemoteError(AsyncdistError):
     cut where it is very long. The exception itself, with its traceback, is raised on its own rank.
     """
 
+    def __str__(self) -> str:
+        return self.message  # it says all of the facts
+
+
+def remote_error(rank: int, kind: str, text: str) -> RemoteError:
+    """An exception of ``rank`` as the other ranks raise it."""
+    return RemoteError(f"rank {rank} failed: {kind}: {text}", rank=rank, kind=kind, text=text)
+
 
 class DisagreementError(AsyncdistError):
     """Ranks that must agree do not: in class, options, model or presence. Says which and where."""

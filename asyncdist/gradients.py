@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from asyncdist import trees
-from asyncdist.population import pmean
+from asyncdist.mesh import Axis, find_axis
+from asyncdist.population import pmean, telling_failure
 
 #: Takes the optimizer's state, the parameters and what else the loss takes; gives loss, parameters and state.
 Update: TypeAlias = Callable[..., Coroutine[Any, Any, tuple[Any, Any, Any]]]
@@ -58,6 +59,8 @@ def gradient_update(
 
         It raises TypeError for parameters or a loss that are not floating tensors (named by path), ValueError if the
         loss depends on no parameter or the parameters are not the optimizer's, and what :func:`asyncdist.pmean` does.
+        Whatever is raised on one rank before gradients are averaged, the loss function's own included, is a RemoteError
+        on the others of the axis.
 
     Raises:
         TypeError: the optimizer is none, or the loss no function.
@@ -82,10 +85,11 @@ async def _update(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Any, Any, Any]:
-    given, spec = _checked_params(params)
-    leaves = [leaf.detach().requires_grad_() for leaf in given]
-    loss = functools.partial(loss_fn, optree.tree_unflatten(spec, leaves), *args, **kwargs)
-    value, gradients = _value_and_gradients(loss, leaves, has_aux)
+    with telling_failure(_axes(dp_axis_name)):
+        given, spec = _checked_params(params)
+        leaves = [leaf.detach().requires_grad_() for leaf in given]
+        loss = functools.partial(loss_fn, optree.tree_unflatten(spec, leaves), *args, **kwargs)
+        value, gradients = _value_and_gradients(loss, leaves, has_aux)
     gradients = await pmean(gradients, dp_axis_name)
     frozen = optree.tree_unflatten(spec, [leaf.detach() for leaf in given])
     with torch.no_grad():
@@ -103,9 +107,10 @@ async def _update_in_place(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Any, Any, Any]:
-    leaves, spec = _checked_params(params)
-    _check_same(optimizer, leaves, spec)
-    value, gradients = _value_and_gradients(functools.partial(loss_fn, params, *args, **kwargs), leaves, has_aux)
+    with telling_failure(_axes(dp_axis_name)):
+        leaves, spec = _checked_params(params)
+        _check_same(optimizer, leaves, spec)
+        value, gradients = _value_and_gradients(functools.partial(loss_fn, params, *args, **kwargs), leaves, has_aux)
     _step(optimizer, leaves, await pmean(gradients, dp_axis_name))
     return value, params, opt_state
 
@@ -147,10 +152,17 @@ def agent_gradient_update(
     update_params = gradient_update(loss_of_params, optimizer, dp_axis_name, has_aux)
 
     async def update(opt_state: Any, agent_state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-        value, params, opt_state = await update_params(opt_state, detach(agent_state), agent_state, *args, **kwargs)
+        with telling_failure(_axes(dp_axis_name)):
+            params = detach(agent_state)
+        value, params, opt_state = await update_params(opt_state, params, agent_state, *args, **kwargs)
         return value, attach(agent_state, params), opt_state
 
     return update
+
+
+def _axes(dp_axis_name: str | None) -> list[Axis]:
+    """Along which the others wait for this rank's gradients."""
+    return [] if dp_axis_name is None else [find_axis(dp_axis_name, None)]
 
 
 def _checked_params(params: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:

@@ -5,20 +5,23 @@ and else a tag of its own for collectives. Making one is collective among its me
 
 *Agreement* is how anything collective starts: every member says what it wants to start, as named values; the leader
 compares, names the first difference or whoever is missing, and answers everyone. So a collective is entered only when
-all members are known to enter it, and a program that would hang elsewhere gets an error that names the rank.
+all members are known to enter it, and a program that would hang elsewhere gets an error that names the rank. Whoever
+cannot start, for its arguments are wrong say, objects: the others get its exception, and do not wait.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from asyncdist import tags
-from asyncdist.errors import ClosedError, DisagreementError, LocalProtocolError, StartTimeoutError
+from asyncdist.errors import ClosedError, DisagreementError, LocalProtocolError, StartTimeoutError, remote_error
 from asyncdist.transports.base import GroupHandle
+from asyncdist.values import words_of
 
 if TYPE_CHECKING:
     from asyncdist.channels import Channel
@@ -38,15 +41,40 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """Leader to member: go (with the agreed number), or why not."""
+class Objection:
+    """Member to leader: I cannot start ``subject``, since here it raised this; one of ``size`` members."""
 
     subject: str
-    difference: str
-    refusal: str
-    missing: tuple[int, ...]
-    gone: tuple[int, ...]
-    agreed: int
+    size: int
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Leader to member: go (with the agreed number), or why not.
+
+    Attributes:
+        difference: the name of what differs; of an objection, the exception's class.
+        refusal: a sentence; of an objection, what the exception says.
+        objector: the member who objected, -1 where nobody did.
+    """
+
+    subject: str
+    difference: str = ""
+    refusal: str = ""
+    missing: tuple[int, ...] = ()
+    gone: tuple[int, ...] = ()
+    agreed: int = 0
+    objector: int = -1
+
+
+@dataclass(slots=True)
+class _Over:
+    """What has failed before everybody came: what the others are told when they come, and how many they are."""
+
+    verdict: Verdict
+    absent_count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +112,7 @@ class Agreements:
         self._rank = rank
         self._joins: dict[str, dict[int, Join]] = {}
         self._verdicts: dict[str, Verdict] = {}
-        self._failed: dict[str, Verdict] = {}
+        self._over: dict[str, _Over] = {}
         self._counts: Counter[str] = Counter()
         self._gone: set[int] = set()
         self._withdrawn: dict[str, set[int]] = {}
@@ -113,11 +141,11 @@ class Agreements:
             StartTimeoutError: naming the ranks that did not come.
             DisagreementError: naming the first difference.
             ClosedError: a member has left for good.
+            RemoteError: a member has objected.
         """
         leader = ranks[0] if leader is None else leader
         subject = _full(subject, ranks)
-        self._counts[subject] += 1
-        join = Join(f"{subject}, time {self._counts[subject]}", tuple(sorted(values.items())), proposal)
+        join = Join(self._next_time(subject), tuple(sorted(values.items())), proposal)
         gone = _Gone(ranks, self._gone, self._withdrawn.setdefault(subject, set()))
         deadline = None if timeout_s is None else self._engine.loop.time() + timeout_s
         if self._rank == leader:
@@ -127,6 +155,24 @@ class Agreements:
         _check(verdict, subject, timeout_s)
         return Agreed(verdict.agreed, dict(first.values))
 
+    def object(self, ranks: Sequence[int], subject: str, error: BaseException) -> None:
+        """In place of :meth:`agree`: this rank cannot start ``subject``, and the others are to get ``error``."""
+        leader, full = ranks[0], _full(subject, ranks)
+        objection = Objection(self._next_time(full), len(ranks), *words_of(error))
+        if leader == self._rank:
+            self.on_objection(objection, leader)
+        elif leader not in self._gone:
+            self._channel.send_nowait(objection, leader)
+
+    @contextlib.contextmanager
+    def objecting(self, ranks: Sequence[int], subject: str) -> Iterator[None]:
+        """Check what is passed to a collective, before :meth:`agree`: a mistake is raised here, and told the others."""
+        try:
+            yield
+        except Exception as error:
+            self.object(ranks, subject, error)
+            raise
+
     def withdraw(self, ranks: Sequence[int], subject: str) -> None:
         """Never agree to ``subject`` again: the other ``ranks`` get ClosedError when they try."""
         full = _full(subject, ranks)
@@ -134,16 +180,27 @@ class Agreements:
             if rank != self._rank and rank not in self._gone:
                 self._channel.send_nowait(Withdraw(full), rank)
 
+    def _next_time(self, subject: str) -> str:
+        """The subject of this time: repetitions are told apart by counting."""
+        self._counts[subject] += 1
+        return f"{subject}, time {self._counts[subject]}"
+
     async def _lead(
         self, ranks: Sequence[int], join: Join, gone: _Gone, deadline: float | None
     ) -> tuple[Verdict, Join]:
+        over = self._come_late(join.subject)
+        if over is not None:
+            return over, join
         joins = self._joins.setdefault(join.subject, {})
         joins[self._rank] = join
         await self._engine.until(
-            lambda: len(joins) == len(ranks) or bool(gone.ranks()),
+            lambda: len(joins) == len(ranks) or join.subject in self._verdicts or bool(gone.ranks()),
             f"{join.subject}: the other ranks",
             deadline=deadline,
         )
+        over = self._verdicts.pop(join.subject, None)
+        if over is not None:
+            return over, join
         del self._joins[join.subject]
         missing = tuple(rank for rank in ranks if rank not in joins)
         said = [rank for rank in ranks if rank in joins and joins[rank].values] or [self._rank]
@@ -160,7 +217,7 @@ class Agreements:
             if rank != self._rank and rank not in self._gone:
                 self._channel.send_nowait(verdict, rank)
         if missing:
-            self._failed[join.subject] = verdict
+            self._over[join.subject] = _Over(verdict, len(missing))
         return verdict, joins[said[0]]
 
     async def _follow(self, leader: int, join: Join, gone: _Gone, deadline: float | None) -> Verdict:
@@ -176,18 +233,43 @@ class Agreements:
         verdict = self._verdicts.pop(join.subject, None)
         if verdict is not None:
             return verdict
-        alone = Verdict(join.subject, difference="", refusal="", missing=(), gone=(), agreed=0)
         if leader in gone.ranks():
-            return replace(alone, gone=(leader,))
-        return replace(alone, missing=(leader,))
+            return Verdict(join.subject, gone=(leader,))
+        return Verdict(join.subject, missing=(leader,))
 
     def on_join(self, join: Join, source: int) -> None:
         """A member has come to a meeting that this rank leads, or will lead."""
-        failed = self._failed.get(join.subject)
-        if failed is None:
+        over = self._come_late(join.subject)
+        if over is None:
             self._joins.setdefault(join.subject, {})[source] = join
         else:  # it was decided without this member, who would wait for ever
-            self._channel.send_nowait(failed, source)
+            self._channel.send_nowait(over, source)
+
+    def on_objection(self, objection: Objection, source: int) -> None:
+        """A member cannot start what this rank leads: all who have come are told now, the others when they come."""
+        subject = objection.subject
+        if self._come_late(subject) is not None:
+            return  # another one has objected first
+        verdict = Verdict(subject, difference=objection.kind, refusal=objection.text, objector=source)
+        joins = self._joins.pop(subject, {})
+        absent_count = objection.size - 1 - len(joins)
+        if absent_count:
+            self._over[subject] = _Over(verdict, absent_count)
+        for rank in joins:
+            if rank == self._rank:
+                self.on_verdict(verdict)
+            elif rank not in self._gone:
+                self._channel.send_nowait(verdict, rank)
+
+    def _come_late(self, subject: str) -> Verdict | None:
+        """What a member is told who comes when all is over; forgotten once the last one has come."""
+        over = self._over.get(subject)
+        if over is None:
+            return None
+        over.absent_count -= 1
+        if not over.absent_count:
+            del self._over[subject]
+        return over.verdict
 
     def on_verdict(self, verdict: Verdict) -> None:
         """A leader has decided."""
@@ -248,6 +330,8 @@ def _first_difference(joins: Mapping[int, Join], ranks: Sequence[int]) -> tuple[
 
 
 def _check(verdict: Verdict, subject: str, timeout_s: float | None) -> None:
+    if verdict.objector >= 0:
+        raise remote_error(verdict.objector, verdict.difference, verdict.refusal)
     if verdict.gone:
         raise ClosedError(f"{subject}: {_name(verdict.gone)} left", ranks=verdict.gone)
     if verdict.missing:
@@ -324,7 +408,9 @@ def check_ranks(ranks: Sequence[int], *, rank: int, size: int) -> tuple[int, ...
     wrong = [member for member in members if type(member) is not int or not 0 <= member < size]
     if wrong:
         raise LocalProtocolError(f"a group holds ranks from 0 to {size - 1}, not {wrong[0]!r}")
-    if not members or len(set(members)) != len(members):
+    if not members:
+        raise LocalProtocolError("ranks is empty; allowed: one rank or more, the caller's among them")
+    if len(set(members)) != len(members):
         raise LocalProtocolError(f"a group names each member once; got {list(members)}")
     if rank not in members:
         raise LocalProtocolError(

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Coroutine, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -28,8 +28,17 @@ T = TypeVar("T")
 POP_AXIS_NAME: Final = "POP"
 DP_AXIS_NAME: Final = "DP"
 _MESH_TIMEOUT_S: Final = 60.0
+_SUBJECT: Final = "new mesh"
 
 _open_meshes: ContextVar[tuple[Mesh, ...]] = ContextVar("asyncdist_open_meshes", default=())
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """The operations of one rank along one axis: one at a time, and counted."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    begun_count: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +54,17 @@ class Axis:
     name: str
     world: World
     group: Group
-    _turn: asyncio.Lock
+    _turn: _Turn
+
+    @property
+    def begun_count(self) -> int:
+        """Operations that this rank has begun along it."""
+        return self._turn.begun_count
+
+    @property
+    def subject(self) -> str:
+        """What its ranks agree on before each operation."""
+        return f"axis {self.name!r} (group {self.group.tag})"
 
     @property
     def size(self) -> int:
@@ -67,10 +86,11 @@ class Axis:
     def begin(self, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> asyncio.Task[T]:
         """Start what :meth:`perform` awaits."""
         name = f"operation along axis {self.name!r}"
+        self._turn.begun_count += 1
         return self.world.spawn_service(self._in_turn(work, *args, **kwargs), name=name)
 
     async def _in_turn(self, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        async with self._turn:
+        async with self._turn.lock:
             return await work(*args, **kwargs)
 
 
@@ -179,8 +199,9 @@ async def new_mesh(
         timeout_s: how long to wait for the last rank, in seconds.
 
     Raises:
-        TypeError: a name is no text, or a size is no int.
-        ValueError: no axes, an empty name, a size below 1, or sizes that do not multiply to the number of ranks.
+        TypeError: a name is no text, or a size is no int; a RemoteError on the others.
+        ValueError: no axes, an empty name, a size below 1, or sizes that do not multiply to the number of ranks; a
+            RemoteError on the others.
         LocalProtocolError: this rank is not in the group.
         DisagreementError: ranks pass different axes; the first difference is named.
         StartTimeoutError: naming the ranks that did not come in time.
@@ -191,14 +212,15 @@ async def new_mesh(
     check_group(group)
     if group.ranks[group.index] != world.rank:
         raise LocalProtocolError(f"rank {world.rank} is not in the mesh's group {list(group.ranks)}", rank=world.rank)
-    sizes = _checked(axes, group)
-    await world.agreements.agree(group.ranks, "new mesh", {"axes": _in_words(sizes)}, timeout_s=timeout_s)
+    with world.agreements.objecting(group.ranks, _SUBJECT):
+        sizes = _checked(axes, group)
+    await world.agreements.agree(group.ranks, _SUBJECT, {"axes": _in_words(sizes)}, timeout_s=timeout_s)
     strides = _strides(tuple(sizes.values()))
     made = {}
     for (name, size), stride in zip(sizes.items(), strides, strict=True):
         first = group.index - group.index // stride % size * stride
         line = [group.ranks[first + place * stride] for place in range(size)]
-        made[name] = Axis(name, world, await world.new_group(line, timeout_s=timeout_s), asyncio.Lock())
+        made[name] = Axis(name, world, await world.new_group(line, timeout_s=timeout_s), _Turn())
     return Mesh(made, group.ranks, world)
 
 

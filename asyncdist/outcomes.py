@@ -23,7 +23,7 @@ import torch
 
 from asyncdist import values
 from asyncdist.collectives import Collectives
-from asyncdist.errors import AsyncdistError, DisagreementError, RemoteError
+from asyncdist.errors import AsyncdistError, DisagreementError, RemoteError, remote_error
 from asyncdist.groups import Group
 from asyncdist.world import World
 
@@ -49,9 +49,6 @@ _OPERATIONS: Final = (
     "gather_distributed_data",
 )
 _NO_ROOT: Final = -1
-#: Of an exception's words; the rest of the frame is for lengths.
-_TEXT_NBYTES_MAX: Final = 800
-_KIND_NBYTES_MAX: Final = 150
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +118,7 @@ class Frame:
     def remote_error(self) -> RemoteError:
         """The member's exception, as the other ranks raise it."""
         kind, text = values.decode(self.inline)
-        return RemoteError(f"rank {self.rank} failed: {kind}: {text}", rank=self.rank, kind=kind, text=text)
+        return remote_error(self.rank, kind, text)
 
 
 async def attempt(
@@ -250,7 +247,7 @@ def raise_first_error(frames: Sequence[Frame]) -> None:
 
 def _pack_frame(outcome: Outcome, call: Call) -> bytes:
     if outcome.error is not None:
-        status, payload = _ERROR, _words_of(outcome.error)
+        status, payload = _ERROR, values.encode(list(values.words_of(outcome.error)))
     else:
         status, payload = (_NOTHING, b"") if outcome.payload is None else (_VALUE, outcome.payload)
     inline = payload if len(payload) <= INLINE_NBYTES else b""
@@ -264,21 +261,6 @@ def _read_frame(rank: int, tensor: torch.Tensor) -> Frame:
     nbytes, status, operation, root = _HEADER.unpack_from(data)
     inline = data[_HEADER.size : _HEADER.size + nbytes] if nbytes <= INLINE_NBYTES else b""
     return Frame(rank, Call(_OPERATIONS[operation], None if root == _NO_ROOT else root), status, nbytes, inline)
-
-
-def _words_of(error: BaseException) -> bytes:
-    try:
-        text = str(error)
-    except Exception as second:  # the others wait for this frame
-        text = f"(its text cannot be had: {type(second).__name__})"
-    return values.encode([_cut(values.type_name(type(error)), _KIND_NBYTES_MAX), _cut(text, _TEXT_NBYTES_MAX)])
-
-
-def _cut(text: str, nbytes_max: int) -> str:
-    data = text.encode(errors="backslashreplace")
-    if len(data) <= nbytes_max:
-        return data.decode()
-    return f"{data[: nbytes_max - 30].decode(errors='ignore')}... ({len(text)} characters)"
 
 
 def _to_tensor(data: bytes) -> torch.Tensor:

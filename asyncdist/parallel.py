@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from asyncdist import api, checks
 from asyncdist.errors import LocalProtocolError
@@ -24,6 +24,9 @@ from asyncdist.groups import Group
 from asyncdist.world import World, current_world
 
 G = TypeVar("G")
+
+_TIMEOUT_S: Final = 60.0
+_SUBJECT: Final = "parallel groups"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +126,16 @@ async def new_parallel_groups(
         This rank's groups, which :func:`parallel_groups` returns in this task from now on.
 
     Raises:
-        ValueError: a number is no whole one of 1 or more, or they do not divide the world.
-        DisagreementError: ranks disagree about the groups.
+        ValueError: a number is no whole one of 1 or more, or they do not divide the world; a RemoteError on the others.
+        DisagreementError: ranks pass different numbers; the first difference is named.
+        StartTimeoutError: some ranks did not come in time.
     """
     world = world or current_world()
-    layout = ParallelLayout(world.size, model_parallelism, pipeline_parallelism)
+    everybody = world.group.ranks
+    with world.agreements.objecting(everybody, _SUBJECT):
+        layout = ParallelLayout(world.size, model_parallelism, pipeline_parallelism)
+    numbers = {name: str(getattr(layout, name)) for name in ("model_parallelism", "pipeline_parallelism")}
+    await world.agreements.agree(everybody, _SUBJECT, numbers, timeout_s=_TIMEOUT_S)
     # A rank is in three groups; all make them in the same order, so nobody waits for somebody who waits elsewhere.
     model, pipeline, data = [await api.new_group(ranks, world=world) for ranks in layout.ranks_of(world.rank)]
     groups = ParallelGroups(layout, model, pipeline, data)

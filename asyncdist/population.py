@@ -26,7 +26,7 @@ result is lost.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, Final, TypeVar
 
@@ -40,6 +40,9 @@ from asyncdist.folding import Fold
 from asyncdist.mesh import Axis, Mesh, find_axis
 
 T = TypeVar("T")
+
+#: The attribute of an exception that says along which axes all ranks have met it, and in which operation.
+_MET: Final = "_asyncdist_met"
 
 #: Up to so many bytes each rank gets everything and reduces it all: one exchange in place of two.
 WHOLE_NBYTES: Final = 16 * 1024
@@ -74,6 +77,55 @@ def refuse_inside_vmap(name: str) -> None:
             f"{name} is a collective and cannot run inside {what}, which calls its function once for all elements; "
             "use shmap_map, or reduce what it returns"
         )
+
+
+@contextlib.contextmanager
+def telling_failure(axes: Iterable[Axis]) -> Iterator[None]:
+    """Compute what the other ranks along some axes wait for in their next operation: what is raised they get, too.
+
+    Args:
+        axes: those along which this rank has an operation to come, looked at again when something is raised. One along
+            which all have met it in an operation inside is left out: they wait for nothing more.
+    """
+    begun = {axis.subject: axis.begun_count for axis in axes}
+    try:
+        yield
+    except GeneratorExit:  # the caller is being thrown away, perhaps with its loop
+        raise
+    except BaseException as error:
+        met = _met_along(error)
+        for axis in axes:
+            job_goes_on = axis.world.engine.failure is None  # else all hear of that, and of the rank where it began
+            if job_goes_on and axis.size > 1 and met.get(axis.subject, 0) <= begun[axis.subject]:
+                axis.begin(_object, axis, error)
+                _note_met(error, axis)
+        raise
+
+
+async def _object(axis: Axis, error: BaseException) -> None:
+    """Take this rank's part in an operation that it cannot come to."""
+    axis.world.agreements.object(axis.group.ranks, axis.subject, error)
+
+
+def _note_met(error: BaseException, axis: Axis) -> None:
+    """All ranks of the axis have met this exception, or are told, in the newest operation along it."""
+    vars(error).setdefault(_MET, {})[axis.subject] = axis.begun_count
+
+
+def _met_along(error: BaseException) -> dict[str, int]:
+    """By axis, the newest operation in which an exception, or one behind it, was met by all its ranks."""
+    met: dict[str, int] = {}
+    todo: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while todo:
+        found = todo.pop()
+        if found is None or id(found) in seen:
+            continue
+        seen.add(id(found))
+        for subject, number in vars(found).get(_MET, {}).items():
+            met[subject] = max(number, met.get(subject, 0))
+        todo += [found.__cause__, found.__context__, *getattr(found, "exceptions", ())]
+    return met
 
 
 def psum(tree: T, axis_name: str | None = None, *, mesh: Mesh | None = None) -> Coroutine[Any, Any, T]:
@@ -186,8 +238,13 @@ async def _perform(
     axis.world.check()
     if trouble is not None:
         axis.begin(_agree, axis, what, outline)  # the others are told in the background; if all are alike, so is this
+        _note_met(trouble, axis)
         raise trouble
-    leaves = await axis.perform(_agree_and_exchange, axis, what, outline, exchange, *args)
+    try:
+        leaves = await axis.perform(_agree_and_exchange, axis, what, outline, exchange, *args)
+    except Exception as error:
+        _note_met(error, axis)
+        raise
     return optree.tree_unflatten(outline.spec, leaves)
 
 
@@ -214,10 +271,10 @@ async def _agree(axis: Axis, what: str, outline: trees.Outline) -> None:
     """
     if axis.size == 1:
         return
-    ranks, subject = axis.group.ranks, f"axis {axis.name!r} (group {axis.group.tag})"
+    ranks = axis.group.ranks
     values = {"operation": what, "tree": outline.digest}
     try:
-        await axis.world.agreements.agree(ranks, subject, values, timeout_s=None)
+        await axis.world.agreements.agree(ranks, axis.subject, values, timeout_s=None)
     except DisagreementError as error:
         if error.facts.get("difference") != "tree":
             raise

@@ -24,6 +24,7 @@ from asyncdist.world import World, current_world
 
 Placement: TypeAlias = Literal["arithmetic", "host"]
 _TIMEOUT_S: Final = 60.0
+_SUBJECT: Final = "distributed compute"
 _WORDS_LENGTH_MAX: Final = 2000
 
 
@@ -299,24 +300,27 @@ async def initialize_distributed_compute(
         world: the current one by default.
 
     Raises:
-        ValueError: the numbers, the layout or ``dist_backend`` do not fit this world; says why, and what is allowed.
+        ValueError, TypeError: the numbers, the layout or ``dist_backend`` do not fit this world; says why, and what is
+            allowed. A RemoteError on the other ranks.
         DisagreementError: the ranks ask for different roles; the first difference is named.
         StartTimeoutError: some ranks did not come in time.
     """
     world = world or current_world()
     world.check()
-    if placement not in ("arithmetic", "host"):
-        checks.refuse("placement", placement, "'arithmetic', 'host'")
-    _check_dist_backend(world, dist_backend)
-    if layout is not None and not isinstance(layout, RankLayout):
-        checks.refuse("layout", layout, "a RankLayout, or None", TypeError)
-    if layout is None:
-        _check_counts(world.size, num_remote_buffers, num_agent_groups, coordinator)
-    elif layout.world_size != world.size:
-        raise ValueError(f"the layout is for {layout.world_size} ranks; allowed: {world.size}, the world's size")
+    everybody = world.group.ranks
+    with world.agreements.objecting(everybody, _SUBJECT):
+        if placement not in ("arithmetic", "host"):
+            checks.refuse("placement", placement, "'arithmetic', 'host'")
+        _check_dist_backend(world, dist_backend)
+        if layout is not None and not isinstance(layout, RankLayout):
+            checks.refuse("layout", layout, "a RankLayout, or None", TypeError)
+        if layout is None:
+            _check_counts(world.size, num_remote_buffers, num_agent_groups, coordinator)
+        elif layout.world_size != world.size:
+            raise ValueError(f"the layout is for {layout.world_size} ranks; allowed: {world.size}, the world's size")
     options = {"buffers, groups, coordinator": f"{num_remote_buffers}, {num_agent_groups}, {coordinator}"}
     options |= {"placement": placement, "layout": "none" if layout is None else _in_words(layout)}
-    await world.agreements.agree(world.group.ranks, "distributed compute", options, timeout_s=_TIMEOUT_S)
+    await world.agreements.agree(everybody, _SUBJECT, options, timeout_s=_TIMEOUT_S)
     if layout is None and placement == "host":
         hosts = await _all_hosts(world, world.hostname if hostname is None else hostname)
         layout = RankLayout.by_host(hosts, num_remote_buffers, num_agent_groups, coordinator=coordinator)

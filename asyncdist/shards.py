@@ -19,7 +19,7 @@ from asyncdist import trees
 from asyncdist.errors import LocalProtocolError
 from asyncdist.mesh import Axis, Mesh
 from asyncdist.placement import Spec, shard
-from asyncdist.population import all_gather, refuse_inside_vmap, vectorising
+from asyncdist.population import all_gather, refuse_inside_vmap, telling_failure, vectorising
 
 
 def shmap_map(
@@ -41,7 +41,8 @@ def shmap_map(
 
     Returns:
         ``async (*args) -> outputs``. It raises ValueError and TypeError for arguments that do not fit their specs or
-        outputs that are no tensors (named by path), and what :func:`asyncdist.all_gather` does.
+        outputs that are no tensors (named by path), and what :func:`asyncdist.all_gather` does. Whatever is raised on
+        one rank is a RemoteError on those that wait for its outputs, along the axes of ``out_specs``.
 
     Raises:
         TypeError: a spec is neither a name nor None.
@@ -52,25 +53,26 @@ def shmap_map(
     inputs.check_some_split()
 
     async def mapped(*args: Any) -> Any:
-        batch = _Batch(inputs, args)
-        rows: list[list[Tensor]] = []
-        spec: optree.PyTreeSpec | None = None
-        with mesh:
-            for index in range(batch.count):
-                result = fn(*batch.element(index))
-                if inspect.isawaitable(result):
-                    result = await result
-                leaves, found = trees.flatten_tensors(result, "output")
-                if spec is not None and found != spec:
-                    raise ValueError(
-                        f"the output of element {index} is {found}, that of element 0 {spec}; allowed: one tree"
-                    )
-                spec = found
-                rows.append(leaves)
-        assert spec is not None
-        return await outputs.gather(
-            optree.tree_unflatten(spec, [_stacked(column) for column in zip(*rows, strict=True)])
-        )
+        waiting = outputs.axes()
+        with telling_failure(waiting.values()):
+            batch = _Batch(inputs, args)
+            rows: list[list[Tensor]] = []
+            spec: optree.PyTreeSpec | None = None
+            with mesh:
+                for index in range(batch.count):
+                    result = fn(*batch.element(index))
+                    if inspect.isawaitable(result):
+                        result = await result
+                    leaves, found = trees.flatten_tensors(result, "output")
+                    if spec is not None and found != spec:
+                        raise ValueError(
+                            f"the output of element {index} is {found}, that of element 0 {spec}; allowed: one tree"
+                        )
+                    spec = found
+                    rows.append(leaves)
+            assert spec is not None
+            columns = [_stacked(column) for column in zip(*rows, strict=True)]
+            return await outputs.gather(optree.tree_unflatten(spec, columns), waiting)
 
     return mapped
 
@@ -105,21 +107,23 @@ def shmap_vmap(
 
     async def mapped(*args: Any) -> Any:
         refuse_inside_vmap("shmap_vmap")
-        batch = _Batch(inputs, args)
-        spec: optree.PyTreeSpec | None = None
+        waiting = outputs.axes()
+        with telling_failure(waiting.values()):
+            batch = _Batch(inputs, args)
+            spec: optree.PyTreeSpec | None = None
 
-        def on_leaves(*leaves: Tensor) -> tuple[Tensor, ...]:
-            nonlocal spec
-            result = fn(*batch.from_leaves(leaves))
-            _refuse_coroutines(result, name)
-            found, spec = trees.flatten_tensors(result, "output")
-            return tuple(found)
+            def on_leaves(*leaves: Tensor) -> tuple[Tensor, ...]:
+                nonlocal spec
+                result = fn(*batch.from_leaves(leaves))
+                _refuse_coroutines(result, name)
+                found, spec = trees.flatten_tensors(result, "output")
+                return tuple(found)
 
-        with mesh, vectorising(name):
-            run = torch.func.vmap(on_leaves, batch.dimensions, randomness=randomness, chunk_size=chunk_size)
-            found = run(*batch.leaves)
-        assert spec is not None
-        return await outputs.gather(optree.tree_unflatten(spec, found))
+            with mesh, vectorising(name):
+                run = torch.func.vmap(on_leaves, batch.dimensions, randomness=randomness, chunk_size=chunk_size)
+                found = run(*batch.leaves)
+            assert spec is not None
+            return await outputs.gather(optree.tree_unflatten(spec, found), waiting)
 
     return mapped
 
@@ -155,13 +159,23 @@ class _Specs:
             )
         return self._specs
 
-    async def gather(self, result: Any) -> Any:
-        """Join the outputs of the ranks, those along one axis together."""
+    def axes(self) -> dict[str, Axis]:
+        """Each axis along which outputs are gathered, by name."""
+        return {spec: self._mesh.axis(spec) for spec in self._specs if spec is not None}
+
+    async def gather(self, result: Any, waiting: dict[str, Axis]) -> Any:
+        """Join the outputs of the ranks, those along one axis together.
+
+        Args:
+            result: of this rank.
+            waiting: the axes along which this has not begun; here they are taken out.
+        """
         values = (result,) if self._one or type(result) is not tuple else result
         specs = self.per_value(len(values))
         whole = list(values)
         for name in dict.fromkeys(spec for spec in specs if spec is not None):
             places = [place for place, spec in enumerate(specs) if spec == name]
+            del waiting[name]
             parts = await all_gather([values[place] for place in places], name, tiled=True, mesh=self._mesh)
             for place, part in zip(places, parts, strict=True):
                 whole[place] = part

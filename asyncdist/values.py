@@ -27,6 +27,9 @@ ALLOWED: Final = (
     "numpy arrays and scalars of numbers (the types themselves, no subclasses)"
 )
 DEPTH_MAX: Final = 100
+#: Of an exception's words.
+_TEXT_NBYTES_MAX: Final = 800
+_KIND_NBYTES_MAX: Final = 150
 
 _BIG_INT, _TEXT, _COMPLEX, _BYTEARRAY, _TUPLE, _DICT, _SET, _FROZENSET, _TENSOR, _ARRAY, _SCALAR = range(11)
 _INT_MIN: Final = -(1 << 63)
@@ -83,6 +86,22 @@ def type_name(kind: type) -> str:
 def dtype_of(name: str) -> torch.dtype:
     """The torch dtype of that name, as in ``"float32"``. Raises KeyError where there is none."""
     return _DTYPES[name]
+
+
+def words_of(error: BaseException) -> tuple[str, str]:
+    """An exception's class and what it says, for a message: never more than a thousand bytes together."""
+    try:
+        text = str(error)
+    except Exception as second:  # somebody waits for these words
+        text = f"(its text cannot be had: {type(second).__name__})"
+    return _cut(type_name(type(error)), _KIND_NBYTES_MAX), _cut(text, _TEXT_NBYTES_MAX)
+
+
+def _cut(text: str, nbytes_max: int) -> str:
+    data = text.encode(errors="backslashreplace")
+    if len(data) <= nbytes_max:
+        return data.decode()
+    return f"{data[: nbytes_max - 30].decode(errors='ignore')}... ({len(text)} characters)"
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------

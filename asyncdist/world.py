@@ -33,7 +33,7 @@ from asyncdist.errors import (
     RankLostError,
     RemoteProtocolError,
 )
-from asyncdist.groups import Agreements, Group, Join, Verdict, Withdraw, check_ranks, next_tag
+from asyncdist.groups import Agreements, Group, Join, Objection, Verdict, Withdraw, check_ranks, next_tag
 from asyncdist.progress import PROGRESS_BUDGET_S, Engine, EngineStatistics, yield_to_loop
 from asyncdist.scratch import Scratch
 from asyncdist.transports.base import Transport
@@ -180,7 +180,7 @@ class World:
         self._executor: ThreadPoolExecutor | None = None
         self._compute_count = 0
         self._system: Channel[Any] = self.open_channel(
-            Join | Verdict | Withdraw | Leave | Failed | Farewell,
+            Join | Verdict | Withdraw | Leave | Failed | Farewell | Objection,
             tag=tags.CONTROL,
             scope=wire.scope_of(group.ranks, "system", 0),
             name="system",
@@ -516,6 +516,8 @@ class World:
                 self.agreements.on_join(join, source)
             case Verdict() as verdict:
                 self.agreements.on_verdict(verdict)
+            case Objection() as objection:
+                self.agreements.on_objection(objection, source)
             case Withdraw(subject):
                 self.agreements.on_withdraw(subject, source)
             case Leave(started, lost):

@@ -143,3 +143,32 @@ def test_what_is_kept_of_a_call_in_inference_mode_serves_the_next_one_outside(
         return any(tensor.is_inference() for tensor in tensors)
 
     assert ad.run_local(main, ranks=2, strict=True) == [False] * 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+def test_tensors_on_the_gpu_stay_there_and_come_to_what_those_of_the_host_do() -> None:
+    """Whole numbers: the mean is exact, wherever it is computed."""
+
+    def made(rank: int) -> nn.Module:
+        model = nn.Sequential(nn.Linear(300, 400), nn.BatchNorm1d(400))
+        for number, tensor in enumerate(model.state_dict().values()):
+            tensor.fill_(4 * rank + number)
+        for number, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.full_like(parameter, 8 * rank + number)
+        return model
+
+    async def main(world: ad.World) -> list[Any]:
+        found = []
+        for device in ("cpu", "cuda"):
+            model = made(world.rank).to(device)
+            objects = [*model.state_dict(keep_vars=True).values(), *(p.grad for p in model.parameters())]
+            await ad.average_models(model)
+            await ad.average_gradients(model)
+            rows = await ad.gather_distributed_data(torch.arange(3 * world.rank, device=device).reshape(-1, 3))
+            assert all(tensor.device.type == device for tensor in [*objects, *([] if rows is None else [rows])])
+            found.append([tensor.detach().cpu() for tensor in [*objects, *([] if rows is None else [rows])]])
+        return found
+
+    for here, there in ad.run_local(main, ranks=2, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
+        assert here[0].unique().tolist() == [2.0]

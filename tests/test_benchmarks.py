@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import pytest
 from support import mpi, torchrun
+from support.reach import reach, source
 
 pytestmark = pytest.mark.timeout(300)  # up to seven ranks, on any number of cores
 
@@ -195,3 +196,68 @@ def test_sim(bench: Bench) -> None:
     assert large["ranks"] == 30 and large["messages"] >= 30 and large["seconds"] > 0
     assert list(seeds) == ["best_only", "mean"]
     assert all(found["rounds"] >= 2 and found["digests"] == 2 for found in seeds.values())
+
+
+def test_every_benchmark_is_run_by_a_test(runner: ModuleType) -> None:
+    functions = [name for name in source(Path(__file__)).defined if name.startswith("test_")]
+    reached = [
+        found.names for found in (reach(Path(__file__), name) for name in functions) if {"bench", "RUN"} & found.names
+    ]
+    for name in runner.NAMES:
+        assert any(name in names for names in reached), f"no test runs {name}"
+
+
+def idle_steps(median_us: float, spread: float) -> dict[str, Any]:
+    ranks = {f"rank {rank}": {"median_us": median_us, "p99_us": 99.0} for rank in range(2)}
+    small = {name: {**figures, "median_us": median_us / spread} for name, figures in ranks.items()}
+    return {"85 k": small, "20 M": ranks, "yield": ranks}
+
+
+def averages(ratio: float, speedup: float) -> dict[str, Any]:
+    seconds = {f"{what} s": 1.0 for what in ("average_models", "average_gradients", "raw", "raw in place")}
+    seconds |= {"per parameter s": 1.0, "raw per parameter s": 1.0, "nbytes": 1 << 20}
+    kinds = ("models", "gradients")
+    return {
+        "large": seconds | {f"{kind} ratio": ratio for kind in kinds},
+        "small": seconds | {f"{kind} speedup": speedup for kind in kinds},
+    }
+
+
+def adds(per_s: float, lost: int) -> dict[str, Any]:
+    return {"adds_per_s": per_s, "raw_adds_per_s": 1.0, "items": 640, "unaccounted_items": lost}
+
+
+@pytest.mark.parametrize(
+    ("name", "results", "missed"),
+    [
+        ("one-sided", idle_steps(10.0, 1.2), 0),
+        ("one-sided", idle_steps(10.1, 1.0), 4),
+        ("one-sided", idle_steps(9.0, 9.0), 2),
+        ("average", averages(1.2, 3.0), 0),
+        ("average", averages(1.21, 3.0), 2),
+        ("average", averages(1.0, 2.9), 2),
+        ("replay", adds(20_000, 0), 0),
+        ("replay", adds(19_999, 0), 1),
+        ("replay", adds(1e6, 1), 1),
+    ],
+)
+def test_a_figure_that_is_missed_is_told_and_fails_a_check(
+    name: str,
+    results: dict[str, Any],
+    missed: int,
+    runner: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(runner, "_measure", lambda *_, **__: results)
+    assert runner.main([name]) == 0
+    assert runner.main([name, "--check"]) == (1 if missed else 0)
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("missed: ")]
+    assert [line.count(";") + 1 for line in told] == [missed] * 2 * bool(missed)
+
+
+def test_a_benchmark_that_fails_is_a_failure_without_a_check(
+    runner: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "_measure", lambda *_, **__: None)
+    assert runner.main(["step"]) == runner.main(["all"]) == 1

@@ -536,25 +536,30 @@ def test_what_comes_from_a_buffer_can_be_learnt_from_and_what_it_holds_is_known(
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
-def test_the_whole_demo_with_a_replay_buffer(transport: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("transport", "clients"), [pytest.param("mpi", [[0, 2], [1]], marks=pytest.mark.mpi), ("torch", [[0, 1]])]
+)
+def test_the_whole_demo_with_replay_buffers(transport: str, clients: list[list[int]], tmp_path: Path) -> None:
+    """``clients``: of each buffer rank, who alone adds to it and draws from it."""
     if transport == "mpi":
         require_mpi()
-    command = [sys.executable, str(HYPERGRID / "demo.py"), "--transport", transport, "--ranks", "2", "--verify"]
-    command += ["--buffer-ranks", "1", "--quick", "--iterations", "60", "--json", "results.json"]
+    ranks = sum(map(len, clients))
+    command = [sys.executable, str(HYPERGRID / "demo.py"), "--transport", transport, "--ranks", str(ranks), "--verify"]
+    command += ["--buffer-ranks", str(len(clients)), "--quick", "--iterations", "60", "--json", "results.json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=380)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     result = json.loads((tmp_path / "results.json").read_text())
-    assert (result["transport"], result["ranks"]) == (transport, 2)
-    assert max(result["iterations"]) <= 60  # 18 s may end it before
+    assert (result["transport"], result["ranks"]) == (transport, ranks)
+    counts = result["iterations"]
+    assert max(counts) <= 60  # 18 s may end it before
     assert result["verified_averages"] == sum(result["replacements"])
-    [buffer] = result["buffers"]
-    assert (buffer["rank"], buffer["clients"]) == (2, [0, 1])
-    assert buffer["added"] == {str(rank): 16 * count for rank, count in enumerate(result["iterations"])}
-    assert buffer["drawn"] == {str(rank): 16 * (count // 4) for rank, count in enumerate(result["iterations"])}
-    assert buffer["size"] == sum(buffer["added"].values())
+    assert [(buffer["rank"], buffer["clients"]) for buffer in result["buffers"]] == list(enumerate(clients, ranks))
+    for buffer, served in zip(result["buffers"], clients, strict=True):
+        assert buffer["added"] == {str(rank): 16 * counts[rank] for rank in served}
+        assert buffer["drawn"] == {str(rank): 16 * (counts[rank] // 4) for rank in served}
+        assert buffer["size"] == sum(buffer["added"].values())
     assert (tmp_path / "hypergrid.png").read_bytes().startswith(b"\x89PNG")
-    assert f"2 ranks over {transport}, policy selective" in done.stdout
+    assert f"{ranks} ranks over {transport}, policy selective" in done.stdout
     assert "They drew " in done.stdout
 
 

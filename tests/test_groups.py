@@ -9,7 +9,7 @@ import pytest
 from support.local import worlds, yields
 
 from asyncdist import World, tags
-from asyncdist.errors import ClosedError, DisagreementError, LocalProtocolError, StartTimeoutError
+from asyncdist.errors import ClosedError, DisagreementError, LocalProtocolError, RemoteError, StartTimeoutError
 from asyncdist.groups import Agreed, Group, check_ranks, next_tag
 from asyncdist.simulation import simulate
 from asyncdist.world import Leave
@@ -165,6 +165,55 @@ async def test_a_rank_that_has_left_the_world_is_named(who: int) -> None:
 # -------------------------------------------------------------------------------------------------------------- groups
 
 
+@pytest.mark.parametrize("objectors", [(0,), (1,), (2,), (0, 1), (2, 1), (0, 1, 2)])
+@pytest.mark.parametrize("when", ["first", "last"])
+async def test_whoever_objects_is_heard_by_the_others_once(objectors: tuple[int, ...], when: str) -> None:
+    """Whether they wait already or come later; the next time is as if nothing had been."""
+    async with worlds(3) as made:
+        ranks, others = (0, 1, 2), [world for world in made if world.rank not in objectors]
+
+        async def object_all() -> None:
+            for rank in objectors:
+                made[rank].agreements.object(ranks, "policy", ValueError(f"rank {rank} cannot"))
+                await yields(5)
+
+        for _ in range(2):
+            if when == "first":
+                await object_all()
+            waiting = [asyncio.ensure_future(agree(world, ranks, timeout_s=None)) for world in others]
+            await yields(5)
+            if when == "last":
+                await object_all()
+            for error in await outcomes(*waiting):
+                assert type(error) is RemoteError
+                assert (error.rank, error.kind, error.text) == (objectors[0], "ValueError", error.text)
+                assert error.text == f"rank {objectors[0]} cannot"
+            assert await outcomes(*(agree(world, ranks, proposal=3) for world in made)) == [Agreed(3, {})] * 3
+        for world in made:
+            agreements = world.agreements
+            assert not agreements._over and not agreements._joins and not agreements._verdicts
+
+
+async def test_a_mistake_is_raised_where_it_is_made_and_told_the_others() -> None:
+    async with worlds(2) as made:
+        waiting = asyncio.ensure_future(agree(made[0], (0, 1)))
+        with pytest.raises(TypeError, match="no size"), made[1].agreements.objecting((0, 1), "policy"):
+            raise TypeError("no size" + 5000 * "!")
+        [error] = await outcomes(waiting)
+        assert isinstance(error, RemoteError) and error.kind == "TypeError"
+        assert error.text.startswith("no size!") and len(error.text) < 1000
+
+
+async def test_whoever_comes_after_a_timeout_is_told_and_nothing_is_kept() -> None:
+    async with worlds(2) as made:
+        [error] = await outcomes(agree(made[0], (0, 1), timeout_s=NOBODY_COMES_S))
+        assert isinstance(error, StartTimeoutError)
+        made[1].agreements.object((0, 1), "policy", ValueError("late"))
+        await yields(5)
+        assert not made[0].agreements._over
+        assert await outcomes(*(agree(world, (0, 1)) for world in made)) == [Agreed(0, {})] * 2
+
+
 async def test_a_group_knows_its_ranks_and_has_a_tag_of_its_own() -> None:
     async with worlds(4) as made:
         first = await outcomes(*(made[rank].new_group([3, 1]) for rank in (1, 3)))
@@ -188,7 +237,7 @@ async def test_tags_of_groups_run_out_with_a_word() -> None:
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
-        ([], "names each member once"),
+        ([], "ranks is empty; allowed: one rank or more"),
         ([0, 1, 0], "names each member once"),
         ([0, 4], "ranks from 0 to 3, not 4"),
         ([-1, 0], "not -1"),

@@ -1,17 +1,21 @@
 """The README's table of other systems' names: complete, and true.
 
 ``NAMES`` is every name that the five sources offer. That each behaves is the business of the tests which the table
-names; here it is checked that they exist, know the name, and are where it says.
+names, each against an oracle of its own; here it is checked that they run, use the name, and compare something.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 from pathlib import Path
 from typing import Any
 
+import conformance.endpoint
+import helpers.cases
 import pytest
+from support.reach import reach, source
 
 ROOT = Path(__file__).parents[1]
 _LISTED = """
@@ -41,16 +45,19 @@ RENAMED = {"expose_params", "check_policy", "check_agent"} | {name for name in N
 RENAMED |= {*_DROPPED, *_OF_A_CONTEXT}
 
 
-def rows() -> list[tuple[list[str], list[str], list[Path]]]:
-    """Of the table: names there, places here, files of tests."""
+def rows() -> list[tuple[list[str], list[str], list[tuple[str, str]]]]:
+    """Of the table: names there, places here, tests by file and function."""
     text = (ROOT / "README.md").read_text()
     table = re.search(r"<!-- names -->\n(.*?)<!-- end of names -->", text, re.DOTALL)
     assert table is not None
     found = []
     for line in table[1].splitlines()[2:]:
         there, here, tested = line.strip("|").split("|")
-        paths = [ROOT / path for path in re.findall(r"\]\((.*?)\)", tested)]
-        found.append((re.findall(r"`(\w+)`", there), re.findall(r"`((?:asyncdist|protocols)\.[\w.]+)`", here), paths))
+        names = re.findall(r"`(\w+)`", there)
+        places = re.findall(r"`((?:asyncdist|protocols)\.[\w.]+)`", here)
+        if "the same of" in here:
+            places = [f"{places[0]}.{name}" for name in names]
+        found.append((names, places, [(path, name) for name, path in re.findall(r"\[(\w+)\]\((.*?)\)", tested)]))
     return found
 
 
@@ -71,14 +78,42 @@ def test_every_name_is_in_the_table_once() -> None:
 
 
 @pytest.mark.parametrize(("there", "here", "tests"), ROWS, ids=[row[0][0] for row in ROWS])
-def test_a_row_is_true(there: list[str], here: list[str], tests: list[Path]) -> None:
+def test_a_row_is_true(there: list[str], here: list[str], tests: list[tuple[str, str]]) -> None:
     assert here, "it says where"
     for place in here:
-        assert resolve(place) is not None
+        if place.rpartition(".")[2] not in _OF_A_CONTEXT:  # of an object, see below
+            assert resolve(place) is not None
     assert tests, "it says what tests it"
-    text = "".join(path.read_text() for path in tests)
+    used: set[str] = set()
+    for path, function in tests:
+        assert is_run(path, function), f"{function} in {path} is no test, or not run"
+        reached = reach(ROOT / path, function)
+        assert reached.assert_count, f"{function} in {path} compares nothing"
+        used |= reached.names
     for place in here:
-        assert re.search(rf"\b{place.rpartition('.')[2]}\b", text), f"no test in {tests} knows {place}"
+        assert place.rpartition(".")[2] in used, f"none of {tests} uses {place}"
+
+
+def is_run(path: str, function: str) -> bool:
+    """Whether pytest collects it, or one of the suites that run on every transport has it."""
+    file = ROOT / path
+    (node,) = source(file).defined.get(function, [None])
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return False
+    if file.name.startswith("test_"):
+        return function.startswith("test_") and not any("skip" in ast.unparse(mark) for mark in node.decorator_list)
+    name = f"{file.stem.removeprefix('cases_')}.{function.removeprefix('case_')}"
+    suites = {"helpers": helpers.cases.all_cases, "conformance": conformance.endpoint.all_cases}
+    return name in suites[file.parent.name]()
+
+
+def test_a_row_of_another_name_is_found_out() -> None:
+    reached = reach(ROOT / "tests" / "test_timing_report.py", "test_work_and_waiting")
+    assert {"report_load_imbalance", "random"} <= reached.names and "report_time_info" not in reached.names
+    assert not is_run("tests/test_timing_report.py", "EVEN") and not is_run(
+        "tests/test_timing_report.py", "test_nothing"
+    )
+    assert not is_run("tests/helpers/cases_roles.py", "check")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in RENAMED])

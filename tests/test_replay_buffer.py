@@ -432,3 +432,14 @@ def test_several_buffer_ranks_between_processes(transport: str) -> None:
             "size": 10_100 * len(clients),
         }
         assert all(reports[rank] == {"buffer": buffer, "drawn of": clients} for rank in clients)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
+def test_scores_priorities_and_back_pressure_between_processes(transport: str) -> None:
+    if transport == "mpi":
+        mpi.require_mpi()
+    start = mpi.run_ranks if transport == "mpi" else torchrun.run_ranks
+    reports = start(4, "tests/scripts/replay_priorities.py", timeout_s=280).check().reports
+    assert reports[3] == {"added": [6226] * 3, "stale": 0}
+    assert all(reports[rank] == {"most": 4, "chosen": 3} for rank in range(3))

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support import torchrun
 
 import asyncdist as ad
 from asyncdist import launch, process_groups, runtime, subprocesses
@@ -341,6 +342,29 @@ def test_init_and_run_is_one_rank_of_this_process(tmp_path: Path, monkeypatch: p
         ad.init_and_run(note_rank, config(2), str(tmp_path))
     with pytest.raises(ValueError, match=r"rank is 2; allowed are 0\.\.1"):
         ad.init_dist(2, 0, 2, 2, "127.0.0.1", 1)
+
+
+def test_processes_of_ones_own_make_a_process_group() -> None:
+    """Started by somebody else, who says who they are; what torch's own collectives then come to is the oracle."""
+    done = torchrun.run_source(
+        3,
+        """
+        import os, sys
+        import torch
+        import torch.distributed as dist
+        import asyncdist as ad
+        from support.mpi import report
+
+        rank, port = int(os.environ["RANK"]), int(sys.argv[1])
+        ad.init_dist(2 - rank, rank, 3, 3, "127.0.0.1", port, backend="gloo")
+        total = torch.tensor([10 ** dist.get_rank()])
+        dist.all_reduce(total)
+        report(rank, [dist.get_rank(), dist.get_world_size(), dist.get_backend(), total.item(), os.environ["RANK"]])
+        dist.destroy_process_group()
+        """,
+        torchrun.free_port(),
+    ).check()
+    assert done.reports == {rank: [2 - rank, 3, "gloo", 111, str(2 - rank)] for rank in range(3)}
 
 
 def test_a_process_group_of_one_rank_is_made_from_the_backend_alone(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from dataclasses import dataclass
@@ -48,6 +49,24 @@ async def case_messages_arrive_in_order_from_each_rank(end: Endpoint) -> None:
     statistics = channel.statistics()
     assert statistics.sent_count == statistics.received_count == count * end.size
     assert statistics.waiting_count == 0
+    await end.barrier()
+    channel.close()
+
+
+async def case_messages_move_at_safe_points(end: Endpoint) -> None:
+    """Nobody waits for a message, and no clock polls for one: it is there when a rank that trains comes by."""
+    channel = end.world.channel(Number, tag=end.tag)
+    count = 50
+    received: list[tuple[int, int]] = []
+    for number in itertools.count():
+        if number < count:
+            channel.send_nowait(Number(number), end.right)
+        elif len(received) == count and not channel.statistics().sending_count:
+            break
+        await end.world.safe_point()
+        while (envelope := channel.receive_nowait()) is not None:
+            received.append((envelope.source, envelope.message.value))
+    assert received == [(end.left, number) for number in range(count)]
     await end.barrier()
     channel.close()
 

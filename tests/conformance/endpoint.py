@@ -18,6 +18,7 @@ MODULES: Final = (
     "cases_streams",
     "cases_collectives",
     "cases_population",
+    "cases_failures",
     "cases_exposure",
 )
 TAGS_PER_CASE: Final = 20

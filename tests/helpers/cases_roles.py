@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import asyncdist as ad
-from asyncdist.errors import DisagreementError, LocalProtocolError
+from asyncdist.errors import DisagreementError, LocalProtocolError, RemoteError
 from helpers.cases_everyday import refused
 
 
@@ -169,3 +171,29 @@ async def case_plans_that_do_not_fit(world: ad.World) -> None:
             f"placement is arithmetic on rank 0 and host on rank {size - 1}",
         )
     await ad.initialize_distributed_compute(dist_backend=world.transport_name)
+
+
+async def case_a_plan_that_does_not_fit_on_one_rank(world: ad.World) -> None:
+    """All others are told at once what is wrong there, whoever leads their agreement, and the next plan is made."""
+    size = world.size
+    for failing in sorted({0, size - 1}):
+        for options, kind, words in (
+            (
+                {"num_remote_buffers": size},
+                ValueError,
+                f"num_remote_buffers is {size} with {size} ranks; allowed: 0 to",
+            ),
+            ({"num_agent_groups": size + 1}, ValueError, f"num_agent_groups is {size + 1} with {size} training ranks"),
+            ({"coordinator": -1}, ValueError, f"coordinator is -1; allowed: None, or a rank from 0 to {size - 1}"),
+            ({"placement": "nodes"}, ValueError, "placement is 'nodes'; allowed: 'arithmetic', 'host'"),
+            ({"dist_backend": "ccl"}, ValueError, "dist_backend is 'ccl', and this world runs on"),
+            ({"layout": "flat"}, TypeError, "layout is 'flat'; allowed: a RankLayout, or None"),
+        ):
+            chosen: dict[str, Any] = options if world.rank == failing else {}
+            call = ad.initialize_distributed_compute(**chosen)
+            if world.rank == failing:
+                await refused(call, kind, words)
+            else:
+                await refused(call, RemoteError, f"rank {failing} failed: {kind.__name__}: {words}")
+    context = await ad.initialize_distributed_compute()
+    assert context.train_global_group.ranks == tuple(range(size))
