@@ -39,8 +39,10 @@ def extensions(scratch: str) -> list[Extension]:
     for old in place.parent.glob(f"{sys.implementation.cache_tag.replace('-', '_')}_*"):
         shutil.rmtree(old)
     sources = {name: str(compiled.source_of(name).relative_to(TOP)) for name in compiled.MODULES}
+    # A multiplication and an addition fused into one would round otherwise than Python does, where the machine has it.
+    arguments = ["-O2", "-g0", "-ffp-contract=off"]
     wanted = [
-        Extension(f"asyncdist.{name}", [source], extra_compile_args=["-O2", "-g0"]) for name, source in sources.items()
+        Extension(f"asyncdist.{name}", [source], extra_compile_args=arguments) for name, source in sources.items()
     ]
     try:
         made = cythonize(

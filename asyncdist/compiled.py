@@ -1,9 +1,10 @@
 """Modules that are compiled where a C compiler is at hand, and whether they are.
 
-They carry every small message, and are ordinary Python; the ``.pxd`` files beside them hold C types. ``setup.py``
-compiles them with Cython into a folder that is named after a checksum of their sources, where their packages look
-first. So what runs was made from the very source that is here, or is that source: after an edit, on another Python,
-without a compiler and with ``ASYNCDIST_PURE=1`` everything works as it did, only slower.
+They carry every small message, or are what a simulation spends its time in, and are ordinary Python; the ``.pxd`` files
+beside them hold C types. ``setup.py`` compiles them with Cython into a folder that is named after a checksum of their
+sources, where their packages look first. So what runs was made from the very source that is here, or is that source:
+after an edit, on another Python, without a compiler and with ``ASYNCDIST_PURE=1`` everything works as it did, only
+slower.
 
 The packages ask this module before they import any other, and ``setup.py`` and ``tools/setup`` run it by its path: it
 imports nothing of asyncdist. It is the one place besides the launcher that reads the environment, since it must know
@@ -20,7 +21,14 @@ from pathlib import Path
 from typing import Final
 
 #: By their names in asyncdist. All are compiled, or none.
-MODULES: Final = ("wire", "mailboxes", "transports.mpi_requests")
+MODULES: Final = (
+    "wire",
+    "mailboxes",
+    "transports.mpi_requests",
+    "simulation.turns",
+    "simulation.trace",
+    "simulation.medium",
+)
 PURE_VARIABLE: Final = "ASYNCDIST_PURE"
 
 _PACKAGE: Final = Path(__file__).resolve().parent

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -100,11 +101,70 @@ print(json.dumps([wire.__file__, lines]))
 """
 
 
-def account(*, pure: bool) -> tuple[str, list[str]]:
-    """Where ``wire`` came from, and what the script says."""
+#: Simulations with every kind of fault: digests, faults that fired and what was counted; and what endless turns end in.
+SIMULATIONS = """
+import asyncio, json, torch
+import asyncdist as ad
+from asyncdist.simulation import Compute, Corrupt, Delay, Exponential, Kill, Link, LogNormal, Network, Partition
+from asyncdist.simulation import SlowLink, SlowRank, Stall, Uniform, simulate, turns
+from asyncdist.errors import AsyncdistError
+
+async def main(world, rounds):
+    total = ""
+    try:
+        for number in range(rounds):
+            await world.safe_point()
+            if number % 5 == 0:
+                async with asyncio.timeout(0.5):
+                    total += str(await ad.all_gather(torch.tensor([world.rank + number])))
+            elif number % 7 == 0:
+                await world.sleep(0.001)
+    except (AsyncdistError, TimeoutError) as error:
+        return f"{number} {total} {type(error).__name__}"
+    return total
+
+PLANS = (
+    [],
+    [Kill(1, at_s=0.02)],
+    [Kill(2, at_turn=60)],
+    [Kill(0, at_message=10)],
+    [Delay(0, 1, 5, 0.01), Stall(2, 0.0, 0.2), SlowRank(1, 0.0, 3.0)],
+    [Partition((1,), 0.001, 0.05), SlowLink(0, 2, 0.0, 50.0), Corrupt(2, 0, 2, 30)],
+)
+LINKS = (Link(), Link(latency_s=Exponential(1e-4), bandwidth_nbytes_per_s=10**6), Link(latency_s=1e-5))
+
+def told(seed):
+    eager_nbytes = (None, 0, 100)[seed // 3 % 3]
+    network = Network(link=LINKS[seed % 3], eager_nbytes=eager_nbytes, ranks_per_host=(None, 2)[seed % 2])
+    compute = Compute(step_s=(LogNormal(1e-3), Uniform(0, 1e-3), 0.0)[seed // 2 % 3])
+    faults = PLANS[seed // 6]
+    try:
+        report = simulate(main, 21, ranks=4, seed=seed, network=network, compute=compute, faults=faults, until_s=20.0)
+    except AsyncdistError as error:
+        return [f"{type(error).__name__}: {error}", []]
+    counts = [report.message_count, report.byte_count, report.event_count, report.virtual_time_s]
+    results = [str(result) for result in report.results]
+    return [report.trace_digest, report.faults_fired, *counts, *results, str(report.trace[-1])]
+
+async def forever(world):
+    while True:
+        await asyncio.sleep(0)
+
+turns.TURN_COUNT_MAX = 1000
+lines = [told(seed) for seed in range(36)]
+try:
+    simulate(forever, ranks=2)
+except AsyncdistError as error:
+    lines.append(["endless", str(error)])
+print(json.dumps([turns.__file__, lines]))
+"""
+
+
+def account(script: str, *, pure: bool) -> tuple[str, list[Any]]:
+    """Where a module came from, and what the script says."""
     environ = {**os.environ, compiled.PURE_VARIABLE: "1" if pure else "", "PYTHONPATH": str(TOP)}
     done = subprocess.run(
-        [sys.executable, "-c", ACCOUNT], env=environ, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stderr
     origin, lines = json.loads(done.stdout)
@@ -137,14 +197,29 @@ def pretend_to_compile(copy: ModuleType) -> None:
 def test_compiled_and_interpreted_modules_make_and_refuse_the_same() -> None:
     if compiled.reason_against() is not None and shutil.which("gcc") is None:
         pytest.skip("no compiler here")
-    compiled_from, compiled_lines = account(pure=False)
-    source, lines = account(pure=True)
+    compiled_from, compiled_lines = account(ACCOUNT, pure=False)
+    source, lines = account(ACCOUNT, pure=True)
     assert Path(source).name == "wire.py"
     assert Path(compiled_from).name.startswith("wire.cpython"), compiled.describe()
     assert len(lines) > 1500
     assert compiled_lines == lines
     assert sum("CRC mismatch" in line for line in lines) >= 300
     assert sum("shorter than a header" in line for line in lines) >= 20
+
+
+def test_compiled_and_interpreted_simulations_are_equal() -> None:
+    if compiled.reason_against() is not None and shutil.which("gcc") is None:
+        pytest.skip("no compiler here")
+    compiled_from, compiled_lines = account(SIMULATIONS, pure=False)
+    source, lines = account(SIMULATIONS, pure=True)
+    assert Path(source).name == "turns.py"
+    assert Path(compiled_from).name.startswith("turns.cpython"), compiled.describe()
+    assert compiled_lines == lines
+    assert len(lines) == len({line[0] for line in lines}) == 37
+    for plan in range(1, 6):
+        assert any(line[1] and all(line[1]) for line in lines[6 * plan : 6 * plan + 6]), f"plan {plan} did not happen"
+    assert "RankLostError" in str(lines)
+    assert "took 1001 turns in a row" in lines[-1][1]
 
 
 def test_an_edit_of_any_source_is_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

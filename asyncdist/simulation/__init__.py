@@ -1,5 +1,9 @@
 """The simulator: many ranks in one process, in virtual time, every interleaving from a seed."""
 
+from asyncdist import compiled
+
+__path__[:0] = compiled.search_path("simulation")  # before any of its modules is imported
+
 from asyncdist.simulation.explore import ExploreReport, Failure, Scenario, explore
 from asyncdist.simulation.faults import Corrupt, Delay, Fault, Kill, Partition, SlowLink, SlowRank, Stall
 from asyncdist.simulation.models import Compute, Duration, Exponential, Link, LogNormal, Network, Uniform

@@ -4,6 +4,8 @@ It may delay, reorder across sources and tags, complete requests late, choose am
 could take, and make a send eager or rendezvous. It may not overtake within one (source, tag), nor lose or duplicate a
 message between live ranks. All choices are drawn from the seed, in the order of virtual time, so a run is a function of
 its arguments.
+
+The module is compiled where that can be done; see :mod:`asyncdist.compiled`.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from typing import Final
 from asyncdist.calls import CallBook
 from asyncdist.errors import AsyncdistError, RankLostError, TruncationError
 from asyncdist.simulation.faults import Corrupt, Delay, Fault, Kill, Partition, SlowLink
-from asyncdist.simulation.loop import Scheduler
 from asyncdist.simulation.models import Link, Network, draw, sampler
 from asyncdist.simulation.trace import Trace
+from asyncdist.simulation.turns import Scheduler
 from asyncdist.tags import BULK_FIRST, BULK_LAST, COLLECTIVE_FIRST, COLLECTIVE_LAST, TAG_MAX
 from asyncdist.transports.base import (
     ANY_SOURCE,
@@ -120,8 +122,8 @@ class _Inbox:
         self._by_source: dict[int, deque[_Message]] = {}
         self._sources: list[int] = []  # those with a message, in any order
 
-    def __bool__(self) -> bool:
-        return bool(self._sources)
+    def is_empty(self) -> bool:
+        return not self._sources
 
     def add(self, message: _Message) -> None:
         """The last of its source."""
@@ -222,6 +224,8 @@ class Medium:
         self._partitions = [(index, f) for index, f in plan if isinstance(f, Partition)]
         self._has_message_faults = bool(self._kills or self._delays or self._corruptions)
         self._has_link_faults = bool(self._slow_links or self._partitions)
+        self._take_in = self._arrive  # one bound method for all messages
+        self._finish = self._complete
 
     # -- sending ----------------------------------------------------------------------------------------------------
 
@@ -247,7 +251,7 @@ class Medium:
         arrival = self._arrival(message, delay)
         scheduler = self._scheduler
         self._trace.add(scheduler.now, "send", source, dest, tag, nbytes)
-        scheduler.at(arrival, partial(self._arrive, message))
+        scheduler.at(arrival, self._take_in, (message,))
         return message
 
     def _arrival(self, message: _Message, delay: float) -> float:
@@ -287,19 +291,27 @@ class Medium:
                     else:
                         self._rendezvous(receive, message)
                     return
-        self._unexpected[message.dest].setdefault(message.tag, _Inbox()).add(message)
+        self._keep(message)
         self._ring(message.dest)  # a lane posts its receive when it is polled
+
+    def _keep(self, message: _Message) -> None:
+        """Nobody has asked for it yet."""
+        unexpected = self._unexpected[message.dest]
+        inbox = unexpected.get(message.tag)
+        if inbox is None:
+            inbox = unexpected[message.tag] = _Inbox()
+        inbox.add(message)
 
     # -- receiving --------------------------------------------------------------------------------------------------
 
     def post(self, receive: _Receive) -> None:
         waiting = self._unexpected[receive.dest].get(receive.tag)
-        if waiting:
+        if waiting is not None and not waiting.is_empty():
             message = waiting.take(receive.wanted, self._rng)
             if message is not None:
                 receive.matched = True
                 if message.eager:
-                    self._complete(receive, message, is_running=True)
+                    self._complete(receive, message, True)
                 else:
                     self._rendezvous(receive, message)
                 return
@@ -317,7 +329,7 @@ class Medium:
             seconds *= self._link_factor(pair, self._scheduler.now)
         now = self._scheduler.now
         complete_at = self._after_partitions(pair, now, now + seconds) if self._has_link_faults else now + seconds
-        self._scheduler.at(complete_at, partial(self._complete, receive, message))
+        self._scheduler.at(complete_at, self._finish, (receive, message))
 
     def _fail_send(self, message: _Message) -> None:
         """Nobody will take it any more; its sender is told when it knows that ``dest`` is lost."""
@@ -328,9 +340,9 @@ class Medium:
             message.error = RankLostError(f"rank {dest} is gone", rank=dest)
             self._ring(source)
         else:
-            self._unexpected[dest].setdefault(message.tag, _Inbox()).add(message)
+            self._keep(message)
 
-    def _complete(self, receive: _Receive, message: _Message, *, is_running: bool = False) -> None:
+    def _complete(self, receive: _Receive, message: _Message, is_running: bool = False) -> None:
         """The bytes are there; ``is_running`` if the receiver posts this moment, and needs no bell."""
         if message.dest in self._dead:
             self._fail_send(message)
@@ -415,7 +427,7 @@ class Medium:
         for dest in range(self.size):
             if dest != rank and dest not in self._dead:
                 seconds = draw(self.network.loss_detection_s, self._rng)
-                self._scheduler.at(self._scheduler.now + seconds, partial(self._detect, dest, rank))
+                self._scheduler.at(self._scheduler.now + seconds, self._detect, (dest, rank))
 
     def _detect(self, observer: int, lost: int) -> None:
         if observer in self._dead:

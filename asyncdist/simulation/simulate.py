@@ -30,12 +30,13 @@ from asyncdist.errors import DeadlockError, LocalProtocolError, RankLostError
 from asyncdist.progress import Engine
 from asyncdist.runtime import Outcome, host_rank
 from asyncdist.simulation.faults import Fault, Kill, SlowRank, Stall, check_plan
-from asyncdist.simulation.loop import RankLoop, Scheduler
+from asyncdist.simulation.loop import RankLoop
 from asyncdist.simulation.medium import Medium, SimTransport
 from asyncdist.simulation.models import Compute, Network, check_number
 from asyncdist.simulation.outside import refused_outside
 from asyncdist.simulation.random_states import INHERITABLE, RandomStates
 from asyncdist.simulation.trace import Trace, TraceEvent, unpack
+from asyncdist.simulation.turns import Scheduler
 from asyncdist.waits import what_awaits
 from asyncdist.world import World, WorldStatistics
 
@@ -275,7 +276,7 @@ class _Simulation:
             observe(self._faults, self._trace)
         for index, fault in enumerate(self._faults):
             if isinstance(fault, Kill) and fault.at_s is not None:
-                self._scheduler.at(fault.at_s, lambda rank=fault.rank, index=index: self._kill(rank, index))  # type: ignore[misc]
+                self._scheduler.at(fault.at_s, lambda rank=fault.rank, index=index: self._kill(rank, index))
         for rank, loop in enumerate(self._loops):
             context = contextvars.copy_context()
             call_soon = functools.partial(loop.call_soon, context=context)

@@ -34,7 +34,7 @@ from asyncdist.simulation import (
     Uniform,
     simulate,
 )
-from asyncdist.simulation.loop import TURN_S
+from asyncdist.simulation.turns import TURN_S
 from asyncdist.wire import HEADER_NBYTES
 from protocols import AsyncSelectiveAveragingPolicy
 

@@ -9,6 +9,7 @@ from outside.
 - ``trouble``: the same under stalls, slow links, partitions, delays, and deadlines that are too short.
 - ``lateness``: the same where messages take longer than steps, and deadlines are as short as what they are for.
 - ``slow_words``: the coordinator's words to the worst rank come late, and nothing else does.
+- ``asked_again``: donors are deaf when the round is frozen without one of them, and their replacers ask anew.
 - ``farewell``: every send waits for its receiver; ranks leave with many of them under way.
 - ``leaving``: members that leave one after the other; those that stay go on averaging.
 - ``subgroup``: the synchronous average on a part of the ranks.
@@ -45,6 +46,7 @@ from asyncdist.simulation import (
     SlowLink,
     SlowRank,
     Stall,
+    Uniform,
     simulate,
 )
 from asyncdist.simulation.medium import SimTransport
@@ -64,6 +66,8 @@ from protocols.parameter_stream import Intake
 STRATEGIES = ("mean", "weighted_mean", "best_only", "reset_weights")
 #: Virtual seconds that no run of these takes, whatever goes wrong in it.
 LIMIT_S = 200.0
+#: The longest pause that a scenario draws for ranks that pause, in virtual seconds.
+_PAUSE_S = 0.03
 
 
 # -- what a seed draws ------------------------------------------------------------------------------------------------
@@ -454,7 +458,8 @@ def run_setting(setting: Setting, seed: int) -> tuple[SimReport, Watch]:
 def longest_absence_s(setting: Setting) -> float:
     """A bound on how long one rank computes between two safe points."""
     factor = math.prod(max(1.0, fault.factor) for fault in setting.faults if isinstance(fault, SlowRank))
-    return factor * (0.004 + sum(fault.duration_s for fault in setting.faults if isinstance(fault, Stall)))
+    pause_s = _PAUSE_S if setting.compute is not None else 0.0
+    return factor * (0.004 + pause_s + sum(fault.duration_s for fault in setting.faults if isinstance(fault, Stall)))
 
 
 def averaging(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
@@ -560,6 +565,32 @@ def slow_words(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
         evaluates=rng.randint(0, 5),
         options=options,
         network=Network(links={(0, worst): late}),
+        faults=tuple(faults or ()),
+    )
+    return run_setting(setting, seed)[0]
+
+
+def asked_again(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
+    """A donor that does not come to its safe point in time is left out, and the replacer asks the others anew.
+
+    They may have computed since they sent their snapshots, which needed a receiver: so they hear of the second grant
+    before they know that the first stream has left, and the slot of both is the same.
+    """
+    rng = random.Random(f"asked_again {seed}")
+    ranks = rng.randint(4, 6)
+    replacer = rng.randint(1, ranks - 1)
+    options = draw_options(rng) | {"average_every": 1, "replacement_ratio": 1 / ranks, "threshold": None}
+    options["averaging_strategy"] = rng.choice(("mean", "weighted_mean"))
+    options["round_timeout_s"] = rng.uniform(0.01, 0.04)
+    options["grace_s"] = 0.002
+    sign = 1.0 if options["metric_mode"] == "max" else -1.0
+    setting = Setting(
+        ranks=ranks,
+        steps=(150,) * ranks,
+        metrics=tuple(sign * (0.0 if rank == replacer else 1.0 + rng.random()) for rank in range(ranks)),
+        options=options,
+        compute=Compute(pause_probability=0.05, pause_s=Uniform(0.01, _PAUSE_S)),
+        network=Network(eager_nbytes=0),
         faults=tuple(faults or ()),
     )
     return run_setting(setting, seed)[0]

@@ -13,6 +13,7 @@ from typing import Final
 SUITE: Final = "simulation.scenarios:scenario"
 AVERAGING: Final = "scenarios:averaging"
 TROUBLE: Final = "scenarios:trouble"
+ASKED_AGAIN: Final = "scenarios:asked_again"
 LATENESS: Final = "scenarios:lateness"
 SLOW_WORDS: Final = "scenarios:slow_words"
 FAREWELL: Final = "scenarios:farewell"
@@ -81,6 +82,17 @@ MUTANTS: Final = (
         '            self._engine.watch(request, f"{self.name}: send to {dest}", self._on_sent)',
         "            self._sending_count -= 1",
         FAREWELL,
+    ),
+    Mutant(
+        "stream-forgotten-with-its-slot",
+        4,
+        "a donor forgets a stream under way when an earlier one with the same slot ends, and gives its memory back",
+        "protocols/parameter_stream.py",
+        "            del offer.streams[stream]\n",
+        "            slot = offer.streams[stream]\n"
+        "            for other in [other for other, taken in offer.streams.items() if taken == slot]:\n"
+        "                del offer.streams[other]\n",
+        ASKED_AGAIN,
     ),
     Mutant(
         "buffer-freed-early",

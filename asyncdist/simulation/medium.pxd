@@ -1,0 +1,107 @@
+cimport cython
+
+from asyncdist.simulation.trace cimport Trace
+from asyncdist.simulation.turns cimport Scheduler
+
+
+cdef class _Message:
+    cdef public object data
+    cdef readonly Py_ssize_t nbytes
+    cdef readonly Py_ssize_t source
+    cdef readonly Py_ssize_t dest
+    cdef readonly object tag
+    cdef readonly bint eager
+    cdef readonly bint done
+    cdef public object error
+
+    cpdef bint test(self) except -1
+
+
+cdef class _Receive:
+    cdef Medium _medium
+    cdef object buffer
+    cdef Py_ssize_t dest
+    cdef readonly Py_ssize_t wanted
+    cdef object tag
+    cdef readonly Py_ssize_t source
+    cdef readonly Py_ssize_t nbytes
+    cdef bint done
+    cdef bint matched
+    cdef readonly bint cancelled
+    cdef public object error
+
+    cpdef bint test(self) except -1
+    cpdef object take(self)
+    cpdef object start(self)
+
+
+cdef class _Inbox:
+    cdef dict _by_source
+    cdef list _sources
+
+    cdef bint is_empty(self) except -1
+    cdef object add(self, _Message message)
+    @cython.locals(sources=list, position=Py_ssize_t, message=_Message)
+    cdef _Message take(self, Py_ssize_t wanted, object rng)
+
+
+cdef class _Path:
+    cdef object draw_latency_s
+    cdef double bandwidth
+    cdef double free_at
+    cdef dict last_arrival
+
+
+cdef class Medium:
+    cdef readonly Py_ssize_t size
+    cdef readonly object network
+    cdef Scheduler _scheduler
+    cdef object _rng
+    cdef Trace _trace
+    cdef object _on_fired
+    cdef object _on_kill
+    cdef Py_ssize_t _eager_nbytes
+    cdef list _paths
+    cdef list _posted
+    cdef list _unexpected
+    cdef list _doorbells
+    cdef list _listeners
+    cdef list _known_lost
+    cdef set _dead
+    cdef list _sent_counts
+    cdef dict _pair_counts
+    cdef dict _frame_counts
+    cdef readonly object job_nonce
+    cdef readonly object call_book
+    cdef readonly Py_ssize_t message_count
+    cdef readonly Py_ssize_t byte_count
+    cdef bint _muted
+    cdef object _everybody
+    cdef dict _kills
+    cdef dict _delays
+    cdef dict _corruptions
+    cdef list _slow_links
+    cdef list _partitions
+    cdef bint _has_message_faults
+    cdef bint _has_link_faults
+    cdef object _take_in
+    cdef object _finish
+
+    @cython.locals(nbytes=Py_ssize_t, message=_Message, delay=double, arrival=double, scheduler=Scheduler)
+    cpdef _Message send(self, object buffer, Py_ssize_t source, Py_ssize_t dest, object tag)
+    @cython.locals(
+        now=double, path=_Path, latency=double, transfer=double, factor=double, sent_at=double, arrival=double, last=double
+    )
+    cdef double _arrival(self, _Message message, double delay) except -1
+    @cython.locals(unexpected=dict, inbox=_Inbox)
+    cdef object _keep(self, _Message message)
+    @cython.locals(receive=_Receive)
+    cpdef object _arrive(self, _Message message)
+    @cython.locals(message=_Message, waiting=_Inbox)
+    cpdef object post(self, _Receive receive)
+    @cython.locals(path=_Path, seconds=double, now=double, complete_at=double)
+    cdef object _rendezvous(self, _Receive receive, _Message message)
+    cdef object _fail_send(self, _Message message)
+    cpdef object _complete(self, _Receive receive, _Message message, bint is_running=*)
+    cpdef object withdraw(self, _Receive receive)
+    cdef object _ring(self, Py_ssize_t rank)

@@ -1,0 +1,420 @@
+"""Virtual time, and when each rank has its turn.
+
+Every rank has a loop of its own, as in reality: its ready callbacks, its timers. The scheduler owns the clock and one
+heap of things that will happen: a rank's *turn* (it runs what is ready, as one iteration of asyncio's loop does), a
+timer, an event of the network. Things that happen at the same time happen in an order drawn from the seed.
+
+A rank that computes is *deaf*: it gets no turn until its time has passed, so none of its tasks, timers or callbacks
+run, however many messages arrive meanwhile.
+
+Nothing here knows of messages or of asyncdist's protocols. It is compiled where that can be done (see
+:mod:`asyncdist.compiled`); what of a loop asyncio wants besides is in :mod:`asyncdist.simulation.loop`.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import math
+import random
+from asyncio.events import _set_running_loop as set_running_loop
+from collections.abc import Callable
+from contextvars import copy_context
+from heapq import heappop, heappush
+from types import MethodType
+from typing import Any, Final
+
+from asyncdist.errors import LocalProtocolError
+
+logger = logging.getLogger("asyncdist.simulation")
+
+#: Things that may happen at one and the same instant before a simulation is taken to be caught in a loop.
+EVENT_COUNT_MAX: Final = 1_000_000
+#: Turns that a rank may take in a row, woken by nothing from outside, before it is taken to be caught in one.
+TURN_COUNT_MAX: Final = 1_000_000
+#: The same of all ranks together while nothing else is to come: they wait for what cannot happen any more.
+IDLE_TURN_COUNT_MAX: Final = 100_000
+#: So many of these are each rank's own affair, where there are many.
+_IDLE_TURN_COUNT_OF_A_RANK: Final = 100
+#: A turn that follows another one comes up to so much later: turns take time, and messages arrive meanwhile.
+TURN_S: Final = 2e-6
+
+
+class Scheduler:
+    """The clock and what will happen.
+
+    Args:
+        rng: decides ties.
+
+    Attributes:
+        now: virtual seconds since the start.
+        event_count: things that have happened.
+        task_count: tasks made on all loops.
+        idle_turn_count: turns that ranks have taken in a row, woken by nothing from outside.
+        user_rank: whose user code ran last; -1 before any has.
+        stopped: set by whoever has seen enough; :meth:`run` returns.
+        random: the generator's, from 0 to 1.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self.now = 0.0
+        self.event_count = 0
+        self.task_count = 0
+        self.idle_turn_count = 0
+        self.user_rank = -1
+        self.stopped = False
+        self.random = rng.random
+        self._heap: list[tuple[float, float, int, Callable[..., object], tuple[Any, ...]]] = []
+        self._now: list[Callable[[], object]] = []
+        self._pushed_count = 0
+        self._count_at_now = 0
+        self._until_s = math.inf
+        self._after_event: Callable[[], object] | None = None
+
+    def at(self, when: float, action: Callable[..., object], args: tuple[Any, ...] = ()) -> None:
+        """Do ``action(*args)`` at ``when``, in seconds; what is past is now."""
+        self._pushed_count += 1
+        now = self.now
+        heappush(self._heap, (when if when > now else now, self.random(), self._pushed_count, action, args))
+
+    def soon(self, action: Callable[[], object]) -> None:
+        """Do ``action`` now, when what is being done has ended; quicker than :meth:`at`."""
+        self._now.append(action)
+
+    def run(self, until_s: float = math.inf, after_event: Callable[[], object] | None = None) -> bool:
+        """Let things happen until somebody sets ``stopped`` or ``until_s`` is reached; False if nothing is left."""
+        self._until_s = until_s
+        self._after_event = after_event
+        soon, heap = self._now, self._heap
+        args: tuple[Any, ...]
+        while not self.stopped:
+            if soon:
+                action: Callable[..., object] = soon.pop(int(self.random() * len(soon)) if len(soon) > 1 else 0)
+                args = ()
+            elif not heap:
+                return False
+            else:
+                first = heappop(heap)
+                when = first[0]
+                if when > until_s:
+                    heappush(heap, first)
+                    self.now = until_s
+                    return True
+                action, args = first[3], first[4]
+                if when > self.now:
+                    self.now = when
+                    self._count_at_now = 0
+            self._count_at_now += 1
+            if self._count_at_now > EVENT_COUNT_MAX:
+                raise LocalProtocolError(
+                    f"{EVENT_COUNT_MAX} things happened at {self.now} s of virtual time: "
+                    "some task loops without waiting for anything"
+                )
+            self.event_count += 1
+            if args:
+                action(*args)
+            else:
+                action()
+            if after_event is not None and after_event():
+                self.stopped = True
+        return True
+
+    def go_on_until(self, when: float) -> bool:
+        """Whether nothing else happens up to ``when``; it is that time now, then, and a further event has ended."""
+        if self._now:
+            return False
+        if self._heap:
+            first = self._heap[0]
+            if first[0] <= when:
+                return False
+        if when > self._until_s or self.stopped:
+            return False
+        if self._after_event is not None and self._after_event():
+            self.stopped = True
+            return False
+        self.now = when
+        self.event_count += 1
+        self._count_at_now = 0
+        return not self.stopped
+
+    def has_only_turns(self) -> bool:
+        """Whether nothing is to come but turns of ranks that go on by themselves."""
+        return not self._now and not any(_may_wake(action, args) for _, _, _, action, args in self._heap)
+
+    @property
+    def pending_count(self) -> int:
+        """Things that will happen."""
+        return len(self._heap)
+
+
+def _may_wake(action: Any, args: tuple[Any, ...]) -> bool:
+    """Whether it is more than a rank's next turn, or a timer that was cancelled."""
+    if args and isinstance(args[0], Timer):
+        return not args[0].cancelled()
+    owner = getattr(action, "__self__", None)
+    return not (isinstance(owner, Turns) and owner.is_next_turn(action))
+
+
+class Handle:
+    """What ``call_soon`` returns: asyncio's, at a third of the cost; there are several in each step of each rank."""
+
+    callback: Any
+    args: tuple[Any, ...]
+    context: Any
+    is_cancelled: bool
+
+    def cancel(self) -> None:
+        """Do not call it."""
+        self.is_cancelled = True
+        self.callback = None
+        self.args = ()
+
+    def cancelled(self) -> bool:
+        """Whether it will not be called."""
+        return self.is_cancelled
+
+    def __repr__(self) -> str:
+        return f"<Handle {'cancelled' if self.is_cancelled else self.callback}>"
+
+
+class Timer(Handle):
+    """What ``call_at`` returns."""
+
+    when_s: float
+
+    def when(self) -> float:
+        """The time for which it was set, in virtual seconds."""
+        return self.when_s
+
+
+def _new_handle(callback: Any, args: tuple[Any, ...], context: contextvars.Context | None) -> Handle:
+    """Filled here, since an ``__init__`` would cost as much again as all of it."""
+    handle = Handle.__new__(Handle)
+    handle.callback = callback
+    handle.args = args
+    handle.context = copy_context() if context is None else context
+    handle.is_cancelled = False
+    return handle
+
+
+def _new_timer(when_s: float, callback: Any, args: tuple[Any, ...], context: contextvars.Context | None) -> Timer:
+    timer = Timer.__new__(Timer)
+    timer.callback = callback
+    timer.args = args
+    timer.context = copy_context() if context is None else context
+    timer.is_cancelled = False
+    timer.when_s = when_s
+    return timer
+
+
+class Turns:
+    """What is ready on one rank, and when it runs.
+
+    Args:
+        scheduler: shared by all ranks.
+        rank: whose it is.
+        before_turn: called with the rank before each turn, if it is given.
+        enter: called with the rank before a callback that may run user code, where another rank's ran last.
+        background: callbacks that are methods of this function run none.
+
+    Attributes:
+        dead: it gets no turn any more.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        rank: int,
+        *,
+        before_turn: Callable[[int], None] | None,
+        enter: Callable[[int], None],
+        background: Callable[..., None],
+    ) -> None:
+        self.rank = rank
+        self.dead = False
+        self._scheduler = scheduler
+        self._before_turn = before_turn
+        self._enter = enter
+        self._background = background
+        self._ready: list[Handle] = []
+        self._sleeper: Handle | None = None  # the step with which the rank goes on when it has computed
+        self._deaf = False
+        self._has_turn = False
+        self._running = False
+        self._turns_in_a_row = 0
+        self._take_turn = self._turn  # one bound method for all turns
+        self._take_up = self._resume
+        self._take_timer = self._fire
+
+    # -- turns ------------------------------------------------------------------------------------------------------
+
+    def _schedule(self) -> None:
+        """Something from outside wants a turn."""
+        self._is_woken()
+        if not self._has_turn and not self._deaf:
+            self._has_turn = True
+            self._scheduler.soon(self._take_turn)
+
+    def _goes_on(self) -> bool:
+        """The turn that has just ended left something to do: whether its next one comes before all else."""
+        scheduler = self._scheduler
+        self._turns_in_a_row += 1
+        scheduler.idle_turn_count += 1
+        if self._turns_in_a_row > TURN_COUNT_MAX or scheduler.idle_turn_count % IDLE_TURN_COUNT_MAX == 0:
+            self._refuse_endless_turns()
+        when = scheduler.now + TURN_S * scheduler.random()
+        if scheduler.go_on_until(when):
+            return True
+        self._has_turn = True
+        scheduler.at(when, self._take_turn)
+        return False
+
+    def _refuse_endless_turns(self) -> None:
+        scheduler = self._scheduler
+        in_vain = scheduler.idle_turn_count >= _IDLE_TURN_COUNT_OF_A_RANK * scheduler.pending_count
+        if self._turns_in_a_row > TURN_COUNT_MAX or (in_vain and scheduler.has_only_turns()):
+            raise LocalProtocolError(
+                f"rank {self.rank} took {self._turns_in_a_row} turns in a row until {scheduler.now} s of virtual time: "
+                "some task of it loops without waiting for anything",
+                rank=self.rank,
+            )
+
+    def _is_woken(self) -> None:
+        self._turns_in_a_row = self._scheduler.idle_turn_count = 0
+
+    def _turn(self) -> None:
+        """Take turns until nothing is ready, or something else happens first."""
+        self._has_turn = False
+        while self._ready and not self._deaf:
+            self._run_ready()
+            if self._is_silent() or not self._ready or not self._goes_on():
+                return
+
+    def _is_silent(self) -> bool:
+        return self._deaf or self.dead
+
+    def _run_ready(self) -> None:
+        """Run what is ready now; what becomes ready meanwhile is for the next turn."""
+        if self._before_turn is not None:
+            self._before_turn(self.rank)
+        if self.dead:
+            return
+        ready = self._ready
+        self._ready = []
+        done_count = 0
+        set_running_loop(self)  # type: ignore[arg-type]
+        self._running = True
+        try:
+            while done_count < len(ready):
+                handle = ready[done_count]
+                done_count += 1
+                if handle.is_cancelled:
+                    continue
+                self._call(handle)
+                if self._deaf or self.dead:
+                    break
+            if self._deaf:
+                self._sleeper = self._ready.pop()
+        except SystemExit:
+            logger.debug("rank %d: a task raised SystemExit; whoever awaits it has it", self.rank)
+        finally:
+            self._running = False
+            set_running_loop(None)
+            if done_count < len(ready):
+                self._ready[:0] = ready[done_count:]
+
+    def _call(self, handle: Handle) -> None:
+        callback = handle.callback
+        scheduler = self._scheduler
+        if scheduler.user_rank != self.rank and not (
+            isinstance(callback, MethodType) and callback.__func__ is self._background
+        ):
+            self._enter(self.rank)
+            scheduler.user_rank = self.rank
+        try:
+            if handle.args:
+                handle.context.run(callback, *handle.args)
+            else:
+                handle.context.run(callback)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            self.call_exception_handler({"message": f"Exception in callback {callback}", "exception": error})
+
+    def is_next_turn(self, action: Any) -> bool:
+        """Whether ``action``, which the scheduler has, is the rank's next turn."""
+        return action is self._take_turn
+
+    def fall_deaf(self, seconds: float) -> None:
+        """Get no turn for so long. The step that the running task is to take next comes first when it is over.
+
+        Its next turn comes at the same instant: a safe point that finds nothing takes no time.
+        """
+        self._deaf = True
+        self._scheduler.at(self._scheduler.now + seconds, self._take_up)
+
+    def _resume(self) -> None:
+        """The rank has computed."""
+        self._deaf = False
+        self._has_turn = True  # this one
+        if self._sleeper is not None:
+            self._ready.insert(0, self._sleeper)
+            self._sleeper = None
+        self._is_woken()
+        self._run_ready()
+        self._turn()
+
+    def has_computed(self) -> None:
+        """User code has come to a safe point, in no time: whether it does so for ever is not for others to say."""
+        self._scheduler.idle_turn_count = 0
+
+    def die(self) -> None:
+        """Take no turn any more. What is ready stays so: a task whose wake-up is dropped could not be cancelled."""
+        self.dead = True
+
+    def revive(self) -> None:
+        """Take turns again."""
+        self.dead = False
+        if self._ready and not self._running:
+            self._schedule()
+
+    # -- what asyncio needs on each turn ----------------------------------------------------------------------------
+
+    def time(self) -> float:
+        """Virtual seconds since the start."""
+        return self._scheduler.now
+
+    def call_soon(self, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Handle:
+        """As asyncio's."""
+        handle = _new_handle(callback, args, context)
+        self._ready.append(handle)
+        if not self._running and not self.dead:
+            self._schedule()
+        return handle
+
+    def call_later(self, delay: float, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Handle:
+        """As asyncio's."""
+        return self.call_at(self._scheduler.now + delay, callback, *args, context=context)
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Handle:
+        """As asyncio's."""
+        timer = _new_timer(when, callback, args, context)
+        if when < math.inf:
+            self._scheduler.at(when, self._take_timer, (timer,))
+        return timer
+
+    def _fire(self, timer: Timer) -> None:
+        if not timer.is_cancelled:
+            self._ready.append(timer)
+            self._is_woken()
+            if not self._has_turn and not self.dead:
+                self._turn()
+
+    def is_running(self) -> bool:
+        """As asyncio's."""
+        return self._running
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """As asyncio's: somebody will want to read it."""
+        if not self.dead:
+            logger.error("rank %d: %s", self.rank, context.get("message"), exc_info=context.get("exception"))
