@@ -25,6 +25,7 @@ MODULES: Final = (
     "wire",
     "mailboxes",
     "transports.mpi_requests",
+    "transports.repeated",
     "simulation.turns",
     "simulation.trace",
     "simulation.medium",

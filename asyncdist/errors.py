@@ -83,6 +83,13 @@ class RemoteError(AsyncdistError):
         return self.message  # it says all of the facts
 
 
+def is_consequence(error: BaseException) -> bool:
+    """Whether it tells of a failure of other ranks alone."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(is_consequence, error.exceptions))
+    return isinstance(error, (RankLostError, RemoteError))
+
+
 def remote_error(rank: int, kind: str, text: str) -> RemoteError:
     """An exception of ``rank`` as the other ranks raise it."""
     return RemoteError(f"rank {rank} failed: {kind}: {text}", rank=rank, kind=kind, text=text)

@@ -364,7 +364,7 @@ def check_library(started: Launch, library: str) -> None:
 def _mismatch(message: str, expected: int | None, actual: int | None, library: str) -> Exception:
     from asyncdist.errors import TransportError  # not at the top: see the module's docstring
 
-    name = " ".join(library.strip("\x00 \n").splitlines()[0].split())  # MPICH goes on with how it was built
+    name = " ".join(library.strip("\x00 \n").partition("\n")[0].split())  # MPICH goes on with how it was built
     return TransportError(
         f"{message}: this mpirun and the library that mpi4py loaded ({name}) are of different MPIs, so the ranks "
         "cannot find each other. Start with the mpirun of that library "

@@ -1,6 +1,6 @@
 cimport cython
 
-from asyncdist.transports.mpi_requests cimport RepeatedSend
+from asyncdist.transports.repeated cimport RepeatedSend
 from asyncdist.wire cimport Codec, FrameReader, FrameRoom, FrameWriter
 
 

@@ -18,7 +18,8 @@ from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from asyncdist import wire
 from asyncdist.errors import AsyncdistError, ClosedError, LocalProtocolError, RemoteProtocolError
-from asyncdist.transports.base import PersistentReceive, PreparedSend, Request
+from asyncdist.transports.base import PersistentReceive, Request
+from asyncdist.transports.repeated import RepeatedSend
 from asyncdist.wire import FrameReader, FrameRoom, FrameWriter
 
 MessageT = TypeVar("MessageT")
@@ -51,7 +52,7 @@ _as_envelope: Final[Callable[[Any], Envelope[Any]]] = functools.partial(tuple.__
 class _Prepared:
     """Messages of one kind and one size to one rank: where they are written, and what sends them from there."""
 
-    def __init__(self, kind: int, dest: int, payload_nbytes: int, room: FrameRoom, send: PreparedSend) -> None:
+    def __init__(self, kind: int, dest: int, payload_nbytes: int, room: FrameRoom, send: RepeatedSend) -> None:
         self.kind = kind
         self.dest = dest
         self.payload_nbytes = payload_nbytes
@@ -81,7 +82,7 @@ class Outbox:
         codec: wire.Codec,
         routes: list[bytes],
         start_send: Callable[[Any, int, int], Request | None],
-        prepare_send: Callable[[Any, int, int], PreparedSend | None],
+        prepare_send: Callable[[int, int, int], RepeatedSend | None],
         *,
         tag: int,
         size: int,
@@ -90,7 +91,7 @@ class Outbox:
     ) -> None:
         self._codec = codec
         self.start_send = start_send
-        self._prepare_send: Callable[[Any, int, int], PreparedSend | None] | None = prepare_send
+        self._prepare_send: Callable[[int, int, int], RepeatedSend | None] | None = prepare_send
         self._tag = tag
         self._size = size
         self._name = name
@@ -128,11 +129,11 @@ class Outbox:
         key = kind, dest, payload_nbytes
         self._last = self._prepared.get(key)
         if self._last is None and self._prepare_send is not None and payload_nbytes <= PREPARED_NBYTES_MAX:
-            room = FrameRoom(self.routes[kind], payload_nbytes)
-            send = self._prepare_send(room.frame, dest, self._tag)
+            send = self._prepare_send(wire.HEADER_NBYTES + payload_nbytes, dest, self._tag)
             if send is None:
                 self._prepare_send = None
             else:
+                room = FrameRoom(self.routes[kind], send.room, payload_nbytes)
                 self._last = self._prepared[key] = _Prepared(kind, dest, payload_nbytes, room, send)
         return self._last
 

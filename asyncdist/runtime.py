@@ -29,7 +29,7 @@ from asyncdist import checks, launch, opening, tags, wire
 from asyncdist._version import __version__
 from asyncdist.attendance import Attendance
 from asyncdist.collectives import Collectives
-from asyncdist.errors import DisagreementError, LocalProtocolError, RankLostError, RemoteError
+from asyncdist.errors import DisagreementError, LocalProtocolError, RankLostError, RemoteError, is_consequence
 from asyncdist.groups import Group
 from asyncdist.process import limit_threads, spare_collections
 from asyncdist.progress import Engine
@@ -372,9 +372,9 @@ def _report_leftovers(world: World, leftovers: Sequence[str], *, strict: bool) -
 async def _fail(world: World, transport: Transport, error: BaseException, grace_s: float) -> None:
     """The other end: say so, wait for the peers to stop, abort those that do not."""
     loop = asyncio.get_running_loop()
-    if isinstance(error, RankLostError):
+    if is_consequence(error):
         await _hear_why(world, _HEAR_WHY_S)
-    from_peer = isinstance(error, RankLostError) and isinstance(world.engine.failure, RankLostError)
+    from_peer = is_consequence(error) and isinstance(world.engine.failure, RankLostError)
     in_process = transport.capabilities.shares_process  # run_local raises for all of them
     if not in_process and not await _is_told_by_another(world, error):
         _print_failure(world.rank, error, world.engine.failure if from_peer else None)
@@ -414,7 +414,7 @@ async def _is_told_by_another(world: World, error: BaseException) -> bool:
 
     Ranks wait for one another in their order, each a little longer; rank 0 does not.
     """
-    if not isinstance(error, Exception) or isinstance(error, (RankLostError, RemoteError)):
+    if not isinstance(error, Exception) or is_consequence(error):
         return False
     await _hear_why(world, _HEAR_WHY_S * world.rank / world.size)
     heard, summary = world.engine.failure, summarise(error)

@@ -33,7 +33,7 @@ from typing import Any, Final, ParamSpec, cast
 import torch
 
 from asyncdist import checks, launch, process_groups, runtime
-from asyncdist.errors import RankLostError
+from asyncdist.errors import is_consequence
 from asyncdist.parallel import ParallelLayout, new_parallel_groups
 from asyncdist.supervision import told_elsewhere
 from asyncdist.tracebacks import format_error
@@ -477,7 +477,7 @@ def _wait_for_all(ranks: Sequence[_Child]) -> None:
         _wait_for_news(living, max(0.0, deadline - time.monotonic()) if is_starting else None)
         living = [child for child in living if not child.reap()]
         if any(child.failure is not None for child in ranks):
-            raise RuntimeError(_describe(_find_cause(ranks)))
+            raise RuntimeError(_find_cause(ranks))
         late = [str(child.rank) for child in living if not child.started]
         if late and time.monotonic() >= deadline:
             raise RuntimeError(f"rank {', '.join(late)} did not start within {START_TIMEOUT_S:g} s")
@@ -490,8 +490,8 @@ def _wait_for_news(living: Sequence[_Child], timeout_s: float | None) -> None:
         pipes[pipe].read()
 
 
-def _find_cause(ranks: Sequence[_Child]) -> _Child:
-    """The rank that failed by itself, for which those that may have lost it leave a moment; else the first to tell."""
+def _find_cause(ranks: Sequence[_Child]) -> str:
+    """What is said of the rank that failed by itself, for which those that may have lost it leave a moment."""
     began_at = time.monotonic()
     failed: list[_Child] = []
     while True:
@@ -500,12 +500,13 @@ def _find_cause(ranks: Sequence[_Child]) -> _Child:
         first = {kind: [child for child in failed if child.kind == kind][:1] for kind in _PATIENCE_S}
         found = next(iter(first[_CAUSE] + first[_PERHAPS] + first[_CONSEQUENCE]))
         left_s = began_at + _PATIENCE_S[found.kind] - time.monotonic()
-        gone = [child for child in ranks if child.process.exitcode == 0 and not child.returned]
+        ended = [child for child in ranks if child not in living]
+        gone = [child.rank for child in ended if child.process.exitcode == 0 and not child.returned]
         if gone and found.kind != _CAUSE:  # as by os._exit(0), which is nobody's failure where nobody minds
-            gone[0].failure = "ended with exit code 0 before its function had returned"
-            return gone[0]
+            text = f"rank {gone[0]} ended with exit code 0 before its function had returned"
+            return text if found.kind == _CONSEQUENCE else f"{text}; {_describe(found)}"
         if not living or left_s <= 0:
-            return found
+            return _describe(found)
         _wait_for_news(living, left_s)
 
 
@@ -608,13 +609,7 @@ class _Story:
     def tell(self, error: BaseException) -> None:
         if self._told or isinstance(error, KeyboardInterrupt):
             return
-        kind = (
-            _CONSEQUENCE
-            if isinstance(error, RankLostError)
-            else _PERHAPS
-            if isinstance(error, RuntimeError)
-            else _CAUSE
-        )
+        kind = _CONSEQUENCE if is_consequence(error) else _PERHAPS if isinstance(error, RuntimeError) else _CAUSE
         if isinstance(error, SystemExit):
             if error.code is None or isinstance(error.code, int):
                 return  # which the launcher sees

@@ -27,9 +27,9 @@ cdef class FrameWriter:
 
 
 cdef class FrameRoom:
-    cdef readonly object frame
     cdef Py_ssize_t _nbytes
     cdef object _payload
+    cdef unsigned int[::1] _route
     cdef unsigned char[::1] _octets
     cdef unsigned int[::1] _words
     cdef unsigned long long[::1] _longs

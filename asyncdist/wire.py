@@ -181,29 +181,27 @@ class FrameWriter:
 
 
 class FrameRoom:
-    """Room for one frame, in which frames of one route and one size are written, one after the other.
+    """Writes frames of one route and one size into a room, one after the other.
 
     Args:
         route: of :func:`pack_route`.
+        room: for a frame, in whole words of eight bytes. Others may write into it, too.
         payload_nbytes: of each.
-
-    Attributes:
-        frame: what was written last.
     """
 
-    def __init__(self, route: bytes, payload_nbytes: int) -> None:
-        nbytes = HEADER_NBYTES + payload_nbytes
-        room = bytearray(4) + route + bytes(_rounded_up(nbytes) - 20)
+    def __init__(self, route: bytes, room: bytearray, payload_nbytes: int) -> None:
         view = memoryview(room)
-        self.frame = view[:nbytes]
-        self._nbytes = nbytes
-        self._payload = view[HEADER_NBYTES:nbytes]
+        self._nbytes = HEADER_NBYTES + payload_nbytes
+        self._payload = view[HEADER_NBYTES : self._nbytes]
         self._octets = view
         self._words = view.cast("I")
         self._longs = view.cast("Q")
+        self._route = memoryview(bytearray(route)).cast("I")
 
     def write(self, round: int, sequence: int, payload: bytes) -> None:
         """What :meth:`FrameWriter.frame` makes of it."""
+        for position in range(4):
+            self._words[1 + position] = self._route[position]
         self._words[5] = round
         self._longs[3] = sequence
         if len(payload) > _LOOP_NBYTES_MAX:

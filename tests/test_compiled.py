@@ -25,7 +25,7 @@ import json, random, sys
 from dataclasses import dataclass
 from asyncdist import mailboxes, wire
 from asyncdist.errors import LocalProtocolError
-from asyncdist.transports import mpi_requests
+from asyncdist.transports.repeated import RepeatedSend
 
 @dataclass(frozen=True)
 class Message:
@@ -57,9 +57,10 @@ class Sent:
         self.frames = []
     def start(self, frame, dest, tag):
         self.frames.append(bytes(frame))
-    def prepare(self, frame, dest, tag):
-        return mpi_requests.RepeatedSend(Prepared(self, frame), frame, None, dest)
-    def refuse(self, frame, dest, tag):
+    def prepare(self, nbytes, dest, tag):
+        room = bytearray(-(-nbytes // 8) * 8)
+        return RepeatedSend(Prepared(self, memoryview(room)[:nbytes]), room, None, dest)
+    def refuse(self, nbytes, dest, tag):
         return None
 
 class Prepared:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 from asyncdist.calls import CallBook
+from asyncdist.transports.repeated import RepeatedSend
 
 ANY_SOURCE: Final = -1
 
@@ -73,20 +74,6 @@ class PersistentReceive(Request, Protocol):
 
     def take(self) -> tuple[int, int] | None:
         """``test``, and the message's source and size in bytes; None as long as there is none."""
-
-
-class PreparedSend(Protocol):
-    """A send of one buffer that is started again and again.
-
-    Attributes:
-        is_free: whether the last message has left, so that the buffer may be filled again.
-    """
-
-    @property
-    def is_free(self) -> bool: ...
-
-    def start(self) -> Request | None:
-        """Send what the buffer holds now, and test once; None when it has left already. Only when it is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +180,11 @@ class Transport(abc.ABC):
         request = self.isend(buffer, dest, tag)
         return None if request.test() else request
 
-    def prepare_send(self, buffer: Buffer, dest: int, tag: int) -> PreparedSend | None:
-        """A send that can be started again and again; None where there is no such thing, or no more of them."""
+    def prepare_send(self, nbytes: int, dest: int, tag: int) -> RepeatedSend | None:
+        """A send of so many bytes that can be started again and again; None where there is no such thing, or no more.
+
+        Whoever asks for the same once more gets the same.
+        """
         return None
 
     @abc.abstractmethod

@@ -37,14 +37,15 @@ from asyncdist.transports.base import (
     Request,
     Transport,
 )
-from asyncdist.transports.mpi_requests import ReceiveRequest, RepeatedSend, SendRequest
+from asyncdist.transports.mpi_requests import ReceiveRequest, SendRequest
+from asyncdist.transports.repeated import RepeatedSend
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
 #: Sends that are prepared, so that many peers and many sizes do not fill the memory; each takes about a KiB.
-PREPARED_SEND_COUNT_MAX: Final = 1024
+REPEATED_SEND_COUNT_MAX: Final = 1024
 
 
 def _load_mpi(check_library: Callable[[str], None] | None) -> Any:
@@ -158,7 +159,7 @@ class MpiTransport(Transport):
             shares_memory=True,
         )
         self._isend = self._comm.Isend
-        self._prepared_sends: list[RepeatedSend] = []
+        self._repeated: dict[tuple[int, int, int], RepeatedSend] = {}
         self._lost: set[int] = set()
         self._windows: list[_MpiWindow] = []
         self._world_group = self._group(self._comm, range(self.size))
@@ -167,11 +168,13 @@ class MpiTransport(Transport):
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         return SendRequest(self._isend(buffer, dest, tag), buffer, self._fail, dest)
 
-    def prepare_send(self, buffer: Buffer, dest: int, tag: int) -> RepeatedSend | None:
-        if len(self._prepared_sends) == PREPARED_SEND_COUNT_MAX:
-            return None
-        send = RepeatedSend(self._comm.Send_init(buffer, dest, tag), buffer, self._fail, dest)
-        self._prepared_sends.append(send)
+    def prepare_send(self, nbytes: int, dest: int, tag: int) -> RepeatedSend | None:
+        key = nbytes, dest, tag
+        send = self._repeated.get(key)
+        if send is None and len(self._repeated) < REPEATED_SEND_COUNT_MAX:
+            room = bytearray(-(-nbytes // 8) * 8)
+            request = self._comm.Send_init(memoryview(room)[:nbytes], dest, tag)
+            send = self._repeated[key] = RepeatedSend(request, room, self._fail, dest)
         return send
 
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
@@ -234,7 +237,7 @@ class MpiTransport(Transport):
     def close(self) -> None:
         for window in self._windows:  # in the order in which all of their members made them
             window.free()
-        for send in self._prepared_sends:
+        for send in self._repeated.values():
             send.free()
         self._end_comm.Free()
         self._comm.Free()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
-from asyncdist.transports.base import ANY_SOURCE, Request
+from asyncdist.transports.base import ANY_SOURCE
 
 
 class SendRequest:
@@ -90,59 +90,3 @@ class ReceiveRequest:
     @property
     def nbytes(self) -> int:
         return int(self._status.count)
-
-
-class RepeatedSend:
-    """A send of one buffer to one rank on one tag, prepared once (MPI-4.1 section 3.9) and started for each message.
-
-    A start costs 0.25 us and an Isend 0.7: mpi4py need not ask a buffer again what it is, nor make a request.
-
-    Attributes:
-        is_free: whether the last message has left, so that the buffer may be filled again.
-    """
-
-    __slots__ = ("_buffer", "_fail", "_peer", "_request", "_start", "_test", "is_free")
-
-    cancelled: Final = False
-    source: Final = ANY_SOURCE
-    nbytes: Final = 0
-
-    def __init__(
-        self,
-        request: Any,
-        buffer: Any,
-        fail: Callable[[BaseException, Any, Any, int], NoReturn],
-        peer: int,
-    ) -> None:
-        self._request = request
-        self._start = request.Start
-        self._test = request.Test
-        self._buffer = buffer
-        self._fail = fail
-        self._peer = peer
-        self.is_free = True
-
-    def start(self) -> Request | None:
-        """Send what the buffer holds now; None when it has left already."""
-        self.is_free = False
-        try:
-            self._start()
-            self.is_free = self._test()
-        except Exception as error:
-            self._fail(error, None, self._buffer, self._peer)
-        return None if self.is_free else self
-
-    def test(self) -> bool:
-        try:
-            self.is_free = self._test()
-        except Exception as error:
-            self._fail(error, None, self._buffer, self._peer)
-        return self.is_free
-
-    def cancel(self) -> None:
-        """As of any send."""
-
-    def free(self) -> None:
-        """Give the request back, unless a message is still on its way, with which it ends."""
-        if self.is_free:
-            self._request.Free()

@@ -15,11 +15,11 @@ from asyncdist.transports.base import (
     Capabilities,
     GroupHandle,
     PersistentReceive,
-    PreparedSend,
     ReadWindow,
     Request,
     Transport,
 )
+from asyncdist.transports.repeated import RepeatedSend
 
 
 class TwoPlaneTransport(Transport):
@@ -77,8 +77,8 @@ class TwoPlaneTransport(Transport):
     def start_send(self, buffer: Buffer, dest: int, tag: int) -> Request | None:
         return self._plane(tag).start_send(buffer, dest, tag)
 
-    def prepare_send(self, buffer: Buffer, dest: int, tag: int) -> PreparedSend | None:
-        return self._plane(tag).prepare_send(buffer, dest, tag)
+    def prepare_send(self, nbytes: int, dest: int, tag: int) -> RepeatedSend | None:
+        return self._plane(tag).prepare_send(nbytes, dest, tag)
 
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
         return self._plane(tag).irecv(buffer, source, tag)

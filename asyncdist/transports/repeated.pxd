@@ -1,0 +1,10 @@
+cdef class RepeatedSend:
+    cdef object _request
+    cdef object _start
+    cdef object _test
+    cdef object _fail
+    cdef object _peer
+    cdef readonly bytearray room
+    cdef readonly bint is_free
+
+    cpdef object start(self)

@@ -1,0 +1,144 @@
+"""The outbox with a transport that prepares sends: what it writes where, and what it does when one is under way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from asyncdist import mailboxes, wire
+from asyncdist.transports.repeated import RepeatedSend
+
+TAG = 77
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    data: bytes
+
+
+CODEC = wire.Codec(Number | Blob)
+
+
+def nbytes_of(message: Number | Blob) -> int:
+    """Of its payload."""
+    return len(CODEC.encode(message)[1])
+
+
+@dataclass
+class Prepared:
+    """A persistent request of MPI."""
+
+    transport: Transport
+    nbytes: int
+    room: bytearray
+
+    def Start(self) -> None:  # noqa: N802 -- mpi4py's name
+        self.transport.left.append(("prepared", bytes(self.room[: self.nbytes])))
+
+    def Test(self) -> bool:  # noqa: N802
+        return not self.transport.holds
+
+
+@dataclass
+class Transport:
+    """Remembers what left, and how; while it ``holds``, prepared sends do not complete."""
+
+    count_max: int = 100
+    holds: bool = False
+    left: list[tuple[str, bytes]] = field(default_factory=list)
+    repeated: dict[tuple[int, int, int], RepeatedSend] = field(default_factory=dict)
+
+    def prepare_send(self, nbytes: int, dest: int, tag: int) -> RepeatedSend | None:
+        key = nbytes, dest, tag
+        if key not in self.repeated and len(self.repeated) < self.count_max:
+            room = bytearray(-(-nbytes // 8) * 8)
+            self.repeated[key] = RepeatedSend(Prepared(self, nbytes, room), room, no_failure, dest)
+        return self.repeated.get(key)
+
+    def start_send(self, frame: bytearray, dest: int, tag: int) -> None:
+        self.left.append(("new", bytes(frame)))
+
+    def outbox(self, scope: int = 2) -> mailboxes.Outbox:
+        routes = [wire.pack_route(kind, nonce=1, epoch=0, scope=scope) for kind in range(2)]
+        return mailboxes.Outbox(
+            CODEC, routes, self.start_send, self.prepare_send, tag=TAG, size=4, name="x", sequence=0
+        )
+
+    def read(self) -> list[tuple[str, int, int, Any]]:
+        """How each frame left, its sequence, its scope, and its message; and forget them."""
+        told = []
+        for how, frame in self.left:
+            reader = wire.FrameReader(bytearray(frame) + bytes(-len(frame) % 8))
+            reader.open(len(frame))
+            message = CODEC.decoders[reader.route().kind](reader.payload)
+            told.append((how, reader.sequence, reader.route().scope, message))
+        self.left.clear()
+        return told
+
+
+def no_failure(*_: object) -> Any:
+    raise AssertionError("nothing failed here")
+
+
+def test_a_message_while_the_last_one_is_under_way_leaves_by_itself_and_in_order() -> None:
+    transport = Transport(holds=True)
+    outbox = transport.outbox()
+    first = outbox.post(Number(1), 1, 0)
+    assert first is not None
+    assert outbox.post(Number(2), 1, 0) is None
+    transport.holds = False
+    assert first.test()
+    assert outbox.post(Number(3), 1, 0) is None
+    assert [(how, sequence, message) for how, sequence, _, message in transport.read()] == [
+        ("prepared", 1, Number(1)),
+        ("new", 2, Number(2)),
+        ("prepared", 3, Number(3)),
+    ]
+
+
+def test_rooms_are_shared_by_scopes_and_kinds_of_one_size() -> None:
+    number = Number(1000)
+    blob = next(blob for blob in map(Blob, map(bytes, range(20))) if nbytes_of(blob) == nbytes_of(number))
+    transport = Transport()
+    for scope in (2, 3):
+        outbox = transport.outbox(scope)
+        for message in (number, blob, number):
+            outbox.post(message, 1, 0)
+    assert [told[2:] for told in transport.read()] == [
+        (scope, message) for scope in (2, 3) for message in (number, blob, number)
+    ]
+    assert len(transport.repeated) == 1
+
+
+def test_a_channel_that_comes_and_goes_leaves_nothing_more_prepared() -> None:
+    transport = Transport()
+    for scope in range(2, 50):
+        transport.outbox(scope).post(Number(scope), 1, 0)
+    assert len(transport.repeated) == 1
+
+
+@pytest.mark.parametrize("count_max", [0, 1])
+def test_where_no_more_are_prepared_messages_leave_by_themselves(count_max: int) -> None:
+    transport = Transport(count_max=count_max)
+    outbox = transport.outbox()
+    for dest in (0, 1, 2, 0):
+        outbox.post(Number(dest), dest, 0)
+    told = transport.read()
+    assert [message for *_, message in told] == [Number(0), Number(1), Number(2), Number(0)]
+    assert [how for how, *_ in told] == ["prepared" if dest == 0 and count_max else "new" for dest in (0, 1, 2, 0)]
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_message_above_the_limit_is_not_prepared(more: int) -> None:
+    count = next(n for n in range(1000) if nbytes_of(Blob(bytes(n))) == mailboxes.PREPARED_NBYTES_MAX) + more
+    blob = Blob(bytes(index % 251 for index in range(count)))
+    transport = Transport()
+    transport.outbox().post(blob, 1, 0)
+    assert [(how, message) for how, _, _, message in transport.read()] == [("new" if more else "prepared", blob)]
