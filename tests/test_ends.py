@@ -260,6 +260,19 @@ def test_a_task_that_fails_in_the_background_ends_the_job() -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("way", ["shards_fail_in_the_function", "shards_fail_behind_it"])
+def test_a_failure_inside_a_population_s_function_is_told_once(way: str) -> None:
+    """The others hear of it twice: from the function's collective, and as of any failure."""
+    ended = Ended(way, 3)
+    ended.check_failed()
+    assert ended.stderr.count("ValueError: boom-7") == 3, ended.story  # the traceback, and two lines
+    assert ended.stderr.count("asyncdist: rank 2 failed:") == 1, ended.story
+    for rank in (0, 1):
+        assert f"rank {rank} stopped: rank 2 failed: ValueError: boom-7" in ended.stderr, ended.story
+    assert "CancelledError" not in ended.stderr, ended.story
+
+
+@pytest.mark.mpi
 @pytest.mark.parametrize("way", ["raises_keyboard_interrupt", "raises_cancelled"])
 def test_interrupts_and_cancellations_of_ones_own_making(way: str) -> None:
     ended = Ended(way, 2)

@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -434,6 +435,23 @@ def test_ranks_that_are_coroutines_talk(tmp_path: Path, fails: bool, capfd: pyte
     assert reports(tmp_path) == [[0, 4, 2], [1, 4, 4], [2, 4, 2], [3, 4, 4]]
 
 
+async def shards(world: ad.World) -> None:
+    mesh = await ad.new_mesh({"POP": world.size})
+
+    def function(row: torch.Tensor) -> torch.Tensor:
+        if world.rank == 1:
+            raise ValueError("story of rank 1")
+        return row
+
+    await ad.shmap_map(function, mesh, "POP", "POP")(torch.ones(world.size))
+
+
+def test_the_rank_whose_function_failed_is_the_error_not_those_that_heard_of_it() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)^rank 1 failed:.*ValueError: story of rank 1") as caught:
+        launch_here(shards, config())
+    assert ", in function" in str(caught.value)
+
+
 def test_a_coroutine_function_has_no_process_group_to_choose_a_backend_for() -> None:
     with pytest.raises(ValueError, match="data_parallel_backend='gloo': a coroutine function is given a world"):
         launch_here(coroutine, config(data_parallel_backend="gloo"))
@@ -534,9 +552,16 @@ async def vanish_from_a_world(world: ad.World, folder: str) -> None:
 
 @pytest.mark.parametrize("func", [vanish, vanish_from_a_world])
 def test_a_rank_that_left_with_0_is_named_by_whom_its_absence_ends(tmp_path: Path, func: Callable[..., Any]) -> None:
-    """What the others say of it was the error, "connection reset by peer": the launcher knows which peer."""
-    with pytest.raises(RuntimeError, match=r"^rank 1 ended with exit code 0 before its function had returned$"):
+    """What the others say of it was the error, "connection reset by peer": the launcher knows which peer.
+
+    What comes from torch is told too, since it may have another cause; that a world has lost the rank is not.
+    """
+    with pytest.raises(RuntimeError, match=r"^rank 1 ended with exit code 0 before its function had ret") as caught:
         launch_here(func, config(3), str(tmp_path))
+    told = str(caught.value).partition(" returned")[2]
+    assert (
+        told == "" if func is vanish_from_a_world else re.match(r"; rank [02] failed:\n.*Read error", told, re.DOTALL)
+    )
     assert [pid for pid in pids_in(tmp_path, 3) if is_alive(pid)] == []
 
 

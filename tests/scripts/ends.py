@@ -262,6 +262,32 @@ async def background_task_fails(world: ad.World) -> None:
     await train(world, quietly)
 
 
+async def shards_fail(world: ad.World, *, behind: bool) -> None:
+    """In a population's function: the last rank itself, or a task of it while that function waits."""
+    mesh = await ad.new_mesh({"POP": world.size})
+
+    async def fail() -> None:
+        raise ValueError("boom-7")
+
+    async def function(row: torch.Tensor) -> torch.Tensor:
+        if world.rank == world.size - 1:
+            if not behind:
+                await fail()
+            world.spawn(fail(), name="the one that fails")
+            await world.sleep(300.0)
+        return row
+
+    await ad.shmap_map(function, mesh, "POP", "POP")(torch.ones(world.size))
+
+
+async def shards_fail_in_the_function(world: ad.World) -> None:
+    await shards_fail(world, behind=False)
+
+
+async def shards_fail_behind_it(world: ad.World) -> None:
+    await shards_fail(world, behind=True)
+
+
 async def returns_early(world: ad.World) -> int:
     """Rank 2 leaves at once; 0 is replaced by 1 for as long as it takes to see it happen three times."""
     model = nn.Linear(4, 4)
