@@ -146,6 +146,8 @@ def _supervise(processes: Sequence[subprocess.Popen[bytes]], events: queue.Simpl
             code = _explain(victims, 1, others=True)
         if kind == "signal":
             if not code:
+                if victims:  # who is stopped now says nothing of what happened before
+                    _explain(victims, 1, others=True)
                 code, deadline = 128 + number, None
             stop_with = number
         else:

@@ -1,4 +1,4 @@
-"""The decision core against DESIGN's definition of it, written down once more in numpy."""
+"""The decision core against the definition of selective averaging, written down once more in numpy."""
 
 from __future__ import annotations
 
