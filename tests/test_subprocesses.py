@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib.util
 import json
 import os
 import re
@@ -418,9 +417,6 @@ async def talk(world: ad.World, folder: str, *, fails: bool) -> None:
     await ad.barrier()
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("asyncdist.transports.torch") is None, reason="needs the torch transport, not here yet"
-)
 @pytest.mark.parametrize("fails", [False, True])
 def test_ranks_that_are_coroutines_talk(tmp_path: Path, fails: bool, capfd: pytest.CaptureFixture[str]) -> None:
     cfg = config(4, model_parallelism=2)
