@@ -13,6 +13,7 @@ This module moves bytes. What they mean, and who asks whom, is the caller's.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -20,24 +21,37 @@ from typing import Final
 import torch
 
 from asyncdist import tags
+from asyncdist.direct_writes import PIECE_NBYTES, Tail
 from asyncdist.errors import AsyncdistError, BusyError, RemoteProtocolError
 from asyncdist.progress import Engine
 from asyncdist.transports.base import Request
+
+logger = logging.getLogger("asyncdist.streams")
 
 CHUNK_NBYTES: Final = 4 << 20
 #: Of a user's stream, whose targets are all there: nothing is saved by small ones. One copies for some milliseconds.
 USER_CHUNK_NBYTES: Final = 16 << 20
 #: Chunks under way at once, at either end.
 WINDOW_COUNT: Final = 4
+#: What the sender says of the part that it was to write.
+WRITTEN: Final = memoryview(b"\1")
+NOT_WRITTEN: Final = memoryview(b"\0")
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Receiver to sender: the receives for ``nbytes`` in chunks of ``chunk_nbytes`` are posted on ``slot``."""
+    """Receiver to sender: the receives for ``nbytes`` in chunks of ``chunk_nbytes`` are posted on ``slot``.
+
+    The last ``written_nbytes`` of them are not sent: the sender, a process of the same host, writes them to ``address``
+    (:mod:`asyncdist.direct_writes`) and sends :data:`WRITTEN`; or :data:`NOT_WRITTEN`, where it cannot, and then the
+    bytes after all, in chunks of :data:`~asyncdist.direct_writes.PIECE_NBYTES`. Zero where there is no such thing.
+    """
 
     slot: int
     nbytes: int
     chunk_nbytes: int
+    written_nbytes: int = 0
+    address: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +67,12 @@ def check_grant(grant: Grant, source: int) -> None:
     Raises:
         RemoteProtocolError: a number in it is out of range.
     """
-    if not (0 <= grant.slot < tags.BULK_SLOT_COUNT and grant.nbytes >= 0 and grant.chunk_nbytes >= 1):
+    if not (
+        0 <= grant.slot < tags.BULK_SLOT_COUNT
+        and 0 <= grant.written_nbytes <= grant.nbytes
+        and grant.chunk_nbytes >= 1
+        and grant.address >= 0
+    ):
         raise RemoteProtocolError(f"rank {source} granted {grant}", rank=source)
 
 
@@ -67,18 +86,22 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     Raises:
         ValueError: the tensor is not contiguous or not in CPU memory.
     """
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise ValueError(f"a stream takes tensors in CPU memory; this one is on {tensor.device}")
     if not tensor.is_contiguous():
         raise ValueError(
             f"a stream takes contiguous tensors; this one has shape {tuple(tensor.shape)} and stride {tensor.stride()}"
         )
-    if not tensor.numel():
+    if not tensor.nbytes:
         return memoryview(bytearray())
-    try:  # with the cold caches that a transfer leaves: 7 us, and 35 by view(torch.uint8)
-        return tensor.detach().numpy().data.cast("B")
+    # With the cold caches that a transfer leaves, detach and view(torch.uint8) take several microseconds each.
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    try:
+        view = tensor.numpy().data
     except TypeError:  # numpy has no bfloat16
-        return tensor.detach().view(-1).view(torch.uint8).numpy().data
+        view = tensor.view(-1).view(torch.uint8).numpy().data
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
 def split(view: memoryview, chunk_nbytes: int) -> list[memoryview]:
@@ -109,6 +132,34 @@ class _Stream:
             raise TimeoutError(f"{self._what}: nothing more came in time")
 
 
+class _Piece:
+    """A piece of a tail, as a request: a pass writes it.
+
+    Args:
+        write: writes it.
+        at_once: when the request is posted, and not in the next pass.
+    """
+
+    cancelled: Final = False
+    source: Final = -1
+    nbytes: Final = 0
+
+    def __init__(self, write: Callable[[], None], *, at_once: bool) -> None:
+        self._write = write
+        self._is_due = at_once
+
+    def test(self) -> bool:
+        """Write it if it is due; whether it was."""
+        if self._is_due:
+            self._write()
+            return True
+        self._is_due = True
+        return False
+
+    def cancel(self) -> None:
+        """There is nothing to take back."""
+
+
 class OutboundStream(_Stream):
     """The sending end of one granted stream.
 
@@ -118,13 +169,23 @@ class OutboundStream(_Stream):
             :meth:`run` has returned.
         dest: the rank that granted.
         slot: its slot.
+        tail: what comes after the chunks and is not sent, but written. It must not change either.
     """
 
-    def __init__(self, engine: Engine, chunks: Sequence[memoryview], dest: int, slot: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        chunks: Sequence[memoryview],
+        dest: int,
+        slot: int,
+        tail: Tail | None = None,
+    ) -> None:
         super().__init__(engine, dest, slot, "to")
         self.dest = dest
         self.slot = slot
-        self._chunks = chunks
+        self._chunks = chunks if tail is None else [*chunks, WRITTEN]
+        self._tail = tail
+        self._is_writing = False
         self._next = 0
         self._posting = False
         self._stopping = self._aborted = False
@@ -148,6 +209,9 @@ class OutboundStream(_Stream):
             Whether that was everything, and has left. A small stream needs no task of its own.
         """
         self._post_more()
+        if self._tail is not None and not self._is_writing:
+            self._is_writing = True
+            self._write_next(at_once=True)
         return self.has_left and self._error is None
 
     async def run(self) -> bool:
@@ -192,15 +256,49 @@ class OutboundStream(_Stream):
             return
         self._posting = True
         try:
-            while self._next < len(self._chunks) and self.under_way_count < WINDOW_COUNT and not self._stopping:
+            while self._next < self._sendable_count and self.under_way_count < WINDOW_COUNT and not self._stopping:
                 self._next += 1
                 self._post(self._chunks[self._next - 1])
         finally:
             self._posting = False
 
+    @property
+    def _sendable_count(self) -> int:
+        """Chunks that may be sent by now: what is said of the tail waits for it."""
+        return len(self._chunks) - (self._tail is not None)
+
+    def _write_next(self, *, at_once: bool) -> None:
+        self.under_way_count += 1
+        self._engine.watch(_Piece(self._write, at_once=at_once), self._what, self._on_written)
+        self._engine.ring()  # no peer will
+
+    def _write(self) -> None:
+        tail = self._tail
+        if tail is None or self._stopping:
+            return
+        try:
+            tail.write_piece()
+        except OSError as error:  # memory of a device, say, or the process has ended; the transport will tell
+            logger.debug("%s: %s; sending instead", self._what, error)
+            self._chunks = [*self._chunks[:-1], NOT_WRITTEN, *split(tail.view, PIECE_NBYTES)]
+            self._tail = None
+        else:
+            if not tail.left_nbytes:
+                self.sent_nbytes += len(tail.view)
+                self._tail = None
+
+    def _on_written(self, error: AsyncdistError | None) -> None:
+        del error  # writing has none
+        self.under_way_count -= 1
+        if self._tail is None:
+            self._post_more()
+        elif not self._stopping:
+            self._write_next(at_once=False)
+
     def _post(self, chunk: memoryview) -> None:
         self.under_way_count += 1
-        self.sent_nbytes += len(chunk)
+        if chunk is not WRITTEN and chunk is not NOT_WRITTEN:
+            self.sent_nbytes += len(chunk)
         self._engine.watch(self._engine.transport.isend(chunk, self._peer, self._tag), self._what, self._on_sent)
 
     def _on_sent(self, error: AsyncdistError | None) -> None:
@@ -220,22 +318,28 @@ class InboundStream(_Stream):
             target is posted again only when the caller has asked for the chunk after the one that it held.
         window: receives posted at once; 0 for a caller that says which ones by :meth:`post_up_to`, and may have
             targets that several streams share, one after the other.
+        tail: memory behind the targets that the sender writes to by itself. Kept until it has answered.
     """
 
-    def __init__(self, slots: Slots, source: int, targets: Sequence[memoryview], window: int) -> None:
+    def __init__(
+        self, slots: Slots, source: int, targets: Sequence[memoryview], window: int, tail: memoryview | None = None
+    ) -> None:
         self.source = source
         self.slot = slots.take(source)
         super().__init__(slots.engine, source, self.slot, "from")
         self._slots = slots
-        self._targets = targets
+        self._tail = tail
+        self._said_of_tail = bytearray(1)
+        self._said_index = len(targets)
+        self._targets = targets if tail is None else [*targets, memoryview(self._said_of_tail)]
         self._window = window
         self._posted: dict[int, Request] = {}
         self._post_count = self._post_limit = 0
         self._posting = False
         self._arrived: dict[int, int] = {}
         self._arrived_count = 0
-        self._message_count = len(targets)  # until an abort says that there are fewer
-        self._answered = not targets
+        self._message_count = len(self._targets)  # until an abort says that there are fewer
+        self._answered = not self._targets
         self._continuous = False
         self._discarding = False
         self._sink: memoryview | None = None
@@ -326,6 +430,9 @@ class InboundStream(_Stream):
             self._arrived[index] = request.nbytes
             if request.nbytes == 0:
                 self._message_count = index + 1
+            elif self._tail is not None and index == self._said_index and not self._said_of_tail[0]:
+                self._targets = [*self._targets, *split(self._tail, PIECE_NBYTES)]
+                self._message_count = len(self._targets)
             # An abort may complete before the chunk ahead of it, whose target is in use until then.
             self._answered = self._arrived_count == self._message_count
         if self._discarding:
@@ -337,6 +444,8 @@ class InboundStream(_Stream):
         """End it. If the sender has not answered yet, ``cancel`` tells it, and the rest is discarded."""
         if self._error is not None or self._peer in self._engine.transport.lost_ranks():
             self._withdraw()  # the slot stays taken for ever: nobody will answer for it
+            if self._tail is not None:
+                self._slots.kept.append(self._tail)
         elif self._answered:
             self._withdraw()
             self._slots.give_back(self._peer, self.slot)
@@ -378,10 +487,12 @@ class Slots:
     Attributes:
         engine: this rank's.
         discarding_count: streams that were given up and have not been answered yet.
+        kept: memory that a sender may still write to, though it is believed to be lost.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.kept: list[memoryview] = []
         self.discarding_count = 0
         self._taken: dict[int, set[int]] = {}
 
@@ -414,7 +525,13 @@ class Slots:
         return sum(map(len, self._taken.values()))
 
     def inbound(
-        self, source: int, targets: Sequence[memoryview], cancel: Callable[[int], None], *, window: int = WINDOW_COUNT
+        self,
+        source: int,
+        targets: Sequence[memoryview],
+        cancel: Callable[[int], None],
+        *,
+        window: int = WINDOW_COUNT,
+        tail: memoryview | None = None,
     ) -> _Inbound:
         """A stream from ``source`` whose slot is looked after however the body of ``with`` ends.
 
@@ -422,9 +539,9 @@ class Slots:
             source: the sender.
             targets: see :class:`InboundStream`.
             cancel: tells the sender that slot n is given up; called only while it has not answered.
-            window: receives posted at once.
+            window, tail: see :class:`InboundStream`.
         """
-        return _Inbound(InboundStream(self, source, targets, window), cancel)
+        return _Inbound(InboundStream(self, source, targets, window, tail), cancel)
 
 
 class _Inbound:

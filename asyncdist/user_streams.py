@@ -2,19 +2,44 @@
 
 The receiver grants, over a channel of the runtime; the sender answers with the bytes. What meets what is a matter of
 order alone: the n-th tensor sent to a rank goes to its n-th receive.
+
+Where both ranks are of one host, the sender of a large tensor writes a part of it, or all, straight into the receiver's
+(:mod:`asyncdist.direct_writes`). Before the first one the receiver says how to find its process, and the sender whether
+it did; meanwhile all bytes are sent.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 import torch
 
 from asyncdist import streams, tags
 from asyncdist.channels import Channel, Envelope
-from asyncdist.errors import ClosedError, LocalProtocolError, RankLostError
+from asyncdist.direct_writes import Licence, Neighbour, Tail
+from asyncdist.errors import ClosedError, LocalProtocolError, RankLostError, RemoteProtocolError
+
+#: Of smaller ones nothing is written: the message that says that it has been written takes as long.
+WRITTEN_NBYTES_MIN: Final = 512 << 10
+_PAGE_NBYTES: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """Receiver to sender: where this process's licence to be written to is."""
+
+    pid: int
+    address: int
+    token: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Sender to receiver: this rank can write to that process."""
 
 
 class Host(Protocol):
@@ -42,14 +67,16 @@ class _Outgoing:
 
     Attributes:
         view: its bytes.
+        address: where they lie.
         stream: since it was granted.
         refused: a grant for another size, which it met instead.
     """
 
-    __slots__ = ("refused", "stream", "view")
+    __slots__ = ("address", "refused", "stream", "view")
 
-    def __init__(self, view: memoryview) -> None:
-        self.view = view
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.view = streams.byte_view(tensor)
+        self.address = tensor.data_ptr()
         self.stream: streams.OutboundStream | None = None
         self.refused: streams.Grant | None = None
 
@@ -86,8 +113,13 @@ class UserStreams:
         self._grants: dict[int, deque[streams.Grant]] = {}
         self._waiting: dict[int, deque[_Outgoing]] = {}
         self._under_way: dict[tuple[int, int], streams.OutboundStream] = {}
+        self._written_share = self._engine.transport.capabilities.written_share
+        self._licence: Licence | None = None
+        self._asked: set[int] = set()
+        self._writers: set[int] = set()  # ranks that can write to this one
+        self._neighbours: dict[int, Neighbour] = {}  # and those that this one can write to
         self._channel: Channel[Any] = world.open_channel(
-            streams.Grant | streams.Cancel,
+            streams.Grant | streams.Cancel | Card | Found,
             tag=tags.PARAM,
             scope=scope,
             name="streams",
@@ -99,11 +131,17 @@ class UserStreams:
         grants = self._grants.setdefault(source, deque())
         if isinstance(message, streams.Grant):
             streams.check_grant(message, source)
+            if message.written_nbytes and source not in self._neighbours:
+                raise RemoteProtocolError(f"rank {source} granted {message}, and cannot be written to", rank=source)
             grants.append(message)
             if self._refusing:
                 self._refuse(source)
             else:
                 self._start_next(source)
+        elif isinstance(message, Card):
+            self._look_for(source, message)
+        elif isinstance(message, Found):
+            self._writers |= self._asked & {source}
         elif pending := [grant for grant in grants if grant.slot == message.slot]:
             # Given up before anybody sent. (An older stream on this slot may still be under way here: it has arrived.)
             grants.remove(pending[0])
@@ -139,15 +177,20 @@ class UserStreams:
             if grant.nbytes:  # nobody waits for an answer to a grant of nothing: the next stream would get it
                 self._abort(dest, grant.slot)
             return
-        chunks = streams.split(outgoing.view, grant.chunk_nbytes)
-        outgoing.stream = streams.OutboundStream(self._engine, chunks, dest, grant.slot)
+        sent_nbytes = grant.nbytes - grant.written_nbytes
+        chunks = streams.split(outgoing.view[:sent_nbytes], grant.chunk_nbytes)
+        tail = None
+        if grant.written_nbytes:
+            view, address = outgoing.view[sent_nbytes:], outgoing.address + sent_nbytes
+            tail = Tail(self._neighbours[dest], view, address, grant.address)
+        outgoing.stream = streams.OutboundStream(self._engine, chunks, dest, grant.slot, tail)
         self._under_way[dest, grant.slot] = outgoing.stream
         outgoing.stream.start()
 
     async def send(self, tensor: torch.Tensor, dest: int) -> None:
         """As :meth:`asyncdist.World.send_stream`."""
         world = self._world
-        outgoing = _Outgoing(streams.byte_view(tensor))
+        outgoing = _Outgoing(tensor)
         world.check_peer(dest)
         waiting = self._waiting.setdefault(dest, deque())
         waiting.append(outgoing)
@@ -178,14 +221,43 @@ class UserStreams:
         world = self._world
         world.check_peer(source)
         chunk_nbytes = streams.USER_CHUNK_NBYTES
-        targets = streams.split(view, chunk_nbytes)
+        written_nbytes = self._written_nbytes(len(view), source)
+        sent_nbytes = len(view) - written_nbytes
+        targets = streams.split(view[:sent_nbytes], chunk_nbytes)
+        tail, address = (view[sent_nbytes:], tensor.data_ptr() + sent_nbytes) if written_nbytes else (None, 0)
 
         def cancel(slot: int) -> None:
             if source not in world.gone:
                 self._channel.send_nowait(streams.Cancel(slot), source)
 
-        with world.slots.inbound(source, targets, cancel) as stream:
-            self._channel.send_nowait(streams.Grant(stream.slot, len(view), chunk_nbytes), source)
+        with world.slots.inbound(source, targets, cancel, tail=tail) as stream:
+            grant = streams.Grant(stream.slot, len(view), chunk_nbytes, written_nbytes, address)
+            self._channel.send_nowait(grant, source)
             await stream.whole()
-        world.stream_received_nbytes += stream.received_nbytes
+        world.stream_received_nbytes += len(view)
         return tensor
+
+    # -- what the sender writes -------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Nobody may write to this rank any more."""
+        if self._licence is not None:
+            self._licence.revoke()
+
+    def _written_nbytes(self, nbytes: int, source: int) -> int:
+        """How much ``source`` is to write of a tensor of that size; ask it whether it can, the first time."""
+        if nbytes < WRITTEN_NBYTES_MIN or not self._written_share:
+            return 0
+        if source in self._writers:
+            return nbytes if self._written_share == 1.0 else int(nbytes * self._written_share) & -_PAGE_NBYTES
+        if source not in self._asked:
+            self._asked.add(source)
+            licence = self._licence = self._licence or Licence()
+            self._channel.send_nowait(Card(licence.pid, licence.address, licence.token), source)
+        return 0
+
+    def _look_for(self, source: int, card: Card) -> None:
+        if self._written_share:
+            with contextlib.suppress(OSError):  # of another host, or not allowed
+                self._neighbours[source] = Neighbour(card.pid, card.address, card.token)
+                self._channel.send_nowait(Found(), source)

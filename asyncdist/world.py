@@ -599,6 +599,7 @@ class World:
 
     def close_lanes(self) -> None:
         """Take the receives back."""
+        self._streams.close()
         for lane in self._lanes.values():
             lane.close()
         if self._executor is not None:

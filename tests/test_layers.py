@@ -12,7 +12,17 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: From the bottom up. A module may import those of lower layers alone.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_version", "checks", "compiled", "errors", "flat", "shared_memory", "transports.repeated", "trees"),
+    (
+        "_version",
+        "checks",
+        "compiled",
+        "direct_writes",
+        "errors",
+        "flat",
+        "shared_memory",
+        "transports.repeated",
+        "trees",
+    ),
     ("calls",),
     ("tags", "packing", "scratch", "spread", "transports.base", "transports.transfers", "values"),
     ("transports.mpi_requests",),

@@ -91,6 +91,9 @@ class Capabilities:
         one_sided_reads: whether ``new_window`` may give memory that peers read while its owner computes.
         shares_memory: whether ranks are processes that, on one host, may map each other's memory
             (:mod:`asyncdist.shared_memory`).
+        written_share: how much of a large tensor its sender is to write straight into the receiver's memory, where both
+            are on one host (:mod:`asyncdist.direct_writes`): from 0, nothing, over a half, where the receiver copies
+            the other half meanwhile, to 1, where that is shorter than the backend's own way.
     """
 
     native_collectives: bool
@@ -102,6 +105,7 @@ class Capabilities:
     shares_process: bool = False
     one_sided_reads: bool = False
     shares_memory: bool = False
+    written_share: float = 0.0
 
 
 class GroupHandle(Protocol):

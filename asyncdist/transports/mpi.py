@@ -157,6 +157,7 @@ class MpiTransport(Transport):
             tag_max=int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) or 32767),
             one_sided_reads=True,  # within a host: a group that spans several gets no window
             shares_memory=True,
+            written_share=0.5,
         )
         self._isend = self._comm.Isend
         self._repeated: dict[tuple[int, int, int], RepeatedSend] = {}

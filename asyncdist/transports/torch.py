@@ -145,6 +145,7 @@ class TorchTransport(MatchedTransport):
             misses_wakes=False,
             rings_from_threads=True,
             shares_memory=True,
+            written_share=1.0,
         )
         super().__init__(rank, size, Inbox(), capabilities)
         self._granted_tags = granted_tags

@@ -1,0 +1,365 @@
+"""Streams whose sender writes into the receiver's memory, and what may go wrong with that."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import errno
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+from support.local import NONCE, engines, eventually, yields
+
+from asyncdist import direct_writes, streams, tags, user_streams
+from asyncdist.channels import Envelope
+from asyncdist.direct_writes import Licence, Neighbour
+from asyncdist.errors import ClosedError, RankLostError, RemoteProtocolError
+from asyncdist.groups import Group
+from asyncdist.world import World
+
+PIECE = 4096
+MIN = 1000
+SIZES = (0, 1, MIN - 1, MIN, PIECE, PIECE + 1, 7 * PIECE + 13)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_writes, "PIECE_NBYTES", PIECE)
+    monkeypatch.setattr(streams, "PIECE_NBYTES", PIECE)
+    monkeypatch.setattr(user_streams, "WRITTEN_NBYTES_MIN", MIN)
+    monkeypatch.setattr(user_streams, "_PAGE_NBYTES", 16)
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of what has been written."""
+    found: list[int] = []
+    write = Neighbour.write
+
+    def counted(self: Neighbour, source: int, target: int, nbytes: int) -> None:
+        write(self, source, target, nbytes)
+        found.append(nbytes)
+
+    monkeypatch.setattr(Neighbour, "write", counted)
+    return found
+
+
+@asynccontextmanager
+async def neighbours(share: float) -> AsyncIterator[list[World]]:
+    """Two ranks of this process, which write that share of what they stream."""
+    async with engines(2) as (_, made):
+        worlds = []
+        for rank, engine in enumerate(made):
+            transport = engine.transport
+            transport.capabilities = dataclasses.replace(transport.capabilities, written_share=share)
+            group = Group((0, 1), rank, tags.COLLECTIVE_FIRST, None)
+            worlds.append(World(transport, asyncio.get_running_loop(), nonce=NONCE, group=group, engine=engine))
+        yield worlds
+
+
+def numbers(nbytes: int) -> torch.Tensor:
+    return (torch.arange(nbytes) % 251).to(torch.uint8)
+
+
+async def stream(sender: World, receiver: World, tensor: torch.Tensor) -> torch.Tensor:
+    async with asyncio.timeout(60):
+        room = torch.zeros_like(tensor)
+        await asyncio.gather(receiver.receive_stream(room, sender.rank), sender.send_stream(tensor, receiver.rank))
+    assert receiver.slots.taken_count == 0
+    return room
+
+
+async def acquaint(sender: World, receiver: World) -> None:
+    """The first stream is sent: meanwhile they find each other."""
+    await stream(sender, receiver, numbers(MIN))
+    await eventually(lambda: sender.rank in receiver._streams._writers)
+
+
+# --------------------------------------------------------------------------------------------------------- what arrives
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+async def test_every_size_arrives_and_is_counted(share: float, writes: list[int]) -> None:
+    async with neighbours(share) as (sender, receiver):
+        await acquaint(sender, receiver)
+        assert not writes
+        for nbytes in SIZES:
+            writes.clear()
+            before = sender.stream_sent_nbytes, receiver.stream_received_nbytes
+            assert torch.equal(await stream(sender, receiver, numbers(nbytes)), numbers(nbytes)), nbytes
+            assert (sender.stream_sent_nbytes - before[0], receiver.stream_received_nbytes - before[1]) == (nbytes,) * 2
+            expected = 0 if nbytes < MIN else nbytes if share == 1 else nbytes // 2 // 16 * 16
+            assert sum(writes) == expected
+            assert max(writes, default=0) <= PIECE
+
+
+async def test_both_ways_at_once_and_several_of_a_pair(writes: list[int]) -> None:
+    async with neighbours(0.5) as (one, other), asyncio.timeout(60):
+        await acquaint(one, other)
+        await acquaint(other, one)
+        tensors = [numbers(nbytes) for nbytes in SIZES]
+        rooms = [[torch.zeros_like(tensor) for tensor in tensors] for _ in range(2)]
+        await asyncio.gather(
+            *(one.receive_stream(room, 1) for room in rooms[0]),
+            *(other.send_stream(tensor, 0) for tensor in tensors),
+            *(one.send_stream(tensor, 1) for tensor in tensors),
+            *(other.receive_stream(room, 0) for room in rooms[1]),
+        )
+        for received in rooms:
+            assert all(map(torch.equal, received, tensors))
+        assert len(writes) >= 2 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.bool])
+async def test_other_dtypes_and_shapes(dtype: torch.dtype, writes: list[int]) -> None:
+    async with neighbours(1.0) as (sender, receiver):
+        await acquaint(sender, receiver)
+        tensor = torch.nn.Parameter(torch.rand(7, 11, 93).mul(2).to(dtype), requires_grad=dtype.is_floating_point)
+        room = torch.zeros_like(tensor)
+        await asyncio.gather(receiver.receive_stream(room, 0), sender.send_stream(tensor, 1))
+        assert torch.equal(room, tensor)
+        assert sum(writes) == tensor.nbytes
+
+
+async def test_nothing_is_written_where_the_receiver_is_not_found(
+    writes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on another host: no such process, or one without the token."""
+
+    def not_here(self: Neighbour) -> None:
+        raise OSError(errno.EPERM, "not here")
+
+    monkeypatch.setattr(Neighbour, "check", not_here)
+    async with neighbours(1.0) as (sender, receiver):
+        for _ in range(3):
+            assert torch.equal(await stream(sender, receiver, numbers(PIECE)), numbers(PIECE))
+            await yields(10)
+        assert not writes
+        assert not receiver._streams._writers
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("good_count", [0, 1, 3])
+async def test_what_cannot_be_written_is_sent(
+    share: float, good_count: int, writes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory of a device, say: the kernel copies none of it."""
+    write = Neighbour.write
+
+    def write_some(self: Neighbour, source: int, target: int, nbytes: int) -> None:
+        if len(writes) >= good_count:
+            raise OSError(errno.EFAULT, "Bad address")
+        write(self, source, target, nbytes)
+
+    async with neighbours(share) as (sender, receiver):
+        await acquaint(sender, receiver)
+        monkeypatch.setattr(Neighbour, "write", write_some)
+        tensor = numbers(9 * PIECE + 5)
+        before = sender.stream_sent_nbytes
+        assert torch.equal(await stream(sender, receiver, tensor), tensor)
+        assert len(writes) == good_count
+        assert sender.stream_sent_nbytes - before == tensor.nbytes
+        monkeypatch.setattr(Neighbour, "write", write)
+        assert torch.equal(await stream(sender, receiver, tensor), tensor)
+
+
+# ---------------------------------------------------------------------------------------------------------- given up
+
+
+async def under_way(
+    sender: World, receiver: World, writes: list[int], room: torch.Tensor
+) -> tuple[asyncio.Task[None], asyncio.Task[torch.Tensor]]:
+    """A stream that has been written in part."""
+    writes.clear()
+    sending = asyncio.ensure_future(sender.send_stream(numbers(room.nbytes), 1))
+    await yields(3)
+    receiving = asyncio.ensure_future(receiver.receive_stream(room, 0))
+    await asyncio.sleep(0)
+    sender.engine.poll()
+    assert 0 < len(writes) < room.nbytes // PIECE
+    return sending, receiving
+
+
+async def test_a_sender_that_is_cancelled_writes_no_more(writes: list[int]) -> None:
+    async with neighbours(1.0) as (sender, receiver), asyncio.timeout(60):
+        await acquaint(sender, receiver)
+        room = torch.zeros(20 * PIECE, dtype=torch.uint8)
+        sending, receiving = await under_way(sender, receiver, writes, room)
+        sending.cancel()
+        with pytest.raises(streams.StreamAborted):
+            await receiving
+        assert sending.cancelled()
+        written = len(writes)
+        assert written < 20
+        await eventually(lambda: sender.engine.is_idle)
+        await yields(30)
+        assert len(writes) == written
+        assert torch.equal(room[: written * PIECE], numbers(written * PIECE))
+        assert not room[written * PIECE :].any()
+        assert torch.equal(await stream(sender, receiver, numbers(5 * PIECE)), numbers(5 * PIECE)), "the next one"
+
+
+async def test_a_receiver_that_is_cancelled_keeps_the_memory_until_it_is_answered(writes: list[int]) -> None:
+    async with neighbours(1.0) as (sender, receiver), asyncio.timeout(60):
+        await acquaint(sender, receiver)
+        room = torch.zeros(20 * PIECE, dtype=torch.uint8)
+        sending, receiving = await under_way(sender, receiver, writes, room)
+        receiving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await receiving
+        assert receiver.slots.taken_count == 1
+        with pytest.raises(ClosedError):
+            await sending
+        await eventually(lambda: receiver.slots.taken_count == 0)
+        written = len(writes)
+        assert written < 20
+        await yields(30)
+        assert len(writes) == written
+        assert torch.equal(await stream(sender, receiver, numbers(5 * PIECE)), numbers(5 * PIECE)), "the next one"
+
+
+async def test_other_tasks_have_their_turns_between_two_pieces(writes: list[int]) -> None:
+    async with neighbours(1.0) as (sender, receiver):
+        await acquaint(sender, receiver)
+        seen = set()
+
+        async def look() -> None:
+            while len(writes) < 20:
+                seen.add(len(writes))
+                await asyncio.sleep(0)
+
+        looking = asyncio.ensure_future(look())
+        await stream(sender, receiver, numbers(20 * PIECE))
+        await looking
+        assert len(seen) > 15
+
+
+# ---------------------------------------------------------------------------------------------------- who is written to
+
+
+def test_a_licence_is_found_and_used() -> None:
+    licence = Licence()
+    neighbour = Neighbour(licence.pid, licence.address, licence.token)
+    source, target = numbers(10_000), torch.zeros(10_000, dtype=torch.uint8)
+    neighbour.write(source.data_ptr() + 5, target.data_ptr() + 7, 9000)
+    assert torch.equal(target[7:9007], source[5:9005])
+    assert not target[:7].any()
+    assert not target[9007:].any()
+
+
+CHILD = """
+import ctypes, os, sys
+from asyncdist.direct_writes import Licence
+licence, room = Licence(), ctypes.create_string_buffer(8)
+print(licence.pid, licence.address, licence.token.hex(), ctypes.addressof(room), flush=True)
+sys.stdin.readline()
+print(room.raw.decode(), flush=True)
+"""
+
+
+def test_another_process_is_written_to_and_not_after_its_end() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        pid, address, token, room = child.stdout.readline().split()
+        neighbour = Neighbour(int(pid), int(address), bytes.fromhex(token))
+        source = torch.tensor(list(b"written!"), dtype=torch.uint8)
+        neighbour.write(source.data_ptr(), int(room), 8)
+        child.stdin.write("\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "written!\n"
+    with pytest.raises(OSError, match="No such process"):
+        neighbour.write(source.data_ptr(), int(room), 8)
+
+
+def test_nothing_is_written_after_the_licence_is_taken_back() -> None:
+    licence = Licence()
+    neighbour = Neighbour(licence.pid, licence.address, licence.token)
+    licence.revoke()
+    target = torch.zeros(8, dtype=torch.uint8)
+    with pytest.raises(OSError, match="does not want to be written to"):
+        neighbour.write(torch.ones(8, dtype=torch.uint8).data_ptr(), target.data_ptr(), 8)
+    assert not target.any()
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda licence: (licence.pid, licence.address, bytes(16)),
+        lambda licence: (licence.pid, licence.address, b""),
+        lambda licence: (licence.pid, licence.address + 1, licence.token),
+        lambda licence: (licence.pid, 1, licence.token),
+        lambda licence: (licence.pid, -1, licence.token),
+        lambda licence: (-1, licence.address, licence.token),
+        lambda licence: (0, licence.address, licence.token),
+    ],
+    ids=["token", "no token", "beside it", "address", "negative address", "negative pid", "pid"],
+)
+def test_who_has_not_the_token_is_no_neighbour(forge: Callable[[Licence], tuple[int, int, bytes]]) -> None:
+    licence = Licence()
+    with pytest.raises(OSError, match=r"does not want|No such process|Bad address"):
+        Neighbour(*forge(licence))
+
+
+def test_a_system_without_the_calls_has_no_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_writes.ctypes, "CDLL", lambda *_args, **_options: object())
+    licence = Licence()
+    with pytest.raises(OSError, match="no process_vm_readv"):
+        Neighbour(licence.pid, licence.address, licence.token)
+
+
+# ------------------------------------------------------------------------------------------------- what a peer may say
+
+
+@pytest.mark.parametrize(
+    "grant",
+    [
+        streams.Grant(0, 10, 10, written_nbytes=10, address=1),
+        streams.Grant(0, 10, 10, written_nbytes=11),
+        streams.Grant(0, 10, 10, written_nbytes=-1),
+        streams.Grant(0, 10, 10, written_nbytes=5, address=-1),
+    ],
+    ids=["no neighbour", "more than all", "less than nothing", "nowhere"],
+)
+async def test_a_grant_that_nobody_makes_is_refused(grant: streams.Grant) -> None:
+    async with neighbours(1.0) as (sender, _):
+        with pytest.raises(RemoteProtocolError, match=r"rank 1 granted Grant\(slot=0, nbytes=10"):
+            sender._streams._on_message(Envelope(grant, 1, 0))
+
+
+async def test_words_that_nobody_asked_for_change_nothing() -> None:
+    async with neighbours(1.0) as (sender, _):
+        sender._streams._on_message(Envelope(user_streams.Found(), 1, 0))
+        sender._streams._on_message(Envelope(user_streams.Card(-5, -1, b"x"), 1, 0))
+        assert not sender._streams._writers
+        assert not sender._streams._neighbours
+
+
+async def test_a_world_that_is_closed_is_not_written_to(writes: list[int]) -> None:
+    async with neighbours(1.0) as (sender, receiver):
+        await acquaint(sender, receiver)
+        receiver.close_lanes()
+        with pytest.raises(OSError, match="does not want to be written to"):
+            sender._streams._neighbours[1].check()
+
+
+async def test_memory_is_kept_where_a_lost_sender_may_still_write(
+    writes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with neighbours(1.0) as (sender, receiver), asyncio.timeout(60):
+        await acquaint(sender, receiver)
+        room = torch.zeros(20 * PIECE, dtype=torch.uint8)
+        sending, receiving = await under_way(sender, receiver, writes, room)
+        monkeypatch.setattr(receiver.engine.transport, "lost_ranks", lambda: frozenset({0}))
+        receiver.engine.fail(RankLostError("rank 0 is gone", rank=0))
+        with pytest.raises(RankLostError):
+            await receiving
+        assert [view.nbytes for view in receiver.slots.kept] == [room.nbytes]
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
