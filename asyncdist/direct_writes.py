@@ -19,11 +19,13 @@ import ctypes
 import errno
 import os
 import secrets
+from pathlib import Path
 from typing import Final
 
 TOKEN_NBYTES: Final = 16
 #: What one call writes: a third to half of a millisecond, in which the writer does nothing else.
 PIECE_NBYTES: Final = 4 << 20
+_YAMA: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 class _Stretch(ctypes.Structure):
@@ -134,6 +136,19 @@ class _Copy:
         self._here.address, self._there.address = here, there
         self._here.nbytes = self._there.nbytes = nbytes
         return self()
+
+
+def obstacle() -> str | None:
+    """Why processes of this host will not find each other, as far as one of them can tell; None if nothing is known."""
+    try:
+        licence = Licence()
+        Neighbour(licence.pid, licence.address, licence.token)
+        scope = _YAMA.read_text().strip() if os.geteuid() else "0"
+    except FileNotFoundError:  # of Yama's file: this kernel has no Yama
+        return None
+    except OSError as error:
+        return str(error.strerror)
+    return None if scope == "0" else f"kernel.yama.ptrace_scope is {scope}"
 
 
 class Tail:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from asyncdist import compiled, launch, mpirun
+from asyncdist import compiled, direct_writes, launch, mpirun
 from asyncdist._version import __version__
 from asyncdist.errors import TransportError
 from asyncdist.launch import Launch
@@ -72,6 +72,7 @@ class Facts:
         override: what ASYNCDIST_TRANSPORT says.
         versions: of Python and of packages; None for one that is not installed.
         compiled: whether the modules that carry messages are, and if not, what to do.
+        unwritable: why ranks of this host cannot write to each other's memory; None where they can.
         installation: library and mpirun.
         is_unallowed_root: this is root, and what Open MPI's mpirun wants to be told then is not set.
         path_mpirun: the ``mpirun`` that a shell finds, and its flavour.
@@ -91,6 +92,7 @@ class Facts:
     installation: Installation
     versions: Mapping[str, str | None]
     compiled: str = "yes"
+    unwritable: str | None = None
     detection_error: str | None = None
     override: str | None = None
     is_unallowed_root: bool = False
@@ -224,8 +226,16 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
         ("cores", f"{facts.host_cores}{own}"),
         ("threads per rank", f"{threads}; OMP_NUM_THREADS is {facts.omp_threads or 'not set'}"),
         ("torch backends", "; ".join(f"{name} ({use})" for name, use in facts.backends.items()) or "none"),
+        ("streams", _describe_streams(facts)),
         ("GPUs", f"{len(facts.gpus)}: {', '.join(facts.gpus)}" if facts.gpus else "none that torch sees"),
     ]
+
+
+def _describe_streams(facts: Facts) -> str:
+    if facts.unwritable is None:
+        return "written into the receiver's memory, between ranks of this host"
+    why = f"ranks of this host may not write to each other's memory ({facts.unwritable})"
+    return f"sent: {why}, unless their MPI allows it"
 
 
 def _describe_mpirun(facts: Facts) -> str:
@@ -302,6 +312,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
             **{name: _version(name) for name in ("mpi4py", "uvloop")},
         },
         compiled=compiled.describe(),
+        unwritable=direct_writes.obstacle(),
         installation=installation,
         is_unallowed_root=os.geteuid() == 0 and any(environ.get(name) != "1" for name in mpirun.ROOT_VARIABLES),
         path_mpirun=None if ours is None else (ours, mpirun.launcher_flavour(ours)),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import errno
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -312,6 +314,21 @@ def test_a_system_without_the_calls_has_no_neighbours(monkeypatch: pytest.Monkey
     licence = Licence()
     with pytest.raises(OSError, match="no process_vm_readv"):
         Neighbour(licence.pid, licence.address, licence.token)
+
+
+def test_what_stands_in_the_way_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    yama = tmp_path / "ptrace_scope"
+    monkeypatch.setattr(direct_writes, "_YAMA", yama)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert direct_writes.obstacle() is None, "a kernel without Yama"
+    yama.write_text("0\n")
+    assert direct_writes.obstacle() is None
+    yama.write_text("1\n")
+    assert direct_writes.obstacle() == "kernel.yama.ptrace_scope is 1"
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert direct_writes.obstacle() is None, "root may"
+    monkeypatch.setattr(direct_writes.ctypes, "CDLL", lambda *_args, **_options: object())
+    assert direct_writes.obstacle() == "this system has no process_vm_readv"
 
 
 # ------------------------------------------------------------------------------------------------- what a peer may say

@@ -137,6 +137,9 @@ def test_the_report_says_what_was_detected_and_why() -> None:
     assert rows["mpirun"] == "/venv/bin/mpirun (Open MPI, the library matches)"
     assert rows["thread level"].startswith("MPI_THREAD_FUNNELED")
     assert rows["threads per rank"] == "2 for 4 ranks on this host; OMP_NUM_THREADS is 2"
+    assert rows["streams"] == "written into the receiver's memory, between ranks of this host"
+    facts = replace(WELL, unwritable="kernel.yama.ptrace_scope is 1")
+    assert "(kernel.yama.ptrace_scope is 1)" in dict(doctor.describe(facts))["streams"]
     assert rows["GPUs"] == "2: H100, H100"
     assert (
         dict(doctor.describe(replace(WELL, override="local")))["transport"] == "local, from ASYNCDIST_TRANSPORT=local"
