@@ -22,6 +22,7 @@ from typing import Any, Final, ParamSpec, Protocol, TypeVar
 import torch
 
 from asyncdist import checks, streams, tags, wire
+from asyncdist.agreements import Agreements, Join, Objection, Verdict, Withdraw
 from asyncdist.attendance import Attendance
 from asyncdist.channels import Channel, Envelope, Lane, Overflow
 from asyncdist.collectives import Collectives
@@ -33,7 +34,7 @@ from asyncdist.errors import (
     RankLostError,
     RemoteProtocolError,
 )
-from asyncdist.groups import Agreements, Group, Join, Objection, Verdict, Withdraw, check_ranks, next_tag
+from asyncdist.groups import Group, check_ranks, next_tag
 from asyncdist.progress import PROGRESS_BUDGET_S, Engine, EngineStatistics, yield_to_loop
 from asyncdist.scratch import Scratch
 from asyncdist.transports.base import Transport

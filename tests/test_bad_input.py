@@ -28,7 +28,7 @@ from torch import nn
 
 import asyncdist as ad
 import protocols
-from asyncdist import groups
+from asyncdist import agreements
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -394,7 +394,7 @@ def test_models_that_differ_under_a_reserved_coordinator() -> None:
 def test_a_policy_made_on_some_ranks_only_names_the_missing_ones(
     leader_is_missing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(groups, "MEMBER_PATIENCE_S", 0.2)
+    monkeypatch.setattr(agreements, "MEMBER_PATIENCE_S", 0.2)
     missing = {0} if leader_is_missing else {1, 3}
     waiting: set[int] = set(range(4)) - missing
 

@@ -9,8 +9,9 @@ import pytest
 from support.local import worlds, yields
 
 from asyncdist import World, tags
+from asyncdist.agreements import Agreed
 from asyncdist.errors import ClosedError, DisagreementError, LocalProtocolError, RemoteError, StartTimeoutError
-from asyncdist.groups import Agreed, Group, check_ranks, next_tag
+from asyncdist.groups import Group, check_ranks, next_tag
 from asyncdist.simulation import simulate
 from asyncdist.world import Leave
 
@@ -29,7 +30,7 @@ def agree(world: World, ranks: tuple[int, ...], **options: Any) -> Any:
 
 @pytest.fixture
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncdist.groups.MEMBER_PATIENCE_S", 0.1)
+    monkeypatch.setattr("asyncdist.agreements.MEMBER_PATIENCE_S", 0.1)
 
 
 async def test_members_that_agree_get_the_largest_proposal_and_the_values() -> None:

@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("mailboxes", "streams", "transports.granted"),
     ("channels",),
-    ("groups", "transports.gloo"),
+    ("agreements", "groups", "transports.gloo"),
     ("attendance", "folding"),
     ("host_folding",),
     (

@@ -1,0 +1,341 @@
+"""Agreement within a group of ranks.
+
+It is how anything collective starts: every member says what it wants to start, as named values; the leader compares,
+names the first difference or whoever is missing, and answers everyone. So a collective is entered only when all members
+are known to enter it, and a program that would hang elsewhere gets an error that names the rank. Whoever cannot start,
+for its arguments are wrong say, objects: the others get its exception, and do not wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from asyncdist.errors import ClosedError, DisagreementError, StartTimeoutError, remote_error
+from asyncdist.values import words_of
+
+if TYPE_CHECKING:
+    from asyncdist.channels import Channel
+    from asyncdist.progress import Engine
+
+#: How much longer than the leader a member waits, so that it is the leader who names the missing.
+MEMBER_PATIENCE_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Member to leader: I am about to start ``subject`` and these are my values."""
+
+    subject: str
+    values: tuple[tuple[str, str], ...]
+    proposal: int
+
+
+@dataclass(frozen=True, slots=True)
+class Objection:
+    """Member to leader: I cannot start ``subject``, since here it raised this; one of ``size`` members."""
+
+    subject: str
+    size: int
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Leader to member: go (with the agreed number), or why not.
+
+    Attributes:
+        difference: the name of what differs; of an objection, the exception's class.
+        refusal: a sentence; of an objection, what the exception says.
+        objector: the member who objected, -1 where nobody did.
+    """
+
+    subject: str
+    difference: str = ""
+    refusal: str = ""
+    missing: tuple[int, ...] = ()
+    gone: tuple[int, ...] = ()
+    agreed: int = 0
+    objector: int = -1
+
+
+@dataclass(slots=True)
+class _Over:
+    """What has failed before everybody came: what the others are told when they come, and how many they are."""
+
+    verdict: Verdict
+    absent_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Member to member: I shall never start ``subject`` again."""
+
+    subject: str
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What came of an agreement.
+
+    Attributes:
+        number: the largest proposal.
+        values: what all of them said; on a leader who said nothing, what the first member said.
+    """
+
+    number: int
+    values: Mapping[str, str]
+
+
+class Agreements:
+    """All agreements of one rank, over the world's system channel.
+
+    Args:
+        engine: this rank's.
+        channel: sends :class:`Join` and :class:`Verdict`; the world receives from it and calls the ``on_`` methods.
+        rank: this rank.
+    """
+
+    def __init__(self, engine: Engine, channel: Channel[Any], rank: int) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._rank = rank
+        self._joins: dict[str, dict[int, Join]] = {}
+        self._verdicts: dict[str, Verdict] = {}
+        self._over: dict[str, _Over] = {}
+        self._counts: Counter[str] = Counter()
+        self._gone: set[int] = set()
+        self._withdrawn: dict[str, set[int]] = {}
+
+    async def agree(
+        self,
+        ranks: Sequence[int],
+        subject: str,
+        values: Mapping[str, str],
+        *,
+        timeout_s: float | None,
+        leader: int | None = None,
+        proposal: int = 0,
+    ) -> Agreed:
+        """Wait until all ``ranks`` are about to start the same thing.
+
+        Args:
+            ranks: everybody, this rank included.
+            subject: what starts; equal on all ranks. Repetitions are told apart by counting.
+            values: what must be equal on all ranks, by name. A leader who is no member may pass none.
+            timeout_s: how long the leader waits for the last one; None for as long as it takes.
+            leader: who compares; the first of ``ranks`` by default.
+            proposal: a number; the largest is what everyone gets.
+
+        Raises:
+            StartTimeoutError: naming the ranks that did not come.
+            DisagreementError: naming the first difference.
+            ClosedError: a member has left for good.
+            RemoteError: a member has objected.
+        """
+        leader = ranks[0] if leader is None else leader
+        subject = _full(subject, ranks)
+        join = Join(self._next_time(subject), tuple(sorted(values.items())), proposal)
+        gone = _Gone(ranks, self._gone, self._withdrawn.setdefault(subject, set()))
+        deadline = None if timeout_s is None else self._engine.loop.time() + timeout_s
+        if self._rank == leader:
+            verdict, first = await self._lead(ranks, join, gone, deadline)
+        else:
+            verdict, first = await self._follow(leader, join, gone, deadline), join
+        _check(verdict, subject, timeout_s)
+        return Agreed(verdict.agreed, dict(first.values))
+
+    def object(self, ranks: Sequence[int], subject: str, error: BaseException) -> None:
+        """In place of :meth:`agree`: this rank cannot start ``subject``, and the others are to get ``error``."""
+        leader, full = ranks[0], _full(subject, ranks)
+        objection = Objection(self._next_time(full), len(ranks), *words_of(error))
+        if leader == self._rank:
+            self.on_objection(objection, leader)
+        elif leader not in self._gone:
+            self._channel.send_nowait(objection, leader)
+
+    @contextlib.contextmanager
+    def objecting(self, ranks: Sequence[int], subject: str) -> Iterator[None]:
+        """Check what is passed to a collective, before :meth:`agree`: a mistake is raised here, and told the others."""
+        try:
+            yield
+        except Exception as error:
+            self.object(ranks, subject, error)
+            raise
+
+    def withdraw(self, ranks: Sequence[int], subject: str) -> None:
+        """Never agree to ``subject`` again: the other ``ranks`` get ClosedError when they try."""
+        full = _full(subject, ranks)
+        for rank in ranks:
+            if rank != self._rank and rank not in self._gone:
+                self._channel.send_nowait(Withdraw(full), rank)
+
+    def _next_time(self, subject: str) -> str:
+        """The subject of this time: repetitions are told apart by counting."""
+        self._counts[subject] += 1
+        return f"{subject}, time {self._counts[subject]}"
+
+    async def _lead(
+        self, ranks: Sequence[int], join: Join, gone: _Gone, deadline: float | None
+    ) -> tuple[Verdict, Join]:
+        over = self._come_late(join.subject)
+        if over is not None:
+            return over, join
+        joins = self._joins.setdefault(join.subject, {})
+        joins[self._rank] = join
+        await self._engine.until(
+            lambda: len(joins) == len(ranks) or join.subject in self._verdicts or bool(gone.ranks()),
+            f"{join.subject}: the other ranks",
+            deadline=deadline,
+        )
+        over = self._verdicts.pop(join.subject, None)
+        if over is not None:
+            return over, join
+        del self._joins[join.subject]
+        missing = tuple(rank for rank in ranks if rank not in joins)
+        said = [rank for rank in ranks if rank in joins and joins[rank].values] or [self._rank]
+        name, refusal = _first_difference(joins, said)
+        verdict = Verdict(
+            subject=join.subject,
+            difference=name,
+            refusal="" if missing else refusal,
+            missing=missing,
+            gone=gone.ranks(),
+            agreed=max(entry.proposal for entry in joins.values()),
+        )
+        for rank in joins:
+            if rank != self._rank and rank not in self._gone:
+                self._channel.send_nowait(verdict, rank)
+        if missing:
+            self._over[join.subject] = _Over(verdict, len(missing))
+        return verdict, joins[said[0]]
+
+    async def _follow(self, leader: int, join: Join, gone: _Gone, deadline: float | None) -> Verdict:
+        if leader not in gone.ranks():
+            self._channel.send_nowait(join, leader)
+        if deadline is not None:
+            deadline += MEMBER_PATIENCE_S
+        await self._engine.until(
+            lambda: join.subject in self._verdicts or leader in gone.ranks(),
+            f"{join.subject}: the verdict of rank {leader}",
+            deadline=deadline,
+        )
+        verdict = self._verdicts.pop(join.subject, None)
+        if verdict is not None:
+            return verdict
+        if leader in gone.ranks():
+            return Verdict(join.subject, gone=(leader,))
+        return Verdict(join.subject, missing=(leader,))
+
+    def on_join(self, join: Join, source: int) -> None:
+        """A member has come to a meeting that this rank leads, or will lead."""
+        over = self._come_late(join.subject)
+        if over is None:
+            self._joins.setdefault(join.subject, {})[source] = join
+        else:  # it was decided without this member, who would wait for ever
+            self._channel.send_nowait(over, source)
+
+    def on_objection(self, objection: Objection, source: int) -> None:
+        """A member cannot start what this rank leads: all who have come are told now, the others when they come."""
+        subject = objection.subject
+        if self._come_late(subject) is not None:
+            return  # another one has objected first
+        verdict = Verdict(subject, difference=objection.kind, refusal=objection.text, objector=source)
+        joins = self._joins.pop(subject, {})
+        absent_count = objection.size - 1 - len(joins)
+        if absent_count:
+            self._over[subject] = _Over(verdict, absent_count)
+        for rank in joins:
+            if rank == self._rank:
+                self.on_verdict(verdict)
+            elif rank not in self._gone:
+                self._channel.send_nowait(verdict, rank)
+
+    def _come_late(self, subject: str) -> Verdict | None:
+        """What a member is told who comes when all is over; forgotten once the last one has come."""
+        over = self._over.get(subject)
+        if over is None:
+            return None
+        over.absent_count -= 1
+        if not over.absent_count:
+            del self._over[subject]
+        return over.verdict
+
+    def on_verdict(self, verdict: Verdict) -> None:
+        """A leader has decided."""
+        self._verdicts[verdict.subject] = verdict
+
+    def on_withdraw(self, subject: str, source: int) -> None:
+        """A member will not start this again."""
+        self._withdrawn.setdefault(subject, set()).add(source)
+
+    def on_gone(self, rank: int) -> None:
+        """``rank`` has left or is lost: it will come to no meeting any more."""
+        self._gone.add(rank)
+        self._engine.recheck()
+
+
+class _Gone:
+    """Those of ``ranks`` that will not come: they have left the world, or withdrawn from the subject."""
+
+    def __init__(self, ranks: Sequence[int], left: set[int], withdrawn: set[int]) -> None:
+        self._ranks = ranks
+        self._left = left
+        self._withdrawn = withdrawn
+
+    def ranks(self) -> tuple[int, ...]:
+        if not self._left and not self._withdrawn:
+            return ()
+        return tuple(rank for rank in self._ranks if rank in self._left or rank in self._withdrawn)
+
+
+def _full(subject: str, ranks: Sequence[int]) -> str:
+    """The subject with its group. It travels in every message of an agreement, so runs of ranks are written short."""
+    return f"{subject} on ranks {_runs(tuple(ranks))}"
+
+
+@functools.lru_cache(64)
+def _runs(ranks: tuple[int, ...]) -> str:
+    """``0,2,4-9``: two ranks or more that follow each other as their ends."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    return ",".join("-".join(map(str, run)) for run in runs)
+
+
+def _first_difference(joins: Mapping[int, Join], ranks: Sequence[int]) -> tuple[str, str]:
+    """What some rank says otherwise than the first one: its name, and a sentence. Both empty when they agree."""
+    first = ranks[0]
+    expected = dict(joins[first].values)
+    for rank in ranks[1:]:
+        given = dict(joins[rank].values)
+        for name in sorted(expected.keys() | given.keys()):
+            mine, theirs = expected.get(name, "nothing"), given.get(name, "nothing")
+            if mine != theirs:
+                return name, f"{name} is {mine} on rank {first} and {theirs} on rank {rank}"
+    return "", ""
+
+
+def _check(verdict: Verdict, subject: str, timeout_s: float | None) -> None:
+    if verdict.objector >= 0:
+        raise remote_error(verdict.objector, verdict.difference, verdict.refusal)
+    if verdict.gone:
+        raise ClosedError(f"{subject}: {_name(verdict.gone)} left", ranks=verdict.gone)
+    if verdict.missing:
+        raise StartTimeoutError(
+            f"{subject}: {_name(verdict.missing)} did not come within {timeout_s or 0:g} s", missing=verdict.missing
+        )
+    if verdict.refusal:
+        raise DisagreementError(f"{subject}: {verdict.refusal}", difference=verdict.difference)
+
+
+def _name(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
