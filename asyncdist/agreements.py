@@ -11,11 +11,18 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from asyncdist.errors import ClosedError, DisagreementError, StartTimeoutError, remote_error
+from asyncdist.errors import (
+    BusyError,
+    ClosedError,
+    DisagreementError,
+    RankLostError,
+    StartTimeoutError,
+    remote_error,
+)
 from asyncdist.values import words_of
 
 if TYPE_CHECKING:
@@ -24,6 +31,11 @@ if TYPE_CHECKING:
 
 #: How much longer than the leader a member waits, so that it is the leader who names the missing.
 MEMBER_PATIENCE_S: Final = 5.0
+#: Between a subject and how often it was started.
+_TIME: Final = ", time "
+
+#: Some ranks in their order, short also where there are thousands: the first and the last of those without a gap.
+Runs: TypeAlias = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +49,14 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Objection:
-    """Member to leader: I cannot start ``subject``, since here it raised this; one of ``size`` members."""
+    """Member to leader: I cannot start ``subject``, since here it raised this.
+
+    Attributes:
+        members: who was to start it.
+    """
 
     subject: str
-    size: int
+    members: Runs
     kind: str
     text: str
 
@@ -66,10 +82,10 @@ class Verdict:
 
 @dataclass(slots=True)
 class _Over:
-    """What has failed before everybody came: what the others are told when they come, and how many they are."""
+    """What has failed before everybody came: what the others are told when they come, and who they are."""
 
     verdict: Verdict
-    absent_count: int
+    absent: set[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +169,7 @@ class Agreements:
     def object(self, ranks: Sequence[int], subject: str, error: BaseException) -> None:
         """In place of :meth:`agree`: this rank cannot start ``subject``, and the others are to get ``error``."""
         leader, full = ranks[0], _full(subject, ranks)
-        objection = Objection(self._next_time(full), len(ranks), *words_of(error))
+        objection = Objection(self._next_time(full), _runs(tuple(ranks)), *words_of(error))
         if leader == self._rank:
             self.on_objection(objection, leader)
         elif leader not in self._gone:
@@ -178,12 +194,12 @@ class Agreements:
     def _next_time(self, subject: str) -> str:
         """The subject of this time: repetitions are told apart by counting."""
         self._counts[subject] += 1
-        return f"{subject}, time {self._counts[subject]}"
+        return f"{subject}{_TIME}{self._counts[subject]}"
 
     async def _lead(
         self, ranks: Sequence[int], join: Join, gone: _Gone, deadline: float | None
     ) -> tuple[Verdict, Join]:
-        over = self._come_late(join.subject)
+        over = self._come_late(join.subject, self._rank)
         if over is not None:
             return over, join
         joins = self._joins.setdefault(join.subject, {})
@@ -211,8 +227,7 @@ class Agreements:
         for rank in joins:
             if rank != self._rank and rank not in self._gone:
                 self._channel.send_nowait(verdict, rank)
-        if missing:
-            self._over[join.subject] = _Over(verdict, len(missing))
+        self._keep_for(missing, verdict)
         return verdict, joins[said[0]]
 
     async def _follow(self, leader: int, join: Join, gone: _Gone, deadline: float | None) -> Verdict:
@@ -234,7 +249,9 @@ class Agreements:
 
     def on_join(self, join: Join, source: int) -> None:
         """A member has come to a meeting that this rank leads, or will lead."""
-        over = self._come_late(join.subject)
+        if source in self._gone:
+            return  # lost since it sent this
+        over = self._come_late(join.subject, source)
         if over is None:
             self._joins.setdefault(join.subject, {})[source] = join
         else:  # it was decided without this member, who would wait for ever
@@ -243,28 +260,46 @@ class Agreements:
     def on_objection(self, objection: Objection, source: int) -> None:
         """A member cannot start what this rank leads: all who have come are told now, the others when they come."""
         subject = objection.subject
-        if self._come_late(subject) is not None:
+        if self._come_late(subject, source) is not None:
             return  # another one has objected first
         verdict = Verdict(subject, difference=objection.kind, refusal=objection.text, objector=source)
         joins = self._joins.pop(subject, {})
-        absent_count = objection.size - 1 - len(joins)
-        if absent_count:
-            self._over[subject] = _Over(verdict, absent_count)
+        self._keep_for(_ranks_of(objection.members) - joins.keys() - {source}, verdict)
         for rank in joins:
             if rank == self._rank:
                 self.on_verdict(verdict)
             elif rank not in self._gone:
                 self._channel.send_nowait(verdict, rank)
 
-    def _come_late(self, subject: str) -> Verdict | None:
-        """What a member is told who comes when all is over; forgotten once the last one has come."""
+    def _keep_for(self, absent: Iterable[int], verdict: Verdict) -> None:
+        """Keep a verdict for those who have not come yet, and may."""
+        coming = set(absent) - self._gone - self._withdrawn.get(_without_time(verdict.subject), set())
+        if coming:
+            self._over[verdict.subject] = _Over(verdict, coming)
+
+    def _come_late(self, subject: str, rank: int) -> Verdict | None:
+        """What a member is told who comes when all is over."""
         over = self._over.get(subject)
         if over is None:
             return None
-        over.absent_count -= 1
-        if not over.absent_count:
-            del self._over[subject]
+        self._expect_no_more(rank, [subject])
         return over.verdict
+
+    def _expect_no_more(self, rank: int, subjects: Iterable[str]) -> None:
+        """``rank`` has come, or never will: a verdict is forgotten with the last one for whom it was kept."""
+        for subject in subjects:
+            over = self._over[subject]
+            over.absent.discard(rank)
+            if not over.absent:
+                del self._over[subject]
+
+    def leave(self) -> None:
+        """This rank answers nobody any more: what has failed is told now to those who may come to it yet."""
+        for over in self._over.values():
+            for rank in sorted(over.absent - {self._rank}):
+                with contextlib.suppress(RankLostError, BusyError):
+                    self._channel.send_nowait(over.verdict, rank)
+        self._over.clear()
 
     def on_verdict(self, verdict: Verdict) -> None:
         """A leader has decided."""
@@ -273,10 +308,16 @@ class Agreements:
     def on_withdraw(self, subject: str, source: int) -> None:
         """A member will not start this again."""
         self._withdrawn.setdefault(subject, set()).add(source)
+        self._expect_no_more(source, [timed for timed in self._over if _without_time(timed) == subject])
 
     def on_gone(self, rank: int) -> None:
         """``rank`` has left or is lost: it will come to no meeting any more."""
         self._gone.add(rank)
+        self._expect_no_more(rank, list(self._over))
+        for subject, joins in list(self._joins.items()):  # it gave up waiting
+            joins.pop(rank, None)
+            if not joins:
+                del self._joins[subject]
         self._engine.recheck()
 
 
@@ -296,19 +337,34 @@ class _Gone:
 
 def _full(subject: str, ranks: Sequence[int]) -> str:
     """The subject with its group. It travels in every message of an agreement, so runs of ranks are written short."""
-    return f"{subject} on ranks {_runs(tuple(ranks))}"
+    return f"{subject} on ranks {_in_words(_runs(tuple(ranks)))}"
+
+
+def _without_time(subject: str) -> str:
+    """What all repetitions have in common."""
+    return subject.rpartition(_TIME)[0]
 
 
 @functools.lru_cache(64)
-def _runs(ranks: tuple[int, ...]) -> str:
-    """``0,2,4-9``: two ranks or more that follow each other as their ends."""
-    runs: list[list[int]] = []
+def _runs(ranks: tuple[int, ...]) -> Runs:
+    """Ranks that follow each other as the first and the last of them."""
+    runs: list[tuple[int, int]] = []
     for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], rank)
         else:
-            runs.append([rank])
-    return ",".join("-".join(map(str, run)) for run in runs)
+            runs.append((rank, rank))
+    return tuple(runs)
+
+
+def _ranks_of(runs: Runs) -> set[int]:
+    return {rank for first, last in runs for rank in range(first, last + 1)}
+
+
+@functools.lru_cache(64)
+def _in_words(runs: Runs) -> str:
+    """``0,2,4-9``."""
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def _first_difference(joins: Mapping[int, Join], ranks: Sequence[int]) -> tuple[str, str]:

@@ -44,7 +44,7 @@ from asyncdist.supervision import (
 from asyncdist.transports.base import Transport
 from asyncdist.transports.local import LocalHub
 from asyncdist.waits import EndWatch
-from asyncdist.world import Failed, Farewell, Leave, World, _current_world
+from asyncdist.world import Failed, Farewell, World, _current_world
 
 logger = logging.getLogger("asyncdist.runtime")
 
@@ -340,7 +340,7 @@ def _is_everybody(world: World, *groups: Collection[int]) -> bool:
 
 async def _leave(world: World, transport: Transport) -> list[str]:
     """The clean end: farewells, services, barrier, receives. Returns what was left over."""
-    world.announce(Leave(world.attendance.started(), world.attendance.lost))
+    world.leave()
     world.refuse_streams()
     await world.engine.until(lambda: world.service_count == 0, "the services of this rank to end")
     # Before the barrier, while the peers still take what comes; after it a message may find nobody.

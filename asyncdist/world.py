@@ -537,6 +537,11 @@ class World:
                 self.mark_gone(source)
         self.engine.recheck()
 
+    def leave(self) -> None:
+        """Tell every peer that main has returned here, and before it what else they have to know of this rank."""
+        self.agreements.leave()
+        self.announce(Leave(self.attendance.started(), self.attendance.lost))
+
     def announce(self, message: Leave | Failed | Farewell) -> None:
         """Tell every peer that can still hear it."""
         lost = self._transport.lost_ranks()

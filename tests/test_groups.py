@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.local import worlds, yields
 
+import asyncdist as ad
 from asyncdist import World, tags
 from asyncdist.agreements import Agreed
 from asyncdist.errors import ClosedError, DisagreementError, LocalProtocolError, RemoteError, StartTimeoutError
@@ -213,6 +214,87 @@ async def test_whoever_comes_after_a_timeout_is_told_and_nothing_is_kept() -> No
         await yields(5)
         assert not made[0].agreements._over
         assert await outcomes(*(agree(world, (0, 1)) for world in made)) == [Agreed(0, {})] * 2
+
+
+def nothing_is_kept(world: World) -> bool:
+    agreements = world.agreements
+    return not agreements._over and not agreements._joins and not agreements._verdicts
+
+
+@pytest.mark.parametrize("first", ["leaves", "objects"])
+@pytest.mark.parametrize("how", ["leaves the world", "withdraws"])
+async def test_what_was_objected_to_is_not_kept_for_those_who_never_come(first: str, how: str) -> None:
+    """Whoever had left was counted among those who were still to be told: each such meeting was kept for ever."""
+    async with worlds(3) as made:
+        ranks = (0, 1, 2)
+
+        async def leave() -> None:
+            if how == "withdraws":
+                made[2].agreements.withdraw(ranks, "policy")
+            else:
+                made[2].leave()
+            await yields(5)
+
+        async def object_to_it() -> None:
+            made[1].agreements.object(ranks, "policy", ValueError("no"))
+            await yields(5)
+
+        for act in (leave, object_to_it) if first == "leaves" else (object_to_it, leave):
+            await act()
+        assert not nothing_is_kept(made[0]), "the leader has not come"
+        [error] = await outcomes(agree(made[0], ranks))
+        assert isinstance(error, RemoteError) and error.rank == 1
+        assert nothing_is_kept(made[0])
+
+
+@pytest.mark.parametrize("how", ["leaves the world", "withdraws"])
+async def test_a_meeting_without_one_who_has_left_is_not_kept(how: str) -> None:
+    """Neither where the leader came too late for a member, which had given up and left."""
+    async with worlds(3) as made:
+        ranks = (0, 1, 2)
+        came = asyncio.ensure_future(agree(made[2], ranks))
+        await yields(5)
+        came.cancel()
+        made[2].leave() if how == "leaves the world" else made[2].agreements.withdraw(ranks, "policy")
+        await yields(5)
+        for _ in range(3):
+            for error in await outcomes(agree(made[0], ranks), agree(made[1], ranks)):
+                assert isinstance(error, ClosedError) and error.ranks == (2,)
+        assert nothing_is_kept(made[0])
+
+
+@pytest.mark.parametrize("objector", [0, 1])
+async def test_an_objection_is_heard_by_those_who_come_when_its_leader_has_left(objector: int) -> None:
+    """They were told that the leader had left, as if that had been the reason."""
+    async with worlds(3) as made:
+        made[objector].agreements.object((0, 1, 2), "policy", ValueError("no"))
+        await yields(5)
+        for rank in {0, objector}:
+            made[rank].leave()
+        await yields(5)
+        late = [world for world in made if world.rank not in (0, objector)]
+        for error in await outcomes(*(agree(world, (0, 1, 2), timeout_s=None) for world in late)):
+            assert isinstance(error, RemoteError) and (error.rank, error.text) == (objector, "no")
+        assert all(map(nothing_is_kept, (made[0], *late)))
+        for error in await outcomes(*(agree(world, (0, 1, 2), timeout_s=None) for world in late)):
+            assert isinstance(error, ClosedError), "and the next time it is not there"
+
+
+def test_a_mistake_that_its_rank_catches_is_heard_after_it_has_left() -> None:
+    async def main(world: World) -> str:
+        if world.rank == 0:
+            with pytest.raises(ValueError, match="7 places"):
+                await ad.new_mesh({"POP": 7})
+            return ""
+        while 0 not in world.left:
+            await world.safe_point()
+        with pytest.raises(RemoteError, match="7 places") as caught:
+            await ad.new_mesh({"POP": 3})
+        return caught.value.kind
+
+    for seed in range(10):
+        assert simulate(main, ranks=3, seed=seed).results == ("", "ValueError", "ValueError")
+    assert ad.run_local(main, ranks=3, strict=True) == ["", "ValueError", "ValueError"]
 
 
 async def test_a_group_knows_its_ranks_and_has_a_tag_of_its_own() -> None:
