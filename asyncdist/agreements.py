@@ -4,6 +4,10 @@ It is how anything collective starts: every member says what it wants to start, 
 names the first difference or whoever is missing, and answers everyone. So a collective is entered only when all members
 are known to enter it, and a program that would hang elsewhere gets an error that names the rank. Whoever cannot start,
 for its arguments are wrong say, objects: the others get its exception, and do not wait.
+
+Nobody can know that members mean the same thing where they name different groups. But of what a rank starts one after
+the other (``alone``), groups above all, two ranks that wait for each other in different ones will do so for ever: a
+leader that has waited for a second tells the missing who waits for them, and one that sees itself so entangled says so.
 """
 
 from __future__ import annotations
@@ -31,6 +35,10 @@ if TYPE_CHECKING:
 
 #: How much longer than the leader a member waits, so that it is the leader who names the missing.
 MEMBER_PATIENCE_S: Final = 5.0
+#: How long a leader waits for a member before it tells it so, and each time after that. Most have come long before.
+REMIND_AFTER_S: Final = 1.0
+#: Of thousands that are missing so many are told: one of them that sees what is wrong suffices.
+_REMINDED_COUNT_MAX: Final = 16
 #: Between a subject and how often it was started.
 _TIME: Final = ", time "
 
@@ -53,12 +61,29 @@ class Objection:
 
     Attributes:
         members: who was to start it.
+        kind: the exception's class; empty where members disagree.
+        text: what it says.
     """
 
     subject: str
     members: Runs
     kind: str
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reminder:
+    """Leader to a member that is missing: these wait for you.
+
+    Attributes:
+        subject: in which, without the time.
+        members: all who are to start it.
+        present: those who have come.
+    """
+
+    subject: str
+    members: Runs
+    present: Runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +120,22 @@ class Withdraw:
     subject: str
 
 
+@dataclass(slots=True)
+class _Alone:
+    """What this rank is starting, and starts nothing beside.
+
+    Attributes:
+        join: what it says.
+        ranks: who is to start it.
+        rival: where another one waits for this rank in another one, while this one waits for it: that subject, its
+            members, and both in a sentence.
+    """
+
+    join: Join
+    ranks: Sequence[int]
+    rival: tuple[str, Runs, str] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Agreed:
     """What came of an agreement.
@@ -127,6 +168,7 @@ class Agreements:
         self._counts: Counter[str] = Counter()
         self._gone: set[int] = set()
         self._withdrawn: dict[str, set[int]] = {}
+        self._alone: _Alone | None = None
 
     async def agree(
         self,
@@ -137,6 +179,7 @@ class Agreements:
         timeout_s: float | None,
         leader: int | None = None,
         proposal: int = 0,
+        alone: bool = False,
     ) -> Agreed:
         """Wait until all ``ranks`` are about to start the same thing.
 
@@ -147,10 +190,11 @@ class Agreements:
             timeout_s: how long the leader waits for the last one; None for as long as it takes.
             leader: who compares; the first of ``ranks`` by default.
             proposal: a number; the largest is what everyone gets.
+            alone: no rank starts anything else with ``alone`` meanwhile; the caller sees to that.
 
         Raises:
             StartTimeoutError: naming the ranks that did not come.
-            DisagreementError: naming the first difference.
+            DisagreementError: naming the first difference; or two members wait for each other in different ones.
             ClosedError: a member has left for good.
             RemoteError: a member has objected.
         """
@@ -159,21 +203,29 @@ class Agreements:
         join = Join(self._next_time(subject), tuple(sorted(values.items())), proposal)
         gone = _Gone(ranks, self._gone, self._withdrawn.setdefault(subject, set()))
         deadline = None if timeout_s is None else self._engine.loop.time() + timeout_s
-        if self._rank == leader:
-            verdict, first = await self._lead(ranks, join, gone, deadline)
-        else:
-            verdict, first = await self._follow(leader, join, gone, deadline), join
+        with self._starting_alone(join, ranks) if alone else contextlib.nullcontext() as start:
+            if self._rank == leader:
+                verdict, first = await self._lead(ranks, join, gone, deadline)
+            else:
+                verdict, first = await self._follow(leader, join, gone, deadline), join
+        if start is not None and start.rival is not None:
+            self._object_to_rival(*start.rival, verdict)
         _check(verdict, subject, timeout_s)
         return Agreed(verdict.agreed, dict(first.values))
 
+    @contextlib.contextmanager
+    def _starting_alone(self, join: Join, ranks: Sequence[int]) -> Iterator[_Alone]:
+        assert self._alone is None, f"{join.subject} is started beside {self._alone}"
+        self._alone = _Alone(join, ranks)
+        try:
+            yield self._alone
+        finally:
+            self._alone = None
+
     def object(self, ranks: Sequence[int], subject: str, error: BaseException) -> None:
         """In place of :meth:`agree`: this rank cannot start ``subject``, and the others are to get ``error``."""
-        leader, full = ranks[0], _full(subject, ranks)
-        objection = Objection(self._next_time(full), _runs(tuple(ranks)), *words_of(error))
-        if leader == self._rank:
-            self.on_objection(objection, leader)
-        elif leader not in self._gone:
-            self._channel.send_nowait(objection, leader)
+        full = _full(subject, ranks)
+        self._object(Objection(self._next_time(full), _runs(tuple(ranks)), *words_of(error)), ranks[0])
 
     @contextlib.contextmanager
     def objecting(self, ranks: Sequence[int], subject: str) -> Iterator[None]:
@@ -183,6 +235,12 @@ class Agreements:
         except Exception as error:
             self.object(ranks, subject, error)
             raise
+
+    def _object(self, objection: Objection, leader: int) -> None:
+        if leader == self._rank:
+            self.on_objection(objection, leader)
+        elif leader not in self._gone:
+            self._channel.send_nowait(objection, leader)
 
     def withdraw(self, ranks: Sequence[int], subject: str) -> None:
         """Never agree to ``subject`` again: the other ``ranks`` get ClosedError when they try."""
@@ -204,11 +262,7 @@ class Agreements:
             return over, join
         joins = self._joins.setdefault(join.subject, {})
         joins[self._rank] = join
-        await self._engine.until(
-            lambda: len(joins) == len(ranks) or join.subject in self._verdicts or bool(gone.ranks()),
-            f"{join.subject}: the other ranks",
-            deadline=deadline,
-        )
+        await self._until_all_have_come(ranks, join.subject, joins, gone, deadline)
         over = self._verdicts.pop(join.subject, None)
         if over is not None:
             return over, join
@@ -229,6 +283,26 @@ class Agreements:
                 self._channel.send_nowait(verdict, rank)
         self._keep_for(missing, verdict)
         return verdict, joins[said[0]]
+
+    async def _until_all_have_come(
+        self, ranks: Sequence[int], subject: str, joins: Mapping[int, Join], gone: _Gone, deadline: float | None
+    ) -> None:
+        """Or it is clear that they never will, or time is up."""
+
+        def is_over() -> bool:
+            return len(joins) == len(ranks) or subject in self._verdicts or bool(gone.ranks())
+
+        time, what = self._engine.loop.time, f"{subject}: the other ranks"
+        while self._alone is not None and self._alone.join.subject == subject:
+            remind_at = time() + REMIND_AFTER_S
+            if deadline is not None and deadline <= remind_at:
+                break
+            if await self._engine.until(is_over, what, deadline=remind_at):
+                return
+            reminder = Reminder(_without_time(subject), _runs(tuple(ranks)), _runs(tuple(sorted(joins))))
+            for rank in [rank for rank in ranks if rank not in joins][:_REMINDED_COUNT_MAX]:
+                self._channel.send_nowait(reminder, rank)
+        await self._engine.until(is_over, what, deadline=deadline)
 
     async def _follow(self, leader: int, join: Join, gone: _Gone, deadline: float | None) -> Verdict:
         if leader not in gone.ranks():
@@ -262,7 +336,12 @@ class Agreements:
         subject = objection.subject
         if self._come_late(subject, source) is not None:
             return  # another one has objected first
-        verdict = Verdict(subject, difference=objection.kind, refusal=objection.text, objector=source)
+        if objection.kind:
+            verdict = Verdict(subject, difference=objection.kind, refusal=objection.text, objector=source)
+        elif self._has_led(subject):
+            return  # all had come; its verdict is under way
+        else:
+            verdict = Verdict(subject, difference="ranks", refusal=objection.text)
         joins = self._joins.pop(subject, {})
         self._keep_for(_ranks_of(objection.members) - joins.keys() - {source}, verdict)
         for rank in joins:
@@ -270,6 +349,31 @@ class Agreements:
                 self.on_verdict(verdict)
             elif rank not in self._gone:
                 self._channel.send_nowait(verdict, rank)
+
+    def on_reminder(self, reminder: Reminder) -> None:
+        """Others wait for this rank. It is in vain where this rank waits for one of them, in something else."""
+        alone = self._alone
+        if alone is None or alone.rival is not None or reminder.subject == _without_time(alone.join.subject):
+            return
+        entangled = _ranks_of(reminder.present).intersection(alone.ranks)
+        if entangled:
+            text = (
+                f"rank {min(entangled)} starts {reminder.subject!r}, rank {self._rank} "
+                f"{_without_time(alone.join.subject)!r}, and each waits for the other; "
+                "allowed: equal ranks, in one order, on all of them"
+            )
+            alone.rival = reminder.subject, reminder.members, text
+            self._object(Objection(alone.join.subject, _runs(tuple(alone.ranks)), "", text), alone.ranks[0])
+
+    def _object_to_rival(self, subject: str, members: Runs, text: str, verdict: Verdict) -> None:
+        """Tell those who wait in it too, unless what this rank has waited in came about all the same."""
+        if verdict.refusal == text:
+            self._object(Objection(self._next_time(subject), members, "", text), members[0][0])
+
+    def _has_led(self, subject: str) -> bool:
+        """Whether this rank has come to what it leads, and gone on."""
+        full, _, time = subject.rpartition(_TIME)
+        return int(time) <= self._counts[full] and self._rank not in self._joins.get(subject, {})
 
     def _keep_for(self, absent: Iterable[int], verdict: Verdict) -> None:
         """Keep a verdict for those who have not come yet, and may."""

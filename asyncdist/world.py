@@ -22,7 +22,7 @@ from typing import Any, Final, ParamSpec, Protocol, TypeVar
 import torch
 
 from asyncdist import checks, streams, tags, wire
-from asyncdist.agreements import Agreements, Join, Objection, Verdict, Withdraw
+from asyncdist.agreements import Agreements, Join, Objection, Reminder, Verdict, Withdraw
 from asyncdist.attendance import Attendance
 from asyncdist.channels import Channel, Envelope, Lane, Overflow
 from asyncdist.collectives import Collectives
@@ -176,12 +176,13 @@ class World:
         self._failure_listeners: list[Callable[[int, str], None]] = []
         self._defect_listeners: list[Callable[[BaseException], None]] = []
         self._next_group_tag = tags.COLLECTIVE_FIRST + 1
+        self._making_a_group = asyncio.Lock()
         self._task_group: asyncio.TaskGroup | None = None
         self._services: set[asyncio.Task[Any]] = set()
         self._executor: ThreadPoolExecutor | None = None
         self._compute_count = 0
         self._system: Channel[Any] = self.open_channel(
-            Join | Verdict | Withdraw | Leave | Failed | Farewell | Objection,
+            Join | Verdict | Withdraw | Leave | Failed | Farewell | Objection | Reminder,
             tag=tags.CONTROL,
             scope=wire.scope_of(group.ranks, "system", 0),
             name="system",
@@ -461,17 +462,22 @@ class World:
     async def new_group(self, ranks: Sequence[int], *, timeout_s: float = _GROUP_TIMEOUT_S) -> Group:
         """Make a group. Collective among ``ranks``, which all pass the same list; the others take no part.
 
+        **Ordering**: a rank makes one group after the other, those that its tasks ask for together in the order in
+        which they do. Ranks that are in several of them make these in the same order.
+
         Raises:
             LocalProtocolError: the list is no group, or this rank is not in it.
+            DisagreementError: two ranks wait for each other with different lists, or in another order.
             StartTimeoutError: some members did not come in time.
         """
         members = check_ranks(ranks, rank=self.rank, size=self.size)
-        agreed = await self.agreements.agree(
-            members, "new group", {}, timeout_s=timeout_s, proposal=self._next_group_tag
-        )
-        tag = agreed.number
-        self._next_group_tag = next_tag(tag)
-        native = self._transport.new_group(members, tag)
+        async with self._making_a_group:  # two at once would be given one tag
+            agreed = await self.agreements.agree(
+                members, "new group", {}, timeout_s=timeout_s, proposal=self._next_group_tag, alone=True
+            )
+            tag = agreed.number
+            self._next_group_tag = next_tag(tag)
+            native = self._transport.new_group(members, tag)
         return Group(members, members.index(self.rank), tag, native)
 
     # -- leaving and failing ----------------------------------------------------------------------------------------
@@ -519,6 +525,8 @@ class World:
                 self.agreements.on_verdict(verdict)
             case Objection() as objection:
                 self.agreements.on_objection(objection, source)
+            case Reminder() as reminder:
+                self.agreements.on_reminder(reminder)
             case Withdraw(subject):
                 self.agreements.on_withdraw(subject, source)
             case Leave(started, lost):

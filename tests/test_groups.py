@@ -13,7 +13,7 @@ from asyncdist import World, tags
 from asyncdist.agreements import Agreed
 from asyncdist.errors import ClosedError, DisagreementError, LocalProtocolError, RemoteError, StartTimeoutError
 from asyncdist.groups import Group, check_ranks, next_tag
-from asyncdist.simulation import simulate
+from asyncdist.simulation import Delay, simulate
 from asyncdist.world import Leave
 
 NOBODY_COMES_S = 0.05
@@ -358,3 +358,93 @@ async def test_subjects_name_each_rank_of_the_group_all_the_same() -> None:
     async with worlds(6) as made:
         found = await outcomes(*(agree(made[rank], (0, 1, 2, 5), timeout_s=NOBODY_COMES_S) for rank in (0, 1, 2)))
         assert {str(error).partition(" did not")[0] for error in found} == {"policy on ranks 0-2,5: rank 5"}
+
+
+# ---------------------------------------------------------------------------------------------------- lists that differ
+
+
+@pytest.mark.parametrize(
+    "lists",
+    [
+        {0: [[0, 1]], 1: [[1, 0]]},
+        {0: [[0, 1]], 1: [[0, 1, 2]], 2: [[0, 1, 2]]},
+        {0: [[0, 1, 2]], 1: [[0, 1, 2]], 2: [[1, 2]]},
+        {0: [[0, 1], [0, 1, 2]], 1: [[0, 1, 2], [0, 1]], 2: [[0, 1, 2]]},
+    ],
+    ids=str,
+)
+def test_lists_that_differ_are_told_at_once(lists: dict[int, list[list[int]]]) -> None:
+    """Each waited for the other for a minute, and was then told that the other had not come."""
+
+    async def main(world: World) -> None:
+        with pytest.raises(DisagreementError, match="and each waits for the other") as caught:
+            for ranks in lists[world.rank]:
+                await ad.new_group(ranks)
+        assert caught.value.facts["difference"] == "ranks"
+
+    for seed in range(10):
+        report = simulate(main, ranks=len(lists), seed=seed, strict=True)
+        assert report.results == (None,) * len(lists)
+        assert report.virtual_time_s < 10
+
+
+def test_a_rank_that_waits_elsewhere_for_somebody_else_is_waited_for() -> None:
+    async def main(world: World) -> int:
+        if world.rank == 1:
+            await asyncio.sleep(20)
+        groups = [await ad.new_group(ranks) for ranks in ([1, 3], [2, 3, 0]) if world.rank in ranks]
+        return len(groups)
+
+    report = simulate(main, ranks=4, strict=True)
+    assert report.results == (1, 1, 1, 2)
+    assert report.virtual_time_s > 20
+
+
+def test_who_starts_what_is_named_where_lists_differ() -> None:
+    async def main(world: World) -> str:
+        with pytest.raises(DisagreementError) as caught:
+            await ad.new_group([0, 1, 2] if world.rank else [0, 1])
+        return str(caught.value)
+
+    told = simulate(main, ranks=3).results
+    both = "rank 0 starts 'new group on ranks 0-1', rank 1 'new group on ranks 0-2', and each waits for the other"
+    assert [both in text for text in told] == [True] * 3
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_a_rank_that_computes_for_long_is_waited_for(late: int) -> None:
+    async def main(world: World) -> int:
+        if world.rank == late:
+            await asyncio.sleep(30)
+        first = await ad.new_group([0, 1, 2])
+        if world.rank:
+            await ad.new_group([2, 1])
+        return first.tag
+
+    report = simulate(main, ranks=3, strict=True)
+    assert len(set(report.results)) == 1 and isinstance(report.results[0], int)
+
+
+def test_a_verdict_that_is_late_is_no_disagreement() -> None:
+    """Rank 0 has gone on, and waits for rank 1 in the next group; this one waits for rank 0's verdict in the first."""
+
+    async def main(world: World) -> list[tuple[int, ...]]:
+        groups = [await ad.new_group(ranks) for ranks in ([0, 1], [2, 0, 1]) if world.rank in ranks]
+        assert nothing_is_kept(world)
+        return [group.ranks for group in groups]
+
+    report = simulate(main, ranks=3, faults=[Delay(source=0, dest=1, number=1, duration_s=20)], strict=True)
+    assert report.results == ([(0, 1), (2, 0, 1)], [(0, 1), (2, 0, 1)], [(2, 0, 1)])
+    report.check_faults()
+    assert report.virtual_time_s > 20
+
+
+def test_groups_that_are_made_together_have_tags_of_their_own() -> None:
+    """Two that a rank's tasks asked for at once were given one tag, on which the messages of both would travel."""
+
+    async def main(world: World) -> set[int]:
+        return {group.tag for group in await asyncio.gather(*map(ad.new_group, ([0, 1], [1, 0], [0, 1])))}
+
+    for seed in range(10):
+        for tags_of_rank in simulate(main, ranks=2, seed=seed, strict=True).results:
+            assert len(tags_of_rank) == 3
