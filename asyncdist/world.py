@@ -499,11 +499,17 @@ class World:
         """``listener(error)`` when a service has failed: nobody awaits it, and it must not end in silence."""
         self._defect_listeners.append(listener)
 
-    def mark_gone(self, rank: int) -> None:
-        """``rank`` takes part in nothing any more."""
+    def mark_gone(self, rank: int, *, of_a_failure: bool = False) -> None:
+        """``rank`` takes part in nothing any more.
+
+        Args:
+            rank: a peer.
+            of_a_failure: it has stopped for another one's, which whoever waits for it is to hear, and soon will.
+        """
         if rank not in self.gone:
             self.gone.add(rank)
-            self.agreements.on_gone(rank)
+            if not of_a_failure:
+                self.agreements.on_gone(rank)
             for listener in list(self._gone_listeners):
                 listener(rank)
             self.engine.recheck()  # now: what the listeners noted is waited for
@@ -542,7 +548,7 @@ class World:
                 self.left.add(source)
                 if started is not None:
                     self.attendance.on_left(source, dict(started), lost)
-                self.mark_gone(source)
+                self.mark_gone(source, of_a_failure=started is None)
         self.engine.recheck()
 
     def leave(self) -> None:
