@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("mailboxes", "streams", "transports.granted"),
     ("channels",),
     ("agreements", "groups", "transports.gloo"),
-    ("attendance", "folding"),
+    ("attendance", "computing", "folding"),
     ("host_folding",),
     (
         "collectives",
@@ -48,6 +48,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("gathering", "roles"),
     ("parallel",),
     ("process_groups",),
+    ("multiprocess_config",),
     ("subprocesses", "doctor"),
     ("simulation.outside",),
     ("simulation.trace", "simulation.turns", "simulation.models", "simulation.random_states"),
