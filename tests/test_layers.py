@@ -43,6 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("launch", "mesh"),
     ("population", "placement", "opening", "process", "tracebacks"),
     ("gradients", "shards", "supervision"),
+    ("failing",),
     ("runtime", "api", "timing_report", "mpirun", "processes"),
     ("averaging", "everyday"),
     ("gathering", "roles"),
