@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from asyncdist.gradients import agent_gradient_update, gradient_update
     from asyncdist.groups import Group
     from asyncdist.mesh import DP_AXIS_NAME, POP_AXIS_NAME, Mesh, new_mesh
+    from asyncdist.multiprocess_config import MultiprocessConfig
     from asyncdist.parallel import ParallelGroups, ParallelLayout, new_parallel_groups, parallel_groups
     from asyncdist.placement import (
         Sharding,
@@ -80,7 +81,7 @@ if TYPE_CHECKING:
     from asyncdist.shards import shmap_map, shmap_vmap
     from asyncdist.simulation.explore import explore
     from asyncdist.simulation.simulate import SimReport, simulate
-    from asyncdist.subprocesses import MultiprocessConfig, init_and_run, launch_subprocesses
+    from asyncdist.subprocesses import init_and_run, launch_subprocesses
     from asyncdist.timing_report import report_load_imbalance, report_time_info
     from asyncdist.world import World, WorldStatistics, current_world
 
@@ -219,7 +220,8 @@ _NAMES: Final = {
     "shards": ("shmap_map", "shmap_vmap"),
     "simulation.explore": ("explore",),
     "simulation.simulate": ("SimReport", "simulate"),
-    "subprocesses": ("MultiprocessConfig", "init_and_run", "launch_subprocesses"),
+    "multiprocess_config": ("MultiprocessConfig",),
+    "subprocesses": ("init_and_run", "launch_subprocesses"),
     "timing_report": ("report_load_imbalance", "report_time_info"),
     "world": ("World", "WorldStatistics", "current_world"),
 }

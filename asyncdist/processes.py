@@ -33,8 +33,8 @@ STOP_S: Final = 10.0
 SETTLE_S: Final = 2.0
 
 _FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-#: What happened: a signal came, by its number, or a rank ended, by its rank.
-_Event: TypeAlias = tuple[Literal["signal", "ended"], int]
+#: What happened: a signal came, by its number; a rank ended, by its rank; or time was up, for all.
+_Event: TypeAlias = tuple[Literal["signal", "ended", "late"], int]
 
 
 def run(
@@ -133,39 +133,47 @@ def _supervise(processes: Sequence[subprocess.Popen[bytes]], events: queue.Simpl
     victims: list[int] = []  # or causes: they ended as Python does after any exception
     code = 0
     deadline: float | None = None
+
+    def stop(number: int) -> None:
+        for rank in living:
+            processes[rank].send_signal(number)
+
     while living:
-        try:
-            kind, number = events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            deadline = None
-            if code:
+        match _next_event(events, deadline):
+            case ("late", _) if code:  # they were asked to stop
+                deadline = None
                 for rank in living:
                     _kill(processes[rank])
-                continue
-            kind, number = "signal", signal.SIGTERM  # nobody ended by itself in another way: that was the cause
-            code = _explain(victims, 1, others=True)
-        if kind == "signal":
-            if not code:
-                if victims:  # who is stopped now says nothing of what happened before
-                    _explain(victims, 1, others=True)
-                code, deadline = 128 + number, None
-            stop_with = number
-        else:
-            living.discard(number)
-            _kill(processes[number])  # what it left behind
-            returncode = processes[number].returncode
-            if code or not returncode:
-                continue
-            if returncode == 1:
-                victims.append(number)
-                deadline = deadline or time.monotonic() + SETTLE_S
-                continue
-            code = _explain([number], returncode, others=bool(living))
-            stop_with, deadline = signal.SIGTERM, None
-        deadline = deadline or time.monotonic() + STOP_S
-        for rank in living:
-            processes[rank].send_signal(stop_with)
+            case ("late", _):  # nobody ended by itself in another way: that was the cause
+                code, deadline = _explain(victims, 1, others=True), time.monotonic() + STOP_S
+                stop(signal.SIGTERM)
+            case ("signal", number):
+                if not code:
+                    if victims:  # who is stopped now says nothing of what happened before
+                        _explain(victims, 1, others=True)
+                    code, deadline = 128 + number, None
+                deadline = deadline or time.monotonic() + STOP_S
+                stop(number)
+            case ("ended", rank):
+                living.discard(rank)
+                _kill(processes[rank])  # what it left behind
+                returncode = processes[rank].returncode
+                if code or not returncode:
+                    continue
+                if returncode == 1:
+                    victims.append(rank)
+                    deadline = deadline or time.monotonic() + SETTLE_S
+                    continue
+                code, deadline = _explain([rank], returncode, others=bool(living)), time.monotonic() + STOP_S
+                stop(signal.SIGTERM)
     return code or (_explain(victims, 1, others=False) if victims else 0)
+
+
+def _next_event(events: queue.SimpleQueue[_Event], deadline: float | None) -> _Event:
+    try:
+        return events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+    except queue.Empty:
+        return ("late", 0)
 
 
 def _explain(ranks: Sequence[int], returncode: int, *, others: bool) -> int:

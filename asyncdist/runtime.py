@@ -3,7 +3,7 @@
 The story of a rank: make the loop; open the transport; agree with all ranks on versions and on the job's nonce; run
 ``main(world)`` and every task it spawned under one task group; then leave: tell the peers, wait for the services of
 protocols (a coordinator serves until its last member has left), a polled barrier, take the receives back, close the
-transport. A failure anywhere replaces the second half by the one in :mod:`asyncdist.supervision`.
+transport. A failure anywhere replaces the second half by the one in :mod:`asyncdist.failing`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import logging
 import math
 import secrets
 import struct
-import sys
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -29,22 +28,16 @@ from asyncdist import checks, launch, opening, tags, wire
 from asyncdist._version import __version__
 from asyncdist.attendance import Attendance
 from asyncdist.collectives import Collectives
-from asyncdist.errors import DisagreementError, LocalProtocolError, RankLostError, RemoteError, is_consequence
+from asyncdist.errors import DisagreementError, LocalProtocolError, RankLostError
+from asyncdist.failing import PeerGuard, fail, fail_alone, is_everybody, own_error
 from asyncdist.groups import Group
 from asyncdist.process import limit_threads, spare_collections
 from asyncdist.progress import Engine
-from asyncdist.supervision import (
-    FailureReport,
-    Interrupts,
-    exit_immediately,
-    interrupt_error,
-    peer_failed,
-    summarise,
-)
+from asyncdist.supervision import Interrupts
 from asyncdist.transports.base import Transport
 from asyncdist.transports.local import LocalHub
 from asyncdist.waits import EndWatch
-from asyncdist.world import Failed, Farewell, Leave, World, _current_world
+from asyncdist.world import Farewell, World, _current_world
 
 logger = logging.getLogger("asyncdist.runtime")
 
@@ -59,16 +52,10 @@ LoopName: TypeAlias = Literal["uvloop", "asyncio"]
 WATCHDOG_S: Final = 10.0
 #: How long a failure waits for the peers to stop by themselves.
 GRACE_S: Final = 3.0
-#: How long a rank that found a peer gone, or has failed itself, waits to be told of a failure before it tells of one.
-_HEAR_WHY_S: Final = 0.25
-#: How long a rank that was told of a failure may go on before its main is cancelled.
-_CANCEL_AFTER_S: Final = 1.0
 _FLUSH_S: Final = 5.0
 #: How long a rank whose main has returned may take to come to its end.
 _LAST_WORDS_S: Final = 60.0
 _HELLO: Final = struct.Struct("<I60s")
-
-_report = FailureReport()
 
 #: Takes the place of :func:`run` where something else hosts the ranks; is given main, its arguments and ``strict``.
 run_elsewhere: ContextVar[Callable[[Callable[..., Any], tuple[Any, ...], bool], Any] | None] = ContextVar(
@@ -217,12 +204,12 @@ async def _hosted(
         try:
             world = await _handshake(transport, engine, loop)
         except BaseException as caught:
-            error = _own_error(caught, None, interrupts)
-            _fail_alone(transport, error)
+            error = own_error(caught, None, interrupts)
+            fail_alone(transport, error)
             raise error from error.__cause__
         token = _current_world.set(world)
         engine.start()  # again: messages are handled in this rank's context from now on
-        guard = _PeerGuard(world)
+        guard = PeerGuard(world)
         success: SystemExit | None = None  # sys.exit(0) is a way to return
         try:
             try:
@@ -234,8 +221,8 @@ async def _hosted(
                 success = caught
             leftovers = await _leave(world, transport)
         except BaseException as caught:
-            error = _own_error(caught, guard, interrupts)
-            await _fail(world, transport, error, grace_s)
+            error = own_error(caught, guard, interrupts)
+            await fail(world, transport, error, grace_s)
             if error is caught:
                 raise
             raise error from error.__cause__
@@ -252,7 +239,7 @@ async def _hosted(
 
 
 @asynccontextmanager
-async def _task_group(world: World, guard: _PeerGuard, watch: EndWatch) -> AsyncIterator[None]:
+async def _task_group(world: World, guard: PeerGuard, watch: EndWatch) -> AsyncIterator[None]:
     """The task group of main and of what it spawns.
 
     An error of main alone comes out as it is, those of tasks as a group.
@@ -321,26 +308,20 @@ async def _last_barrier(world: World, transport: Transport) -> None:
         return
     world.announce(Farewell(world.attendance.started(), world.attendance.lost))
     await world.engine.until(
-        lambda: _is_everybody(world, world.answered, world.left, transport.lost_ranks()),
+        lambda: is_everybody(world, world.answered, world.left, transport.lost_ranks()),
         "the other ranks to come to their end",
     )
     # What is left to them is short. Not for ever: the frame that says so may have been spoiled, and dropped.
     await world.engine.until(
-        lambda: _is_everybody(world, world.answered, transport.lost_ranks()),
+        lambda: is_everybody(world, world.answered, transport.lost_ranks()),
         "the last words of the other ranks",
         deadline=asyncio.get_running_loop().time() + _LAST_WORDS_S,
     )
 
 
-def _is_everybody(world: World, *groups: Collection[int]) -> bool:
-    """Whether every other rank is in one of them. Asked at each message, so the ranks are looked at only at the end."""
-    others = world.size - 1
-    return sum(map(len, groups)) >= others and len(set().union(*groups) - {world.rank}) == others
-
-
 async def _leave(world: World, transport: Transport) -> list[str]:
     """The clean end: farewells, services, barrier, receives. Returns what was left over."""
-    world.announce(Leave(world.attendance.started(), world.attendance.lost))
+    world.leave()
     world.refuse_streams()
     await world.engine.until(lambda: world.service_count == 0, "the services of this rank to end")
     # Before the barrier, while the peers still take what comes; after it a message may find nobody.
@@ -367,151 +348,6 @@ def _report_leftovers(world: World, leftovers: Sequence[str], *, strict: bool) -
         if strict:
             raise LocalProtocolError(text)
         logger.warning("%s", text)
-
-
-async def _fail(world: World, transport: Transport, error: BaseException, grace_s: float) -> None:
-    """The other end: say so, wait for the peers to stop, abort those that do not."""
-    loop = asyncio.get_running_loop()
-    if is_consequence(error):
-        await _hear_why(world, _HEAR_WHY_S)
-    from_peer = is_consequence(error) and isinstance(world.engine.failure, RankLostError)
-    in_process = transport.capabilities.shares_process  # run_local raises for all of them
-    if not in_process and not await _is_told_by_another(world, error):
-        _print_failure(world.rank, error, world.engine.failure if from_peer else None)
-    if world.engine.failure is None:
-        world.engine.fail(peer_failed(world.rank, summarise(error)))
-    world.cancel_services()
-    world.announce(Farewell() if from_peer else Failed(summarise(error)))
-    deadline = loop.time() + grace_s
-
-    def settled() -> bool:
-        return from_peer or _is_everybody(world, world.answered, transport.lost_ranks())
-
-    pause_s = 0.001
-    while not settled() or (not world.engine.is_idle and loop.time() < deadline - grace_s + _CANCEL_AFTER_S):
-        if loop.time() >= deadline:
-            break
-        world.engine.poll()
-        try:
-            await asyncio.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, 0.05)
-        except asyncio.CancelledError:  # a signal that comes now asks for what is happening already
-            _uncancel()
-    if not settled() and not in_process:
-        silent = sorted(set(range(world.size)) - world.answered - {world.rank})
-        sys.stderr.write(
-            f"asyncdist: rank {world.rank}: ranks {silent} did not stop within {grace_s:g} s; aborting the job\n"
-        )
-        sys.stderr.flush()
-        transport.abort(1)
-        exit_immediately(1)
-    world.close_lanes()
-    transport.close_failed()
-
-
-async def _is_told_by_another(world: World, error: BaseException) -> bool:
-    """Print a line in place of a traceback that a lower rank prints: a mistake in a script is everybody's.
-
-    Ranks wait for one another in their order, each a little longer; rank 0 does not.
-    """
-    if not isinstance(error, Exception) or is_consequence(error):
-        return False
-    await _hear_why(world, _HEAR_WHY_S * world.rank / world.size)
-    heard, summary = world.engine.failure, summarise(error)
-    if not isinstance(heard, RankLostError) or heard.args[0] != peer_failed(heard.rank, summary).args[0]:
-        return False
-    _report.print_line(f"rank {world.rank} failed as rank {heard.rank} did: {summary}", error)
-    return True
-
-
-async def _hear_why(world: World, seconds: float) -> None:
-    """Wait so long for the word of a failure that may be on its way: of what stopped a peer, or of the same mistake."""
-    deadline = asyncio.get_running_loop().time() + seconds
-    while world.engine.failure is None and asyncio.get_running_loop().time() < deadline:
-        world.engine.poll()
-        try:
-            await asyncio.sleep(0.001)
-        except asyncio.CancelledError:  # a signal that comes now asks for what is happening already
-            _uncancel()
-
-
-def _fail_alone(transport: Transport, error: BaseException) -> None:
-    """A failure during the handshake: nobody listens yet, and the peers would wait for this rank for ever.
-
-    All of them see a disagreement, so that ends by itself, with one line of each.
-    """
-    if transport.size == 1 or transport.capabilities.shares_process:
-        return
-    if isinstance(error, DisagreementError):
-        _report.print_line(f"rank {transport.rank} stopped: {error.args[0]}", error)
-    else:
-        _print_failure(transport.rank, error, None)
-        transport.abort(1)
-        exit_immediately(1)
-
-
-def _print_failure(rank: int, error: BaseException, heard: BaseException | None) -> None:
-    """Tell what ends this rank: a line where it has heard of a peer's failure, whatever it raises itself for that."""
-    if heard is not None:
-        _report.print_line(f"rank {rank} stopped: {heard.args[0]}", error)
-    elif isinstance(error, RemoteError):
-        _report.print_line(f"rank {rank} stopped: {error}", error)
-    elif isinstance(error, KeyboardInterrupt):
-        _report.print_line(f"rank {rank} was interrupted", error)
-    elif not isinstance(error, SystemExit):
-        _report.print_traceback(error, rank)
-
-
-class _PeerGuard:
-    """Watches for failures elsewhere while main runs, and stops main: first at its safe points, then by cancelling it.
-
-    Elsewhere is a peer, or a service of this rank, which nobody awaits.
-    """
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._task = asyncio.current_task()
-        self._timer: asyncio.TimerHandle | None = None
-        self._active = False
-        self.error: BaseException | None = None
-        world.on_failure(lambda rank, summary: self._on_failure(peer_failed(rank, summary)))
-        world.on_defect(self._on_failure)
-
-    def __enter__(self) -> None:
-        self._active = True
-
-    def __exit__(self, *_: object) -> None:
-        self._active = False
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _on_failure(self, error: BaseException) -> None:
-        if self.error is not None or self._world.engine.failure is not None:
-            return
-        self.error = error
-        self._world.engine.fail(error)
-        if self._active:
-            self._timer = asyncio.get_running_loop().call_later(_CANCEL_AFTER_S, self._cancel)
-
-    def _cancel(self) -> None:
-        if self._task is not None and self._active:
-            self._task.cancel()
-
-
-def _own_error(caught: BaseException, guard: _PeerGuard | None, interrupts: Interrupts) -> BaseException:
-    """What the caller should see: the cause in place of the cancellation that it brought about."""
-    cause = guard.error if guard is not None else None
-    if interrupts.received is not None:
-        cause = interrupt_error(interrupts.received)
-    if cause is not None:
-        _uncancel()
-    return cause or caught
-
-
-def _uncancel() -> None:
-    task = asyncio.current_task()
-    while task is not None and task.uncancel():
-        pass
 
 
 # -- a process --------------------------------------------------------------------------------------------------------

@@ -14,17 +14,18 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final, ParamSpec, Protocol, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 
 from asyncdist import checks, streams, tags, wire
+from asyncdist.agreements import Agreements, Join, Objection, Reminder, Verdict, Withdraw
 from asyncdist.attendance import Attendance
 from asyncdist.channels import Channel, Envelope, Lane, Overflow
 from asyncdist.collectives import Collectives
+from asyncdist.computing import Computing, VirtualClock
 from asyncdist.errors import (
     AsyncdistError,
     BusyError,
@@ -33,7 +34,7 @@ from asyncdist.errors import (
     RankLostError,
     RemoteProtocolError,
 )
-from asyncdist.groups import Agreements, Group, Join, Objection, Verdict, Withdraw, check_ranks, next_tag
+from asyncdist.groups import Group, check_ranks, next_tag
 from asyncdist.progress import PROGRESS_BUDGET_S, Engine, EngineStatistics, yield_to_loop
 from asyncdist.scratch import Scratch
 from asyncdist.transports.base import Transport
@@ -103,16 +104,6 @@ class WorldStatistics:
     stream_received_nbytes: int
 
 
-class VirtualClock(Protocol):
-    """The time that user code takes, where it is not real."""
-
-    async def before_safe_point(self) -> None:
-        """Let the time pass that the rank has computed since its last safe point; nothing else of it runs meanwhile."""
-
-    async def beside_compute(self) -> None:
-        """Let the time of one ``World.compute`` pass; the rank's loop runs meanwhile."""
-
-
 _current_world: ContextVar[World] = ContextVar("asyncdist_current_world")
 
 
@@ -175,12 +166,12 @@ class World:
         self._failure_listeners: list[Callable[[int, str], None]] = []
         self._defect_listeners: list[Callable[[BaseException], None]] = []
         self._next_group_tag = tags.COLLECTIVE_FIRST + 1
+        self._making_a_group = asyncio.Lock()
         self._task_group: asyncio.TaskGroup | None = None
         self._services: set[asyncio.Task[Any]] = set()
-        self._executor: ThreadPoolExecutor | None = None
-        self._compute_count = 0
+        self._computing = Computing(self.rank, loop)
         self._system: Channel[Any] = self.open_channel(
-            Join | Verdict | Withdraw | Leave | Failed | Farewell | Objection,
+            Join | Verdict | Withdraw | Leave | Failed | Farewell | Objection | Reminder,
             tag=tags.CONTROL,
             scope=wire.scope_of(group.ranks, "system", 0),
             name="system",
@@ -269,40 +260,12 @@ class World:
         Raises:
             BusyError: another ``compute`` of this rank is under way.
         """
-        if self._compute_count:
-            raise BusyError("one compute at a time: another one is under way on this rank", rank=self.rank)
-        if self.virtual_clock is not None:
-            return await self._compute_inline(self.virtual_clock, fn, *args, **kwargs)
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"asyncdist-{self.rank}")
-        modes = _torch_modes()
-        self._compute_count += 1
-        future = self._loop.run_in_executor(
-            self._executor, functools.partial(_call_in_modes, modes, fn, *args, **kwargs)
-        )
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            while not future.done():
-                with contextlib.suppress(asyncio.CancelledError):  # cancelled again; it is raised below in any case
-                    await asyncio.wait([future])
-            raise
-        finally:
-            self._compute_count -= 1
-
-    async def _compute_inline(self, clock: VirtualClock, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        self._compute_count += 1
-        try:
-            result = fn(*args, **kwargs)
-            await clock.beside_compute()
-        finally:
-            self._compute_count -= 1
-        return result
+        return await self._computing.run(self.virtual_clock, functools.partial(fn, *args, **kwargs))
 
     @property
     def is_computing(self) -> bool:
         """Whether a ``compute`` is under way."""
-        return self._compute_count > 0
+        return self._computing.is_under_way
 
     def generator(self, purpose: str) -> random.Random:
         """A generator of this rank's own: what it draws follows from the job, the rank and ``purpose`` alone.
@@ -460,17 +423,22 @@ class World:
     async def new_group(self, ranks: Sequence[int], *, timeout_s: float = _GROUP_TIMEOUT_S) -> Group:
         """Make a group. Collective among ``ranks``, which all pass the same list; the others take no part.
 
+        **Ordering**: a rank makes one group after the other, those that its tasks ask for together in the order in
+        which they do. Ranks that are in several of them make these in the same order.
+
         Raises:
             LocalProtocolError: the list is no group, or this rank is not in it.
+            DisagreementError: two ranks wait for each other with different lists, or in another order.
             StartTimeoutError: some members did not come in time.
         """
         members = check_ranks(ranks, rank=self.rank, size=self.size)
-        agreed = await self.agreements.agree(
-            members, "new group", {}, timeout_s=timeout_s, proposal=self._next_group_tag
-        )
-        tag = agreed.number
-        self._next_group_tag = next_tag(tag)
-        native = self._transport.new_group(members, tag)
+        async with self._making_a_group:  # two at once would be given one tag
+            agreed = await self.agreements.agree(
+                members, "new group", {}, timeout_s=timeout_s, proposal=self._next_group_tag, alone=True
+            )
+            tag = agreed.number
+            self._next_group_tag = next_tag(tag)
+            native = self._transport.new_group(members, tag)
         return Group(members, members.index(self.rank), tag, native)
 
     # -- leaving and failing ----------------------------------------------------------------------------------------
@@ -492,11 +460,12 @@ class World:
         """``listener(error)`` when a service has failed: nobody awaits it, and it must not end in silence."""
         self._defect_listeners.append(listener)
 
-    def mark_gone(self, rank: int) -> None:
-        """``rank`` takes part in nothing any more."""
+    def mark_gone(self, rank: int, *, of_a_failure: bool = False) -> None:
+        """``rank`` takes part in nothing any more; ``of_a_failure``: another one's, of which all will hear soon."""
         if rank not in self.gone:
             self.gone.add(rank)
-            self.agreements.on_gone(rank)
+            if not of_a_failure:
+                self.agreements.on_gone(rank)
             for listener in list(self._gone_listeners):
                 listener(rank)
             self.engine.recheck()  # now: what the listeners noted is waited for
@@ -518,6 +487,8 @@ class World:
                 self.agreements.on_verdict(verdict)
             case Objection() as objection:
                 self.agreements.on_objection(objection, source)
+            case Reminder() as reminder:
+                self.agreements.on_reminder(reminder)
             case Withdraw(subject):
                 self.agreements.on_withdraw(subject, source)
             case Leave(started, lost):
@@ -533,8 +504,13 @@ class World:
                 self.left.add(source)
                 if started is not None:
                     self.attendance.on_left(source, dict(started), lost)
-                self.mark_gone(source)
+                self.mark_gone(source, of_a_failure=started is None)
         self.engine.recheck()
+
+    def leave(self) -> None:
+        """Tell every peer that main has returned here, and before it what else they have to know of this rank."""
+        self.agreements.leave()
+        self.announce(Leave(self.attendance.started(), self.attendance.lost))
 
     def announce(self, message: Leave | Failed | Farewell) -> None:
         """Tell every peer that can still hear it."""
@@ -585,8 +561,7 @@ class World:
             ]
             if lane.early_count:
                 found.append(f"{lane.early_count} messages on tag {lane.tag} for channels that were never opened")
-        if self.slots.unanswered_count:
-            count = self.slots.unanswered_count
+        if count := self.slots.unanswered_count:
             found.append(f"{count} stream slots, {self.slots.discarding_count} of them discarding")
         found += [f"task {task.get_name()}" for task in self._services]
         for probe in self.leftover_probes:
@@ -602,8 +577,7 @@ class World:
         self._streams.close()
         for lane in self._lanes.values():
             lane.close()
-        if self._executor is not None:
-            self._executor.shutdown(wait=False)
+        self._computing.close()
 
     def statistics(self) -> WorldStatistics:
         """Counts since the world was opened."""
@@ -621,25 +595,3 @@ class World:
             stream_sent_nbytes=self.stream_sent_nbytes,
             stream_received_nbytes=self.stream_received_nbytes,
         )
-
-
-def _torch_modes() -> tuple[bool, bool, bool, torch.dtype]:
-    """The caller's modes that torch keeps per thread."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-    )
-
-
-def _call_in_modes(
-    modes: tuple[bool, bool, bool, torch.dtype], fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-) -> T:
-    grad, inference, autocast, dtype = modes
-    with (
-        torch.inference_mode(inference),
-        torch.set_grad_enabled(grad and not inference),
-        torch.autocast("cpu", dtype=dtype, enabled=autocast),
-    ):
-        return fn(*args, **kwargs)

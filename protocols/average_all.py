@@ -4,7 +4,8 @@ Every ``average_every`` steps all members meet, and each goes on with the mean o
 averaging with equal weights: McMahan et al., 2017). The slowest member sets the pace.
 
 The members agree over the control channel before they enter a collective, so one that has left raises ClosedError in
-the others instead of hanging them. Each policy has a communicator of its own.
+the others instead of hanging them. Each policy has a communicator of its own. The average itself is that of
+:func:`asyncdist.average_models`: in rank order, and between processes of one host through memory that they share.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from asyncdist import Group, World
+from asyncdist import Group, World, average_models
 from asyncdist.flat import SnapshotPool, reset_optimizer_state
 from protocols.spawn_policy import (
     NOTHING,
@@ -72,8 +73,8 @@ class AverageAllPolicy(SpawnPolicy):
         check_callable("on_event", on_event, "a callable that takes one event")
         self._resets_optimizer = optimizer_state == "reset"
         self._on_event = on_event
-        self._sums = SnapshotPool(self._flat, accumulate=True)  # a sum of bfloat16 must not be rounded before division
         self._snapshots = SnapshotPool(self._flat)
+        self._layout = self._flat.new_buffers(accumulate=True, device="meta")
         self._round = 0
 
     def _options(self) -> Mapping[str, Any]:
@@ -96,6 +97,8 @@ class AverageAllPolicy(SpawnPolicy):
             return NOTHING
         await self._world.safe_point()
         began_at = self._world.time()
+        for _ in self._flat.pairs(self._layout):  # raises where the model has been changed since
+            pass
         await self._world.agreements.agree(self._group.ranks, self._subject, {}, timeout_s=None)
         self._round += 1
         nbytes = await self._average()
@@ -110,22 +113,12 @@ class AverageAllPolicy(SpawnPolicy):
         )
 
     async def _average(self) -> int:
-        group, collectives = self._own_group, self._world.collectives
-        buffers = self._sums.acquire()
-        try:
-            self._flat.snapshot(buffers)
-            for tensor in buffers.averaged().values():
-                await collectives.all_mean(tensor, group)
-            for tensor in buffers.exact().values():
-                await collectives.broadcast(tensor, group, group.ranks[0])
-            self._flat.load(buffers)
-            if self._resets_optimizer:
-                reset_optimizer_state(self.optimizer)
-            if self._on_event is not None:
-                self._announce(self._on_event)
-        finally:
-            self._sums.release(buffers)
-        return buffers.nbytes
+        await average_models(self.model, self._own_group, world=self._world)
+        if self._resets_optimizer:
+            reset_optimizer_state(self.optimizer)
+        if self._on_event is not None:
+            self._announce(self._on_event)
+        return self._layout.nbytes
 
     def _announce(self, on_event: Callable[[PolicyEvent], None]) -> None:
         donors = self._own_group.ranks

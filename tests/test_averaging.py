@@ -93,19 +93,40 @@ async def test_the_kept_memory_goes_with_the_model() -> None:
         assert gone() is None and not any(tensor() is not None for tensor in kept)
 
 
-async def test_a_model_that_has_grown_since() -> None:
-    async with ad.open_world(transport="local"):
+def test_a_model_that_has_changed_since() -> None:
+    """What was kept of it was made for other layers, another dtype, other gradients."""
+
+    async def main(world: ad.World) -> None:
         model = nn.Sequential(nn.Linear(2, 2))
-        await ad.average_models(model)
+
+        async def average_weights() -> None:
+            for number, parameter in enumerate(model.parameters()):
+                nn.init.constant_(parameter, 4.0 * world.rank + number)
+            await ad.average_models(model)
+            found = [parameter.unique().tolist() for parameter in model.parameters()]
+            assert found == [[2.0 + number] for number in range(len(found))]
+
+        async def average_gradients() -> None:
+            for number, parameter in enumerate(model.parameters()):
+                if parameter.grad is not None:
+                    parameter.grad.fill_(4.0 * world.rank + number)
+            await ad.average_gradients(model)
+            found = [None if p.grad is None else p.grad.unique().tolist() for p in model.parameters()]
+            assert found == [None if p.grad is None else [2.0 + n] for n, p in enumerate(model.parameters())]
+
+        await average_weights()
         model.append(nn.Linear(3, 3))
-        await ad.average_models(model)
+        await average_weights()
         model.double()
-        await ad.average_models(model)
+        await average_weights()
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        await ad.average_gradients(model)
+        await average_gradients()
         model[0].weight.grad = None
-        await ad.average_gradients(model)
+        await average_gradients()
+        assert model[0].weight.grad is None and model[1].weight.grad is not None
+
+    assert ad.run_local(main, ranks=2, strict=True) == [None, None]
 
 
 @pytest.mark.parametrize("average", [ad.average_models, ad.average_gradients])

@@ -28,7 +28,7 @@ from torch import nn
 
 import asyncdist as ad
 import protocols
-from asyncdist import groups
+from asyncdist import agreements
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -390,11 +390,37 @@ def test_models_that_differ_under_a_reserved_coordinator() -> None:
     assert "model is " in texts[2], texts
 
 
+@pytest.mark.parametrize("kind", [AsyncSelectiveAveragingPolicy, AverageAllPolicy])
+@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize("is_caught", [False, True])
+def test_a_policy_that_cannot_be_made_on_one_rank_holds_the_others_no_longer_than_this_one_lives(
+    kind: type[protocols.SpawnPolicy], who: int, is_caught: bool
+) -> None:
+    async def main(world: ad.World) -> None:
+        model = Mixed()
+        if world.rank == who and not is_caught:
+            kind(model, sgd(model), average_every=0)
+        if world.rank == who:
+            with pytest.raises(ValueError, match="average_every is 0"):
+                kind(model, sgd(model), average_every=0)
+            return
+        error, word = (ad.ClosedError, "left") if is_caught else (ad.RankLostError, "average_every is 0")
+        with pytest.raises(error, match=rf"rank {who} .*{word}"):
+            async with kind(model, sgd(model), average_every=1):
+                raise AssertionError("it started")
+
+    for seed in range(10):
+        report = ad.simulate(main, ranks=3, seed=seed)
+        assert report.virtual_time_s < 5
+        for rank, result in enumerate(report.results):
+            assert type(result) is (type(None) if is_caught else ValueError if rank == who else ad.RankLostError)
+
+
 @pytest.mark.parametrize("leader_is_missing", [False, True])
 def test_a_policy_made_on_some_ranks_only_names_the_missing_ones(
     leader_is_missing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(groups, "MEMBER_PATIENCE_S", 0.2)
+    monkeypatch.setattr(agreements, "MEMBER_PATIENCE_S", 0.2)
     missing = {0} if leader_is_missing else {1, 3}
     waiting: set[int] = set(range(4)) - missing
 

@@ -22,7 +22,7 @@ from support import mpi
 from support.local import worlds
 
 import asyncdist as ad
-from asyncdist import runtime, wire
+from asyncdist import failing, wire
 from asyncdist.supervision import FailureReport, peer_failed
 
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -212,14 +212,14 @@ async def test_a_mistake_that_was_heard_of_is_told_in_a_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(runtime, "_report", FailureReport())
+    monkeypatch.setattr(failing, "_report", FailureReport())
     async with worlds(2) as (_, world):
         world.engine.fail(peer_failed(0, "ValueError: boom-7"))
-        assert not await runtime._is_told_by_another(world, ValueError("boom-8"))
-        assert not await runtime._is_told_by_another(world, TypeError("boom-7"))
-        assert not await runtime._is_told_by_another(world, peer_failed(0, "ValueError: boom-7"))
+        assert not await failing._is_told_by_another(world, ValueError("boom-8"))
+        assert not await failing._is_told_by_another(world, TypeError("boom-7"))
+        assert not await failing._is_told_by_another(world, peer_failed(0, "ValueError: boom-7"))
         assert capsys.readouterr().err == ""
-        assert await runtime._is_told_by_another(world, ValueError("boom-7\nand more"))
+        assert await failing._is_told_by_another(world, ValueError("boom-7\nand more"))
         assert capsys.readouterr().err == "asyncdist: rank 1 failed as rank 0 did: ValueError: boom-7\n"
 
 

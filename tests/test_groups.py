@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from support.local import worlds, yields
 
+import asyncdist as ad
 from asyncdist import World, tags
+from asyncdist.agreements import Agreed
 from asyncdist.errors import ClosedError, DisagreementError, LocalProtocolError, RemoteError, StartTimeoutError
-from asyncdist.groups import Agreed, Group, check_ranks, next_tag
-from asyncdist.simulation import simulate
+from asyncdist.groups import Group, check_ranks, next_tag
+from asyncdist.simulation import Delay, simulate
 from asyncdist.world import Leave
 
 NOBODY_COMES_S = 0.05
@@ -29,7 +31,7 @@ def agree(world: World, ranks: tuple[int, ...], **options: Any) -> Any:
 
 @pytest.fixture
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncdist.groups.MEMBER_PATIENCE_S", 0.1)
+    monkeypatch.setattr("asyncdist.agreements.MEMBER_PATIENCE_S", 0.1)
 
 
 async def test_members_that_agree_get_the_largest_proposal_and_the_values() -> None:
@@ -214,6 +216,87 @@ async def test_whoever_comes_after_a_timeout_is_told_and_nothing_is_kept() -> No
         assert await outcomes(*(agree(world, (0, 1)) for world in made)) == [Agreed(0, {})] * 2
 
 
+def nothing_is_kept(world: World) -> bool:
+    agreements = world.agreements
+    return not agreements._over and not agreements._joins and not agreements._verdicts
+
+
+@pytest.mark.parametrize("first", ["leaves", "objects"])
+@pytest.mark.parametrize("how", ["leaves the world", "withdraws"])
+async def test_what_was_objected_to_is_not_kept_for_those_who_never_come(first: str, how: str) -> None:
+    """Whoever had left was counted among those who were still to be told: each such meeting was kept for ever."""
+    async with worlds(3) as made:
+        ranks = (0, 1, 2)
+
+        async def leave() -> None:
+            if how == "withdraws":
+                made[2].agreements.withdraw(ranks, "policy")
+            else:
+                made[2].leave()
+            await yields(5)
+
+        async def object_to_it() -> None:
+            made[1].agreements.object(ranks, "policy", ValueError("no"))
+            await yields(5)
+
+        for act in (leave, object_to_it) if first == "leaves" else (object_to_it, leave):
+            await act()
+        assert not nothing_is_kept(made[0]), "the leader has not come"
+        [error] = await outcomes(agree(made[0], ranks))
+        assert isinstance(error, RemoteError) and error.rank == 1
+        assert nothing_is_kept(made[0])
+
+
+@pytest.mark.parametrize("how", ["leaves the world", "withdraws"])
+async def test_a_meeting_without_one_who_has_left_is_not_kept(how: str) -> None:
+    """Neither where the leader came too late for a member, which had given up and left."""
+    async with worlds(3) as made:
+        ranks = (0, 1, 2)
+        came = asyncio.ensure_future(agree(made[2], ranks))
+        await yields(5)
+        came.cancel()
+        made[2].leave() if how == "leaves the world" else made[2].agreements.withdraw(ranks, "policy")
+        await yields(5)
+        for _ in range(3):
+            for error in await outcomes(agree(made[0], ranks), agree(made[1], ranks)):
+                assert isinstance(error, ClosedError) and error.ranks == (2,)
+        assert nothing_is_kept(made[0])
+
+
+@pytest.mark.parametrize("objector", [0, 1])
+async def test_an_objection_is_heard_by_those_who_come_when_its_leader_has_left(objector: int) -> None:
+    """They were told that the leader had left, as if that had been the reason."""
+    async with worlds(3) as made:
+        made[objector].agreements.object((0, 1, 2), "policy", ValueError("no"))
+        await yields(5)
+        for rank in {0, objector}:
+            made[rank].leave()
+        await yields(5)
+        late = [world for world in made if world.rank not in (0, objector)]
+        for error in await outcomes(*(agree(world, (0, 1, 2), timeout_s=None) for world in late)):
+            assert isinstance(error, RemoteError) and (error.rank, error.text) == (objector, "no")
+        assert all(map(nothing_is_kept, (made[0], *late)))
+        for error in await outcomes(*(agree(world, (0, 1, 2), timeout_s=None) for world in late)):
+            assert isinstance(error, ClosedError), "and the next time it is not there"
+
+
+def test_a_mistake_that_its_rank_catches_is_heard_after_it_has_left() -> None:
+    async def main(world: World) -> str:
+        if world.rank == 0:
+            with pytest.raises(ValueError, match="7 places"):
+                await ad.new_mesh({"POP": 7})
+            return ""
+        while 0 not in world.left:
+            await world.safe_point()
+        with pytest.raises(RemoteError, match="7 places") as caught:
+            await ad.new_mesh({"POP": 3})
+        return caught.value.kind
+
+    for seed in range(10):
+        assert simulate(main, ranks=3, seed=seed).results == ("", "ValueError", "ValueError")
+    assert ad.run_local(main, ranks=3, strict=True) == ["", "ValueError", "ValueError"]
+
+
 async def test_a_group_knows_its_ranks_and_has_a_tag_of_its_own() -> None:
     async with worlds(4) as made:
         first = await outcomes(*(made[rank].new_group([3, 1]) for rank in (1, 3)))
@@ -275,3 +358,93 @@ async def test_subjects_name_each_rank_of_the_group_all_the_same() -> None:
     async with worlds(6) as made:
         found = await outcomes(*(agree(made[rank], (0, 1, 2, 5), timeout_s=NOBODY_COMES_S) for rank in (0, 1, 2)))
         assert {str(error).partition(" did not")[0] for error in found} == {"policy on ranks 0-2,5: rank 5"}
+
+
+# ---------------------------------------------------------------------------------------------------- lists that differ
+
+
+@pytest.mark.parametrize(
+    "lists",
+    [
+        {0: [[0, 1]], 1: [[1, 0]]},
+        {0: [[0, 1]], 1: [[0, 1, 2]], 2: [[0, 1, 2]]},
+        {0: [[0, 1, 2]], 1: [[0, 1, 2]], 2: [[1, 2]]},
+        {0: [[0, 1], [0, 1, 2]], 1: [[0, 1, 2], [0, 1]], 2: [[0, 1, 2]]},
+    ],
+    ids=str,
+)
+def test_lists_that_differ_are_told_at_once(lists: dict[int, list[list[int]]]) -> None:
+    """Each waited for the other for a minute, and was then told that the other had not come."""
+
+    async def main(world: World) -> None:
+        with pytest.raises(DisagreementError, match="and each waits for the other") as caught:
+            for ranks in lists[world.rank]:
+                await ad.new_group(ranks)
+        assert caught.value.facts["difference"] == "ranks"
+
+    for seed in range(10):
+        report = simulate(main, ranks=len(lists), seed=seed, strict=True)
+        assert report.results == (None,) * len(lists)
+        assert report.virtual_time_s < 10
+
+
+def test_a_rank_that_waits_elsewhere_for_somebody_else_is_waited_for() -> None:
+    async def main(world: World) -> int:
+        if world.rank == 1:
+            await asyncio.sleep(20)
+        groups = [await ad.new_group(ranks) for ranks in ([1, 3], [2, 3, 0]) if world.rank in ranks]
+        return len(groups)
+
+    report = simulate(main, ranks=4, strict=True)
+    assert report.results == (1, 1, 1, 2)
+    assert report.virtual_time_s > 20
+
+
+def test_who_starts_what_is_named_where_lists_differ() -> None:
+    async def main(world: World) -> str:
+        with pytest.raises(DisagreementError) as caught:
+            await ad.new_group([0, 1, 2] if world.rank else [0, 1])
+        return str(caught.value)
+
+    told = simulate(main, ranks=3).results
+    both = "rank 0 starts 'new group on ranks 0-1', rank 1 'new group on ranks 0-2', and each waits for the other"
+    assert [both in text for text in told] == [True] * 3
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_a_rank_that_computes_for_long_is_waited_for(late: int) -> None:
+    async def main(world: World) -> int:
+        if world.rank == late:
+            await asyncio.sleep(30)
+        first = await ad.new_group([0, 1, 2])
+        if world.rank:
+            await ad.new_group([2, 1])
+        return first.tag
+
+    report = simulate(main, ranks=3, strict=True)
+    assert len(set(report.results)) == 1 and isinstance(report.results[0], int)
+
+
+def test_a_verdict_that_is_late_is_no_disagreement() -> None:
+    """Rank 0 has gone on, and waits for rank 1 in the next group; this one waits for rank 0's verdict in the first."""
+
+    async def main(world: World) -> list[tuple[int, ...]]:
+        groups = [await ad.new_group(ranks) for ranks in ([0, 1], [2, 0, 1]) if world.rank in ranks]
+        assert nothing_is_kept(world)
+        return [group.ranks for group in groups]
+
+    report = simulate(main, ranks=3, faults=[Delay(source=0, dest=1, number=1, duration_s=20)], strict=True)
+    assert report.results == ([(0, 1), (2, 0, 1)], [(0, 1), (2, 0, 1)], [(2, 0, 1)])
+    report.check_faults()
+    assert report.virtual_time_s > 20
+
+
+def test_groups_that_are_made_together_have_tags_of_their_own() -> None:
+    """Two that a rank's tasks asked for at once were given one tag, on which the messages of both would travel."""
+
+    async def main(world: World) -> set[int]:
+        return {group.tag for group in await asyncio.gather(*map(ad.new_group, ([0, 1], [1, 0], [0, 1])))}
+
+    for seed in range(10):
+        for tags_of_rank in simulate(main, ranks=2, seed=seed, strict=True).results:
+            assert len(tags_of_rank) == 3

@@ -17,14 +17,15 @@ NAMES = list(all_cases())
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_local(name: str, ranks: int) -> None:
-    ad.run_local(run_case, name, ranks=ranks, strict=True)
+    assert ad.run_local(run_case, name, ranks=ranks, strict=True) == [name] * ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize("name", NAMES)
 def test_simulated(name: str, ranks: int) -> None:
     for seed in range(2):
-        ad.simulate(run_case, name, ranks=ranks, seed=seed, strict=True).value()
+        report = ad.simulate(run_case, name, ranks=ranks, seed=seed, strict=True)
+        assert report.results == (name,) * ranks
 
 
 @pytest.fixture(scope="session", params=[1, 4], ids=lambda ranks: f"{ranks}ranks")

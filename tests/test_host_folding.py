@@ -24,9 +24,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import mpi, torchrun
 from support.local import worlds
+from torch import nn
 
 import asyncdist as ad
-from asyncdist import host_folding, shared_memory
+from asyncdist import collectives, host_folding, shared_memory
 from asyncdist.collectives import _mean, _mean_into
 from asyncdist.flat import accumulate_dtype
 from asyncdist.folding import Rooms, fold_in_shares
@@ -34,6 +35,7 @@ from asyncdist.groups import Group
 from asyncdist.host_folding import Commons
 from asyncdist.shared_memory import SharedMemory, find
 from asyncdist.spread import Spread
+from protocols import AverageAllPolicy
 
 SCRIPT = "tests/scripts/shared_means.py"
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
@@ -426,3 +428,43 @@ def test_a_rank_that_is_killed_in_the_middle(turn: str) -> None:
         errors, same = result.reports[rank]
         assert len(errors) == 2 and same, result.reports
     assert not {name for name in set(os.listdir("/dev/shm")) - before if "asyncdist" in name}
+
+
+def test_the_policy_that_averages_all_does_so_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sent every element, between processes of one host too."""
+    folded: list[int] = []
+    fold_on_host = collectives.fold_on_host
+
+    async def counted(group: Group, spread: Spread, *rest: Any) -> None:
+        folded.append(len(spread.flat))
+        await fold_on_host(group, spread, *rest)
+
+    monkeypatch.setattr(collectives, "fold_on_host", counted)
+
+    async def main(world: ad.World, shares: bool) -> list[float]:
+        transport = world.engine.transport
+        transport.capabilities = dataclasses.replace(transport.capabilities, shares_memory=shares)
+        model = nn.Linear(7, 3, bias=False)
+        nn.init.constant_(model.weight, 0.1 * 3.0**world.rank)
+        async with AverageAllPolicy(model, torch.optim.SGD(model.parameters(), lr=0.1), average_every=1) as policy:
+            info = await policy.step()
+        assert info.nbytes == 4 * 21
+        return model.weight.unique().tolist()
+
+    shared, sent = (ad.run_local(main, shares, ranks=3, strict=True) for shares in (True, False))
+    assert shared == sent and len(shared[0]) == 1
+    assert folded == [21] * 3
+
+
+def test_a_policy_s_model_that_has_changed_since_is_refused_before_anything_is_averaged() -> None:
+    async def main(world: ad.World) -> None:
+        model = nn.Sequential(nn.Linear(2, 2))
+        async with AverageAllPolicy(model, torch.optim.SGD(model.parameters(), lr=0.1), average_every=1) as policy:
+            await policy.step()
+            model.append(nn.Linear(2, 2))
+            before = [parameter.clone() for parameter in model.parameters()]
+            with pytest.raises(ValueError, match=r"'1\.\w+' is new: the model changed"):
+                await policy.step()
+            assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+    assert ad.run_local(main, ranks=2, strict=True) == [None, None]

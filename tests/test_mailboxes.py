@@ -111,8 +111,8 @@ def test_rooms_are_shared_by_scopes_and_kinds_of_one_size() -> None:
         outbox = transport.outbox(scope)
         for message in (number, blob, number):
             outbox.post(message, 1, 0)
-    assert [told[2:] for told in transport.read()] == [
-        (scope, message) for scope in (2, 3) for message in (number, blob, number)
+    assert [(how, scope, message) for how, _, scope, message in transport.read()] == [
+        ("prepared", scope, message) for scope in (2, 3) for message in (number, blob, number)
     ]
     assert len(transport.repeated) == 1
 
@@ -121,6 +121,7 @@ def test_a_channel_that_comes_and_goes_leaves_nothing_more_prepared() -> None:
     transport = Transport()
     for scope in range(2, 50):
         transport.outbox(scope).post(Number(scope), 1, 0)
+    assert [how for how, *_ in transport.read()] == ["prepared"] * 48
     assert len(transport.repeated) == 1
 
 

@@ -85,13 +85,17 @@ def test_a_row_is_true(there: list[str], here: list[str], tests: list[tuple[str,
             assert resolve(place) is not None
     assert tests, "it says what tests it"
     used: set[str] = set()
+    attributes: set[str] = set()
     for path, function in tests:
         assert is_run(path, function), f"{function} in {path} is no test, or not run"
         reached = reach(ROOT / path, function)
         assert reached.assert_count, f"{function} in {path} compares nothing"
-        used |= reached.names
+        used |= reached.offered
+        attributes |= reached.attributes
     for place in here:
-        assert place.rpartition(".")[2] in used, f"none of {tests} uses {place}"
+        package, *_, name = place.split(".")
+        is_offered = "." not in place.removeprefix(f"{package}.")
+        assert name in (used if is_offered else attributes | used), f"none of {tests} uses {place}"
 
 
 def is_run(path: str, function: str) -> bool:
@@ -110,6 +114,11 @@ def is_run(path: str, function: str) -> bool:
 def test_a_row_of_another_name_is_found_out() -> None:
     reached = reach(ROOT / "tests" / "test_timing_report.py", "test_work_and_waiting")
     assert {"report_load_imbalance", "random"} <= reached.names and "report_time_info" not in reached.names
+    assert "report_load_imbalance" in reached.offered and "random" not in reached.offered
+    other = reach(
+        ROOT / "tests" / "test_collectives.py", "test_a_lost_rank_ends_the_collective_of_those_that_wait_for_it"
+    )
+    assert "barrier" in other.attributes and "barrier" not in other.offered, "of another object than the package"
     assert not is_run("tests/test_timing_report.py", "EVEN") and not is_run(
         "tests/test_timing_report.py", "test_nothing"
     )

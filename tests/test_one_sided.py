@@ -423,19 +423,23 @@ def test_leaving_in_the_midst_of_everything_leaves_nothing_behind(monkeypatch: p
     """Everybody leaves at another moment, with reads under way in both directions; ``strict`` finds leftovers."""
     monkeypatch.setattr(one_sided_averaging, "CHUNK_NBYTES", 64)
     monkeypatch.setattr(local, "EAGER_NBYTES", 16)
+    readers: list[list[bool]] = []
     for shift in range(12):
 
-        async def main(world: ad.World, shift: int = shift) -> None:
+        async def main(world: ad.World, shift: int = shift) -> bool:
             model = Mixed(float(world.rank))
             async with OneSidedSelectiveAveragingPolicy(
                 model, sgd(model), average_every=1, replacement_mode="age", age_range=(1, 2), donor_ratio=1.0
             ) as policy:
                 for _ in range(6 + shift + 3 * world.rank):
                     await policy.step(1.0)
+                is_reading = policy._replacement is not None
             for _ in range(30):
                 await world.safe_point()
+            return is_reading
 
-        run(main, 3)
+        readers.append(run(main, 3))
+    assert any(any(ranks) for ranks in readers), "nobody left while it was reading"
 
 
 class Died(Exception):

@@ -25,8 +25,8 @@ from support import torchrun
 import asyncdist as ad
 from asyncdist import launch, process_groups, runtime, subprocesses
 from asyncdist.errors import LocalProtocolError, RankLostError, TransportError
+from asyncdist.multiprocess_config import MultiprocessConfig
 from asyncdist.parallel import ParallelLayout
-from asyncdist.subprocesses import MultiprocessConfig
 
 #: Generous: what hangs is a failure, what is slow is not.
 TIMEOUT_S = 100.0

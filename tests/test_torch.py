@@ -118,7 +118,10 @@ def test_a_peer_that_cannot_listen_is_aborted() -> None:
 
 
 def test_an_exit_code_is_kept() -> None:
-    run_ranks(3, ENDS, "exits").check(1, 3, 1)
+    result = run_ranks(3, ENDS, "exits").check(1, 3, 1)
+    assert sorted(result.stderr.splitlines()) == [
+        f"asyncdist: rank {rank} stopped: rank 1 failed: SystemExit: 3" for rank in (0, 2)
+    ]
 
 
 def test_messages_that_nobody_receives_do_not_hold_the_end() -> None:
@@ -471,7 +474,9 @@ def test_an_address_that_leads_to_no_host_is_named_at_once() -> None:
 
 
 def test_one_rank_needs_no_store() -> None:
-    run_source(1, SHORT_START, env={"MASTER_PORT": "1"}).check()
+    source = SHORT_START.replace("await ad.barrier()", "await ad.barrier(); print(world)")
+    result = run_source(1, source, env={"MASTER_PORT": "1"}).check()
+    assert result.stdout.startswith("<World rank 0 of 1, torch")
 
 
 @pytest.mark.parametrize(

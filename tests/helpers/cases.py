@@ -22,5 +22,7 @@ def all_cases() -> dict[str, Case]:
     }
 
 
-async def run_case(world: ad.World, name: str) -> None:
+async def run_case(world: ad.World, name: str) -> str:
+    """Returns the name, when the case has come to its end."""
     await all_cases()[name](world)
+    return name

@@ -532,10 +532,14 @@ def test_it_is_named_sooner_where_nothing_else_is_to_come(loopers: tuple[int, ..
 def test_a_loop_that_waits_for_what_will_come_is_not_named(waits_for: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncdist.simulation.turns.IDLE_TURN_COUNT_MAX", 1000)
 
+    turn_count = 0
+
     async def main(world: ad.World) -> None:
+        nonlocal turn_count
         channel = world.channel(Number, tag=5)
         if waits_for == "its own steps, which take no time":
             for _ in range(5000):
+                turn_count += 1
                 await world.safe_point()
         elif world.rank == 0 and waits_for == "a timer":
             asyncio.get_running_loop().call_later(0.01, channel.send_nowait, Number(1), 0)
@@ -543,10 +547,12 @@ def test_a_loop_that_waits_for_what_will_come_is_not_named(waits_for: str, monke
             await world.safe_point()
             await channel.send(Number(1), 0)
         while world.rank == 0 and not waits_for.startswith("its own") and channel.receive_nowait() is None:
+            turn_count += 1
             await yield_to_loop()
 
     step_s = 0.0 if waits_for.startswith("its own") else 0.01
     simulate(main, ranks=2, compute=Compute(step_s=step_s), until_s=1.0).value()
+    assert turn_count > 1000, "it did not loop for long enough to be suspected"
 
 
 def test_a_task_that_only_yields_lets_messages_arrive() -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
+_SUBJECTS = ("asyncdist", "protocols")
 _PACKAGES = ("support", "helpers", "conformance", "simulation")
 
 
@@ -27,12 +28,14 @@ class Source:
         tree: the whole.
         defined: what it defines outside of functions, by name.
         imported: the file that a name comes from, and how it is called there; None for the file itself.
+        subjects: names that stand for the packages that are tested, or for what was imported from them.
     """
 
     path: Path
     tree: ast.Module
     defined: dict[str, list[ast.stmt]]
     imported: dict[str, tuple[Path, str | None]]
+    subjects: dict[str, str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +44,14 @@ class Reach:
 
     Attributes:
         names: identifiers, attributes, and texts.
+        offered: what is used of asyncdist and the protocols: ``ad.name``, or a name that was imported from there.
+        attributes: ``.name``, and ``name=`` of a call.
         assert_count: statements that compare what came out.
     """
 
     names: frozenset[str]
+    offered: frozenset[str]
+    attributes: frozenset[str]
     assert_count: int
 
 
@@ -57,12 +64,14 @@ def source(path: Path) -> Source:
         for name in _defines(node):
             defined.setdefault(name, []).append(node)
     imported = {name: origin for node in ast.walk(tree) for name, origin in _imports(node)}
-    return Source(path, tree, defined, imported)
+    return Source(path, tree, defined, imported, _subjects(tree))
 
 
 def reach(path: Path, function: str) -> Reach:
     """What ``function``, of the file at ``path``, comes to."""
     names: set[str] = set()
+    offered: set[str] = set()
+    attributes: set[str] = set()
     asserts: set[ast.AST] = set()
     todo: list[tuple[Source, ast.AST]] = [(source(path), node) for node in source(path).defined[function]]
     seen: set[ast.AST] = set()
@@ -80,6 +89,12 @@ def reach(path: Path, function: str) -> Reach:
             if name is None:
                 continue
             names.add(name)
+            if isinstance(node, (ast.Attribute, ast.keyword)):
+                attributes.add(name)
+            if isinstance(node, ast.Name) and file.subjects.get(name) is not None:
+                offered.add(str(file.subjects[name]))
+            if isinstance(node, ast.Attribute) and file.subjects.get(_name(node.value) or "", "") is None:
+                offered.add(name)
             todo += [(file, found) for found in file.defined.get(name, ())]
             if name in file.imported:
                 origin, there = file.imported[name]
@@ -90,10 +105,11 @@ def reach(path: Path, function: str) -> Reach:
                 other = source(file.imported[node.value.id][0])
                 todo += [(other, found) for found in other.defined.get(node.attr, ())]
             if "import asyncdist as ad" in name:
-                todo.append((file, ast.parse(textwrap.dedent(name))))
+                program = ast.parse(textwrap.dedent(name))
+                todo.append((Source(file.path, program, file.defined, file.imported, _subjects(program)), program))
             if name.endswith(".py"):
                 todo += [(source(found), source(found).tree) for found in TESTS.glob(f"scripts/{Path(name).name}")]
-    return Reach(frozenset(names), len(asserts))
+    return Reach(frozenset(names), frozenset(offered), frozenset(attributes), len(asserts))
 
 
 def _name(node: ast.AST) -> str | None:
@@ -101,6 +117,17 @@ def _name(node: ast.AST) -> str | None:
         case ast.Name(id=name) | ast.Attribute(attr=name) | ast.keyword(arg=str(name)) | ast.Constant(value=str(name)):
             return name
     return None
+
+
+def _subjects(tree: ast.Module) -> dict[str, str | None]:
+    """What a file calls the packages that are tested, None, and what it imports from them, with its name there."""
+    found: dict[str, str | None] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.asname or alias.name: None for alias in node.names if alias.name in _SUBJECTS}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in _SUBJECTS:
+            found |= {alias.asname or alias.name: alias.name for alias in node.names}
+    return found
 
 
 def _defines(node: ast.stmt) -> list[str]:

@@ -1,0 +1,99 @@
+"""A user's function beside the rank's loop: in a worker thread, or, simulated, inline and in virtual time.
+
+One at a time: it may be changing weights, and whoever wants to change them too has to know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+import torch
+
+from asyncdist.errors import BusyError
+
+T = TypeVar("T")
+
+
+class VirtualClock(Protocol):
+    """The time that user code takes, where it is not real."""
+
+    async def before_safe_point(self) -> None:
+        """Let the time pass that the rank has computed since its last safe point; nothing else of it runs meanwhile."""
+
+    async def beside_compute(self) -> None:
+        """Let the time of one ``World.compute`` pass; the rank's loop runs meanwhile."""
+
+
+class Computing:
+    """Of one rank.
+
+    Args:
+        rank: this rank.
+        loop: which goes on meanwhile.
+
+    Attributes:
+        is_under_way: whether a function is being run.
+    """
+
+    def __init__(self, rank: int, loop: asyncio.AbstractEventLoop) -> None:
+        self.is_under_way = False
+        self._rank = rank
+        self._loop = loop
+        self._executor: ThreadPoolExecutor | None = None
+
+    async def run(self, clock: VirtualClock | None, fn: Callable[[], T]) -> T:
+        """See :meth:`World.compute`; ``clock`` is the simulation's."""
+        if self.is_under_way:
+            raise BusyError("one compute at a time: another one is under way on this rank", rank=self._rank)
+        self.is_under_way = True
+        try:
+            return await (self._in_thread(fn) if clock is None else self._inline(clock, fn))
+        finally:
+            self.is_under_way = False
+
+    async def _in_thread(self, fn: Callable[[], T]) -> T:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"asyncdist-{self._rank}")
+        future = self._loop.run_in_executor(self._executor, functools.partial(_call_in_modes, _torch_modes(), fn))
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            while not future.done():
+                with contextlib.suppress(asyncio.CancelledError):  # cancelled again; it is raised below in any case
+                    await asyncio.wait([future])
+            raise
+
+    async def _inline(self, clock: VirtualClock, fn: Callable[[], T]) -> T:
+        result = fn()
+        await clock.beside_compute()
+        return result
+
+    def close(self) -> None:
+        """Start no thread any more; what still runs there is nobody's."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=False)
+
+
+def _torch_modes() -> tuple[bool, bool, bool, torch.dtype]:
+    """The caller's modes that torch keeps per thread."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+    )
+
+
+def _call_in_modes(modes: tuple[bool, bool, bool, torch.dtype], fn: Callable[[], T]) -> T:
+    grad, inference, autocast, dtype = modes
+    with (
+        torch.inference_mode(inference),
+        torch.set_grad_enabled(grad and not inference),
+        torch.autocast("cpu", dtype=dtype, enabled=autocast),
+    ):
+        return fn()

@@ -1,0 +1,181 @@
+"""The end of a rank that has failed, or whose job has: say so, wait for the peers to stop, abort those that do not.
+
+How a job ends as a whole is in :mod:`asyncdist.supervision`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Collection
+from typing import Final
+
+from asyncdist.errors import DisagreementError, RankLostError, RemoteError, is_consequence
+from asyncdist.supervision import (
+    FailureReport,
+    Interrupts,
+    exit_immediately,
+    interrupt_error,
+    peer_failed,
+    summarise,
+)
+from asyncdist.transports.base import Transport
+from asyncdist.world import Failed, Farewell, World
+
+#: How long a rank that found a peer gone, or has failed itself, waits to be told of a failure before it tells of one.
+_HEAR_WHY_S: Final = 0.25
+#: How long a rank that was told of a failure may go on before its main is cancelled.
+_CANCEL_AFTER_S: Final = 1.0
+
+_report = FailureReport()
+
+
+class PeerGuard:
+    """Watches for failures elsewhere while main runs, and stops main: first at its safe points, then by cancelling it.
+
+    Elsewhere is a peer, or a service of this rank, which nobody awaits.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._task = asyncio.current_task()
+        self._timer: asyncio.TimerHandle | None = None
+        self._active = False
+        self.error: BaseException | None = None
+        world.on_failure(lambda rank, summary: self._on_failure(peer_failed(rank, summary)))
+        world.on_defect(self._on_failure)
+
+    def __enter__(self) -> None:
+        self._active = True
+
+    def __exit__(self, *_: object) -> None:
+        self._active = False
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _on_failure(self, error: BaseException) -> None:
+        if self.error is not None or self._world.engine.failure is not None:
+            return
+        self.error = error
+        self._world.engine.fail(error)
+        if self._active:
+            self._timer = asyncio.get_running_loop().call_later(_CANCEL_AFTER_S, self._cancel)
+
+    def _cancel(self) -> None:
+        if self._task is not None and self._active:
+            self._task.cancel()
+
+
+async def fail(world: World, transport: Transport, error: BaseException, grace_s: float) -> None:
+    """The other end: say so, wait for the peers to stop, abort those that do not."""
+    loop = asyncio.get_running_loop()
+    if is_consequence(error):
+        await _hear_why(world, _HEAR_WHY_S)
+    from_peer = is_consequence(error) and isinstance(world.engine.failure, RankLostError)
+    in_process = transport.capabilities.shares_process  # run_local raises for all of them
+    if not in_process and not await _is_told_by_another(world, error):
+        _print_failure(world.rank, error, world.engine.failure if from_peer else None)
+    if world.engine.failure is None:
+        world.engine.fail(peer_failed(world.rank, summarise(error)))
+    world.cancel_services()
+    world.announce(Farewell() if from_peer else Failed(summarise(error)))
+    deadline = loop.time() + grace_s
+
+    def settled() -> bool:
+        return from_peer or is_everybody(world, world.answered, transport.lost_ranks())
+
+    pause_s = 0.001
+    while not settled() or (not world.engine.is_idle and loop.time() < deadline - grace_s + _CANCEL_AFTER_S):
+        if loop.time() >= deadline:
+            break
+        world.engine.poll()
+        try:
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, 0.05)
+        except asyncio.CancelledError:  # a signal that comes now asks for what is happening already
+            _uncancel()
+    if not settled() and not in_process:
+        silent = sorted(set(range(world.size)) - world.answered - {world.rank})
+        sys.stderr.write(
+            f"asyncdist: rank {world.rank}: ranks {silent} did not stop within {grace_s:g} s; aborting the job\n"
+        )
+        sys.stderr.flush()
+        transport.abort(1)
+        exit_immediately(1)
+    world.close_lanes()
+    transport.close_failed()
+
+
+async def _is_told_by_another(world: World, error: BaseException) -> bool:
+    """Print a line in place of a traceback that a lower rank prints: a mistake in a script is everybody's.
+
+    Ranks wait for one another in their order, each a little longer; rank 0 does not.
+    """
+    if not isinstance(error, Exception) or is_consequence(error):
+        return False
+    await _hear_why(world, _HEAR_WHY_S * world.rank / world.size)
+    heard, summary = world.engine.failure, summarise(error)
+    if not isinstance(heard, RankLostError) or heard.args[0] != peer_failed(heard.rank, summary).args[0]:
+        return False
+    _report.print_line(f"rank {world.rank} failed as rank {heard.rank} did: {summary}", error)
+    return True
+
+
+async def _hear_why(world: World, seconds: float) -> None:
+    """Wait so long for the word of a failure that may be on its way: of what stopped a peer, or of the same mistake."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while world.engine.failure is None and asyncio.get_running_loop().time() < deadline:
+        world.engine.poll()
+        try:
+            await asyncio.sleep(0.001)
+        except asyncio.CancelledError:  # a signal that comes now asks for what is happening already
+            _uncancel()
+
+
+def fail_alone(transport: Transport, error: BaseException) -> None:
+    """A failure during the handshake: nobody listens yet, and the peers would wait for this rank for ever.
+
+    All of them see a disagreement, so that ends by itself, with one line of each.
+    """
+    if transport.size == 1 or transport.capabilities.shares_process:
+        return
+    if isinstance(error, DisagreementError):
+        _report.print_line(f"rank {transport.rank} stopped: {error.args[0]}", error)
+    else:
+        _print_failure(transport.rank, error, None)
+        transport.abort(1)
+        exit_immediately(1)
+
+
+def _print_failure(rank: int, error: BaseException, heard: BaseException | None) -> None:
+    """Tell what ends this rank: a line where it has heard of a peer's failure, whatever it raises itself for that."""
+    if heard is not None:
+        _report.print_line(f"rank {rank} stopped: {heard.args[0]}", error)
+    elif isinstance(error, RemoteError):
+        _report.print_line(f"rank {rank} stopped: {error}", error)
+    elif isinstance(error, KeyboardInterrupt):
+        _report.print_line(f"rank {rank} was interrupted", error)
+    elif not isinstance(error, SystemExit):
+        _report.print_traceback(error, rank)
+
+
+def own_error(caught: BaseException, guard: PeerGuard | None, interrupts: Interrupts) -> BaseException:
+    """What the caller should see: the cause in place of the cancellation that it brought about."""
+    cause = guard.error if guard is not None else None
+    if interrupts.received is not None:
+        cause = interrupt_error(interrupts.received)
+    if cause is not None:
+        _uncancel()
+    return cause or caught
+
+
+def _uncancel() -> None:
+    task = asyncio.current_task()
+    while task is not None and task.uncancel():
+        pass
+
+
+def is_everybody(world: World, *groups: Collection[int]) -> bool:
+    """Whether every other rank is in one of them. Asked at each message, so the ranks are looked at only at the end."""
+    others = world.size - 1
+    return sum(map(len, groups)) >= others and len(set().union(*groups) - {world.rank}) == others

@@ -1,0 +1,129 @@
+"""How many ranks :func:`asyncdist.launch_subprocesses` starts, where they meet, and how they are split into groups."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from asyncdist import checks, launch, process_groups
+from asyncdist.parallel import ParallelLayout
+
+LAUNCH_METHODS: Final = ("forkserver", "spawn")
+
+
+@dataclass(frozen=True, slots=True)
+class MultiprocessConfig:
+    """How many ranks there are, where they meet, how they are split into groups. None is missing: see :meth:`resolve`.
+
+    Attributes:
+        rank: of this process among all; :func:`launch_subprocesses` gives each child its own.
+        local_rank: of this process on its host; likewise.
+        world_size: ranks in all.
+        local_world_size: ranks on this host.
+        master_addr: name or address of rank 0's host.
+        master_port: a free TCP port there.
+        init_method: where the ranks of process groups meet: ``"env://"`` is ``master_addr`` and ``master_port``; else
+            ``"tcp://address:port"`` or ``"file://path"``.
+        model_parallelism: ranks that share one stage of a model.
+        pipeline_parallelism: stages of a model; with the other it divides ``world_size``.
+        backend: of the default process group, one that torch has registered; None is
+            :func:`asyncdist.get_distributed_backend`.
+        model_parallel_backend: of the model parallel group; None is the default group's.
+        pipeline_parallel_backend: of the pipeline parallel group, likewise.
+        data_parallel_backend: of the data parallel group, likewise.
+        launch_method: ``"forkserver"`` or ``"spawn"``.
+
+    Raises:
+        TypeError: a number is not an int.
+        ValueError: a value is not allowed, or two contradict each other; names them and what is allowed.
+    """
+
+    rank: int | None = None
+    local_rank: int | None = None
+    world_size: int | None = None
+    local_world_size: int | None = None
+    master_addr: str = "127.0.0.1"
+    master_port: int | None = None
+    init_method: str = "env://"
+    model_parallelism: int = 1
+    pipeline_parallelism: int = 1
+    backend: str | None = None
+    model_parallel_backend: str | None = None
+    pipeline_parallel_backend: str | None = None
+    data_parallel_backend: str | None = None
+    launch_method: str = "forkserver"
+
+    def __post_init__(self) -> None:
+        self._check_places()
+        if self.world_size is not None:
+            ParallelLayout(self.world_size, self.model_parallelism, self.pipeline_parallelism)
+        self._check_meeting()
+        for name, backend in self._backends().items():
+            if backend is not None:
+                process_groups.check_backend(backend, name)
+        if self.launch_method not in LAUNCH_METHODS:
+            why = ": threads and MPI do not survive it" if self.launch_method == "fork" else ""
+            allowed = ", ".join(map(repr, LAUNCH_METHODS))
+            raise ValueError(f"launch_method is {self.launch_method!r}{why}; allowed are {allowed}")
+
+    def _check_places(self) -> None:
+        for name in ("world_size", "local_world_size"):
+            if getattr(self, name) is not None:
+                checks.count(name, getattr(self, name))
+        for name in ("model_parallelism", "pipeline_parallelism"):
+            checks.count(name, getattr(self, name))
+        if self.world_size is not None and (self.local_world_size or 0) > self.world_size:
+            raise ValueError(
+                f"local_world_size is {self.local_world_size}; world_size={self.world_size} is the most it can be"
+            )
+        for name, size_name in (("rank", "world_size"), ("local_rank", "local_world_size")):
+            value, size = getattr(self, name), getattr(self, size_name)
+            if value is not None and (type(value) is not int or not 0 <= value < (size or value + 1)):
+                allowed = "0 or more" if size is None else f"0..{size - 1}, since {size_name}={size}"
+                raise ValueError(f"{name} is {value!r}; allowed are {allowed}")
+        if self.rank is not None and (self.local_rank or 0) > self.rank:
+            raise ValueError(f"local_rank is {self.local_rank}; rank={self.rank} is the most it can be")
+
+    def _check_meeting(self) -> None:
+        address = self.master_addr
+        if type(address) is not str or not address or any(character.isspace() for character in address):
+            raise ValueError(f"master_addr is {address!r}; it must be the name or address of rank 0's host")
+        if self.master_port is not None:
+            process_groups.check_port("master_port", self.master_port)
+        process_groups.check_init_method(self.init_method)
+
+    def _backends(self) -> dict[str, str | None]:
+        names = ("backend", "model_parallel_backend", "pipeline_parallel_backend", "data_parallel_backend")
+        return {name: getattr(self, name) for name in names}
+
+    def resolve(self) -> MultiprocessConfig:
+        """A config with what is missing filled in, as far as it can be known before ranks exist.
+
+        Ranks on this host: as many as in all, if that is given, else the GPUs that torch sees, and one where there are
+        none. The port: a free one of this host. Rank and local rank: 0 if there is but one, the local rank else what
+        follows from the rank; otherwise they stay missing.
+
+        Raises:
+            ValueError: what is filled in contradicts the rest, several hosts need a port that all of them know, or
+                ``master_addr`` is needed and leads to no host.
+        """
+        local_size = self.local_world_size or self.world_size or max(1, torch.cuda.device_count())
+        size = self.world_size or local_size
+        if self.master_port is None and size > local_size and self.init_method == "env://":
+            raise ValueError(
+                f"master_port is missing: {size} ranks, {local_size} of them on this host, must all be told the same"
+            )
+        if size > 1 and self.init_method == "env://":
+            launch.check_address("master_addr", self.master_addr)
+        rank = 0 if size == 1 else self.rank
+        return dataclasses.replace(
+            self,
+            rank=rank,
+            local_rank=rank % local_size if self.local_rank is None and rank is not None else self.local_rank,
+            world_size=size,
+            local_world_size=local_size,
+            master_port=self.master_port or launch.find_free_port(),
+        )
