@@ -431,9 +431,11 @@ def accumulate(into: Tensor, chunk: Tensor, weight: float, *, first: bool = Fals
 def divide(accumulator: Tensor, weight_sum: float) -> None:
     """Turn the sum into the average, in place; a sum of exactly 1 leaves it alone."""
     if weight_sum != 1.0:
+        divisor: Any = weight_sum
+        if accumulator.device.type != "cpu":  # one on the same device: by a host scalar CUDA multiplies with 1 / it
+            divisor = torch.tensor(weight_sum, dtype=accumulator.dtype, device=accumulator.device)
         with torch.no_grad():
-            # a divisor on the accumulator's own device: by a host scalar CUDA multiplies with the reciprocal
-            accumulator.div_(torch.tensor(weight_sum, dtype=accumulator.dtype, device=accumulator.device))
+            accumulator.div_(divisor)
 
 
 class SnapshotPool:

@@ -50,6 +50,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("process_groups",),
     ("subprocesses", "doctor"),
     ("simulation.outside",),
+    ("simulation.samplers",),
     ("simulation.trace", "simulation.turns", "simulation.models", "simulation.random_states"),
     ("simulation.faults",),
     ("simulation.medium", "simulation.loop"),
