@@ -497,10 +497,10 @@ def _gather(module: nn.Module, keys: list[str | None], tensors: list[Tensor]) ->
         if tensor is not None:
             keys.append(key)
             tensors.append(tensor)
-    for key, tensor in module._buffers.items():
-        if tensor is not None and key not in module._non_persistent_buffers_set:
+    for key, buffer in module._buffers.items():
+        if buffer is not None and key not in module._non_persistent_buffers_set:
             keys.append(key)
-            tensors.append(tensor)
+            tensors.append(buffer)
     keys.append(None)
     for key, child in module._modules.items():
         if child is not None:

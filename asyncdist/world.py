@@ -13,7 +13,7 @@ import functools
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -106,8 +106,11 @@ class WorldStatistics:
 class VirtualClock(Protocol):
     """The time that user code takes, where it is not real."""
 
-    async def before_safe_point(self) -> None:
-        """Let the time pass that the rank has computed since its last safe point; nothing else of it runs meanwhile."""
+    def before_safe_point(self) -> Awaitable[None]:
+        """Let the time pass that the rank has computed since its last safe point; nothing else of it runs meanwhile.
+
+        To be awaited at once.
+        """
 
     async def beside_compute(self) -> None:
         """Let the time of one ``World.compute`` pass; the rank's loop runs meanwhile."""

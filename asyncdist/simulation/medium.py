@@ -46,7 +46,7 @@ class _Message:
 
     cancelled: Final = False
 
-    def __init__(self, data: bytes | memoryview, nbytes: int, source: int, dest: int, tag: int) -> None:
+    def __init__(self, data: bytes | bytearray | memoryview, nbytes: int, source: int, dest: int, tag: int) -> None:
         self.data = data
         self.nbytes = nbytes
         self.source = source

@@ -210,8 +210,8 @@ MUTANTS: Final = (
         12,
         "the state has no buffers: averaged weights meet running statistics of another model",
         "asyncdist/flat.py",
-        "    for key, tensor in module._buffers.items():",
-        "    for key, tensor in module._buffers.items() if False else ():",
+        "    for key, buffer in module._buffers.items():",
+        "    for key, buffer in {}.items():",
     ),
     Mutant(
         "integers-of-any-donor",
