@@ -189,12 +189,12 @@ class _Models:
         kept: _Kept | None = self._scratch.take(self._model, "state")
         if kept is not None:
             with contextlib.suppress(ValueError):  # it has been changed since: another layer, another dtype
-                return kept, list(kept.state.pairs(kept.buffers))
+                return kept, kept.state.pairs(kept.buffers)
         state = FlatState(cast(nn.Module, weakref.proxy(self._model)))
         commons = Commons(self._shares_memory)
         buffers = state.new_buffers(accumulate=True, new=commons.new)
         kept = _Kept(state, buffers, commons, state.fingerprint.digest.encode())
-        return kept, list(state.pairs(kept.buffers))
+        return kept, state.pairs(kept.buffers)
 
 
 async def _check_equal(

@@ -28,6 +28,7 @@ MODULES: Final = (
     "transports.repeated",
     "simulation.turns",
     "simulation.trace",
+    "simulation.samplers",
     "simulation.medium",
 )
 PURE_VARIABLE: Final = "ASYNCDIST_PURE"

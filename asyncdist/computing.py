@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
@@ -22,8 +22,11 @@ T = TypeVar("T")
 class VirtualClock(Protocol):
     """The time that user code takes, where it is not real."""
 
-    async def before_safe_point(self) -> None:
-        """Let the time pass that the rank has computed since its last safe point; nothing else of it runs meanwhile."""
+    def before_safe_point(self) -> Awaitable[None]:
+        """Let the time pass that the rank has computed since its last safe point; nothing else of it runs meanwhile.
+
+        To be awaited at once.
+        """
 
     async def beside_compute(self) -> None:
         """Let the time of one ``World.compute`` pass; the rank's loop runs meanwhile."""

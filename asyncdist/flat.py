@@ -13,7 +13,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -157,10 +157,18 @@ class FlatState:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
         self._model = model
+        # In the order of the modules: keys, names and, of each entry, its names' places.
+        self._keys: list[str | None] = []
+        tensors: list[Tensor] = []
+        _gather(model, self._keys, tensors)
+        self._names = _names(self._keys)
         shared: dict[tuple[Any, ...], list[tuple[str, Tensor]]] = {}
-        for name, tensor in _named_tensors(model):
+        places: dict[tuple[Any, ...], list[int]] = {}
+        for place, (name, tensor) in enumerate(zip(self._names, tensors, strict=True)):
             _check_supported(name, tensor)
-            shared.setdefault(_identity(tensor), []).append((name, tensor))
+            identity = _identity(tensor)
+            shared.setdefault(identity, []).append((name, tensor))
+            places.setdefault(identity, []).append(place)
         if not shared:
             raise ValueError(
                 f"{type(model).__name__} has neither parameters nor persistent buffers: nothing to average"
@@ -174,7 +182,7 @@ class FlatState:
             sizes[tensor.dtype] = offset + tensor.numel()
             entries.append(Entry(names, tuple(tensor.shape), tensor.dtype, _is_averaged(tensor.dtype), offset))
         self.entries = tuple(entries)
-        self._names = frozenset(name for entry in entries for name in entry.names)
+        self._places = tuple(map(tuple, places.values()))
         self._sizes = {dtype: sizes[dtype] for dtype in sorted(sizes, key=_dtype_name)}
         self._devices = {group[0][1].device for group in shared.values() if group[0][1].is_cuda}
         self.fingerprint = Fingerprint(tuple((e.names, e.shape, _dtype_name(e.dtype)) for e in self.entries))
@@ -218,9 +226,9 @@ class FlatState:
         Raises:
             ValueError: The buffers were made for another layout, or the model has changed its layout since.
         """
-        with torch.no_grad():
-            for tensor, view in self.pairs(into):
-                view.copy_(tensor)
+        pairs = self.pairs(into)
+        with torch.no_grad():  # one call for all of them: a small model's entries take longer to name than to copy
+            torch._foreach_copy_([view for _, view in pairs], [tensor for tensor, _ in pairs])
 
     def start_snapshot(self, into: FlatBuffers) -> "DeviceCopy | None":
         """Begin a snapshot without waiting for a device; its values are those of this moment.
@@ -241,7 +249,7 @@ class FlatState:
         if not self._devices:
             self.snapshot(into)
             return None
-        pairs = list(self.pairs(into))
+        pairs = self.pairs(into)
         streams = {device: _copy_stream(device) for device in {tensor.device for tensor, _ in pairs if tensor.is_cuda}}
         for device, stream in streams.items():
             stream.wait_stream(torch.cuda.current_stream(device))
@@ -285,12 +293,15 @@ class FlatState:
         """
         if not 0.0 <= momentum <= 1.0:
             raise ValueError(f"momentum is {momentum!r}; allowed: a number from 0 to 1")
+        pairs = self.pairs(buffers)
         with torch.no_grad():
-            for entry, (tensor, view) in zip(self.entries, list(self.pairs(buffers)), strict=True):
-                if momentum == 0.0 or not entry.averaged:
-                    tensor.copy_(view)
-                elif momentum != 1.0:
-                    _mix(tensor, view, momentum)
+            if momentum:
+                for entry, (tensor, view) in zip(self.entries, pairs, strict=True):
+                    if entry.averaged and momentum != 1.0:
+                        _mix(tensor, view, momentum)
+                pairs = [pair for entry, pair in zip(self.entries, pairs, strict=True) if not entry.averaged]
+            if pairs:
+                torch._foreach_copy_([tensor for tensor, _ in pairs], [view for _, view in pairs])
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer of another model. One that trains a part of this model is welcome.
@@ -311,29 +322,37 @@ class FlatState:
                         f"is not in this {type(self._model).__name__}; allowed: parameters of this model only"
                     )
 
-    def pairs(self, buffers: FlatBuffers) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each entry's tensor of the model, as it is now, with its view in the buffers.
+    def pairs(self, buffers: FlatBuffers) -> list[tuple[Tensor, Tensor]]:
+        """Return each entry's tensor of the model, as it is now, with its view in the buffers.
 
         Raises:
             ValueError: The buffers were made for another layout, or the model has changed its layout since.
         """
         if buffers.entries is not self.entries and buffers.entries != self.entries:
             raise ValueError("these flat buffers were made for a model of another layout")
-        now = dict(_named_tensors(self._model))
-        if now.keys() != self._names:
-            changed = sorted(now.keys() ^ self._names)
-            raise ValueError(f"{changed[0]!r} {'is new' if changed[0] in now else 'is gone'}: {_CHANGED}")
-        for entry, view in zip(self.entries, buffers.views, strict=True):
-            tensor = now[entry.names[0]]
+        keys: list[str | None] = []
+        found: list[Tensor] = []
+        _gather(self._model, keys, found)
+        if keys != self._keys:
+            now = dict(zip(_names(keys), found, strict=True))
+            changed = sorted(now.keys() ^ set(self._names))
+            if changed:
+                raise ValueError(f"{changed[0]!r} {'is new' if changed[0] in now else 'is gone'}: {_CHANGED}")
+            found = [now[name] for name in self._names]  # in another order
+        pairs = []
+        for entry, places, view in zip(self.entries, self._places, buffers.views, strict=True):
+            tensor = found[places[0]]
             if tensor.shape != entry.shape or tensor.dtype != entry.dtype:
                 raise ValueError(
                     f"{entry.names[0]!r} was {_dtype_name(entry.dtype)} {entry.shape} and is "
                     f"{_dtype_name(tensor.dtype)} {tuple(tensor.shape)}: {_CHANGED}"
                 )
-            for name in entry.names[1:]:
-                if tensor.numel() and now[name] is not tensor and _identity(now[name]) != _identity(tensor):
+            for name, place in zip(entry.names[1:], places[1:], strict=True):
+                other = found[place]
+                if tensor.numel() and other is not tensor and _identity(other) != _identity(tensor):
                     raise ValueError(f"{name!r} and {entry.names[0]!r} no longer share their memory: {_CHANGED}")
-            yield tensor, view
+            pairs.append((tensor, view))
+        return pairs
 
 
 class DeviceCopy:
@@ -412,9 +431,11 @@ def accumulate(into: Tensor, chunk: Tensor, weight: float, *, first: bool = Fals
 def divide(accumulator: Tensor, weight_sum: float) -> None:
     """Turn the sum into the average, in place; a sum of exactly 1 leaves it alone."""
     if weight_sum != 1.0:
+        divisor: Any = weight_sum
+        if accumulator.device.type != "cpu":  # one on the same device: by a host scalar CUDA multiplies with 1 / it
+            divisor = torch.tensor(weight_sum, dtype=accumulator.dtype, device=accumulator.device)
         with torch.no_grad():
-            # a divisor on the accumulator's own device: by a host scalar CUDA multiplies with the reciprocal
-            accumulator.div_(torch.tensor(weight_sum, dtype=accumulator.dtype, device=accumulator.device))
+            accumulator.div_(divisor)
 
 
 class SnapshotPool:
@@ -461,13 +482,48 @@ class SnapshotPool:
         self._free.append(buffers)
 
 
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and persistent buffers under all their names, module by module."""
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for home, skipped in ((module._parameters, ()), (module._buffers, module._non_persistent_buffers_set)):
-            for key, tensor in home.items():
-                if tensor is not None and key not in skipped:
-                    yield f"{prefix}.{key}" if prefix else key, tensor
+def _gather(module: nn.Module, keys: list[str | None], tensors: list[Tensor]) -> None:
+    """Append the parameters and persistent buffers of a module and of all below it, under all their names.
+
+    A third of the time of `named_modules`, which a round of a small model spent for the most part there. The keys tell
+    the names, see `_names`, and are equal where these are.
+
+    Args:
+        module: Where to begin.
+        keys: Of each tensor its key, then None; of each module inside its key and its own keys, then None.
+        tensors: Those that have a key.
+    """
+    for key, tensor in module._parameters.items():
+        if tensor is not None:
+            keys.append(key)
+            tensors.append(tensor)
+    for key, buffer in module._buffers.items():
+        if buffer is not None and key not in module._non_persistent_buffers_set:
+            keys.append(key)
+            tensors.append(buffer)
+    keys.append(None)
+    for key, child in module._modules.items():
+        if child is not None:
+            keys.append(key)
+            _gather(child, keys, tensors)
+    keys.append(None)
+
+
+def _names(keys: Sequence[str | None]) -> list[str]:
+    """Return the names of the tensors whose keys `_gather` has found, in their order."""
+    names, path = [], [""]
+    among_tensors = True
+    for key in keys:
+        if key is None:
+            if not among_tensors:
+                path.pop()
+            among_tensors = False
+        elif among_tensors:
+            names.append(path[-1] + key)
+        else:
+            path.append(f"{path[-1]}{key}.")
+            among_tensors = True
+    return names
 
 
 def _check_supported(name: str, tensor: Tensor) -> None:

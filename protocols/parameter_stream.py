@@ -237,6 +237,8 @@ def safe_point_count(nbytes: int) -> int:
 class ChunkRing:
     """``WINDOW_COUNT`` buffers of one chunk each, allocated when first needed.
 
+    Accumulators are used again and again, too: it remembers how those were cut that were used with it.
+
     Args:
         chunk_nbytes: of each; those of a parameter stream by default.
     """
@@ -244,7 +246,15 @@ class ChunkRing:
     def __init__(self, chunk_nbytes: int | None = None) -> None:
         self._chunk_nbytes = chunk_nbytes
         self._buffers: dict[int, tuple[torch.Tensor, memoryview]] = {}
+        self._pieces: WeakKeyDictionary[FlatBuffers, list[_Piece]] = WeakKeyDictionary()
         self._next = 0
+
+    def pieces_of(self, accumulator: FlatBuffers) -> list[_Piece]:
+        """The chunks of a stream into ``accumulator``, those that are averaged first."""
+        found = self._pieces.get(accumulator)
+        if found is None:
+            found = self._pieces[accumulator] = _pieces(accumulator)
+        return found
 
     def take(self, dtype: torch.dtype, count: int) -> torch.Tensor:
         """The next buffer, as ``count`` elements of ``dtype``."""
@@ -329,7 +339,7 @@ class Intake:
         self.best = best
         self._round = round
         self._streams: list[InboundStream] = []
-        self._pieces = _pieces(accumulator)
+        self._pieces = ring.pieces_of(accumulator)
         self._page = self._offset = 0
         self._asked: deque[tuple[InboundStream, Sequence[_Landing]]] = deque()
         self._asked_count = 0

@@ -62,6 +62,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("multiprocess_config",),
     ("subprocesses", "doctor"),
     ("simulation.outside",),
+    ("simulation.samplers",),
     ("simulation.trace", "simulation.turns", "simulation.models", "simulation.random_states"),
     ("simulation.faults",),
     ("simulation.medium", "simulation.loop"),

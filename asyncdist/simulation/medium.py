@@ -46,7 +46,7 @@ class _Message:
 
     cancelled: Final = False
 
-    def __init__(self, data: bytes | memoryview, nbytes: int, source: int, dest: int, tag: int) -> None:
+    def __init__(self, data: bytes | bytearray | memoryview, nbytes: int, source: int, dest: int, tag: int) -> None:
         self.data = data
         self.nbytes = nbytes
         self.source = source
@@ -230,7 +230,7 @@ class Medium:
     # -- sending ----------------------------------------------------------------------------------------------------
 
     def send(self, buffer: Buffer, source: int, dest: int, tag: int) -> _Message:
-        data = buffer if type(buffer) is bytes else as_bytes(buffer)
+        data = buffer if type(buffer) is bytes or type(buffer) is bytearray else as_bytes(buffer)
         nbytes = len(data)
         message = _Message(data, nbytes, source, dest, tag)
         if not self._muted:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from asyncdist import checks
+from asyncdist.simulation.samplers import LogNormalSampler
 
 
 def check_number(name: str, value: Any, *, above_zero: bool = False) -> None:
@@ -98,30 +99,8 @@ def sampler(duration: Duration, rng: random.Random) -> Callable[[], float]:
         seconds = float(duration)
         return lambda: seconds
     if isinstance(duration, LogNormal) and duration.median:  # what nearly everything is
-        return _log_normal_sampler(duration.median, duration.sigma, rng)
+        return LogNormalSampler(duration.median, duration.sigma, rng).draw
     return functools.partial(duration.draw, rng)
-
-
-def _log_normal_sampler(median: float, sigma: float, generator: random.Random) -> Callable[[], float]:
-    """The numbers of :meth:`LogNormal.draw` in a third of its time: ``random.gauss`` written out.
-
-    The second number of a pair waits where that leaves it: whoever else draws from the generator gets it.
-    """
-    rng: Any = generator  # typeshed knows no gauss_next
-    uniform, exp, log, sqrt, cos, sin, turn = rng.random, math.exp, math.log, math.sqrt, math.cos, math.sin, math.tau
-
-    def draw() -> float:
-        z = rng.gauss_next
-        if z is None:
-            angle = uniform() * turn
-            radius = sqrt(-2.0 * log(1.0 - uniform()))
-            z = cos(angle) * radius
-            rng.gauss_next = sin(angle) * radius
-        else:
-            rng.gauss_next = None
-        return median * exp(z * sigma)
-
-    return draw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ import sys
 import threading
 import types
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Generator, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -181,6 +181,12 @@ def _rare_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
+@types.coroutine
+def _no_time() -> Generator[None, None, None]:
+    """Go on at once."""
+    yield from ()
+
+
 class _Clock:
     """What a simulated rank's world asks for in place of the time that computing takes."""
 
@@ -188,12 +194,12 @@ class _Clock:
         self._simulation = simulation
         self._loop = loop
 
-    async def before_safe_point(self) -> None:
+    def before_safe_point(self) -> Awaitable[None]:
         seconds = self._simulation.draw_compute_s(self._loop.rank)
         if seconds:
-            await self._loop.be_deaf(seconds)
-        else:
-            self._loop.has_computed()
+            return self._loop.be_deaf(seconds)
+        self._loop.has_computed()
+        return _no_time()
 
     async def beside_compute(self) -> None:
         over = self._loop.create_future()

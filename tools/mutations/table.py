@@ -108,8 +108,8 @@ MUTANTS: Final = (
         5,
         "the model's tensors are looked up once, before training replaces some",
         "asyncdist/flat.py",
-        "        now = dict(_named_tensors(self._model))",
-        '        now = self.__dict__.setdefault("_found", dict(_named_tensors(self._model)))',
+        "            tensor = found[places[0]]",
+        '            tensor = self.__dict__.setdefault("_found", found)[places[0]]',
     ),
     Mutant(
         "weights-of-others",
@@ -210,8 +210,8 @@ MUTANTS: Final = (
         12,
         "the state has no buffers: averaged weights meet running statistics of another model",
         "asyncdist/flat.py",
-        "((module._parameters, ()), (module._buffers, module._non_persistent_buffers_set))",
-        "((module._parameters, ()),)",
+        "    for key, buffer in module._buffers.items():",
+        "    for key, buffer in {}.items():",
     ),
     Mutant(
         "integers-of-any-donor",

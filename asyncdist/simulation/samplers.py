@@ -1,0 +1,42 @@
+"""Draws that a simulation makes for every message and every step.
+
+The module is compiled where that can be done; see :mod:`asyncdist.compiled`.
+"""
+
+from __future__ import annotations
+
+import random
+from math import cos, exp, log, sin, sqrt, tau
+from typing import Any
+
+
+class LogNormalSampler:
+    """Draws log-normal values: ``random.gauss`` written out, and its exponential.
+
+    The second number of a pair waits where ``gauss`` leaves it: whoever else draws from the generator gets it.
+
+    Args:
+        median: of the values, in seconds; above 0.
+        sigma: of their logarithm.
+        generator: draws.
+    """
+
+    def __init__(self, median: float, sigma: float, generator: random.Random) -> None:
+        self._median = median
+        self._sigma = sigma
+        self._rng: Any = generator  # typeshed knows no gauss_next
+        self._uniform = generator.random
+
+    def draw(self) -> float:
+        """One value, in seconds."""
+        rng = self._rng
+        waiting = rng.gauss_next
+        if waiting is None:
+            angle = self._uniform() * tau
+            radius = sqrt(-2.0 * log(1.0 - self._uniform()))
+            z = cos(angle) * radius
+            rng.gauss_next = sin(angle) * radius
+        else:
+            z = waiting
+            rng.gauss_next = None
+        return self._median * exp(z * self._sigma)
