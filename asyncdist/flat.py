@@ -17,15 +17,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+
+from asyncdist.model_tensors import check_overlap, check_supported, gather, identity_of, names_of
 
 _PIECE_COUNT: Final = 1 << 16  # elements per temporary: 256 KiB of float32 took half the time of 1 MiB pieces
 _CHANGED: Final = (
     "the model changed after its policy started; allowed: the same names, shapes, dtypes and sharing throughout"
 )
-_ALLOWED: Final = "allowed: dense tensors that own their memory, or share exactly the same view of it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,20 +160,20 @@ class FlatState:
         # In the order of the modules: keys, names and, of each entry, its names' places.
         self._keys: list[str | None] = []
         tensors: list[Tensor] = []
-        _gather(model, self._keys, tensors)
-        self._names = _names(self._keys)
+        gather(model, self._keys, tensors)
+        self._names = names_of(self._keys)
         shared: dict[tuple[Any, ...], list[tuple[str, Tensor]]] = {}
         places: dict[tuple[Any, ...], list[int]] = {}
         for place, (name, tensor) in enumerate(zip(self._names, tensors, strict=True)):
-            _check_supported(name, tensor)
-            identity = _identity(tensor)
+            check_supported(name, tensor)
+            identity = identity_of(tensor)
             shared.setdefault(identity, []).append((name, tensor))
             places.setdefault(identity, []).append(place)
         if not shared:
             raise ValueError(
                 f"{type(model).__name__} has neither parameters nor persistent buffers: nothing to average"
             )
-        _check_overlap([group[0] for group in shared.values()])
+        check_overlap([group[0] for group in shared.values()])
         sizes: dict[torch.dtype, int] = {}
         entries = []
         for group in shared.values():
@@ -332,9 +332,9 @@ class FlatState:
             raise ValueError("these flat buffers were made for a model of another layout")
         keys: list[str | None] = []
         found: list[Tensor] = []
-        _gather(self._model, keys, found)
+        gather(self._model, keys, found)
         if keys != self._keys:
-            now = dict(zip(_names(keys), found, strict=True))
+            now = dict(zip(names_of(keys), found, strict=True))
             changed = sorted(now.keys() ^ set(self._names))
             if changed:
                 raise ValueError(f"{changed[0]!r} {'is new' if changed[0] in now else 'is gone'}: {_CHANGED}")
@@ -349,7 +349,7 @@ class FlatState:
                 )
             for name, place in zip(entry.names[1:], places[1:], strict=True):
                 other = found[place]
-                if tensor.numel() and other is not tensor and _identity(other) != _identity(tensor):
+                if tensor.numel() and other is not tensor and identity_of(other) != identity_of(tensor):
                     raise ValueError(f"{name!r} and {entry.names[0]!r} no longer share their memory: {_CHANGED}")
             pairs.append((tensor, view))
         return pairs
@@ -480,161 +480,6 @@ class SnapshotPool:
         if self._used.pop(id(buffers), None) is None:
             raise ValueError("these flat buffers are not in use from this pool: released twice, or of another pool")
         self._free.append(buffers)
-
-
-def _gather(module: nn.Module, keys: list[str | None], tensors: list[Tensor]) -> None:
-    """Append the parameters and persistent buffers of a module and of all below it, under all their names.
-
-    A third of the time of `named_modules`, which a round of a small model spent for the most part there. The keys tell
-    the names, see `_names`, and are equal where these are.
-
-    Args:
-        module: Where to begin.
-        keys: Of each tensor its key, then None; of each module inside its key and its own keys, then None.
-        tensors: Those that have a key.
-    """
-    for key, tensor in module._parameters.items():
-        if tensor is not None:
-            keys.append(key)
-            tensors.append(tensor)
-    for key, buffer in module._buffers.items():
-        if buffer is not None and key not in module._non_persistent_buffers_set:
-            keys.append(key)
-            tensors.append(buffer)
-    keys.append(None)
-    for key, child in module._modules.items():
-        if child is not None:
-            keys.append(key)
-            _gather(child, keys, tensors)
-    keys.append(None)
-
-
-def _names(keys: Sequence[str | None]) -> list[str]:
-    """Return the names of the tensors whose keys `_gather` has found, in their order."""
-    names, path = [], [""]
-    among_tensors = True
-    for key in keys:
-        if key is None:
-            if not among_tensors:
-                path.pop()
-            among_tensors = False
-        elif among_tensors:
-            names.append(path[-1] + key)
-        else:
-            path.append(f"{path[-1]}{key}.")
-            among_tensors = True
-    return names
-
-
-def _check_supported(name: str, tensor: Tensor) -> None:
-    """Refuse what has no plain memory to copy."""
-    trouble = None
-    if _is_lazy(tensor):
-        trouble = "is not initialised; run one forward pass first"
-    elif tensor.is_meta:
-        trouble = "is on the meta device and has no values"
-    elif tensor.is_quantized:
-        trouble = "is quantised"
-    elif tensor.layout != torch.strided or tensor.is_nested:
-        trouble = f"is sparse or nested (layout {tensor.layout})"
-    elif tensor.numel() and _address(tensor) == 0:
-        trouble = f"is a {type(tensor).__name__} without memory of its own"
-    elif tensor.numel() and not _is_simple(tensor) and _overlaps_itself(tensor):
-        trouble = f"overlaps itself (shape {tuple(tensor.shape)}, strides {tensor.stride()}), as expanded tensors do"
-    if trouble is not None:
-        raise ValueError(f"{name!r} {trouble}; {_ALLOWED}")
-
-
-def _is_lazy(tensor: Tensor) -> bool:
-    return isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer))
-
-
-def _address(tensor: Tensor) -> int:
-    """Return the data pointer, 0 for wrappers that have none."""
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:
-        return 0
-
-
-def _identity(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what two names of the same memory have in common. Empty tensors all lie at 0: those are told by object."""
-    if tensor.numel() == 0:
-        return ("empty", id(tensor))
-    flags = (tensor.is_conj(), tensor.is_neg())
-    return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, flags)
-
-
-def _is_simple(tensor: Tensor) -> bool:
-    """Tell whether each dimension steps over all that is inside it: then nothing overlaps (the usual case, cheaply)."""
-    span = 0
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride <= span:
-                return False
-            span += stride * (size - 1)
-    return True
-
-
-def _extent_nbytes(tensor: Tensor) -> int:
-    """Return the bytes from the tensor's first element to the end of its last."""
-    steps = (stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    return (sum(steps) + 1) * tensor.itemsize
-
-
-def _mark(mask: "np.ndarray[Any, np.dtype[np.bool_]]", tensor: Tensor, start: int) -> "np.ndarray[Any, Any]":
-    """Return the bytes of a tensor as a view of a mask whose first byte stands for the address `start`."""
-    strides = (*(stride * tensor.itemsize for stride in tensor.stride()), 1)
-    where = tensor.data_ptr() - start
-    return np.lib.stride_tricks.as_strided(mask[where:], (*tensor.shape, tensor.itemsize), strides)
-
-
-def _overlaps_itself(tensor: Tensor) -> bool:
-    """Tell, exactly, whether two indices of a tensor meet in memory."""
-    mask = np.zeros(_extent_nbytes(tensor), dtype=np.bool_)
-    _mark(mask, tensor, tensor.data_ptr())[...] = True
-    return int(mask.sum()) < tensor.nbytes
-
-
-def _check_overlap(entries: Sequence[tuple[str, Tensor]]) -> None:
-    """Refuse entries that share some bytes without being the same view.
-
-    Address ranges that do not touch need no closer look; the others are marked byte by byte, so that two interleaved
-    column views of one matrix pass.
-    """
-    spans = sorted(
-        ((str(t.device), t.data_ptr(), t.data_ptr() + _extent_nbytes(t), name, t) for name, t in entries if t.numel()),
-        key=lambda span: span[:3],
-    )
-    cluster: list[tuple[str, Tensor]] = []
-    device, start, end = "", 0, 0
-    for span_device, first, last, name, tensor in spans:
-        if span_device != device or first >= end:
-            _check_cluster(cluster, start, end)
-            cluster, device, start, end = [], span_device, first, last
-        cluster.append((name, tensor))
-        end = max(end, last)
-    _check_cluster(cluster, start, end)
-
-
-def _check_cluster(cluster: Sequence[tuple[str, Tensor]], start: int, end: int) -> None:
-    """Mark the entries of one address range one after the other, and name the first two that meet."""
-    if len(cluster) < 2:
-        return
-    mask = np.zeros(end - start, dtype=np.bool_)
-    for index, (name, tensor) in enumerate(cluster):
-        view = _mark(mask, tensor, start)
-        if view.any():
-            others = [other for other in cluster[:index] if _meet(other[1], tensor, start, end)]
-            raise ValueError(f"{name!r} and {others[0][0]!r} overlap in memory without being the same view; {_ALLOWED}")
-        view[...] = True
-
-
-def _meet(one: Tensor, two: Tensor, start: int, end: int) -> bool:
-    """Tell whether two tensors have a byte in common."""
-    mask = np.zeros(end - start, dtype=np.bool_)
-    _mark(mask, one, start)[...] = True
-    return bool(_mark(mask, two, start).any())
 
 
 def _mix(tensor: Tensor, average: Tensor, momentum: float) -> None:

@@ -209,7 +209,7 @@ MUTANTS: Final = (
         "buffers-lost",
         12,
         "the state has no buffers: averaged weights meet running statistics of another model",
-        "asyncdist/flat.py",
+        "asyncdist/model_tensors.py",
         "    for key, buffer in module._buffers.items():",
         "    for key, buffer in {}.items():",
     ),

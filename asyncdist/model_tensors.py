@@ -1,0 +1,170 @@
+"""The tensors of a model: which there are, under which names, and whether each has memory of its own.
+
+What :mod:`asyncdist.flat` copies between, found by one walk over the modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_ALLOWED: Final = "allowed: dense tensors that own their memory, or share exactly the same view of it"
+
+
+def gather(module: nn.Module, keys: list[str | None], tensors: list[Tensor]) -> None:
+    """Append the parameters and persistent buffers of a module and of all below it, under all their names.
+
+    A third of the time of `named_modules`, which a round of a small model spent for the most part there. The keys tell
+    the names, see `names_of`, and are equal where these are.
+
+    Args:
+        module: Where to begin.
+        keys: Of each tensor its key, then None; of each module inside its key and its own keys, then None.
+        tensors: Those that have a key.
+    """
+    for key, tensor in module._parameters.items():
+        if tensor is not None:
+            keys.append(key)
+            tensors.append(tensor)
+    for key, buffer in module._buffers.items():
+        if buffer is not None and key not in module._non_persistent_buffers_set:
+            keys.append(key)
+            tensors.append(buffer)
+    keys.append(None)
+    for key, child in module._modules.items():
+        if child is not None:
+            keys.append(key)
+            gather(child, keys, tensors)
+    keys.append(None)
+
+
+def names_of(keys: Sequence[str | None]) -> list[str]:
+    """Return the names of the tensors whose keys `gather` has found, in their order."""
+    names, path = [], [""]
+    among_tensors = True
+    for key in keys:
+        if key is None:
+            if not among_tensors:
+                path.pop()
+            among_tensors = False
+        elif among_tensors:
+            names.append(path[-1] + key)
+        else:
+            path.append(f"{path[-1]}{key}.")
+            among_tensors = True
+    return names
+
+
+def check_supported(name: str, tensor: Tensor) -> None:
+    """Refuse what has no plain memory to copy."""
+    trouble = None
+    if _is_lazy(tensor):
+        trouble = "is not initialised; run one forward pass first"
+    elif tensor.is_meta:
+        trouble = "is on the meta device and has no values"
+    elif tensor.is_quantized:
+        trouble = "is quantised"
+    elif tensor.layout != torch.strided or tensor.is_nested:
+        trouble = f"is sparse or nested (layout {tensor.layout})"
+    elif tensor.numel() and _address(tensor) == 0:
+        trouble = f"is a {type(tensor).__name__} without memory of its own"
+    elif tensor.numel() and not _is_simple(tensor) and _overlaps_itself(tensor):
+        trouble = f"overlaps itself (shape {tuple(tensor.shape)}, strides {tensor.stride()}), as expanded tensors do"
+    if trouble is not None:
+        raise ValueError(f"{name!r} {trouble}; {_ALLOWED}")
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    return isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer))
+
+
+def _address(tensor: Tensor) -> int:
+    """Return the data pointer, 0 for wrappers that have none."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
+
+
+def identity_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what two names of the same memory have in common. Empty tensors all lie at 0: those are told by object."""
+    if tensor.numel() == 0:
+        return ("empty", id(tensor))
+    flags = (tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, flags)
+
+
+def _is_simple(tensor: Tensor) -> bool:
+    """Tell whether each dimension steps over all that is inside it: then nothing overlaps (the usual case, cheaply)."""
+    span = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= span:
+                return False
+            span += stride * (size - 1)
+    return True
+
+
+def _extent_nbytes(tensor: Tensor) -> int:
+    """Return the bytes from the tensor's first element to the end of its last."""
+    steps = (stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return (sum(steps) + 1) * tensor.itemsize
+
+
+def _mark(mask: np.ndarray[Any, np.dtype[np.bool_]], tensor: Tensor, start: int) -> np.ndarray[Any, Any]:
+    """Return the bytes of a tensor as a view of a mask whose first byte stands for the address `start`."""
+    strides = (*(stride * tensor.itemsize for stride in tensor.stride()), 1)
+    where = tensor.data_ptr() - start
+    return np.lib.stride_tricks.as_strided(mask[where:], (*tensor.shape, tensor.itemsize), strides)
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Tell, exactly, whether two indices of a tensor meet in memory."""
+    mask = np.zeros(_extent_nbytes(tensor), dtype=np.bool_)
+    _mark(mask, tensor, tensor.data_ptr())[...] = True
+    return int(mask.sum()) < tensor.nbytes
+
+
+def check_overlap(entries: Sequence[tuple[str, Tensor]]) -> None:
+    """Refuse entries that share some bytes without being the same view.
+
+    Address ranges that do not touch need no closer look; the others are marked byte by byte, so that two interleaved
+    column views of one matrix pass.
+    """
+    spans = sorted(
+        ((str(t.device), t.data_ptr(), t.data_ptr() + _extent_nbytes(t), name, t) for name, t in entries if t.numel()),
+        key=lambda span: span[:3],
+    )
+    cluster: list[tuple[str, Tensor]] = []
+    device, start, end = "", 0, 0
+    for span_device, first, last, name, tensor in spans:
+        if span_device != device or first >= end:
+            _check_cluster(cluster, start, end)
+            cluster, device, start, end = [], span_device, first, last
+        cluster.append((name, tensor))
+        end = max(end, last)
+    _check_cluster(cluster, start, end)
+
+
+def _check_cluster(cluster: Sequence[tuple[str, Tensor]], start: int, end: int) -> None:
+    """Mark the entries of one address range one after the other, and name the first two that meet."""
+    if len(cluster) < 2:
+        return
+    mask = np.zeros(end - start, dtype=np.bool_)
+    for index, (name, tensor) in enumerate(cluster):
+        view = _mark(mask, tensor, start)
+        if view.any():
+            others = [other for other in cluster[:index] if _meet(other[1], tensor, start, end)]
+            raise ValueError(f"{name!r} and {others[0][0]!r} overlap in memory without being the same view; {_ALLOWED}")
+        view[...] = True
+
+
+def _meet(one: Tensor, two: Tensor, start: int, end: int) -> bool:
+    """Tell whether two tensors have a byte in common."""
+    mask = np.zeros(end - start, dtype=np.bool_)
+    _mark(mask, one, start)[...] = True
+    return bool(_mark(mask, two, start).any())
