@@ -35,7 +35,7 @@ class _Stretch(ctypes.Structure):
 
 
 class Licence:
-    """This process's word that it may be written to, until it takes it back.
+    """This process's word to another one that it may be written to, until it takes it back.
 
     Attributes:
         pid: of this process.
@@ -50,7 +50,7 @@ class Licence:
         self.address = ctypes.addressof(self._memory)
 
     def revoke(self) -> None:
-        """Nobody may write any more. A piece of :data:`PIECE_NBYTES` that is being written now is still finished."""
+        """Nobody may write any more; whoever has just looked for the token still writes one piece."""
         ctypes.memset(self._memory, 0, TOKEN_NBYTES)
 
 
@@ -107,7 +107,9 @@ class _Copy:
     """
 
     def __init__(self, name: str, pid: int, here: int = 0, there: int = 0, nbytes: int = 0) -> None:
-        call = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+        # Whoever copies much gives up the GIL, whoever looks for a token does not.
+        library = ctypes.CDLL if name == "process_vm_writev" else ctypes.PyDLL
+        call = getattr(library(None, use_errno=True), name, None)
         if call is None:
             raise OSError(errno.ENOSYS, f"this system has no {name}")
         call.restype = ctypes.c_ssize_t
@@ -155,26 +157,32 @@ class Tail:
     """The end of a tensor, on its way into a neighbour's memory.
 
     Args:
-        neighbour: the process.
+        neighbour: the process; None where it is not known, and nothing can be written.
         view: the bytes. They must not change before all of them are written.
         source: where they lie.
         target: where they are to lie there.
 
     Attributes:
-        view: the bytes.
-        left_nbytes: those that are not written yet.
+        written_nbytes: how many are there.
     """
 
-    def __init__(self, neighbour: Neighbour, view: memoryview, source: int, target: int) -> None:
+    def __init__(self, neighbour: Neighbour | None, view: memoryview, source: int, target: int) -> None:
         self._neighbour = neighbour
-        self.view = view
+        self._view = view
         self._source = source
         self._target = target
-        self.left_nbytes = len(view)
+        self.written_nbytes = 0
 
-    def write_piece(self) -> None:
-        """Write the next piece. Raises OSError as :meth:`Neighbour.write`."""
-        offset = len(self.view) - self.left_nbytes
-        nbytes = min(PIECE_NBYTES, self.left_nbytes)
-        self._neighbour.write(self._source + offset, self._target + offset, nbytes)
-        self.left_nbytes -= nbytes
+    @property
+    def rest(self) -> memoryview:
+        """What is not written yet."""
+        return self._view[self.written_nbytes :]
+
+    def write_piece(self) -> int:
+        """Write the next piece; returns its size. Raises OSError as :meth:`Neighbour.write`."""
+        if self._neighbour is None:
+            raise OSError(errno.EPERM, "it is not known how to write there")
+        nbytes = min(PIECE_NBYTES, len(self.rest))
+        self._neighbour.write(self._source + self.written_nbytes, self._target + self.written_nbytes, nbytes)
+        self.written_nbytes += nbytes
+        return nbytes

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -21,7 +23,7 @@ from typing import Final
 import torch
 
 from asyncdist import tags
-from asyncdist.direct_writes import PIECE_NBYTES, Tail
+from asyncdist.direct_writes import Tail
 from asyncdist.errors import AsyncdistError, BusyError, RemoteProtocolError
 from asyncdist.progress import Engine
 from asyncdist.transports.base import Request
@@ -33,18 +35,20 @@ CHUNK_NBYTES: Final = 4 << 20
 USER_CHUNK_NBYTES: Final = 16 << 20
 #: Chunks under way at once, at either end.
 WINDOW_COUNT: Final = 4
-#: What the sender says of the part that it was to write.
-WRITTEN: Final = memoryview(b"\1")
-NOT_WRITTEN: Final = memoryview(b"\0")
+#: A sender that comes to its next piece later than this computes between its safe points: it had better send the rest,
+#: which then moves without it.
+ATTENTION_S: Final = 0.001
+#: What a sender says of the bytes that it has written: how many.
+_COUNT_NBYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
     """Receiver to sender: the receives for ``nbytes`` in chunks of ``chunk_nbytes`` are posted on ``slot``.
 
-    The last ``written_nbytes`` of them are not sent: the sender, a process of the same host, writes them to ``address``
-    (:mod:`asyncdist.direct_writes`) and sends :data:`WRITTEN`; or :data:`NOT_WRITTEN`, where it cannot, and then the
-    bytes after all, in chunks of :data:`~asyncdist.direct_writes.PIECE_NBYTES`. Zero where there is no such thing.
+    The last ``written_nbytes`` of them are not sent with the others: the sender, a process of the same host, writes
+    them to ``address`` (:mod:`asyncdist.direct_writes`), as many as it likes, sends their number in eight bytes, and
+    then the rest in chunks. Zero where there is no such thing.
     """
 
     slot: int
@@ -132,32 +136,36 @@ class _Stream:
             raise TimeoutError(f"{self._what}: nothing more came in time")
 
 
-class _Piece:
-    """A piece of a tail, as a request: a pass writes it.
+class Writer:
+    """Writes the tails of this rank's streams: in each pass a piece, of each stream in turn.
 
-    Args:
-        write: writes it.
-        at_once: when the request is posted, and not in the next pass.
+    No request: what it does is nothing that has arrived, and no deadline or safe point waits for it.
     """
 
-    cancelled: Final = False
-    source: Final = -1
-    nbytes: Final = 0
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._streams: deque[OutboundStream] = deque()
+        engine.add_inlet(self)
 
-    def __init__(self, write: Callable[[], None], *, at_once: bool) -> None:
-        self._write = write
-        self._is_due = at_once
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is something to write."""
+        return bool(self._streams)
 
-    def test(self) -> bool:
-        """Write it if it is due; whether it was."""
-        if self._is_due:
-            self._write()
-            return True
-        self._is_due = True
-        return False
+    def add(self, stream: OutboundStream) -> None:
+        """Write the tail of ``stream`` from the next pass on, or from this one, if it has not come here yet."""
+        self._streams.append(stream)
+        self._engine.ring()
 
-    def cancel(self) -> None:
-        """There is nothing to take back."""
+    def poll(self) -> int:
+        """Write a piece. Never is it a message."""
+        if self._streams:
+            stream = self._streams.popleft()
+            if stream.write_piece():
+                self._streams.append(stream)
+            if self._streams:
+                self._engine.ring()  # no peer will
+        return 0
 
 
 class OutboundStream(_Stream):
@@ -169,7 +177,7 @@ class OutboundStream(_Stream):
             :meth:`run` has returned.
         dest: the rank that granted.
         slot: its slot.
-        tail: what comes after the chunks and is not sent, but written. It must not change either.
+        tail: what comes after the chunks and is to be written, as far as this rank comes to it.
     """
 
     def __init__(
@@ -183,9 +191,10 @@ class OutboundStream(_Stream):
         super().__init__(engine, dest, slot, "to")
         self.dest = dest
         self.slot = slot
-        self._chunks = chunks if tail is None else [*chunks, WRITTEN]
+        self._chunks = chunks
         self._tail = tail
-        self._is_writing = False
+        self._written_at = time.perf_counter()
+        self._count: memoryview | None = None
         self._next = 0
         self._posting = False
         self._stopping = self._aborted = False
@@ -195,7 +204,11 @@ class OutboundStream(_Stream):
     @property
     def has_left(self) -> bool:
         """Whether all of it has been sent and its memory is free; :meth:`run` may not have had its turn to say so."""
-        return self._next == len(self._chunks) and self.under_way_count == 0
+        return self._is_posted and self.under_way_count == 0
+
+    @property
+    def _is_posted(self) -> bool:
+        return self._tail is None and self._next == len(self._chunks)
 
     def stop(self) -> None:
         """Send no further chunk, but the abort."""
@@ -209,9 +222,6 @@ class OutboundStream(_Stream):
             Whether that was everything, and has left. A small stream needs no task of its own.
         """
         self._post_more()
-        if self._tail is not None and not self._is_writing:
-            self._is_writing = True
-            self._write_next(at_once=True)
         return self.has_left and self._error is None
 
     async def run(self) -> bool:
@@ -226,7 +236,7 @@ class OutboundStream(_Stream):
         """
         self.start()
         try:
-            await self._until(lambda: self._stopping or self._next == len(self._chunks))
+            await self._until(lambda: self._stopping or self._is_posted)
         finally:
             complete = self.cut()
         await self._until(lambda: self.under_way_count == 0)
@@ -235,7 +245,7 @@ class OutboundStream(_Stream):
     def cut(self) -> bool:
         """Send no further chunk, and answer with the abort, once, unless all are under way; whether they are."""
         self._stopping = True
-        complete = self._next == len(self._chunks)
+        complete = self._is_posted
         if not complete and self._error is None and not self._aborted:
             self._aborted = True
             self._post(memoryview(b""))
@@ -256,48 +266,42 @@ class OutboundStream(_Stream):
             return
         self._posting = True
         try:
-            while self._next < self._sendable_count and self.under_way_count < WINDOW_COUNT and not self._stopping:
+            while self._next < len(self._chunks) and self.under_way_count < WINDOW_COUNT and not self._stopping:
                 self._next += 1
                 self._post(self._chunks[self._next - 1])
         finally:
             self._posting = False
 
-    @property
-    def _sendable_count(self) -> int:
-        """Chunks that may be sent by now: what is said of the tail waits for it."""
-        return len(self._chunks) - (self._tail is not None)
-
-    def _write_next(self, *, at_once: bool) -> None:
-        self.under_way_count += 1
-        self._engine.watch(_Piece(self._write, at_once=at_once), self._what, self._on_written)
-        self._engine.ring()  # no peer will
-
-    def _write(self) -> None:
+    def write_piece(self) -> bool:
+        """Write a piece of the tail; whether there is more to write. A rank that comes too late sends the rest."""
         tail = self._tail
         if tail is None or self._stopping:
-            return
-        try:
-            tail.write_piece()
-        except OSError as error:  # memory of a device, say, or the process has ended; the transport will tell
-            logger.debug("%s: %s; sending instead", self._what, error)
-            self._chunks = [*self._chunks[:-1], NOT_WRITTEN, *split(tail.view, PIECE_NBYTES)]
-            self._tail = None
-        else:
-            if not tail.left_nbytes:
-                self.sent_nbytes += len(tail.view)
-                self._tail = None
+            return False
+        is_over = time.perf_counter() - self._written_at > ATTENTION_S
+        if not is_over:
+            try:
+                self.sent_nbytes += tail.write_piece()
+            except OSError as error:  # memory of a device, say, or the process has ended; the transport will tell
+                logger.debug("%s: %s; sending instead", self._what, error)
+                is_over = True
+            self._written_at = time.perf_counter()
+        if tail.rest and not is_over:
+            return True
+        self.send_rest()
+        return False
 
-    def _on_written(self, error: AsyncdistError | None) -> None:
-        del error  # writing has none
-        self.under_way_count -= 1
-        if self._tail is None:
-            self._post_more()
-        elif not self._stopping:
-            self._write_next(at_once=False)
+    def send_rest(self) -> None:
+        """Write no more: say how much has been written, and send the rest."""
+        assert self._tail is not None, f"{self._what}: nothing is written"
+        self._count = memoryview(self._tail.written_nbytes.to_bytes(_COUNT_NBYTES, "little"))
+        self._chunks = [*self._chunks, self._count, *split(self._tail.rest, USER_CHUNK_NBYTES)]
+        self._tail = None
+        self._post_more()
+        self._engine.recheck()
 
     def _post(self, chunk: memoryview) -> None:
         self.under_way_count += 1
-        if chunk is not WRITTEN and chunk is not NOT_WRITTEN:
+        if chunk is not self._count:
             self.sent_nbytes += len(chunk)
         self._engine.watch(self._engine.transport.isend(chunk, self._peer, self._tag), self._what, self._on_sent)
 
@@ -329,9 +333,9 @@ class InboundStream(_Stream):
         super().__init__(slots.engine, source, self.slot, "from")
         self._slots = slots
         self._tail = tail
-        self._said_of_tail = bytearray(1)
-        self._said_index = len(targets)
-        self._targets = targets if tail is None else [*targets, memoryview(self._said_of_tail)]
+        self._count = bytearray(_COUNT_NBYTES)
+        self._count_index = len(targets)
+        self._targets = targets if tail is None else [*targets, memoryview(self._count)]
         self._window = window
         self._posted: dict[int, Request] = {}
         self._post_count = self._post_limit = 0
@@ -430,8 +434,9 @@ class InboundStream(_Stream):
             self._arrived[index] = request.nbytes
             if request.nbytes == 0:
                 self._message_count = index + 1
-            elif self._tail is not None and index == self._said_index and not self._said_of_tail[0]:
-                self._targets = [*self._targets, *split(self._tail, PIECE_NBYTES)]
+            elif self._tail is not None and index == self._count_index:
+                rest = self._tail[int.from_bytes(self._count, "little") :]
+                self._targets = [*self._targets, *split(rest, USER_CHUNK_NBYTES)]
                 self._message_count = len(self._targets)
             # An abort may complete before the chunk ahead of it, whose target is in use until then.
             self._answered = self._arrived_count == self._message_count
@@ -442,10 +447,8 @@ class InboundStream(_Stream):
 
     def finish(self, cancel: Callable[[], None]) -> None:
         """End it. If the sender has not answered yet, ``cancel`` tells it, and the rest is discarded."""
-        if self._error is not None or self._peer in self._engine.transport.lost_ranks():
-            self._withdraw()  # the slot stays taken for ever: nobody will answer for it
-            if self._tail is not None:
-                self._slots.kept.append(self._tail)
+        if self._error is not None or (self._peer in self._engine.transport.lost_ranks() and not self._answered):
+            self._retire()
         elif self._answered:
             self._withdraw()
             self._slots.give_back(self._peer, self.slot)
@@ -464,14 +467,22 @@ class InboundStream(_Stream):
         if self._answered or self._error is not None:
             self._discarding = False
             self._slots.discarding_count -= 1
-            self._withdraw()
-            if self._error is None:
+            if self._error is not None:
+                self._retire()
+            else:
+                self._withdraw()
                 self._slots.give_back(self._peer, self.slot)
         else:
             if not self._window and self._sink is None:
                 rest = self._targets[self._post_count :]
                 self._sink = memoryview(bytearray(max(map(len, rest), default=0)))
             self.post_up_to(self._arrived_count + max(1, self._window))
+
+    def _retire(self) -> None:
+        """The slot stays taken for ever: nobody will answer for it. A sender that lives may still write a piece."""
+        self._withdraw()
+        if self._tail is not None:
+            self._slots.kept.append(self._tail)
 
     def _withdraw(self) -> None:
         """Take back receives that no message will come for."""

@@ -10,7 +10,7 @@ it did; meanwhile all bytes are sent.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -21,7 +21,9 @@ import torch
 from asyncdist import streams, tags
 from asyncdist.channels import Channel, Envelope
 from asyncdist.direct_writes import Licence, Neighbour, Tail
-from asyncdist.errors import ClosedError, LocalProtocolError, RankLostError, RemoteProtocolError
+from asyncdist.errors import ClosedError, LocalProtocolError, RankLostError
+
+logger = logging.getLogger("asyncdist.streams")
 
 #: Of smaller ones nothing is written: the message that says that it has been written takes as long.
 WRITTEN_NBYTES_MIN: Final = 512 << 10
@@ -60,6 +62,9 @@ class Host(Protocol):
 
     def check_peer(self, rank: int) -> None:
         """Refuse what is no rank."""
+
+    def on_gone(self, listener: Callable[[int], None]) -> None:
+        """``listener(rank)`` for each that has left or is lost from now on."""
 
 
 class _Outgoing:
@@ -114,10 +119,10 @@ class UserStreams:
         self._waiting: dict[int, deque[_Outgoing]] = {}
         self._under_way: dict[tuple[int, int], streams.OutboundStream] = {}
         self._written_share = self._engine.transport.capabilities.written_share
-        self._licence: Licence | None = None
-        self._asked: set[int] = set()
-        self._writers: set[int] = set()  # ranks that can write to this one
+        self._licences: dict[int, Licence] = {}
+        self._finders: set[int] = set()  # ranks that can write to this one
         self._neighbours: dict[int, Neighbour] = {}  # and those that this one can write to
+        self._writer: streams.Writer | None = None
         self._channel: Channel[Any] = world.open_channel(
             streams.Grant | streams.Cancel | Card | Found,
             tag=tags.PARAM,
@@ -131,8 +136,6 @@ class UserStreams:
         grants = self._grants.setdefault(source, deque())
         if isinstance(message, streams.Grant):
             streams.check_grant(message, source)
-            if message.written_nbytes and source not in self._neighbours:
-                raise RemoteProtocolError(f"rank {source} granted {message}, and cannot be written to", rank=source)
             grants.append(message)
             if self._refusing:
                 self._refuse(source)
@@ -141,7 +144,7 @@ class UserStreams:
         elif isinstance(message, Card):
             self._look_for(source, message)
         elif isinstance(message, Found):
-            self._writers |= self._asked & {source}
+            self._finders |= self._licences.keys() & {source}
         elif pending := [grant for grant in grants if grant.slot == message.slot]:
             # Given up before anybody sent. (An older stream on this slot may still be under way here: it has arrived.)
             grants.remove(pending[0])
@@ -182,10 +185,12 @@ class UserStreams:
         tail = None
         if grant.written_nbytes:
             view, address = outgoing.view[sent_nbytes:], outgoing.address + sent_nbytes
-            tail = Tail(self._neighbours[dest], view, address, grant.address)
+            tail = Tail(self._neighbours.get(dest), view, address, grant.address)
         outgoing.stream = streams.OutboundStream(self._engine, chunks, dest, grant.slot, tail)
         self._under_way[dest, grant.slot] = outgoing.stream
         outgoing.stream.start()
+        if tail is not None:
+            self._write(outgoing.stream)
 
     async def send(self, tensor: torch.Tensor, dest: int) -> None:
         """As :meth:`asyncdist.World.send_stream`."""
@@ -241,23 +246,40 @@ class UserStreams:
 
     def close(self) -> None:
         """Nobody may write to this rank any more."""
-        if self._licence is not None:
-            self._licence.revoke()
+        for licence in self._licences.values():
+            licence.revoke()
+
+    def _on_gone(self, rank: int) -> None:
+        """Nor may one that is lost, or so it seems."""
+        if rank in self._licences:
+            self._licences[rank].revoke()
+
+    def _write(self, stream: streams.OutboundStream) -> None:
+        """Write its tail. One at a time, where receivers copy their share: several may have a core each."""
+        if self._writer is None or (self._writer.is_busy and self._written_share < 1.0):
+            stream.send_rest()
+        else:
+            self._writer.add(stream)
 
     def _written_nbytes(self, nbytes: int, source: int) -> int:
         """How much ``source`` is to write of a tensor of that size; ask it whether it can, the first time."""
         if nbytes < WRITTEN_NBYTES_MIN or not self._written_share:
             return 0
-        if source in self._writers:
+        if source in self._finders:
             return nbytes if self._written_share == 1.0 else int(nbytes * self._written_share) & -_PAGE_NBYTES
-        if source not in self._asked:
-            self._asked.add(source)
-            licence = self._licence = self._licence or Licence()
+        if source not in self._licences:
+            if not self._licences:
+                self._world.on_gone(self._on_gone)
+            licence = self._licences[source] = Licence()
             self._channel.send_nowait(Card(licence.pid, licence.address, licence.token), source)
         return 0
 
     def _look_for(self, source: int, card: Card) -> None:
         if self._written_share:
-            with contextlib.suppress(OSError):  # of another host, or not allowed
+            try:
                 self._neighbours[source] = Neighbour(card.pid, card.address, card.token)
+            except OSError as error:  # of another host, or not allowed
+                logger.debug("rank %d cannot be written to: %s", source, error)
+            else:
+                self._writer = self._writer or streams.Writer(self._engine)
                 self._channel.send_nowait(Found(), source)

@@ -574,7 +574,8 @@ class World:
 
     def close_lanes(self) -> None:
         """Take the receives back."""
-        self._streams.close()
+        if "_streams" in self.__dict__:  # somebody has streamed
+            self._streams.close()
         for lane in self._lanes.values():
             lane.close()
         self._computing.close()

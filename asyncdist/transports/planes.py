@@ -65,6 +65,7 @@ class TwoPlaneTransport(Transport):
             shares_process=ours.shares_process and theirs.shares_process,
             one_sided_reads=ours.one_sided_reads,
             shares_memory=ours.shares_memory,
+            written_share=theirs.written_share,
         )
         self._reported: set[int] = set()
 
