@@ -68,9 +68,6 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         self.fall_deaf(seconds)
         return _fall_asleep()  # a future would cost as much again as all of this
 
-    def create_future(self) -> asyncio.Future[Any]:
-        return asyncio.Future(loop=self)
-
     def create_task(  # type: ignore[override]
         self, coro: Coroutine[Any, Any, T], *, name: str | None = None, context: contextvars.Context | None = None
     ) -> asyncio.Task[T]:
@@ -83,9 +80,6 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
     def unfinished_tasks(self) -> list[SimTask]:
         """Those that are not done, in the order in which they were made."""
         return sorted((task for task in self._tasks if not task.done()), key=lambda task: task.number)
-
-    def get_debug(self) -> bool:
-        return False
 
     def is_closed(self) -> bool:
         return False

@@ -318,7 +318,10 @@ class Medium:
         if receive.wanted in self._known_lost[receive.dest]:
             receive.error = RankLostError(f"rank {receive.wanted} is gone", rank=receive.wanted)
             return
-        self._posted[receive.dest].setdefault(receive.tag, deque()).append(receive)
+        posted = self._posted[receive.dest].get(receive.tag)
+        if posted is None:
+            posted = self._posted[receive.dest][receive.tag] = deque()
+        posted.append(receive)
 
     def _rendezvous(self, receive: _Receive, message: _Message) -> None:
         """A receive and a large message have met: only now its bytes travel."""

@@ -1,4 +1,5 @@
 cimport cython
+from libc.math cimport cos, exp, log, sin, sqrt
 
 
 cdef class LogNormalSampler:

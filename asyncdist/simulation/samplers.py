@@ -6,8 +6,17 @@ The module is compiled where that can be done; see :mod:`asyncdist.compiled`.
 from __future__ import annotations
 
 import random
-from math import cos, exp, log, sin, sqrt, tau
+from math import tau
+from types import SimpleNamespace
 from typing import Any
+
+try:
+    import cython
+except ImportError:  # it is needed to compile, not to run
+    cython = SimpleNamespace(compiled=False)
+
+if not cython.compiled:  # else C's: the same, without a call of Python's for each
+    from math import cos, exp, log, sin, sqrt
 
 
 class LogNormalSampler:

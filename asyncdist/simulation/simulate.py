@@ -102,6 +102,18 @@ class SimReport:
             raise AssertionError(f"seed {self.seed}: these faults did not fire: {', '.join(map(repr, idle))}")
 
 
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Thousands of ranks are millions of objects that live to the end: looking through them takes half of the time."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 1000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+@_rare_collections()  # around all of it: the collection that follows finds the simulation dead, and need not keep it
 def simulate(
     main: Callable[..., Coroutine[Any, Any, Any]],
     *args: Any,
@@ -166,19 +178,8 @@ def simulate(
         checks.refuse("inherited_random", inherited, f"a list of names among {', '.join(sorted(INHERITABLE))}")
     states = RandomStates(ranks, seed, inherited_random)
     simulation = _Simulation(ranks, seed, network or Network(), compute or Compute(), tuple(faults), states)
-    with simulation.interruptible(), _rare_collections(), refused_outside():
+    with simulation.interruptible(), refused_outside():
         return simulation.run(main, args, strict=strict, until_s=until_s, after_event=after_event)
-
-
-@contextlib.contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Thousands of ranks are millions of objects that live to the end: looking through them takes half of the time."""
-    before = gc.get_threshold()
-    gc.set_threshold(100_000, 50, 1000)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 @types.coroutine

@@ -1,4 +1,26 @@
 cimport cython
+from cpython.bytes cimport PyBytes_FromStringAndSize
+
+
+cdef packed struct _Packed:  # as the format in trace.py says, on a little-endian machine
+    double time_s
+    unsigned char code
+    int a
+    int b
+    int tag
+    long long nbytes
+
+
+cdef inline bytes _pack(double time_s, unsigned char code, int a, int b, int tag, long long nbytes):
+    cdef _Packed event
+    event.time_s = time_s
+    event.code = code
+    event.a = a
+    event.b = b
+    event.tag = tag
+    event.nbytes = nbytes
+    return PyBytes_FromStringAndSize(<char *> &event, sizeof(_Packed))
+
 
 
 cdef class Trace:

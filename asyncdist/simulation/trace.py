@@ -5,10 +5,17 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import deque
+from types import SimpleNamespace
 from typing import Final, NamedTuple
 
+try:
+    import cython
+except ImportError:  # it is needed to compile, not to run
+    cython = SimpleNamespace(compiled=False)
+
 _EVENT: Final = struct.Struct("<dBiiiq")
-_pack: Final = _EVENT.pack
+if not cython.compiled:  # else a C function that does the same
+    _pack = _EVENT.pack
 _FLUSH_NBYTES: Final = 1 << 16
 KEPT_EVENT_COUNT: Final = 20_000
 _KINDS: Final = ("send", "receive", "compute", "kill", "fault", "lost", "end")

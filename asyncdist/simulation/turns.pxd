@@ -15,12 +15,16 @@ cdef class Scheduler:
     cdef Py_ssize_t _count_at_now
     cdef double _until_s
     cdef object _after_event
+    cdef object _running_loop
 
     @cython.locals(now=double)
     cpdef object at(self, double when, object action, tuple args=*)
     cpdef object soon(self, object action)
-    @cython.locals(soon=list, heap=list, first=tuple, args=tuple, when=double)
     cpdef bint run(self, double until_s=*, object after_event=*) except -1
+    @cython.locals(until_s=double, soon=list, heap=list, first=tuple, args=tuple, when=double)
+    cdef bint _run(self) except -1
+    cdef bint _is_enough(self) except -1
+    cdef object switch_loop(self, object loop)
     @cython.locals(first=tuple)
     cdef bint go_on_until(self, double when) except -1
 

@@ -17,6 +17,7 @@ import contextvars
 import logging
 import math
 import random
+from asyncio import Future
 from asyncio.events import _set_running_loop as set_running_loop
 from collections.abc import Callable
 from contextvars import copy_context
@@ -70,6 +71,7 @@ class Scheduler:
         self._count_at_now = 0
         self._until_s = math.inf
         self._after_event: Callable[[], object] | None = None
+        self._running_loop: Turns | None = None
 
     def at(self, when: float, action: Callable[..., object], args: tuple[Any, ...] = ()) -> None:
         """Do ``action(*args)`` at ``when``, in seconds; what is past is now."""
@@ -85,6 +87,13 @@ class Scheduler:
         """Let things happen until somebody sets ``stopped`` or ``until_s`` is reached; False if nothing is left."""
         self._until_s = until_s
         self._after_event = after_event
+        try:
+            return self._run()
+        finally:
+            self.switch_loop(None)
+
+    def _run(self) -> bool:
+        until_s = self._until_s
         soon, heap = self._now, self._heap
         args: tuple[Any, ...]
         while not self.stopped:
@@ -115,9 +124,26 @@ class Scheduler:
                 action(*args)
             else:
                 action()
-            if after_event is not None and after_event():
+            if self._is_enough():
                 self.stopped = True
         return True
+
+    def _is_enough(self) -> bool:
+        """An event has ended: whether the caller of :meth:`run`, who is in no rank's loop, has seen enough."""
+        if self._after_event is None:
+            return False
+        self.switch_loop(None)
+        return bool(self._after_event())
+
+    def switch_loop(self, loop: Turns | None) -> None:
+        """Tell asyncio whose turn it is.
+
+        Not after every turn that there is none: asyncio asks for the process's number each time, a system call, and the
+        next turn is often the same rank's.
+        """
+        if loop is not self._running_loop:
+            self._running_loop = loop
+            set_running_loop(loop)  # type: ignore[arg-type]
 
     def go_on_until(self, when: float) -> bool:
         """Whether nothing else happens up to ``when``; it is that time now, then, and a further event has ended."""
@@ -129,7 +155,7 @@ class Scheduler:
                 return False
         if when > self._until_s or self.stopped:
             return False
-        if self._after_event is not None and self._after_event():
+        if self._is_enough():
             self.stopped = True
             return False
         self.now = when
@@ -302,7 +328,7 @@ class Turns:
         ready = self._ready
         self._ready = []
         done_count = 0
-        set_running_loop(self)  # type: ignore[arg-type]
+        self._scheduler.switch_loop(self)
         self._running = True
         try:
             while done_count < len(ready):
@@ -319,7 +345,6 @@ class Turns:
             logger.debug("rank %d: a task raised SystemExit; whoever awaits it has it", self.rank)
         finally:
             self._running = False
-            set_running_loop(None)
             if done_count < len(ready):
                 self._ready[:0] = ready[done_count:]
 
@@ -383,6 +408,14 @@ class Turns:
     def time(self) -> float:
         """Virtual seconds since the start."""
         return self._scheduler.now
+
+    def get_debug(self) -> bool:
+        """As asyncio's, which asks for every future and task."""
+        return False
+
+    def create_future(self) -> Future[Any]:
+        """As asyncio's."""
+        return Future(loop=self)  # type: ignore[arg-type]
 
     def call_soon(self, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Handle:
         """As asyncio's."""

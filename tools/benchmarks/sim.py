@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import multiprocessing
 import random
 import resource
@@ -152,14 +153,18 @@ def _messages(settings: Settings) -> Results:
 async def _step_until_decided(world: ad.World, decided: list[int], round_count: int, options: dict[str, Any]) -> int:
     """Steps taken until ``round_count`` rounds have been decided, which rank 0's coordinator knows."""
     model = model_of(32)
+    look_at = 0 if world.rank == 0 else math.inf
     async with AsyncSelectiveAveragingPolicy(model, optimizer_of(model), **options) as policy:
         while not decided:
             await policy.step(float(world.rank))
-            if world.rank or policy.iteration % policy.average_every:
+            if policy.iteration < look_at:
                 continue  # statistics are copies, and take longer than a step
             coordinator = policy.statistics().coordinator
-            if coordinator is not None and coordinator.rounds_decided >= round_count:
+            assert coordinator is not None, "rank 0 coordinates"
+            left_count = round_count - coordinator.rounds_decided
+            if left_count <= 0:
                 decided.append(coordinator.rounds_decided)
+            look_at = policy.iteration + left_count * policy.average_every  # each takes a report of this rank
     return policy.statistics().iteration
 
 
