@@ -28,7 +28,8 @@ from asyncdist.errors import AsyncdistError, BusyError, ClosedError, LocalProtoc
 from asyncdist.mailboxes import Envelope as Envelope
 from asyncdist.mailboxes import FrameInlet, Inbox, MessageT, Outbox
 from asyncdist.mailboxes import Overflow as Overflow
-from asyncdist.progress import Engine, settle, yield_to_loop
+from asyncdist.passes import settle
+from asyncdist.progress import Engine, yield_to_loop
 
 logger = logging.getLogger("asyncdist.channels")
 
@@ -153,16 +154,13 @@ class Lane:
     def detach(self, channel: Channel[Any]) -> None:
         """The scope is closed: what still comes for it is dropped and counted."""
         if self._channels.pop(channel.scope, None) is not None:
-            self._closed_sent_count += channel.statistics().sent_count
-            self._closed_received_count += channel.statistics().received_count
+            counts = channel.statistics()
+            self._closed_sent_count += counts.sent_count
+            self._closed_received_count += counts.received_count
             for (key, _), _ in channel.known_by():
                 self.inlet.close(key)
         self._closed_scopes.add(channel.scope)
         self.inlet.resume(channel.inbox)
-
-    def count_received_late(self) -> None:
-        """A message was taken from a channel that is closed already."""
-        self._closed_received_count += 1
 
     def channels(self) -> tuple[Channel[Any], ...]:
         """Those that are open."""
@@ -189,7 +187,8 @@ class Lane:
     @property
     def received_count(self) -> int:
         """Messages received on this tag."""
-        return self._closed_received_count + sum(c.statistics().received_count for c in self._channels.values())
+        of_closed = self._closed_received_count + self.inlet.received_late_count
+        return of_closed + sum(channel.statistics().received_count for channel in self._channels.values())
 
     @property
     def early_count(self) -> int:
@@ -250,7 +249,6 @@ class Channel(Generic[MessageT]):
         # Where a doorbell rings, nothing arrives while this rank runs on.
         self._hot_test_count = 1 if lane.engine.transport.capabilities.wakes else HOT_TEST_COUNT
         self._since_yield = 0
-        self._closed = False
         lane.attach(self)
 
     # -- sending ----------------------------------------------------------------------------------------------------
@@ -327,41 +325,31 @@ class Channel(Generic[MessageT]):
         if envelope is None:
             self._since_yield = 0
             await self.wait_mail(timeout_s)
-            envelope = self._take()
-        elif self._closed:  # the lane took its counts when it was closed
-            self.lane.count_received_late()
+            envelope = self.inbox.take(0)
+            assert envelope is not None, f"{self.name} was ready, and had nothing to say"
         return envelope
 
     def receive_nowait(self) -> Envelope[MessageT] | None:
         """The next message if one is here, else None. Raises as ``receive``."""
-        return self._take() if self.is_ready else None
+        return self.inbox.take(0)
 
     def __aiter__(self) -> AsyncIterator[Envelope[MessageT]]:
         """Messages until the channel is closed."""
-        return self._iterate()
+        return self
 
-    async def _iterate(self) -> AsyncIterator[Envelope[MessageT]]:
-        while True:
-            try:
-                envelope = await self.receive()
-            except ClosedError:
-                return
-            yield envelope
-
-    def _take(self) -> Envelope[MessageT]:
-        envelope = self.inbox.take(0)
-        if envelope is None:
-            raise ClosedError(f"{self.name} is closed", tag=self.lane.tag)
-        if self._closed:  # the lane took its counts when it was closed
-            self.lane.count_received_late()
-        return envelope
+    async def __anext__(self) -> Envelope[MessageT]:
+        try:
+            return await self.receive()
+        except ClosedError:
+            raise StopAsyncIteration from None
 
     async def wait_mail(self, timeout_s: float | None = None) -> None:
         """Wait until ``receive_nowait`` has something to say. Raises TimeoutError as ``receive``."""
         deadline = None if timeout_s is None else self._engine.loop.time() + timeout_s
-        while not self.is_ready:
+        inbox = self.inbox
+        while not inbox.is_ready:
             waiter = self._engine.loop.create_future()
-            self.inbox.waiters.append(waiter)
+            inbox.waiters.append(waiter)
             if self.lane.early_count:
                 self.lane.watch_early()
             try:
@@ -370,10 +358,7 @@ class Channel(Generic[MessageT]):
                 else:
                     await self._wait_until(waiter, deadline, timeout_s or 0.0)
             finally:
-                if waiter in self.inbox.waiters:
-                    self.inbox.waiters.remove(waiter)
-                elif self.inbox.mailbox:  # this wake-up was spent on somebody who may have been cancelled: pass it on
-                    self.inbox.wake_one()
+                inbox.wait_no_more(waiter)
 
     async def _wait_until(self, waiter: asyncio.Future[None], deadline: float, timeout_s: float) -> None:
         try:
@@ -407,8 +392,8 @@ class Channel(Generic[MessageT]):
 
     def close(self) -> None:
         """Receive no more. Whoever waits gets ClosedError, once the mailbox is empty."""
-        if not self._closed:
-            self._closed = self._outbox.is_closed = True
+        if not self.inbox.is_closed:
+            self.inbox.is_closed = self._outbox.is_closed = True
             self.lane.detach(self)
             self._wake_all()
 
@@ -430,7 +415,7 @@ class Channel(Generic[MessageT]):
     @property
     def is_ready(self) -> bool:
         """Whether ``receive_nowait`` has something to say: a message, or an error."""
-        return bool(self.inbox.mailbox) or self._closed or self.inbox.failure is not None
+        return self.inbox.is_ready
 
     @property
     def waiting_count(self) -> int:

@@ -23,6 +23,7 @@ from typing import Final
 #: By their names in asyncdist. All are compiled, or none.
 MODULES: Final = (
     "wire",
+    "passes",
     "mailboxes",
     "transports.mpi_requests",
     "transports.repeated",

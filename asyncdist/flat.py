@@ -9,6 +9,7 @@ from names, shapes and dtypes alone, so equal fingerprints mean equal layouts; e
 separately rounded, so results do not depend on how a stream was cut into chunks.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -157,6 +158,7 @@ class FlatState:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
         self._model = model
+        self._no_grad = torch.no_grad()  # one thread's, and never across an await: to make it takes as long as to enter
         # In the order of the modules: keys, names and, of each entry, its names' places.
         self._keys: list[str | None] = []
         tensors: list[Tensor] = []
@@ -182,7 +184,10 @@ class FlatState:
             sizes[tensor.dtype] = offset + tensor.numel()
             entries.append(Entry(names, tuple(tensor.shape), tensor.dtype, _is_averaged(tensor.dtype), offset))
         self.entries = tuple(entries)
-        self._places = tuple(map(tuple, places.values()))
+        self._firsts = [of_entry[0] for of_entry in places.values()]
+        self._tied = [(entry, tuple(own)) for entry, own in zip(entries, places.values(), strict=True) if len(own) > 1]
+        self._shapes = [tensors[place].shape for place in self._firsts]
+        self._dtypes = [tensors[place].dtype for place in self._firsts]
         self._sizes = {dtype: sizes[dtype] for dtype in sorted(sizes, key=_dtype_name)}
         self._devices = {group[0][1].device for group in shared.values() if group[0][1].is_cuda}
         self.fingerprint = Fingerprint(tuple((e.names, e.shape, _dtype_name(e.dtype)) for e in self.entries))
@@ -226,9 +231,9 @@ class FlatState:
         Raises:
             ValueError: The buffers were made for another layout, or the model has changed its layout since.
         """
-        pairs = self.pairs(into)
-        with torch.no_grad():  # one call for all of them: a small model's entries take longer to name than to copy
-            torch._foreach_copy_([view for _, view in pairs], [tensor for tensor, _ in pairs])
+        tensors = self.tensors(into)
+        with self._no_grad:  # one call for all of them: a small model's entries take longer to name than to copy
+            torch._foreach_copy_(into.views, tensors)
 
     def start_snapshot(self, into: FlatBuffers) -> "DeviceCopy | None":
         """Begin a snapshot without waiting for a device; its values are those of this moment.
@@ -274,7 +279,7 @@ class FlatState:
         Smallest and largest value tell it exactly: NaN passes through both. 64 MiB of float32 took 2.3 ms in one
         thread, where `isfinite().all()` took 96 ms; a sum is as fast, but may overflow over values that are finite.
         """
-        return all(_tensor_is_finite(tensor) for tensor in buffers.averaged().values())
+        return all(_tensor_is_finite(tensor) for dtype, tensor in buffers.tensors.items() if _is_averaged(dtype))
 
     def load(self, buffers: FlatBuffers, *, momentum: float = 0.0) -> None:
         """Write a state into the model's tensors, in place.
@@ -293,15 +298,16 @@ class FlatState:
         """
         if not 0.0 <= momentum <= 1.0:
             raise ValueError(f"momentum is {momentum!r}; allowed: a number from 0 to 1")
-        pairs = self.pairs(buffers)
-        with torch.no_grad():
+        tensors, views = self.tensors(buffers), list(buffers.views)
+        with self._no_grad:
             if momentum:
-                for entry, (tensor, view) in zip(self.entries, pairs, strict=True):
+                for entry, tensor, view in zip(self.entries, tensors, views, strict=True):
                     if entry.averaged and momentum != 1.0:
                         _mix(tensor, view, momentum)
-                pairs = [pair for entry, pair in zip(self.entries, pairs, strict=True) if not entry.averaged]
-            if pairs:
-                torch._foreach_copy_([tensor for tensor, _ in pairs], [view for _, view in pairs])
+                exact = [place for place, entry in enumerate(self.entries) if not entry.averaged]
+                tensors, views = [tensors[place] for place in exact], [views[place] for place in exact]
+            if tensors:
+                torch._foreach_copy_(tensors, views)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer of another model. One that trains a part of this model is welcome.
@@ -326,6 +332,14 @@ class FlatState:
         """Return each entry's tensor of the model, as it is now, with its view in the buffers.
 
         Raises:
+            ValueError: As `tensors`.
+        """
+        return list(zip(self.tensors(buffers), buffers.views, strict=True))
+
+    def tensors(self, buffers: FlatBuffers) -> list[Tensor]:
+        """Return each entry's tensor of the model, as it is now, in the order of the entries and of their views.
+
+        Raises:
             ValueError: The buffers were made for another layout, or the model has changed its layout since.
         """
         if buffers.entries is not self.entries and buffers.entries != self.entries:
@@ -339,20 +353,26 @@ class FlatState:
             if changed:
                 raise ValueError(f"{changed[0]!r} {'is new' if changed[0] in now else 'is gone'}: {_CHANGED}")
             found = [now[name] for name in self._names]  # in another order
-        pairs = []
-        for entry, places, view in zip(self.entries, self._places, buffers.views, strict=True):
+        tensors = [found[place] for place in self._firsts]
+        # All at once: one entry after the other they took a third of a small model's snapshot.
+        if [tensor.shape for tensor in tensors] != self._shapes or [tensor.dtype for tensor in tensors] != self._dtypes:
+            self._refuse_changed(tensors)
+        for entry, places in self._tied:
             tensor = found[places[0]]
+            for name, place in zip(entry.names[1:], places[1:], strict=True):
+                other = found[place]
+                if tensor.numel() and other is not tensor and identity_of(other) != identity_of(tensor):
+                    raise ValueError(f"{name!r} and {entry.names[0]!r} no longer share their memory: {_CHANGED}")
+        return tensors
+
+    def _refuse_changed(self, tensors: Sequence[Tensor]) -> None:
+        """Name the first entry that is not what it was."""
+        for entry, tensor in zip(self.entries, tensors, strict=True):
             if tensor.shape != entry.shape or tensor.dtype != entry.dtype:
                 raise ValueError(
                     f"{entry.names[0]!r} was {_dtype_name(entry.dtype)} {entry.shape} and is "
                     f"{_dtype_name(tensor.dtype)} {tuple(tensor.shape)}: {_CHANGED}"
                 )
-            for name, place in zip(entry.names[1:], places[1:], strict=True):
-                other = found[place]
-                if tensor.numel() and other is not tensor and identity_of(other) != identity_of(tensor):
-                    raise ValueError(f"{name!r} and {entry.names[0]!r} no longer share their memory: {_CHANGED}")
-            pairs.append((tensor, view))
-        return pairs
 
 
 class DeviceCopy:
@@ -434,7 +454,7 @@ def divide(accumulator: Tensor, weight_sum: float) -> None:
         divisor: Any = weight_sum
         if accumulator.device.type != "cpu":  # one on the same device: by a host scalar CUDA multiplies with 1 / it
             divisor = torch.tensor(weight_sum, dtype=accumulator.dtype, device=accumulator.device)
-        with torch.no_grad():
+        with torch.no_grad() if accumulator.requires_grad else contextlib.nullcontext():
             accumulator.div_(divisor)
 
 

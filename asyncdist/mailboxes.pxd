@@ -1,7 +1,11 @@
 cimport cython
 
+from asyncdist.passes cimport Inlet
 from asyncdist.transports.repeated cimport RepeatedSend
 from asyncdist.wire cimport Codec, FrameReader, FrameRoom, FrameWriter
+
+
+cdef Py_ssize_t DELIVERY_COUNT_MAX
 
 
 cdef class _Prepared:
@@ -47,6 +51,7 @@ cdef class Inbox:
     cdef readonly object waiters
     cdef readonly Py_ssize_t received_count
     cdef public object failure
+    cdef public bint is_closed
     cdef dict _last_sequence
     cdef Py_ssize_t _source
     cdef unsigned long long _sequence
@@ -58,7 +63,7 @@ cdef class Inbox:
     cpdef void wake_one(self)
 
 
-cdef class FrameInlet:
+cdef class FrameInlet(Inlet):
     cdef readonly object request
     cdef object _take
     cdef FrameReader _frame
@@ -72,9 +77,11 @@ cdef class FrameInlet:
     cdef object _decode
     cdef readonly Inbox stalled_on
     cdef readonly bint is_posted
+    cdef readonly Py_ssize_t received_late_count
 
+    cpdef Py_ssize_t poll(self) except -1
     @cython.locals(delivered=Py_ssize_t, arrival=tuple)
-    cpdef Py_ssize_t poll(self, Py_ssize_t count_max=*) except -1
+    cdef Py_ssize_t deliver_up_to(self, Py_ssize_t count_max) except -1
     @cython.locals(found=tuple, inbox=Inbox)
     cpdef bint deliver(self, FrameReader frame, Py_ssize_t nbytes, object source) except -1
     cpdef resume(self, Inbox inbox)

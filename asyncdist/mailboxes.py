@@ -18,6 +18,7 @@ from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from asyncdist import wire
 from asyncdist.errors import AsyncdistError, ClosedError, LocalProtocolError, RemoteProtocolError
+from asyncdist.passes import Inlet
 from asyncdist.transports.base import PersistentReceive, Request
 from asyncdist.transports.repeated import RepeatedSend
 from asyncdist.wire import FrameReader, FrameRoom, FrameWriter
@@ -176,6 +177,7 @@ class Inbox:
         waiters: whom the next messages wake, one each.
         received_count: messages that were received.
         failure: what everyone who receives gets.
+        is_closed: whether nothing more comes.
     """
 
     def __init__(
@@ -202,6 +204,7 @@ class Inbox:
         self.waiters: deque[asyncio.Future[None]] = deque()
         self.received_count = 0
         self.failure: AsyncdistError | None = None
+        self.is_closed = False
         self._last_sequence: dict[int, int] = {}
         self._source = -1  # of the last frame, and its sequence, which is written down when one of another rank comes
         self._sequence = 0
@@ -253,19 +256,24 @@ class Inbox:
 
         Raises:
             AsyncdistError: why the channel has failed.
+            ClosedError: it is closed, and empty.
         """
         if not self.mailbox:
             while test_count:
-                if self._inlet.poll(1) and self.mailbox:  # a further test would only delay the caller
+                if self._inlet.deliver_up_to(1) and self.mailbox:  # a further test would only delay the caller
                     break
                 test_count -= 1
         if self.failure is not None:
             raise self.failure
         if not self.mailbox:
+            if self.is_closed:
+                raise ClosedError(f"{self._name} is closed", tag=self._tag)
             return None
         envelope = self._popleft()
         self.received_count += 1
-        if self._inlet.stalled_on is self:
+        if self.is_closed:
+            self._inlet.received_late_count += 1
+        elif self._inlet.stalled_on is self:
             self._inlet.resume(self)
         return envelope
 
@@ -277,13 +285,25 @@ class Inbox:
                 waiter.set_result(None)
                 return
 
+    def wait_no_more(self, waiter: asyncio.Future[None]) -> None:
+        """``waiter`` was woken, or has gone; a wake-up that was spent on one who may have gone is passed on."""
+        if waiter in self.waiters:
+            self.waiters.remove(waiter)
+        elif self.mailbox:
+            self.wake_one()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether :meth:`take` has something to say: a message, or an error."""
+        return bool(self.mailbox) or self.is_closed or self.failure is not None
+
     @property
     def is_full(self) -> bool:
         """Whether the mailbox has reached its capacity."""
         return len(self.mailbox) >= self._capacity
 
 
-class FrameInlet:
+class FrameInlet(Inlet):
     """The receive of a lane: takes what arrives on its tag, checks it, and hands it to the inbox of its route.
 
     Args:
@@ -297,6 +317,7 @@ class FrameInlet:
         routes: for the key of each route its stamp, its inbox, and how to decode its messages.
         stalled_on: the inbox that is full, so that nothing more is taken.
         is_posted: whether a message may arrive.
+        received_late_count: messages that were received from inboxes after these were closed.
     """
 
     def __init__(
@@ -320,10 +341,15 @@ class FrameInlet:
         self._inbox: Inbox | None = None
         self._decode: wire.Decode
         self.stalled_on: Inbox | None = None
+        self.received_late_count = 0
         self.request.start()
         self.is_posted = True
 
-    def poll(self, count_max: int = DELIVERY_COUNT_MAX) -> int:
+    def poll(self) -> int:
+        """Deliver what has arrived; how many messages that was."""
+        return self.deliver_up_to(DELIVERY_COUNT_MAX)
+
+    def deliver_up_to(self, count_max: int) -> int:
         """Deliver what has arrived, up to ``count_max`` messages. Never raises for what a peer sent.
 
         The receive that brought the last one is posted again by the next poll: whoever waits for the message comes

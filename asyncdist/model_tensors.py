@@ -30,15 +30,17 @@ def gather(module: nn.Module, keys: list[str | None], tensors: list[Tensor]) -> 
         if tensor is not None:
             keys.append(key)
             tensors.append(tensor)
-    for key, buffer in module._buffers.items():
-        if buffer is not None and key not in module._non_persistent_buffers_set:
-            keys.append(key)
-            tensors.append(buffer)
+    if module._buffers:  # asking is quicker than going through nothing, and most modules have no more
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                keys.append(key)
+                tensors.append(buffer)
     keys.append(None)
-    for key, child in module._modules.items():
-        if child is not None:
-            keys.append(key)
-            gather(child, keys, tensors)
+    if module._modules:
+        for key, child in module._modules.items():
+            if child is not None:
+                keys.append(key)
+                gather(child, keys, tensors)
     keys.append(None)
 
 
@@ -100,6 +102,8 @@ def identity_of(tensor: Tensor) -> tuple[Any, ...]:
 
 def _is_simple(tensor: Tensor) -> bool:
     """Tell whether each dimension steps over all that is inside it: then nothing overlaps (the usual case, cheaply)."""
+    if tensor.is_contiguous():
+        return True
     span = 0
     for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -111,6 +115,8 @@ def _is_simple(tensor: Tensor) -> bool:
 
 def _extent_nbytes(tensor: Tensor) -> int:
     """Return the bytes from the tensor's first element to the end of its last."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
     steps = (stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     return (sum(steps) + 1) * tensor.itemsize
 

@@ -18,13 +18,14 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 
 from asyncdist import tags
 from asyncdist.direct_writes import Tail
 from asyncdist.errors import AsyncdistError, BusyError, RemoteProtocolError
+from asyncdist.passes import Inlet
 from asyncdist.progress import Engine
 from asyncdist.transports.base import Request
 
@@ -119,12 +120,18 @@ class _Stream:
     The requests are the engine's; completions only change counts, which a coroutine waits for.
     """
 
-    def __init__(self, engine: Engine, peer: int, slot: int, direction: str) -> None:
+    _direction: ClassVar[str]
+
+    def __init__(self, engine: Engine, peer: int, slot: int) -> None:
         self._engine = engine
         self._peer = peer
         self._tag = tags.BULK_FIRST + slot
-        self._what = f"stream {direction} rank {peer}, tag {self._tag}"
         self._error: AsyncdistError | None = None
+
+    @property
+    def _what(self) -> str:
+        """For reports."""
+        return f"stream {self._direction} rank {self._peer}, tag {self._tag}"
 
     async def _until(self, condition: Callable[[], bool], deadline: float | None = None) -> None:
         def holds() -> bool:
@@ -136,7 +143,7 @@ class _Stream:
             raise TimeoutError(f"{self._what}: nothing more came in time")
 
 
-class Writer:
+class Writer(Inlet):
     """Writes the tails of this rank's streams: in each pass a piece, of each stream in turn.
 
     No request: what it does is nothing that has arrived, and no deadline or safe point waits for it.
@@ -180,6 +187,8 @@ class OutboundStream(_Stream):
         tail: what comes after the chunks and is to be written, as far as this rank comes to it.
     """
 
+    _direction = "to"
+
     def __init__(
         self,
         engine: Engine,
@@ -188,12 +197,12 @@ class OutboundStream(_Stream):
         slot: int,
         tail: Tail | None = None,
     ) -> None:
-        super().__init__(engine, dest, slot, "to")
+        super().__init__(engine, dest, slot)
         self.dest = dest
         self.slot = slot
         self._chunks = chunks
         self._tail = tail
-        self._written_at = time.perf_counter()
+        self._written_at = time.perf_counter() if tail is not None else 0.0
         self._count: memoryview | None = None
         self._next = 0
         self._posting = False
@@ -267,8 +276,9 @@ class OutboundStream(_Stream):
         self._posting = True
         try:
             while self._next < len(self._chunks) and self.under_way_count < WINDOW_COUNT and not self._stopping:
+                chunk = self._chunks[self._next]
                 self._next += 1
-                self._post(self._chunks[self._next - 1])
+                self._post(chunk)
         finally:
             self._posting = False
 
@@ -300,10 +310,17 @@ class OutboundStream(_Stream):
         self._engine.recheck()
 
     def _post(self, chunk: memoryview) -> None:
-        self.under_way_count += 1
+        """Send it. The engine keeps what does not leave at once; of a small state nothing comes there."""
         if chunk is not self._count:
             self.sent_nbytes += len(chunk)
-        self._engine.watch(self._engine.transport.isend(chunk, self._peer, self._tag), self._what, self._on_sent)
+        try:
+            request = self._engine.transport.start_send(chunk, self._peer, self._tag)
+        except AsyncdistError as error:
+            self._error = self._error or error
+            return
+        if request is not None:
+            self.under_way_count += 1
+            self._engine.watch(request, self._what, self._on_sent)
 
     def _on_sent(self, error: AsyncdistError | None) -> None:
         self.under_way_count -= 1
@@ -325,17 +342,18 @@ class InboundStream(_Stream):
         tail: memory behind the targets that the sender writes to by itself. Kept until it has answered.
     """
 
+    _direction = "from"
+
     def __init__(
         self, slots: Slots, source: int, targets: Sequence[memoryview], window: int, tail: memoryview | None = None
     ) -> None:
         self.source = source
         self.slot = slots.take(source)
-        super().__init__(slots.engine, source, self.slot, "from")
+        super().__init__(slots.engine, source, self.slot)
         self._slots = slots
         self._tail = tail
-        self._count = bytearray(_COUNT_NBYTES)
         self._count_index = len(targets)
-        self._targets = targets if tail is None else [*targets, memoryview(self._count)]
+        self._targets = targets if tail is None else [*targets, memoryview(bytearray(_COUNT_NBYTES))]
         self._window = window
         self._posted: dict[int, Request] = {}
         self._post_count = self._post_limit = 0
@@ -348,7 +366,8 @@ class InboundStream(_Stream):
         self._discarding = False
         self._sink: memoryview | None = None
         self.received_nbytes = 0
-        self.post_up_to(window)
+        if window:
+            self.post_up_to(window)
 
     async def chunks(self, *, deadline: float | None = None) -> AsyncIterator[int]:
         """The index of each chunk when it has arrived, in order. Send the grant before the first.
@@ -373,7 +392,8 @@ class InboundStream(_Stream):
         Raises:
             TimeoutError, StreamAborted, RemoteProtocolError, RankLostError: as :meth:`chunks`.
         """
-        await self._until(functools.partial(self._arrived.__contains__, index), deadline)
+        if index not in self._arrived or self._error is not None:
+            await self._until(functools.partial(self._arrived.__contains__, index), deadline)
         self._take(index)
 
     async def whole(self) -> None:
@@ -405,23 +425,21 @@ class InboundStream(_Stream):
 
     def post_up_to(self, count: int) -> None:
         """Post the receives of the first ``count`` chunks, as far as they are not posted yet."""
-        self._post_limit = max(self._post_limit, count)
+        if count > self._post_limit:
+            self._post_limit = count
         if self._posting:  # a chunk was there already: the loop below goes on
             return
         self._posting = True
         try:
-            while self._post_count < min(self._post_limit, self._message_count):
-                self._post_next()
+            while self._post_count < self._post_limit and self._post_count < self._message_count:
+                index = self._post_count
+                self._post_count += 1
+                target = self._targets[index] if self._sink is None else self._sink[: len(self._targets[index])]
+                request = self._engine.transport.irecv(target, self._peer, self._tag)
+                self._posted[index] = request
+                self._engine.watch(request, self._what, functools.partial(self._on_arrival, index))
         finally:
             self._posting = False
-
-    def _post_next(self) -> None:
-        index = self._post_count
-        self._post_count += 1
-        target = self._targets[index] if self._sink is None else self._sink[: len(self._targets[index])]
-        request = self._engine.transport.irecv(target, self._peer, self._tag)
-        self._posted[index] = request
-        self._engine.watch(request, self._what, functools.partial(self._on_arrival, index))
 
     def _on_arrival(self, index: int, error: AsyncdistError | None) -> None:
         request = self._posted.pop(index)
@@ -435,7 +453,7 @@ class InboundStream(_Stream):
             if request.nbytes == 0:
                 self._message_count = index + 1
             elif self._tail is not None and index == self._count_index:
-                rest = self._tail[int.from_bytes(self._count, "little") :]
+                rest = self._tail[int.from_bytes(self._targets[index], "little") :]
                 self._targets = [*self._targets, *split(rest, USER_CHUNK_NBYTES)]
                 self._message_count = len(self._targets)
             # An abort may complete before the chunk ahead of it, whose target is in use until then.
@@ -445,9 +463,9 @@ class InboundStream(_Stream):
         elif self._continuous and self._error is None and not self._answered:
             self.post_up_to(self._arrived_count + self._window)
 
-    def finish(self, cancel: Callable[[], None]) -> None:
+    def finish(self, cancel: Callable[[InboundStream], None]) -> None:
         """End it. If the sender has not answered yet, ``cancel`` tells it, and the rest is discarded."""
-        if self._error is not None or (self._peer in self._engine.transport.lost_ranks() and not self._answered):
+        if self._error is not None or (not self._answered and self._peer in self._engine.transport.lost_ranks()):
             self._retire()
         elif self._answered:
             self._withdraw()
@@ -455,7 +473,7 @@ class InboundStream(_Stream):
         else:
             self._discarding = True
             self._slots.discarding_count += 1
-            cancel()
+            cancel(self)
             self._discard_more()
 
     def _discard_more(self) -> None:
@@ -486,9 +504,9 @@ class InboundStream(_Stream):
 
     def _withdraw(self) -> None:
         """Take back receives that no message will come for."""
-        for request in list(self._posted.values()):
-            request.cancel()
         if self._posted:
+            for request in list(self._posted.values()):
+                request.cancel()
             self._engine.wake()
 
 
@@ -568,4 +586,4 @@ class _Inbound:
         return self._stream
 
     def __exit__(self, *exc_info: object) -> None:
-        self._stream.finish(lambda: self._cancel(self._stream.slot))
+        self._stream.finish(lambda stream: self._cancel(stream.slot))

@@ -97,8 +97,7 @@ class AverageAllPolicy(SpawnPolicy):
             return NOTHING
         await self._world.safe_point()
         began_at = self._world.time()
-        for _ in self._flat.pairs(self._layout):  # raises where the model has been changed since
-            pass
+        self._flat.tensors(self._layout)  # raises where the model has been changed since
         await self._world.agreements.agree(self._group.ranks, self._subject, {}, timeout_s=None)
         self._round += 1
         nbytes = await self._average()

@@ -25,7 +25,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -53,6 +52,8 @@ StreamMessage = Grant | Cancel
 ASKED_COUNT_MAX: Final = 16
 #: Grants that wait at a donor for its snapshot; further ones get the abort.
 EARLY_COUNT_MAX: Final = 4096
+#: Shares of donors that a layout keeps: of as many as a replacer asks at once, with the exact tensors and without.
+SHARE_COUNT_MAX: Final = 2 * ASKED_COUNT_MAX
 #: Places in a page begin at multiples of the widest element.
 _ALIGNMENT_NBYTES: Final = 16
 
@@ -120,8 +121,7 @@ class DonorDesk:
         self._offers.append(offer)
         self.end_rounds(round - 1)
         for key in [key for key, (asked_for, _) in self._early.items() if asked_for == round]:
-            asked_for, grant = self._early.pop(key)
-            self._answer(asked_for, grant, key)
+            self._stream(offer, self._early.pop(key)[1], key)
         return offer
 
     def withdraw(self, offer: Offer) -> None:
@@ -134,9 +134,8 @@ class DonorDesk:
 
     def end_rounds(self, last: float) -> None:
         """No snapshot will be on offer any more for rounds up to ``last``: whoever has asked for one gets the abort."""
-        self._over = max(self._over, last)
-        if not self._early:
-            return
+        if last > self._over:
+            self._over = last
         for key in [key for key, (asked_for, _) in self._early.items() if asked_for <= last]:
             del self._early[key]
             self._refuse(key)
@@ -168,11 +167,7 @@ class DonorDesk:
         """Stream, abort, or wait until it is known which."""
         for offer in self._offers:
             if offer.round == round and not offer.withdrawn:
-                chunks = offer.chunks(grant)
-                if chunks is None:
-                    self._refuse(key)
-                else:
-                    self._begin(offer, OutboundStream(self._world.engine, chunks, *key), key)
+                self._stream(offer, grant, key)
                 return
         if round > self._over and len(self._early) < EARLY_COUNT_MAX:
             self._early[key] = round, grant
@@ -182,8 +177,13 @@ class DonorDesk:
     def _refuse(self, key: tuple[int, int]) -> None:
         self._world.spawn_service(self._abort(OutboundStream(self._world.engine, [], *key)), name="abort")
 
-    def _begin(self, offer: Offer, stream: OutboundStream, key: tuple[int, int]) -> None:
+    def _stream(self, offer: Offer, grant: Grant, key: tuple[int, int]) -> None:
         """Send; what has not left at once goes on in a task."""
+        chunks = offer.chunks(grant)
+        if chunks is None:
+            self._refuse(key)
+            return
+        stream = OutboundStream(self._world.engine, chunks, *key)
         try:
             if stream.start():
                 self._count(stream)
@@ -237,7 +237,7 @@ def safe_point_count(nbytes: int) -> int:
 class ChunkRing:
     """``WINDOW_COUNT`` buffers of one chunk each, allocated when first needed.
 
-    Accumulators are used again and again, too: it remembers how those were cut that were used with it.
+    Accumulators are used again and again, too: it remembers what lay where in those that were used with it.
 
     Args:
         chunk_nbytes: of each; those of a parameter stream by default.
@@ -245,15 +245,15 @@ class ChunkRing:
 
     def __init__(self, chunk_nbytes: int | None = None) -> None:
         self._chunk_nbytes = chunk_nbytes
-        self._buffers: dict[int, tuple[torch.Tensor, memoryview]] = {}
-        self._pieces: WeakKeyDictionary[FlatBuffers, list[_Piece]] = WeakKeyDictionary()
+        self._buffers: dict[int, torch.Tensor] = {}
+        self._layouts: WeakKeyDictionary[FlatBuffers, _Layout] = WeakKeyDictionary()
         self._next = 0
 
-    def pieces_of(self, accumulator: FlatBuffers) -> list[_Piece]:
-        """The chunks of a stream into ``accumulator``, those that are averaged first."""
-        found = self._pieces.get(accumulator)
+    def layout_of(self, accumulator: FlatBuffers) -> _Layout:
+        """Where streams into ``accumulator`` are received."""
+        found = self._layouts.get(accumulator)
         if found is None:
-            found = self._pieces[accumulator] = _pieces(accumulator)
+            found = self._layouts[accumulator] = _Layout(accumulator)
         return found
 
     def take(self, dtype: torch.dtype, count: int) -> torch.Tensor:
@@ -263,28 +263,21 @@ class ChunkRing:
 
     def page(self, number: int) -> torch.Tensor:
         """The bytes of a buffer; pages that are ``WINDOW_COUNT`` apart are the same one."""
-        return self._at(number)[0]
-
-    def view(self, number: int) -> memoryview:
-        """The same bytes, for the transport."""
-        return self._at(number)[1]
-
-    def _at(self, number: int) -> tuple[torch.Tensor, memoryview]:
         place = number % WINDOW_COUNT
         found = self._buffers.get(place)
         if found is None:
-            buffer = torch.empty(self._chunk_nbytes or CHUNK_NBYTES, dtype=torch.uint8, device="cpu")
-            found = self._buffers[place] = buffer, byte_view(buffer)
+            found = torch.empty(self._chunk_nbytes or CHUNK_NBYTES, dtype=torch.uint8, device="cpu")
+            self._buffers[place] = found
         return found
 
     @property
     def nbytes(self) -> int:
         """What it holds."""
-        return sum(buffer.nbytes for buffer, _ in self._buffers.values())
+        return sum(buffer.nbytes for buffer in self._buffers.values())
 
 
 class _Piece(NamedTuple):
-    """A chunk of the state, as it is cut for every donor. ``view`` is where it is received if it lands in place."""
+    """A chunk of the state, as it is cut for every donor. ``view`` is where it is received if it can land in place."""
 
     into: torch.Tensor
     dtype: torch.dtype
@@ -294,12 +287,68 @@ class _Piece(NamedTuple):
 
 
 class _Landing(NamedTuple):
-    """A chunk of one donor, and where it is received: in place, or at ``offset`` of a page of the ring."""
+    """A chunk of one donor, and the page that it counts to. ``chunk`` is where it lies there, unless it is in place."""
 
     piece: _Piece
-    in_place: bool
+    page: int
+    chunk: torch.Tensor | None
+
+
+class _Share(NamedTuple):
+    """What comes from one donor, how many bytes that are, and the place of the next donor's first chunk."""
+
+    landings: list[_Landing]
+    targets: list[memoryview]
+    nbytes: int
     page: int
     offset: int
+
+
+class _Layout:
+    """Where the streams into one accumulator are received: in its tensors, or in the pages of the ring that made this.
+
+    Small states lie in the same places in each round, so the first shares that fit into the ring are kept.
+    """
+
+    def __init__(self, accumulator: FlatBuffers) -> None:
+        self._pieces = _pieces(accumulator)
+        self._shares: dict[tuple[int, int, bool, bool], _Share] = {}
+
+    def share(self, ring: ChunkRing, page: int, offset: int, *, first: bool, exact: bool) -> _Share:
+        """Of the donor whose first chunk has its place there.
+
+        Args:
+            ring: the one that made this.
+            page, offset: behind the donor before; the page bounds what is under way, and chunks in place have one too.
+            first: whether it is the first donor: its chunks land in place where the accumulator has their dtype, as do
+                all that are not summed.
+            exact: whether it gives what is not averaged, too.
+        """
+        key = page, offset, first, exact
+        found = self._shares.get(key)
+        if found is None:
+            found = self._new_share(ring, *key)
+            if found.page < WINDOW_COUNT and len(self._shares) < SHARE_COUNT_MAX:
+                self._shares[key] = found
+        return found
+
+    def _new_share(self, ring: ChunkRing, page: int, offset: int, first: bool, exact: bool) -> _Share:
+        landings, targets, share_nbytes = [], [], 0
+        for piece in self._pieces:
+            if not (piece.averaged or exact):
+                continue
+            nbytes = piece.nbytes
+            if offset + nbytes > CHUNK_NBYTES:
+                page, offset = page + 1, 0
+            chunk, target = None, piece.view
+            if target is None or (piece.averaged and not first):
+                room = ring.page(page)[offset : offset + nbytes]
+                chunk, target = room.view(piece.dtype), byte_view(room)
+            landings.append(_Landing(piece, page, chunk))
+            targets.append(target)
+            share_nbytes += nbytes
+            offset += -(-nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
+        return _Share(landings, targets, share_nbytes, page, offset)
 
 
 class Intake:
@@ -333,16 +382,17 @@ class Intake:
     ) -> None:
         self._world = world
         self._channel = channel
-        self._ring = ring
         self.accumulator = accumulator
         self.donors = donors
         self.best = best
         self._round = round
         self._streams: list[InboundStream] = []
-        self._pieces = ring.pieces_of(accumulator)
+        self._ring = ring
+        self._layout = ring.layout_of(accumulator)
         self._page = self._offset = 0
         self._asked: deque[tuple[InboundStream, Sequence[_Landing]]] = deque()
         self._asked_count = 0
+        self._is_asking = True  # until all that all donors will send has its receives posted
         self._posting: InboundStream | None = None  # of the donor that was asked last
         self._unposted: deque[_Landing] = deque()  # its chunks
         self._posted_count = 0
@@ -360,16 +410,18 @@ class Intake:
         self._post()
         while not self._unposted and self._asked_count < len(self.donors) and len(self._asked) < ASKED_COUNT_MAX:
             self.donor = donor = self.donors[self._asked_count]
-            landings, targets = self._landings(first=not self._asked_count, exact=donor == self.best)
-            stream = InboundStream(self._world.slots, donor, targets, 0)
+            is_first = not self._asked_count
+            share = self._layout.share(self._ring, self._page, self._offset, first=is_first, exact=donor == self.best)
+            self._page, self._offset = share.page, share.offset
+            stream = InboundStream(self._world.slots, donor, share.targets, 0)
             self._streams.append(stream)
-            self._asked.append((stream, landings))
+            self._asked.append((stream, share.landings))
             self._asked_count += 1
             self._posting, self._posted_count = stream, 0
-            self._unposted.extend(landings)
+            self._unposted.extend(share.landings)
             self._post()
-            nbytes = sum(landing.piece.nbytes for landing in landings)
-            self._channel.send_nowait(Grant(stream.slot, nbytes, CHUNK_NBYTES), donor, round=self._round)
+            self._channel.send_nowait(Grant(stream.slot, share.nbytes, CHUNK_NBYTES), donor, round=self._round)
+        self._is_asking = bool(self._unposted) or self._asked_count < len(self.donors)
 
     async def run(self, weights: Sequence[float], *, deadline: float) -> None:
         """Ask the donors who have not been asked, and add what comes.
@@ -394,10 +446,12 @@ class Intake:
                     self.donor = donor
                     await stream.arrival(index, deadline=deadline)
                     self._take(landing, weights[place], first=not place)
-                    self.ask()
+                    if self._is_asking:
+                        self.ask()
                 self.received_nbytes += stream.received_nbytes
                 self._world.stream_received_nbytes += stream.received_nbytes
-                self.ask()
+                if self._is_asking:
+                    self.ask()
         finally:
             self.close()
 
@@ -405,7 +459,7 @@ class Intake:
         """Tell donors that have not answered to stop; accumulator and ring are in use until they have answered."""
         while self._streams:
             stream = self._streams.pop()
-            stream.finish(partial(self._cancel, stream.source, stream.slot))
+            stream.finish(self._cancel)
 
     def _post(self) -> None:
         """Post the receives for which the window has room."""
@@ -418,38 +472,16 @@ class Intake:
 
     def _take(self, landing: _Landing, weight: float, *, first: bool) -> None:
         """Add the chunk that has landed; its place is free."""
-        into, dtype, nbytes, averaged, _ = landing.piece
-        if not landing.in_place:
-            chunk = self._ring.page(landing.page)[landing.offset : landing.offset + nbytes].view(dtype)
-            accumulate(into, chunk, weight, first=first)
-        elif averaged and weight != 1.0:
-            into.mul_(weight)
+        piece = landing.piece
+        if landing.chunk is not None:
+            accumulate(piece.into, landing.chunk, weight, first=first)
+        elif piece.averaged and weight != 1.0:
+            piece.into.mul_(weight)
         self._under_way.popleft()
 
-    def _cancel(self, donor: int, slot: int) -> None:
-        if donor not in self._world.gone:
-            self._channel.send_nowait(Cancel(slot), donor, round=self._round)
-
-    def _landings(self, *, first: bool, exact: bool) -> tuple[list[_Landing], list[memoryview]]:
-        """One donor's stream, and its targets. Chunks that land in place have a page too: it bounds what is under way.
-
-        The first donor's chunks land in place where the accumulator has their dtype, and so do all that are not summed.
-        """
-        landings, targets = [], []
-        for piece in self._pieces:
-            if not (piece.averaged or exact):
-                continue
-            if self._offset + piece.nbytes > CHUNK_NBYTES:
-                self._page += 1
-                self._offset = 0
-            in_place = piece.view is not None and (first or not piece.averaged)
-            landings.append(_Landing(piece, in_place, self._page, self._offset))
-            if in_place and piece.view is not None:
-                targets.append(piece.view)
-            else:
-                targets.append(self._ring.view(self._page)[self._offset : self._offset + piece.nbytes])
-            self._offset += -(-piece.nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
-        return landings, targets
+    def _cancel(self, stream: InboundStream) -> None:
+        if stream.source not in self._world.gone:
+            self._channel.send_nowait(Cancel(stream.slot), stream.source, round=self._round)
 
 
 def _pieces(accumulator: FlatBuffers) -> list[_Piece]:

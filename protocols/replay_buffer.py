@@ -41,7 +41,8 @@ from asyncdist import (
     tags,
 )
 from asyncdist.channels import Channel
-from asyncdist.progress import settle, yield_to_loop
+from asyncdist.passes import settle
+from asyncdist.progress import yield_to_loop
 from asyncdist.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted, check_grant, split
 from protocols.replay_messages import (
     INLINE_NBYTES_MAX,

@@ -298,8 +298,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         world, members = self._world, self._group.ranks
         self._leader = members[0] if self._coordinator_rank is None else self._coordinator_rank
         ranks = members if self._leader in members else (*members, self._leader)
-        await self._agree(leader=self._leader, ranks=ranks)
-        scopes = PolicyScopes(world, members, type(self).__name__, self.name or "(none)")
+        scopes = PolicyScopes(ranks, await self._agree(leader=self._leader, ranks=ranks))
         if world.rank == self._leader:
             safe_points = safe_point_count(self._flat.nbytes)
             self._coordinator = Coordinator(world, members, self._rules, scopes, stream_safe_points=safe_points)
@@ -388,7 +387,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         report = Report(self.iteration, value, (now - self._reported_at) / steps)
         self._reported_at, self._reported_iteration = now, self.iteration
         self._counts["reports"] += 1
-        self._counts["nonfinite"] += not abs(value) < float("inf")
+        if not math.isfinite(value):
+            self._counts["nonfinite"] += 1
         if not self._coordinator_gone:
             try:
                 self._reports.send_nowait(report, self._leader)

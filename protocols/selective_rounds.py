@@ -24,8 +24,7 @@ _HISTORY_LENGTH: Final = 64
 _REASON_LIMIT: Final = 32  # reasons come from peers: beyond this many different ones they are counted together
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(NamedTuple):  # a frozen dataclass takes twice as long to make, and there are twenty in a round
     """One message that the coordinator's coroutine has to send; `round` goes into the frame header."""
 
     dest: int
@@ -178,7 +177,7 @@ class RoundCoordinator:
         self._ignored: dict[str, int] = {}
         self._left_out: deque[LeftOut] = deque(maxlen=_HISTORY_LENGTH)
         self._stragglers: deque[tuple[Straggler, float]] = deque(maxlen=_HISTORY_LENGTH)
-        self._story: deque[str | tuple[float, int, float, int]] = deque(maxlen=_STORY_LENGTH)
+        self._story: deque[tuple[str, tuple[object, ...]]] = deque(maxlen=_STORY_LENGTH)
 
     # ---------------------------------------------------------------- what happened
 
@@ -187,17 +186,22 @@ class RoundCoordinator:
         member = self._live(rank, "Report")
         if member is None:
             return ()
-        self._story.append((now, rank, value, iteration))  # as text it would cost half of all that is done here
+        self._tell("{:.6f} rank {} reports {} at iteration {}", now, rank, value, iteration)
         member.report_count += 1
         self._nonfinite_count += not math.isfinite(value)
-        self._largest_iteration = max(self._largest_iteration, iteration)
-        self._note_arrival(rank, now)
+        if iteration > self._largest_iteration:
+            self._largest_iteration = iteration
+        if self._stragglers:
+            self._note_arrival(rank, now)
         if member.applied_iteration is not None and iteration <= member.applied_iteration:
             self._ignore("Report from before the average was applied")
             return ()
         member.report = _Report(iteration, value, step_time_s, now)
+        if member.fresh:  # a newer one before the next decision, which was not due, and is not for this
+            return ()
         self._mark(member, fresh=True)
-        self._window_start = now if self._window_start is None else self._window_start
+        if self._window_start is None:
+            self._window_start = now
         return self._advance(now)
 
     def on_ready(self, rank: int, round: int, iteration: int, now: float) -> tuple[Send, ...]:
@@ -208,7 +212,7 @@ class RoundCoordinator:
         if rank not in state.waiting_donors:
             self._ignore("Ready from a rank that owes none")
             return ()
-        self._tell(f"{now:.6f} round {round}: donor {rank} is ready with iteration {iteration}")
+        self._tell("{:.6f} round {}: donor {} is ready with iteration {}", now, round, rank, iteration)
         state.waiting_donors.remove(rank)
         state.ready[rank] = iteration
         return self._advance(now)
@@ -224,7 +228,7 @@ class RoundCoordinator:
             self._ignore("Decline from a rank that is bound or already out")
             return ()
         self._members[rank].decline_count += 1
-        self._tell(f"{now:.6f} round {round}: rank {rank} declines: {reason}")
+        self._tell("{:.6f} round {}: rank {} declines: {}", now, round, rank, reason)
         return self._advance(now)
 
     def on_applied(self, rank: int, round: int, iteration: int, now: float) -> tuple[Send, ...]:
@@ -245,7 +249,7 @@ class RoundCoordinator:
         else:
             self._ignore("Applied from a rank that owes none")
             return ()
-        self._tell(f"{now:.6f} round {round}: replacer {rank} applied at iteration {iteration}")
+        self._tell("{:.6f} round {}: replacer {} applied at iteration {}", now, round, rank, iteration)
         member.applied_count += 1
         member.applied_iteration = max(iteration, -1 if member.applied_iteration is None else member.applied_iteration)
         if member.report is not None and member.report.iteration <= member.applied_iteration:
@@ -261,7 +265,7 @@ class RoundCoordinator:
         if rank not in state.waiting_replacers:
             self._ignore("Abandoned from a rank that owes nothing")
             return ()
-        self._tell(f"{now:.6f} round {round}: replacer {rank} abandons: {reason}")
+        self._tell("{:.6f} round {}: replacer {} abandons: {}", now, round, rank, reason)
         self._abandon(state, rank, reason)
         return self._advance(now)
 
@@ -288,14 +292,11 @@ class RoundCoordinator:
     @property
     def finished(self) -> bool:
         """Whether every member has left or is lost."""
-        return not self._live_ranks()
+        return self._live_count == 0
 
     def story(self) -> tuple[str, ...]:
         """Return the latest events, oldest first, for error messages."""
-        return tuple(
-            event if isinstance(event, str) else "{:.6f} rank {} reports {} at iteration {}".format(*event)
-            for event in self._story
-        )
+        return tuple(words.format(*facts) for words, facts in self._story)
 
     def statistics(self) -> CoordinatorStatistics:
         """Return the counts so far."""
@@ -383,7 +384,7 @@ class RoundCoordinator:
         self._window_start = None
         decision = decide({rank: report.value for rank, report in usable.items()}, self._rules)
         if decision is None or self._is_cooling_down():
-            self._tell(f"{now:.6f} decision {self._decision_count} over {sorted(usable)}: no action")
+            self._tell("{:.6f} decision {} over {}: no action", now, self._decision_count, sorted(usable))
             return
         self._acted_at_iteration = self._largest_iteration
         self._start(sends, decision, usable, now)
@@ -410,7 +411,7 @@ class RoundCoordinator:
             waiting_donors=set(decision.donors),
             waiting_replacers=set(decision.replacers),
         )
-        self._tell(f"{now:.6f} round {state.number}: {decision}")
+        self._tell("{:.6f} round {}: {}", now, state.number, decision)
         for rank in state.named:
             role = DONOR if rank in decision.donors else REPLACER
             assign = Assign(role, decision.donors, decision.replacers, judged[rank].iteration, decision.best)
@@ -435,7 +436,7 @@ class RoundCoordinator:
             sends.append(Send(rank, state.number, Frozen(donors, weights, iterations, best, timeout_s)))
         margin_s = max(2 * _step_s(state.judged[rank]) for rank in timeouts) + self._rules.round_timeout_s / 4
         state.deadline = now + max(timeouts.values()) + margin_s
-        self._tell(f"{now:.6f} round {state.number}: frozen with donors {donors}, best {best}")
+        self._tell("{:.6f} round {}: frozen with donors {}, best {}", now, state.number, donors, best)
 
     def _timeout_s(self, state: _Round, donors: Sequence[int], replacer: int) -> float:
         """Return how long one replacer may take from the moment it reads `Frozen`.
@@ -463,7 +464,7 @@ class RoundCoordinator:
         self._round = None
         self._rounds_ended += 1
         assert self._rounds_ended == self._rounds_decided, self._broken("rounds overlap")
-        self._tell(f"{now:.6f} round {state.number}: ended, {reason}")
+        self._tell("{:.6f} round {}: ended, {}", now, state.number, reason)
 
     def _release(self, sends: list[Send], state: _Round, rank: int, reason: str) -> None:
         """Send `End` to one rank, unless it has had it or is gone."""
@@ -492,7 +493,7 @@ class RoundCoordinator:
         member = self._members.get(rank)
         if member is None or not member.live:
             return ()
-        self._tell(f"{now:.6f} rank {rank} {how}")
+        self._tell("{:.6f} rank {} {}", now, rank, how)
         self._mark(member, fresh=False)
         member.live, member.report = False, None
         self._live_count -= 1
@@ -541,8 +542,9 @@ class RoundCoordinator:
     def _ignore(self, what: str) -> None:
         self._ignored[what] = self._ignored.get(what, 0) + 1
 
-    def _tell(self, event: str) -> None:
-        self._story.append(event)
+    def _tell(self, words: str, *facts: object) -> None:
+        """Note what happened. It becomes text when somebody asks, which few ever do: making that takes long."""
+        self._story.append((words, facts))
 
     def _broken(self, fact: str) -> str:
         return "\n  ".join((fact, "the story so far:", *self.story()))

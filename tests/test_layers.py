@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("calls", "flat"),
     ("tags", "packing", "scratch", "spread", "transports.base", "transports.transfers", "values"),
-    ("transports.mpi_requests",),
+    ("passes", "transports.mpi_requests"),
     (
         "wire",
         "progress",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -59,8 +60,10 @@ class Party:
         """The donor has its snapshot."""
         self.offers[donor] = self.desks[donor].offer(ROUND, self.snapshots[donor], self.freed.append)
 
-    def intake(self, ring: ChunkRing | None = None) -> tuple[Intake, FlatBuffers]:
-        accumulator = self.state.new_buffers(accumulate=True)
+    def intake(
+        self, ring: ChunkRing | None = None, accumulator: FlatBuffers | None = None
+    ) -> tuple[Intake, FlatBuffers]:
+        accumulator = accumulator or self.state.new_buffers(accumulate=True)
         intake = Intake(
             self.worlds[0],
             self.desks[0].channel,
@@ -201,6 +204,34 @@ async def test_what_is_under_way_fits_into_the_window_and_no_two_receives_share_
         if False in endings:
             break
     assert endings == {True, False}
+
+
+@pytest.mark.usefixtures("chunk_nbytes")
+async def test_a_ring_and_an_accumulator_serve_round_after_round() -> None:
+    async with worlds(6) as made:
+        party = Party.of(made)
+        ring = ChunkRing()
+        accumulator = party.state.new_buffers(accumulate=True)
+        for _ in range(3):
+            for tensor in (*accumulator.tensors.values(), *map(ring.page, range(WINDOW_COUNT))):
+                tensor.fill_(1)  # what is left of an earlier round does not count
+            intake, _ = party.intake(ring, accumulator)
+            await intake.run(WEIGHTS, deadline=party.deadline())
+            party.check(accumulator)
+            await party.is_over()
+
+
+def test_a_ring_keeps_the_places_of_small_states_alone_and_not_longer_than_their_accumulator(chunk_nbytes: int) -> None:
+    state, ring = FlatState(Mixed(width=16)), ChunkRing()
+    accumulator = state.new_buffers(accumulate=True)
+    layout = ring.layout_of(accumulator)
+    assert ring.layout_of(accumulator) is layout
+    for offset in range(0, 100 * 16, 16):
+        layout.share(ring, 0, offset, first=False, exact=True)
+    assert len(layout._shares) == (0 if chunk_nbytes == 64 else parameter_stream.SHARE_COUNT_MAX)
+    kept = weakref.ref(layout)
+    del accumulator, layout
+    assert kept() is None
 
 
 async def test_what_is_given_up_does_not_land_where_another_donor_is_waited_for(

@@ -10,6 +10,7 @@ from support import torchrun
 from support.mpi import require_mpi, run_source
 
 import asyncdist as ad
+from asyncdist.direct_writes import obstacle
 from asyncdist.errors import RankLostError, TransportError
 from asyncdist.tags import BULK_FIRST, BULK_LAST
 from asyncdist.transports.local import LocalHub
@@ -101,7 +102,9 @@ def test_messages_on_one_and_streams_on_the_other_between_processes(transport: s
             torch.nn.init.constant_(model.weight, world.rank)
             average = 0
             policy = AsyncSelectiveAveragingPolicy(
-                model, torch.optim.SGD(model.parameters(), lr=0), average_every=5, replacement_ratio=0.3
+                model, torch.optim.SGD(model.parameters(), lr=0), average_every=5, replacement_ratio=0.3,
+                # One round, judged with all: the others train on when the first has left.
+                quorum=1.0, threshold=0.5, cooldown=10**9,
             )
             async with policy:
                 for _ in range(100_000):
@@ -170,3 +173,43 @@ def test_mpi_for_streams_under_torchruns_variables_says_what_to_start_with() -> 
     result = torchrun.run_source(2, source).check(1, 1)
     assert "WORLD_SIZE says that this is one of 2 ranks, and MPI knows of none but itself: start with" in result.stderr
     assert "asyncdist run -n 2" in result.stderr
+
+
+@pytest.mark.skipif(obstacle() is not None, reason="the kernel lets no process write to another's memory")
+@pytest.mark.parametrize(("transport", "share"), [pytest.param("mpi", 0.5, marks=pytest.mark.mpi), ("torch", 1.0)])
+def test_between_processes_of_a_host_a_part_of_large_tensors_is_granted_to_be_written(
+    transport: str, share: float
+) -> None:
+    result = (run_source if transport == "mpi" else torchrun.run_source)(
+        2,
+        """
+        import torch
+        from support.mpi import report
+
+        import asyncdist as ad
+        from asyncdist.user_streams import UserStreams
+
+        granted, original = [0], UserStreams._written_nbytes
+
+        def noted(self, nbytes, source):
+            granted.append(original(self, nbytes, source))
+            return granted[-1]
+
+        UserStreams._written_nbytes = noted
+
+        async def main(world):
+            tensor = torch.zeros(1 << 20)
+            for number in range(1, 1000):
+                if world.rank == 0:
+                    await world.send_stream(tensor.fill_(number), 1)
+                else:
+                    await world.receive_stream(tensor, 0)
+                    assert (tensor == number).all()
+                if int(await ad.all_reduce(torch.tensor(granted[-1]))):
+                    break
+            report(world.rank, granted[-1])
+
+        ad.run(main, strict=True)
+        """,
+    ).check()
+    assert result.reports == {0: 0, 1: int(share * (4 << 20))}

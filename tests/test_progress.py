@@ -14,6 +14,7 @@ from support.local import engines, eventually, yields
 
 from asyncdist import progress
 from asyncdist.errors import AsyncdistError, RankLostError, TruncationError
+from asyncdist.passes import HOT_PASS_COUNT, WARM_PASS_COUNT, Inlet
 from asyncdist.progress import TALK_PASS_COUNT_MAX, Engine
 from asyncdist.transports.base import ANY_SOURCE, Capabilities
 
@@ -63,7 +64,7 @@ class ScriptedTransport:
         self.ring = ring
 
 
-class CountingInlet:
+class CountingInlet(Inlet):
     """Delivers what it is given, one message a poll."""
 
     def __init__(self) -> None:
@@ -405,7 +406,7 @@ async def test_a_deadline_is_judged_after_what_arrived_during_a_gap(engine: Engi
 
 
 async def test_a_peer_that_never_stops_sending_cannot_put_off_a_deadline(engine: Engine) -> None:
-    class Flood:
+    class Flood(Inlet):
         def poll(self) -> int:
             return 1
 
@@ -490,7 +491,7 @@ async def test_progress_ends_when_the_budget_is_spent(engine: Engine, monkeypatc
         def perf_counter() -> float:
             return now
 
-    class Busy:
+    class Busy(Inlet):
         polls = 0
 
         def poll(self) -> int:
@@ -532,15 +533,15 @@ async def test_the_driver_cools_down_and_a_wait_heats_it_again(engine: Engine, m
         assert seconds < 0.001
         naps += 1
 
-    monkeypatch.setattr(progress.time, "sleep", nap)
-    monkeypatch.setattr(progress, "ALONE_GAP_S", 3600.0)  # a loaded machine makes every gap long
-    monkeypatch.setattr(progress, "IDLE_PERIOD_S", 3600.0)
+    monkeypatch.setattr(time, "sleep", nap)
+    monkeypatch.setattr("asyncdist.passes.ALONE_GAP_S", 3600.0)  # a loaded machine makes every gap long
+    monkeypatch.setattr("asyncdist.passes.IDLE_PERIOD_S", 3600.0)
     engine.start()
-    most = progress.HOT_PASS_COUNT + progress.WARM_PASS_COUNT + 5
+    most = HOT_PASS_COUNT + WARM_PASS_COUNT + 5
     await yields(3 * most)
     passes = engine.statistics().pass_count
-    assert progress.HOT_PASS_COUNT <= passes <= most
-    assert progress.WARM_PASS_COUNT - 2 <= naps <= progress.WARM_PASS_COUNT + 1
+    assert HOT_PASS_COUNT <= passes <= most
+    assert WARM_PASS_COUNT - 2 <= naps <= WARM_PASS_COUNT + 1
     await yields(50)
     assert engine.statistics().pass_count == passes, "idle: nothing until the timer"
     engine.watch(ScriptedRequest(), "x")
@@ -552,16 +553,16 @@ async def test_the_driver_takes_no_nap_while_other_tasks_run(engine: Engine, mon
     def nap(_: float) -> None:
         raise AssertionError("it slept in somebody's way")
 
-    monkeypatch.setattr(progress.time, "sleep", nap)
-    monkeypatch.setattr(progress, "ALONE_GAP_S", 0.0)
+    monkeypatch.setattr(time, "sleep", nap)
+    monkeypatch.setattr("asyncdist.passes.ALONE_GAP_S", 0.0)
     engine.start()
-    await yields(2 * (progress.HOT_PASS_COUNT + progress.WARM_PASS_COUNT))
-    assert engine.statistics().pass_count >= progress.HOT_PASS_COUNT
+    await yields(2 * (HOT_PASS_COUNT + WARM_PASS_COUNT))
+    assert engine.statistics().pass_count >= HOT_PASS_COUNT
 
 
 async def test_an_idle_driver_still_looks_by_the_clock(engine: Engine) -> None:
     engine.start()
-    await yields(2 * (progress.HOT_PASS_COUNT + progress.WARM_PASS_COUNT))
+    await yields(2 * (HOT_PASS_COUNT + WARM_PASS_COUNT))
     await eventually(lambda: engine._asleep)
     passes = engine.statistics().pass_count
     await eventually(lambda: engine.statistics().pass_count >= passes + 3)
@@ -700,7 +701,7 @@ async def test_a_lost_rank_fails_the_requests_that_involve_it_and_no_others() ->
 
 
 async def test_peers_that_never_stop_talking_do_not_hold_a_safe_point(engine: Engine) -> None:
-    class Chatter:
+    class Chatter(Inlet):
         polls = 0
 
         def poll(self) -> int:

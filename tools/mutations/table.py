@@ -108,8 +108,8 @@ MUTANTS: Final = (
         5,
         "the model's tensors are looked up once, before training replaces some",
         "asyncdist/flat.py",
-        "            tensor = found[places[0]]",
-        '            tensor = self.__dict__.setdefault("_found", found)[places[0]]',
+        "        tensors = [found[place] for place in self._firsts]\n",
+        '        tensors = [self.__dict__.setdefault("_found", found)[place] for place in self._firsts]\n',
     ),
     Mutant(
         "weights-of-others",

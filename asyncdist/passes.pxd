@@ -1,0 +1,62 @@
+cimport cython
+
+
+cdef class Inlet:
+    cpdef Py_ssize_t poll(self) except -1
+
+
+cdef class Operation:
+    cdef readonly object request
+    cdef readonly object what
+    cdef public object on_done
+    cdef readonly object error
+
+    cpdef object finish(self, object error)
+
+
+cdef class Passes:
+    cdef readonly object transport
+    cdef readonly object loop
+    cdef readonly object failure
+    cdef tuple _inlets
+    cdef readonly list _operations
+    cdef readonly dict _waiters
+    cdef readonly list _conditions
+    cdef bint _in_pass
+    cdef readonly Py_ssize_t _pass_count
+    cdef readonly Py_ssize_t _completion_count
+    cdef readonly Py_ssize_t _request_count
+    cdef double _transferred_at
+    cdef object _handle
+    cdef object _take_tick
+    cdef Py_ssize_t _quiet_tick_count
+    cdef double _quiet_since
+    cdef double _tick_ended_at
+    cdef bint _passed_since_tick
+    cdef bint _rung
+    cdef readonly bint _asleep
+    cdef bint _stopped
+    cdef object _context
+    cdef bint _wakes
+    cdef readonly bint _misses_wakes
+    cdef bint _has_threads
+    cdef object __weakref__
+
+    @cython.locals(inlet=Inlet, completed=Py_ssize_t)
+    cpdef Py_ssize_t poll(self) except -1
+    @cython.locals(operations=list, pending=list, operation=Operation, position=Py_ssize_t, completed=Py_ssize_t)
+    cdef Py_ssize_t _test_operations(self) except -1
+    cpdef object give_core(self)
+    cpdef object watch(self, object request, object what, object on_done=*)
+    cpdef object recheck(self)
+    cpdef object fail(self, object error)
+    cpdef object ring(self)
+    cpdef object wake(self)
+    @cython.locals(began_at=double, alone=bint)
+    cpdef object _tick(self)
+    cdef Py_ssize_t _poll_for_waiters(self) except -1
+    @cython.locals(quiet=Py_ssize_t, operation=Operation)
+    cdef object _next_tick(self, bint alone)
+
+
+cpdef object settle(object waiter, object error)

@@ -1,0 +1,322 @@
+"""Passes: each tests all that one rank has under way, once. What the engine does without waiting, and when it comes.
+
+Who runs passes: the training code at its safe points (:meth:`asyncdist.progress.Engine.progress`), and a driver
+callback on the loop while coroutines wait. The driver is **hot** (a pass in every loop iteration) for as long as
+something completes and a little longer, some milliseconds while a transfer is under way; then **warm** (it gives the
+core away for tens of microseconds between passes, if nothing else runs on the loop; asyncio's timers cannot: anything
+under a millisecond takes 1.07 ms, and uvloop rounds it to a busy spin); then **idle** (a pass every millisecond). A
+transport that rings a doorbell is woken by it at once.
+
+Nothing here awaits: what coroutines want of the engine is in :mod:`asyncdist.progress`. The module is compiled where
+that can be done (see :mod:`asyncdist.compiled`), since each message rings, and each safe point makes a pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import os
+import time
+from collections.abc import Callable
+from typing import Final
+
+from asyncdist.errors import AsyncdistError
+from asyncdist.transports.base import Request, Transport
+
+HOT_PASS_COUNT: Final = 100
+#: With a transfer under way, hot for about as long as 16 MiB take, though whoever else wants the core gets it. A sleep
+#: of 20 us takes 50 to 100 on common kernels, and as long again until the caches are warm.
+TRANSFER_HOT_S: Final = 0.004
+WARM_SLEEP_S: Final = 20e-6
+WARM_PASS_COUNT: Final = 20
+#: Where threads of the transport move the bytes: how long after the last step of a transfer training code gives them
+#: the core and the GIL at its safe points. As long as two chunks take; a receive that waits for ever costs nothing.
+TRANSFER_GIVES_S: Final = 0.01
+IDLE_PERIOD_S: Final = 0.001
+#: Where the transport rings, a slow look all the same: a wake-up may be missed (ucxx#30), and not all requests are
+#: messages.
+SAFETY_PERIOD_S: Final = 0.05
+#: Between two ticks of the driver an otherwise empty loop spends less than this; more, and somebody else is running.
+ALONE_GAP_S: Final = 20e-6
+
+
+class Inlet:
+    """Something with receives of its own that a pass must poll, e.g. a lane of channels."""
+
+    def poll(self) -> int:
+        """Deliver what has arrived; how many messages that was."""
+        raise NotImplementedError
+
+
+class Operation:
+    """A request in the engine's keeping and what to do when it has completed.
+
+    Attributes:
+        request: the transport's.
+        what: for reports: e.g. ``"receive from 3, tag 8001"``.
+        on_done: called once with the error, or None.
+    """
+
+    __slots__ = ("error", "on_done", "request", "what")
+
+    def __init__(self, request: Request, what: str, on_done: Callable[[AsyncdistError | None], None] | None) -> None:
+        self.request = request
+        self.what = what
+        self.on_done = on_done
+        self.error: AsyncdistError | None = None
+
+    def finish(self, error: AsyncdistError | None) -> None:
+        """Tell whoever asked to be told."""
+        self.error = error
+        if self.on_done is not None:
+            self.on_done(error)
+
+
+class Passes:
+    """Tests what is outstanding on one rank, and wakes whoever waited for it.
+
+    Args:
+        transport: the rank's transport.
+        loop: the loop that runs the rank.
+
+    Attributes:
+        failure: why every wait raises, or None.
+    """
+
+    def __init__(self, transport: Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self.transport = transport
+        self.loop = loop
+        self.failure: BaseException | None = None
+        self._inlets: tuple[Inlet, ...] = ()
+        self._operations: list[Operation] = []
+        self._waiters: dict[asyncio.Future[None], str] = {}
+        self._conditions: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self._in_pass = False
+        self._pass_count = 0
+        self._completion_count = 0
+        self._request_count = 0  # those of the completions that were no messages of lanes
+        self._transferred_at = 0.0
+        # The driver.
+        self._handle: asyncio.Handle | None = None
+        self._take_tick = self._tick  # one bound method for all ticks
+        self._quiet_tick_count = 0
+        self._quiet_since = 0.0
+        self._tick_ended_at = 0.0
+        self._passed_since_tick = False
+        self._rung = False
+        self._asleep = True
+        self._stopped = True
+        self._context = contextvars.copy_context()
+        self._wakes = transport.capabilities.wakes
+        self._misses_wakes = transport.capabilities.misses_wakes
+        self._has_threads = transport.capabilities.rings_from_threads
+        transport.set_doorbell(self._ring_from_a_thread if self._has_threads else self.ring)
+
+    # -- passes -----------------------------------------------------------------------------------------------------
+
+    def poll(self) -> int:
+        """One pass: test everything outstanding once. Returns how many completed. Never blocks, never yields."""
+        if self._in_pass:  # a completion callback asked for progress: it is being made
+            return 0
+        self._in_pass = True
+        self._passed_since_tick = True  # a ring during this pass asks for another one
+        try:
+            completed = 0
+            for inlet in self._inlets:
+                completed += inlet.poll()
+            if self._operations:
+                completed += self._test_operations()
+        finally:
+            self._in_pass = False
+        self._pass_count += 1
+        self._completion_count += completed
+        if completed and self._conditions:
+            self.recheck()
+        return completed
+
+    def _test_operations(self) -> int:
+        operations, self._operations = self._operations, []
+        pending = []
+        for position, operation in enumerate(operations):
+            try:
+                if not operation.request.test():
+                    pending.append(operation)
+                    continue
+                error = None
+            except AsyncdistError as caught:
+                error = caught
+            except BaseException:
+                self._operations = pending + operations[position:] + self._operations
+                raise
+            operation.finish(error)
+        completed = len(operations) - len(pending)
+        if completed and self._has_threads:
+            self._transferred_at = time.perf_counter()
+        self._request_count += completed
+        self._operations = pending + self._operations if self._operations else pending
+        return completed
+
+    def give_core(self) -> None:
+        """Let the transport's threads run, where a transfer is under way: a loop of safe points would starve them."""
+        if self._has_threads and self._operations and time.perf_counter() - self._transferred_at < TRANSFER_GIVES_S:
+            time.sleep(WARM_SLEEP_S)
+
+    def watch(
+        self, request: Request, what: str, on_done: Callable[[AsyncdistError | None], None] | None = None
+    ) -> None:
+        """Keep ``request`` until it has completed, then call ``on_done`` with the error or None.
+
+        Tested once here; ``on_done`` may thus be called before this returns.
+        """
+        error: AsyncdistError | None = None
+        try:
+            if not request.test():
+                self._operations.append(Operation(request, what, on_done))
+                if self._has_threads:
+                    self._transferred_at = time.perf_counter()
+                self.wake()
+                return
+        except AsyncdistError as caught:
+            error = caught
+        if on_done is not None:
+            on_done(error)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is under way; a message that nobody has taken may still lie here."""
+        return not self._operations
+
+    # -- inlets -----------------------------------------------------------------------------------------------------
+
+    def add_inlet(self, inlet: Inlet) -> None:
+        """Poll ``inlet`` in every pass, and soon: what came for it before it was there has rung already."""
+        self._inlets = (*self._inlets, inlet)
+        self.ring()
+
+    def remove_inlet(self, inlet: Inlet) -> None:
+        """Poll it no more."""
+        self._inlets = tuple([other for other in self._inlets if other is not inlet])
+
+    # -- those who wait ---------------------------------------------------------------------------------------------
+
+    def recheck(self) -> None:
+        """Something that conditions look at has changed outside a pass."""
+        for condition, waiter in self._conditions:
+            try:
+                if condition():
+                    settle(waiter, None)
+            except Exception as error:
+                settle(waiter, error)
+
+    def fail(self, error: BaseException) -> None:
+        """Make every wait raise ``error`` from now on. Requests stay in the engine's keeping."""
+        self.failure = error
+        for waiter in list(self._waiters):
+            settle(waiter, error)
+
+    # -- the driver -------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Poll from the loop from now on, in the caller's context: what a message brings about belongs to its rank."""
+        self._context = contextvars.copy_context()
+        self._stopped = False
+        self.wake()
+
+    def stop(self) -> None:
+        """Poll no more by itself."""
+        self._stopped = True
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def ring(self) -> None:
+        """Make a pass soon: something has arrived, or may have without a further ring."""
+        if not self._misses_wakes:  # elsewhere the driver looks once more by itself
+            self._rung = True
+            self._passed_since_tick = False
+            if not self._asleep:
+                return
+        self.wake()
+
+    def _ring_from_a_thread(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self.loop.call_soon_threadsafe(self._on_ring_of_thread, context=self._context)
+
+    def _on_ring_of_thread(self) -> None:
+        """As :meth:`ring`, but the pass is made here and now: a turn of the loop is a system call."""
+        if not self._asleep or self._stopped:
+            self.ring()
+            return
+        if self._handle is not None:
+            self._handle.cancel()
+        self._quiet_tick_count = 0
+        self._passed_since_tick = False
+        self._tick()
+
+    def wake(self) -> None:
+        """Be hot: something is waited for, or has arrived."""
+        self._quiet_tick_count = 0
+        if self._asleep and not self._stopped:
+            if self._handle is not None:
+                self._handle.cancel()
+            self._asleep = False
+            self._handle = self.loop.call_soon(self._take_tick, context=self._context)
+
+    def _tick(self) -> None:
+        """One turn of the driver: a pass, unless training code has just made one, and when to come again."""
+        self._asleep = self._rung = False
+        began_at = 0.0 if self._wakes else time.perf_counter()
+        alone = not self._wakes and began_at - self._tick_ended_at < ALONE_GAP_S
+        if not self._passed_since_tick and self._poll_for_waiters():
+            self._quiet_tick_count = 0
+        else:
+            self._quiet_tick_count += 1
+            if self._quiet_tick_count == HOT_PASS_COUNT:
+                self._quiet_since = began_at
+        self._passed_since_tick = False
+        if not self._stopped:
+            self._handle = self._next_tick(alone)
+        if not self._wakes:
+            self._tick_ended_at = time.perf_counter()
+
+    def _poll_for_waiters(self) -> int:
+        """A pass whose own failure reaches those who wait, since nobody awaits the driver."""
+        try:
+            return self.poll()
+        except Exception as error:
+            self.fail(error)
+            return 0
+
+    def _next_tick(self, alone: bool) -> asyncio.Handle | None:
+        quiet = self._quiet_tick_count
+        if self._wakes:
+            if self._rung or (quiet <= 1 and self._misses_wakes):
+                return self.loop.call_soon(self._take_tick)
+            self._asleep = True
+            for operation in self._operations:
+                if not getattr(operation.request, "rings", True):  # a device: its events come from no transport
+                    return self.loop.call_later(IDLE_PERIOD_S, self._take_tick)
+            return self.loop.call_later(SAFETY_PERIOD_S, self._take_tick) if self._misses_wakes else None
+        if quiet <= HOT_PASS_COUNT:
+            return self.loop.call_soon(self._take_tick)
+        if self._operations and time.perf_counter() - self._quiet_since < TRANSFER_HOT_S:
+            self._quiet_tick_count = HOT_PASS_COUNT  # the warm passes come after this
+            if alone:
+                os.sched_yield()
+            return self.loop.call_soon(self._take_tick)
+        if quiet <= HOT_PASS_COUNT + WARM_PASS_COUNT and alone:
+            time.sleep(WARM_SLEEP_S)
+            return self.loop.call_soon(self._take_tick)
+        self._asleep = True
+        return self.loop.call_later(IDLE_PERIOD_S, self._take_tick)
+
+
+def settle(waiter: asyncio.Future[None], error: BaseException | None) -> None:
+    """Complete ``waiter``, unless it has been cancelled or settled already."""
+    if waiter.done():
+        return
+    if error is None:
+        waiter.set_result(None)
+    else:
+        waiter.set_exception(error)
