@@ -12,14 +12,16 @@ leader that has waited for a second tells the missing who waits for them, and on
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from asyncdist.errors import (
+    AsyncdistError,
     BusyError,
     ClosedError,
     DisagreementError,
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from asyncdist.channels import Channel
     from asyncdist.progress import Engine
 
-#: How much longer than the leader a member waits, so that it is the leader who names the missing.
+#: How much longer a member waits for the leader's word, so that it is the leader who names the missing.
 MEMBER_PATIENCE_S: Final = 5.0
 #: How long a leader waits for a member before it tells it so, and each time after that. Most have come long before.
 REMIND_AFTER_S: Final = 1.0
@@ -84,6 +86,14 @@ class Reminder:
     subject: str
     members: Runs
     present: Runs
+
+
+@dataclass(frozen=True, slots=True)
+class Inquiry:
+    """Member to leader: my time is up and you have not said anything. Who is missing?"""
+
+    subject: str
+    members: Runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +153,13 @@ class Agreed:
     Attributes:
         number: the largest proposal.
         values: what all of them said; on a leader who said nothing, what the first member said.
+        time: the how manieth time it was, failed ones included, from 1; equal on all ranks, whatever became of the
+            others. What starts is to be numbered by it: who has missed a verdict would count one less than the rest.
     """
 
     number: int
     values: Mapping[str, str]
+    time: int = field(default=1, compare=False)
 
 
 class Agreements:
@@ -196,22 +209,28 @@ class Agreements:
             StartTimeoutError: naming the ranks that did not come.
             DisagreementError: naming the first difference; or two members wait for each other in different ones.
             ClosedError: a member has left for good.
-            RemoteError: a member has objected.
+            RemoteError: a member has objected, or was cancelled here.
+
+        **Cancellation**: the others get RemoteError, unless all had come: then they count on this rank.
         """
         leader = ranks[0] if leader is None else leader
         subject = _full(subject, ranks)
         join = Join(self._next_time(subject), tuple(sorted(values.items())), proposal)
         gone = _Gone(ranks, self._gone, self._withdrawn.setdefault(subject, set()))
         deadline = None if timeout_s is None else self._engine.loop.time() + timeout_s
-        with self._starting_alone(join, ranks) if alone else contextlib.nullcontext() as start:
-            if self._rank == leader:
-                verdict, first = await self._lead(ranks, join, gone, deadline)
-            else:
-                verdict, first = await self._follow(leader, join, gone, deadline), join
+        try:
+            with self._starting_alone(join, ranks) if alone else contextlib.nullcontext() as start:
+                if self._rank == leader:
+                    verdict, first = await self._lead(ranks, join, gone, deadline)
+                else:
+                    verdict, first = await self._follow(ranks, leader, join, gone, deadline), join
+        except asyncio.CancelledError:
+            self._give_up(join, ranks, leader)
+            raise
         if start is not None and start.rival is not None:
             self._object_to_rival(*start.rival, verdict)
         _check(verdict, subject, timeout_s)
-        return Agreed(verdict.agreed, dict(first.values))
+        return Agreed(verdict.agreed, dict(first.values), int(join.subject.rpartition(_TIME)[2]))
 
     @contextlib.contextmanager
     def _starting_alone(self, join: Join, ranks: Sequence[int]) -> Iterator[_Alone]:
@@ -241,6 +260,14 @@ class Agreements:
             self.on_objection(objection, leader)
         elif leader not in self._gone:
             self._channel.send_nowait(objection, leader)
+
+    def _give_up(self, join: Join, ranks: Sequence[int], leader: int) -> None:
+        """The caller was cancelled while it waited for the others: they are not to count on this rank."""
+        self._verdicts.pop(join.subject, None)
+        if self._engine.failure is None:  # else all is over, and everybody is told why
+            words = "CancelledError", "it was cancelled while it waited for the others"
+            with contextlib.suppress(AsyncdistError):  # nobody is left to be told
+                self._object(Objection(join.subject, _runs(tuple(ranks)), *words), leader)
 
     def withdraw(self, ranks: Sequence[int], subject: str) -> None:
         """Never agree to ``subject`` again: the other ``ranks`` get ClosedError when they try."""
@@ -304,16 +331,19 @@ class Agreements:
                 self._channel.send_nowait(reminder, rank)
         await self._engine.until(is_over, what, deadline=deadline)
 
-    async def _follow(self, leader: int, join: Join, gone: _Gone, deadline: float | None) -> Verdict:
+    async def _follow(
+        self, ranks: Sequence[int], leader: int, join: Join, gone: _Gone, deadline: float | None
+    ) -> Verdict:
+        def is_over() -> bool:
+            return join.subject in self._verdicts or leader in gone.ranks()
+
         if leader not in gone.ranks():
             self._channel.send_nowait(join, leader)
-        if deadline is not None:
-            deadline += MEMBER_PATIENCE_S
-        await self._engine.until(
-            lambda: join.subject in self._verdicts or leader in gone.ranks(),
-            f"{join.subject}: the verdict of rank {leader}",
-            deadline=deadline,
-        )
+        what = f"{join.subject}: the verdict of rank {leader}"
+        if not await self._engine.until(is_over, what, deadline=deadline) and deadline is not None:
+            with contextlib.suppress(AsyncdistError):  # a leader that cannot be asked is lost, or does not listen
+                self._channel.send_nowait(Inquiry(join.subject, _runs(tuple(ranks))), leader)
+            await self._engine.until(is_over, what, deadline=deadline + MEMBER_PATIENCE_S)
         verdict = self._verdicts.pop(join.subject, None)
         if verdict is not None:
             return verdict
@@ -331,20 +361,38 @@ class Agreements:
         else:  # it was decided without this member, who would wait for ever
             self._channel.send_nowait(over, source)
 
+    def on_inquiry(self, inquiry: Inquiry) -> None:
+        """The time of a member of what this rank leads is up: all who have come are told who has not, the others later.
+
+        It is, too, where this rank has come after that member, and would wait for longer.
+        """
+        joins = self._joins.get(inquiry.subject, {})
+        missing = tuple(sorted(_ranks_of(inquiry.members) - joins.keys()))
+        if not joins or not missing:
+            return  # the verdict is under way
+        verdict = Verdict(inquiry.subject, missing=missing)
+        del self._joins[inquiry.subject]
+        self._keep_for(missing, verdict)
+        self._tell(joins, verdict)
+
     def on_objection(self, objection: Objection, source: int) -> None:
         """A member cannot start what this rank leads: all who have come are told now, the others when they come."""
         subject = objection.subject
         if self._come_late(subject, source) is not None:
             return  # another one has objected first
+        if source != self._rank and self._has_led(subject):
+            return  # all had come; its verdict is under way
         if objection.kind:
             verdict = Verdict(subject, difference=objection.kind, refusal=objection.text, objector=source)
-        elif self._has_led(subject):
-            return  # all had come; its verdict is under way
         else:
             verdict = Verdict(subject, difference="ranks", refusal=objection.text)
         joins = self._joins.pop(subject, {})
         self._keep_for(_ranks_of(objection.members) - joins.keys() - {source}, verdict)
-        for rank in joins:
+        # Where it was cancelled it has come, and waits no more.
+        self._tell([rank for rank in joins if rank != source or not objection.kind], verdict)
+
+    def _tell(self, ranks: Iterable[int], verdict: Verdict) -> None:
+        for rank in ranks:
             if rank == self._rank:
                 self.on_verdict(verdict)
             elif rank not in self._gone:

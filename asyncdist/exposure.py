@@ -138,7 +138,7 @@ async def open_exposure(
         world: this rank's.
         group: who exposes and reads.
         nbytes: of one version; each rank keeps two.
-        scope: of ``World.next_scope``.
+        scope: one that these members alone use.
         chunk_nbytes: in which reads are cut.
     """
     transport = world.engine.transport

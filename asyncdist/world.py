@@ -21,7 +21,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 import torch
 
 from asyncdist import checks, streams, tags, wire
-from asyncdist.agreements import Agreements, Join, Objection, Reminder, Verdict, Withdraw
+from asyncdist.agreements import Agreements, Inquiry, Join, Objection, Reminder, Verdict, Withdraw
 from asyncdist.attendance import Attendance
 from asyncdist.channels import Channel, Envelope, Lane, Overflow
 from asyncdist.collectives import Collectives
@@ -136,6 +136,7 @@ class World:
         attendance: who takes part in which collective.
         answered: ranks that have answered a failure, or failed themselves.
         leftover_probes: functions that name what a protocol has not cleared away, asked at the end.
+        time: a function without arguments: seconds on the loop's clock, from an arbitrary start.
         virtual_clock: in a simulation, what computing costs.
     """
 
@@ -154,6 +155,7 @@ class World:
         self.left: set[int] = set()
         self.answered: set[int] = set()
         self.leftover_probes: list[Callable[[], Sequence[str]]] = []
+        self.time: Callable[[], float] = loop.time
         self.virtual_clock: VirtualClock | None = None
         self._transport = transport
         self._loop = loop
@@ -171,7 +173,7 @@ class World:
         self._services: set[asyncio.Task[Any]] = set()
         self._computing = Computing(self.rank, loop)
         self._system: Channel[Any] = self.open_channel(
-            Join | Verdict | Withdraw | Leave | Failed | Farewell | Objection | Reminder,
+            Join | Verdict | Withdraw | Leave | Failed | Farewell | Objection | Reminder | Inquiry,
             tag=tags.CONTROL,
             scope=wire.scope_of(group.ranks, "system", 0),
             name="system",
@@ -206,10 +208,6 @@ class World:
 
     # -- time and progress ------------------------------------------------------------------------------------------
 
-    def time(self) -> float:
-        """Seconds on the loop's clock, from an arbitrary start."""
-        return self._loop.time()
-
     async def sleep(self, seconds: float) -> None:
         """Let others run for so long."""
         self.check()
@@ -228,7 +226,7 @@ class World:
         await yield_to_loop()
         self.check()
 
-    async def progress(self, budget_s: float = PROGRESS_BUDGET_S) -> None:
+    def progress(self, budget_s: float = PROGRESS_BUDGET_S) -> Coroutine[Any, Any, None]:
         """Pass and yield in turn until a pass completes nothing or the budget is spent; at least one yield always.
 
         Args:
@@ -237,12 +235,8 @@ class World:
         Raises:
             RankLostError: a peer has failed, and with it the job.
         """
-        if self.virtual_clock is None:
-            await self.engine.progress(budget_s)
-        else:
-            await self.virtual_clock.before_safe_point()
-            await self.engine.progress(budget_s, clock=self._loop.time)
-        self.check()
+        clock = self.virtual_clock
+        return self.engine.progress(budget_s, before=clock.before_safe_point if clock is not None else None)
 
     def check(self) -> None:
         """Raise what ended the job, if anything did."""
@@ -489,6 +483,8 @@ class World:
                 self.agreements.on_objection(objection, source)
             case Reminder() as reminder:
                 self.agreements.on_reminder(reminder)
+            case Inquiry() as inquiry:
+                self.agreements.on_inquiry(inquiry)
             case Withdraw(subject):
                 self.agreements.on_withdraw(subject, source)
             case Leave(started, lost):
@@ -508,7 +504,10 @@ class World:
         self.engine.recheck()
 
     def leave(self) -> None:
-        """Tell every peer that main has returned here, and before it what else they have to know of this rank."""
+        """Tell every peer that main has returned here, and before it what else they have to know of this rank.
+
+        The farewell that follows says it again: one frame of the two may be spoiled, and dropped.
+        """
         self.agreements.leave()
         self.announce(Leave(self.attendance.started(), self.attendance.lost))
 

@@ -25,7 +25,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
-from asyncdist import AsyncdistError, Group, RankLostError, World, checks
+from asyncdist import AsyncdistError, Group, RankLostError, World, checks, wire
 from asyncdist.exposure import Exposure, OutdatedError, Published, open_exposure
 from asyncdist.flat import FlatBuffers, SnapshotPool, accumulate, divide, reset_optimizer_state
 from asyncdist.packing import Packing
@@ -254,8 +254,8 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
 
     async def _start(self) -> None:
         world, members = self._world, self._group.ranks
-        await self._agree(leader=members[0], ranks=members)
-        scope = world.next_scope(members, f"{type(self).__name__} {self.name or '(none)'}")
+        agreed = await self._agree(leader=members[0], ranks=members)
+        scope = wire.scope_of(members, f"{type(self).__name__} {self.name or '(none)'}", agreed.time)
         self._random = world.generator(f"policy {scope}")
         self._exposure = await open_exposure(
             world, self._group, self._packing.nbytes, scope=scope, chunk_nbytes=self._chunk_nbytes

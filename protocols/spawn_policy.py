@@ -26,6 +26,7 @@ from asyncdist import (
     checks,
     current_world,
 )
+from asyncdist.agreements import Agreed
 from asyncdist.flat import Fingerprint, FlatState, first_difference
 
 #: The metric given to ``step``, or something that yields it when it is due.
@@ -139,6 +140,10 @@ class SpawnPolicy(abc.ABC):
         world: the current one by default.
         start_timeout_s: how long the start waits for the last member.
 
+    Attributes:
+        is_alone: whether nobody else takes part, which is known from the start on: then a policy checks its input and
+            does nothing.
+
     Raises:
         TypeError, ValueError: an argument is not what it should be; the value and what is allowed are named.
     """
@@ -180,6 +185,7 @@ class SpawnPolicy(abc.ABC):
         self._stepping = False
         self._world: World
         self._group: Group
+        self.is_alone: bool
 
     # -- the user's calls -------------------------------------------------------------------------------------------
 
@@ -198,6 +204,7 @@ class SpawnPolicy(abc.ABC):
         self._group = self._given_group or self._world.group
         if self._world.rank not in self._group.ranks:
             raise LocalProtocolError(f"rank {self._world.rank} is not in the policy's group {list(self._group.ranks)}")
+        self.is_alone = self._group.size == 1
         if not self.is_alone:
             await self._start()
         self._stage = "open"
@@ -296,15 +303,12 @@ class SpawnPolicy(abc.ABC):
     def _options(self) -> Mapping[str, Any]:
         """What must be equal on all members, as JSON values."""
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether nobody else takes part: then a policy checks its input and does nothing."""
-        return self._group.size == 1
-
     def _is_due(self) -> bool:
         return (self.iteration + 1) % self.average_every == 0
 
     def _read_metric(self, given: MetricSource) -> float:
+        if type(given) is float:  # most are, and it is asked for at every report
+            return given
         source = given if given is not None else self._metric
         if source is None:
             raise ValueError(
@@ -327,7 +331,7 @@ class SpawnPolicy(abc.ABC):
             ) from None
         return number
 
-    async def _agree(self, *, leader: int, ranks: tuple[int, ...]) -> None:
+    async def _agree(self, *, leader: int, ranks: tuple[int, ...]) -> Agreed:
         values = {
             "class": type(self).__name__,
             "name": self.name or "(none)",
@@ -335,7 +339,7 @@ class SpawnPolicy(abc.ABC):
             **{f"option {key}": json.dumps(value) for key, value in self._options().items()},
         }
         try:
-            await self._world.agreements.agree(
+            return await self._world.agreements.agree(
                 ranks, "the start of a policy", values, leader=leader, timeout_s=self._start_timeout_s
             )
         except DisagreementError as error:

@@ -29,11 +29,6 @@ def agree(world: World, ranks: tuple[int, ...], **options: Any) -> Any:
     return world.agreements.agree(ranks, options.pop("subject"), options.pop("values"), **options)
 
 
-@pytest.fixture
-def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncdist.agreements.MEMBER_PATIENCE_S", 0.1)
-
-
 async def test_members_that_agree_get_the_largest_proposal_and_the_values() -> None:
     async with worlds(4) as made:
         ranks = (2, 0, 3)
@@ -48,6 +43,7 @@ async def test_repetitions_are_told_apart() -> None:
         for i in range(5):
             found = await outcomes(*(agree(world, (0, 1), values={"i": str(i)}) for world in made))
             assert [agreed.values for agreed in found] == [{"i": str(i)}] * 2
+            assert [agreed.time for agreed in found] == [i + 1] * 2
         # One member two meetings ahead, where it only follows.
         ahead = [asyncio.ensure_future(agree(made[1], (0, 1), values={"i": str(i)})) for i in range(3)]
         await yields(10)
@@ -64,7 +60,6 @@ async def test_subjects_at_the_same_time_do_not_mix() -> None:
         assert [agreed.number for agreed in found] == [i for i in range(6) for _ in range(3)]
 
 
-@pytest.mark.usefixtures("short_patience")
 @pytest.mark.parametrize("present", [(0,), (0, 1), (0, 2), (1,), (1, 2), (2,)])
 async def test_everybody_who_came_is_told_who_did_not(present: tuple[int, ...]) -> None:
     async with worlds(3) as made:
@@ -72,8 +67,7 @@ async def test_everybody_who_came_is_told_who_did_not(present: tuple[int, ...]) 
         for error in found:
             assert isinstance(error, StartTimeoutError)
             assert isinstance(error, TimeoutError)
-            # Without its leader nobody knows more than that the leader is missing.
-            missing = tuple({0, 1, 2} - set(present)) if 0 in present else (0,)
+            missing = tuple(sorted({0, 1, 2} - set(present)))
             assert error.missing == missing
             for rank in missing:
                 assert str(rank) in str(error)
@@ -206,6 +200,46 @@ async def test_a_mistake_is_raised_where_it_is_made_and_told_the_others() -> Non
         assert error.text.startswith("no size!") and len(error.text) < 1000
 
 
+def test_the_first_whose_time_is_up_ends_it_for_all() -> None:
+    """It went away without a word, and the others made a group with it."""
+
+    async def main(world: World) -> tuple[int, ...]:
+        await world.sleep({0: 9, 1: 0, 2: 17}[world.rank])
+        with pytest.raises(StartTimeoutError) as caught:
+            await world.new_group([0, 1, 2], timeout_s=10)
+        assert world.time() == pytest.approx({0: 10, 1: 10, 2: 17}[world.rank], abs=0.1)
+        await world.new_group([0, 1, 2], timeout_s=10)
+        return caught.value.missing
+
+    assert simulate(main, ranks=3, seed=1).results == ((2,),) * 3
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+@pytest.mark.parametrize("cancelled", [0, 1, 2])
+async def test_whoever_is_cancelled_is_not_counted_on(cancelled: int, late: int) -> None:
+    """The others began without it, or waited until their time was up, and the next time it was one time ahead."""
+    ranks = (0, 1, 2)
+    async with worlds(3) as made:
+        for _ in range(3):
+            waiting = {r: asyncio.ensure_future(agree(made[r], ranks, timeout_s=None)) for r in ranks if r != late}
+            if cancelled == late:
+                waiting[late] = asyncio.ensure_future(agree(made[late], (*ranks,), timeout_s=None, values={"a": "b"}))
+                waiting[late].cancel()  # before it has begun
+                await yields(5)
+                assert all(task.done() is (rank == late) for rank, task in waiting.items())
+                waiting[late] = asyncio.ensure_future(agree(made[late], ranks, timeout_s=None))
+                assert await outcomes(*waiting.values()) == [Agreed(0, {})] * 3
+                continue
+            await yields(5)
+            waiting.pop(cancelled).cancel()
+            await yields(5)
+            waiting[late] = asyncio.ensure_future(agree(made[late], ranks, timeout_s=None))
+            for error in await outcomes(*waiting.values()):
+                assert isinstance(error, RemoteError) and (error.rank, error.kind) == (cancelled, "CancelledError")
+            assert await outcomes(*(agree(world, ranks) for world in made)) == [Agreed(0, {})] * 3
+        assert all(map(nothing_is_kept, made))
+
+
 async def test_whoever_comes_after_a_timeout_is_told_and_nothing_is_kept() -> None:
     async with worlds(2) as made:
         [error] = await outcomes(agree(made[0], (0, 1), timeout_s=NOBODY_COMES_S))
@@ -213,7 +247,8 @@ async def test_whoever_comes_after_a_timeout_is_told_and_nothing_is_kept() -> No
         made[1].agreements.object((0, 1), "policy", ValueError("late"))
         await yields(5)
         assert not made[0].agreements._over
-        assert await outcomes(*(agree(world, (0, 1)) for world in made)) == [Agreed(0, {})] * 2
+        found = await outcomes(*(agree(world, (0, 1)) for world in made))
+        assert found == [Agreed(0, {})] * 2 and [agreed.time for agreed in found] == [2, 2]
 
 
 def nothing_is_kept(world: World) -> bool:
@@ -257,6 +292,8 @@ async def test_a_meeting_without_one_who_has_left_is_not_kept(how: str) -> None:
         came.cancel()
         made[2].leave() if how == "leaves the world" else made[2].agreements.withdraw(ranks, "policy")
         await yields(5)
+        for error in await outcomes(agree(made[0], ranks), agree(made[1], ranks)):
+            assert isinstance(error, RemoteError) and (error.rank, error.kind) == (2, "CancelledError")
         for _ in range(3):
             for error in await outcomes(agree(made[0], ranks), agree(made[1], ranks)):
                 assert isinstance(error, ClosedError) and error.ranks == (2,)

@@ -52,6 +52,14 @@ def test_the_worst_becomes_exactly_the_mean_of_the_others_and_nobody_else_change
 
 
 @pytest.mark.parametrize("ranks", SIZES)
+def test_a_metric_that_is_no_number_ranks_worst_and_is_counted(told: Told, ranks: int) -> None:
+    *others, last = told(ranks, "diverged")
+    assert last["replacements"] == 2 and last["floating"] == [sum(range(ranks - 1)) / (ranks - 1)]
+    assert all(other["replacements"] == 0 and other["unchanged"] for other in others)
+    assert others[0]["nonfinite_reports"] >= 2
+
+
+@pytest.mark.parametrize("ranks", SIZES)
 def test_every_average_is_the_one_of_its_donors_snapshots(told: Told, ranks: int) -> None:
     """Recomputed here from what the donors said, bit for bit."""
     reports, story = told(ranks, "walk"), Story()

@@ -6,6 +6,7 @@ Nothing here counts on speed: a story goes on until the rank that it is about ha
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable
@@ -111,18 +112,34 @@ async def tell(
         "abandoned": dict(statistics.abandoned),
         "rounds": statistics.coordinator.rounds_decided if statistics.coordinator else None,
         "applied": dict(statistics.coordinator.applied) if statistics.coordinator else None,
+        "nonfinite_reports": statistics.coordinator.nonfinite_report_count if statistics.coordinator else None,
     }
 
 
 async def exactness(world: ad.World) -> Report:
     """Weights and metrics equal to the rank: the first becomes the mean of the others, to the bit."""
     model = Mixed(float(world.rank))
-    seen = await tell(world, "exactness", model, about=(0,), count=3, metric=lambda: float(world.rank))
+    seen = await tell(world, "exactness", model, about=(0,), count=3, metric=lambda: float(world.rank), quorum=1.0)
     return {
         **seen,
         "floating": sorted(values(model, floating=True)),
         "integers": sorted(values(model, floating=False)),
     }
+
+
+async def diverged(world: ad.World) -> Report:
+    """The metric of the last rank is no number."""
+    model, last = Mixed(float(world.rank)), world.size - 1
+    seen = await tell(
+        world,
+        "diverged",
+        model,
+        about=(last,),
+        count=2,
+        metric=lambda: math.nan if world.rank == last else float(world.rank),
+        quorum=1.0,  # a slow machine is no reason to judge without some
+    )
+    return {**seen, "floating": sorted(values(model, floating=True))}
 
 
 async def large(world: ad.World) -> Report:
@@ -286,7 +303,7 @@ async def disagreeing(world: ad.World) -> Report:
 async def main(world: ad.World) -> None:
     seen: dict[str, Report] = {}
     async with asyncio.timeout(LIMIT_S):
-        stories = [exactness, walk, together, different, disagreeing]
+        stories = [exactness, diverged, walk, together, different, disagreeing]
         if world.size == 4:
             stories += [large, straggler, leaver, headless]
         for story in [*stories, missing]:

@@ -1039,3 +1039,17 @@ def test_threads_of_torch_and_numpy_are_theirs() -> None:
         return [int(batch.sum()) for batch in loader]
 
     assert simulate(main, ranks=1).value() == [6, 22]
+
+
+def test_what_is_called_after_each_event_runs_in_no_loop_and_each_rank_in_its_own() -> None:
+    """Between two turns of one rank asyncio is not told of the end of the first: whoever looks must not see it."""
+    seen: set[object] = set()
+
+    async def main(world: ad.World) -> None:
+        for _ in range(5):
+            await world.safe_point()
+            assert asyncio.get_running_loop() is world.engine.loop
+
+    ad.simulate(main, ranks=3, seed=1, after_event=lambda: seen.add(asyncio._get_running_loop())).value()
+    assert seen == {None}
+    assert asyncio._get_running_loop() is None

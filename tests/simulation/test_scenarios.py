@@ -64,6 +64,10 @@ FOUND: dict[int, tuple[str, tuple[str, ...]]] = {
         "the answer to a peer's late cancel was still under way when a rank looked at what it had left over",
         ("fault Partition", "killed coordinator"),
     ),
+    373902: (
+        "a rank that missed a policy's start counted one less from then on: its later ones heard the others' former",
+        ("fault Corrupt", "dropped: CRC mismatch", "applied"),
+    ),
 }
 
 #: What must have happened in some seed: a part of the suite that finds nothing any more would die unnoticed.
