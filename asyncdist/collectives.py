@@ -41,7 +41,8 @@ from asyncdist.flat import divide
 from asyncdist.folding import Fold, Into, Rooms, fold_in_shares
 from asyncdist.groups import Group
 from asyncdist.host_folding import fold_on_host, is_worth_sharing, meet
-from asyncdist.progress import Engine, settle, yield_to_loop
+from asyncdist.passes import settle
+from asyncdist.progress import Engine, yield_to_loop
 from asyncdist.spread import Spread
 from asyncdist.streams import byte_view
 from asyncdist.transports.base import GroupHandle, ReduceOp, Request
@@ -167,7 +168,7 @@ class Collectives:
             group: whose members call this.
         """
         if self._attendance is not None:
-            await asyncio.shield(self.start_sequence(group, lambda alone: alone.all_mean_spread(spread, group)))
+            await shielded(self.start_sequence(group, lambda alone: alone.all_mean_spread(spread, group)))
             return
         count = len(spread.flat)
         views = await self._shared_views(spread, group)
@@ -280,7 +281,7 @@ class Collectives:
             work: is given collectives that are not held up by the sequence itself.
 
         Returns:
-            A task that nobody cancels: await it through ``asyncio.shield``, since the other members count on all of it.
+            A task that nobody cancels: await it through :func:`shielded`, since the other members count on all of it.
         """
         self._note(group, HELPER)
         return self._start(group, work, Collectives(self._engine, self._rank, self._spawn, rooms=self._rooms))
@@ -386,7 +387,7 @@ class Collectives:
         """
         if self._attendance is None:  # a sequence: one after the other already, and nobody cancels it
             return await work(*args)
-        return await asyncio.shield(self._start(group, work, *args))
+        return await shielded(self._start(group, work, *args))
 
     def _start(self, group: Group, work: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> asyncio.Task[T]:
         assert self._attendance is not None, "what a sequence does is part of its task"
@@ -526,6 +527,14 @@ def _mean_into(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     for part in parts[2:]:
         total += part
     divide(total, len(parts))
+
+
+async def shielded(task: asyncio.Task[T]) -> T:
+    """The value of a task that the other members count on: cancelling whoever waits for it leaves it alone.
+
+    In place of ``asyncio.shield``, which does not show to anybody (:mod:`asyncdist.waits`) what it waits for.
+    """
+    return await asyncio.shield(task)
 
 
 def _cancel(task: asyncio.Task[Any]) -> None:

@@ -64,6 +64,13 @@ class DeadlockError(AsyncdistError):
     report: Any = None
 
 
+class StallError(AsyncdistError):
+    """A rank has waited for its peers for as long as it was told to (``stall_s``). Carries ``rank``."""
+
+    def __str__(self) -> str:
+        return self.message  # it says all of the facts
+
+
 class LocalProtocolError(AsyncdistError):
     """This rank broke a rule of the runtime: a bad tag, a message above the limit, a call out of order."""
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Collection
+from types import FrameType
 from typing import Final
 
+from asyncdist import launch
 from asyncdist.errors import DisagreementError, RankLostError, RemoteError, is_consequence
 from asyncdist.supervision import (
     FailureReport,
@@ -33,7 +35,7 @@ _report = FailureReport()
 class PeerGuard:
     """Watches for failures elsewhere while main runs, and stops main: first at its safe points, then by cancelling it.
 
-    Elsewhere is a peer, or a service of this rank, which nobody awaits.
+    Elsewhere is a peer, or a service of this rank, which nobody awaits, or its watchdog.
     """
 
     def __init__(self, world: World) -> None:
@@ -42,8 +44,8 @@ class PeerGuard:
         self._timer: asyncio.TimerHandle | None = None
         self._active = False
         self.error: BaseException | None = None
-        world.on_failure(lambda rank, summary: self._on_failure(peer_failed(rank, summary)))
-        world.on_defect(self._on_failure)
+        world.on_failure(lambda rank, summary: self.stop(peer_failed(rank, summary)))
+        world.on_defect(self.stop)
 
     def __enter__(self) -> None:
         self._active = True
@@ -53,7 +55,8 @@ class PeerGuard:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _on_failure(self, error: BaseException) -> None:
+    def stop(self, error: BaseException) -> None:
+        """Main is to end with ``error``, unless another one came first."""
         if self.error is not None or self._world.engine.failure is not None:
             return
         self.error = error
@@ -130,6 +133,17 @@ async def _hear_why(world: World, seconds: float) -> None:
             await asyncio.sleep(0.001)
         except asyncio.CancelledError:  # a signal that comes now asks for what is happening already
             _uncancel()
+
+
+def refuse(error: BaseException, caller: FrameType) -> None:
+    """There is to be no world, for an option's sake or as it was started, and each rank of a host finds out by itself.
+
+    Where it ends them, the first one shows a traceback and the others a line, which names the caller's.
+    """
+    local_rank = launch.local_rank()
+    if local_rank:
+        place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+        _report.shorten(error, f"local rank {local_rank}, {place}: {type(error).__name__}: {error}")
 
 
 def fail_alone(transport: Transport, error: BaseException) -> None:

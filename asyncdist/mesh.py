@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, ParamSpec, TypeVar
 
+from asyncdist.collectives import shielded
 from asyncdist.errors import LocalProtocolError
 from asyncdist.groups import Group, check_group
 from asyncdist.world import World, current_world
@@ -81,7 +82,7 @@ class Axis:
 
         The other members count on this rank's part, and tasks that share an axis must not mix their messages.
         """
-        return await asyncio.shield(self.begin(work, *args, **kwargs))
+        return await shielded(self.begin(work, *args, **kwargs))
 
     def begin(self, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> asyncio.Task[T]:
         """Start what :meth:`perform` awaits."""

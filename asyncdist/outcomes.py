@@ -12,7 +12,6 @@ on it.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import struct
 from collections.abc import Callable, Coroutine, Sequence
@@ -22,7 +21,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from asyncdist import values
-from asyncdist.collectives import Collectives
+from asyncdist.collectives import Collectives, shielded
 from asyncdist.errors import AsyncdistError, DisagreementError, RemoteError, remote_error
 from asyncdist.groups import Group
 from asyncdist.world import World
@@ -161,7 +160,7 @@ async def settle(
     if error is not None and not isinstance(error, Exception):
         raise error
     try:
-        result = await asyncio.shield(task)
+        result = await shielded(task)
     except AsyncdistError:
         if error is None:
             raise

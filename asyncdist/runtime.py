@@ -16,6 +16,7 @@ import logging
 import math
 import secrets
 import struct
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
@@ -28,15 +29,15 @@ from asyncdist import checks, launch, opening, tags, wire
 from asyncdist._version import __version__
 from asyncdist.attendance import Attendance
 from asyncdist.collectives import Collectives
-from asyncdist.errors import DisagreementError, LocalProtocolError, RankLostError
-from asyncdist.failing import PeerGuard, fail, fail_alone, is_everybody, own_error
+from asyncdist.errors import AsyncdistError, DisagreementError, LocalProtocolError, RankLostError
+from asyncdist.failing import PeerGuard, fail, fail_alone, is_everybody, own_error, refuse
 from asyncdist.groups import Group
 from asyncdist.process import limit_threads, spare_collections
 from asyncdist.progress import Engine
 from asyncdist.supervision import Interrupts
 from asyncdist.transports.base import Transport
 from asyncdist.transports.local import LocalHub
-from asyncdist.waits import EndWatch
+from asyncdist.waits import ENDLESS, EndWatch, Patience, StallWatch
 from asyncdist.world import Farewell, World, _current_world
 
 logger = logging.getLogger("asyncdist.runtime")
@@ -73,6 +74,8 @@ def run(
     grace_s: float = GRACE_S,
     strict: bool = False,
     watchdog_s: float = WATCHDOG_S,
+    stall_s: float = math.inf,
+    stall_aborts: bool = False,
 ) -> T:
     """Run ``main(world, *args)`` as this process's rank and return what it returns.
 
@@ -95,11 +98,15 @@ def run(
             stream slot, a snapshot, a task. Without it they are logged.
         watchdog_s: when main has returned, and the tasks that it spawned have done nothing but wait for so many
             seconds, one warning says which of them waits for what; ``math.inf`` for never.
+        stall_s: when main has waited for one and the same message, stream or collective for so many seconds (up to
+            twice as many), a warning says for which, and in which line. Never by default: servers wait.
+        stall_aborts: raise StallError there, in place of the warning.
 
     Raises:
         TypeError: main is no coroutine function, or cannot be called with a world and ``args``.
         ValueError: there is no such transport or backend, or it cannot carry what it is to carry.
         RankLostError: another rank failed; it has printed its traceback.
+        StallError: main waited for its peers for too long (``stall_aborts``).
         TransportError: the transport cannot be used, the backend's works cannot be polled, or launcher and MPI library
             do not match.
         LocalProtocolError: inside a world: a rank has one.
@@ -107,25 +114,37 @@ def run(
         KeyboardInterrupt: after SIGINT, when everything has ended.
         BaseException: what ``main`` raised, or an ExceptionGroup with what its spawned tasks raised.
     """
-    _check_options(transport, ranks, loop, grace_s, watchdog_s, bulk)
-    elsewhere = run_elsewhere.get()
+    try:
+        patience = Patience(watchdog_s, stall_s, stall_aborts)
+        _check_options(transport, ranks, loop, grace_s, bulk)
+        elsewhere = run_elsewhere.get()
+        opened = _open_here(transport, bulk, ranks) if elsewhere is None else None
+    except (ValueError, AsyncdistError) as refusal:
+        refuse(refusal, sys._getframe(1))
+        refusal.__traceback__ = None  # its words say it all
+        raise
     if elsewhere is not None:
         return cast(T, elsewhere(main, args, strict))
-    started = opening.detect(transport)
-    chosen = started.transport
-    if chosen == "local" or ranks is not None:
-        return run_local(main, *args, ranks=ranks or 1, loop=loop, strict=strict, watchdog_s=watchdog_s)[0]
-    limit_threads()
-    spare_collections()
-    opened = opening.open_transport(chosen, bulk, started)
+    if opened is None:
+        return _run_local(main, args, ranks or 1, loop, strict=strict, patience=patience)[0]
     with Interrupts() as interrupts, _loop_of(loop) as event_loop:
-        host = host_rank(main, args, opened, interrupts, grace_s=grace_s, strict=strict, watchdog_s=watchdog_s)
+        host = host_rank(main, args, opened, interrupts, grace_s=grace_s, strict=strict, patience=patience)
         task = event_loop.create_task(host)
         interrupts.cancel_on_first(event_loop, [task])
         outcome = _complete(event_loop, [task])[0]
     if outcome.error is not None:
         raise outcome.error
     return cast(T, outcome.value)
+
+
+def _open_here(transport: TransportName, bulk: BulkName | None, ranks: int | None) -> Transport | None:
+    """The transport of this process; None where all ranks are in it."""
+    started = opening.detect(transport)
+    if started.transport == "local" or ranks is not None:
+        return None
+    limit_threads()
+    spare_collections()
+    return opening.open_transport(started.transport, bulk, started)
 
 
 def run_local(
@@ -135,6 +154,8 @@ def run_local(
     loop: LoopName | None = None,
     strict: bool = False,
     watchdog_s: float = WATCHDOG_S,
+    stall_s: float = math.inf,
+    stall_aborts: bool = False,
 ) -> list[T]:
     """Host ``ranks`` ranks on one loop of this process; returns the value of each.
 
@@ -143,17 +164,28 @@ def run_local(
     Raises:
         BaseException: what the first rank to fail raised.
     """
-    checks.main_function(main, args)
-    _check_options("local", ranks, loop, GRACE_S, watchdog_s)
+    patience = Patience(watchdog_s, stall_s, stall_aborts)
+    _check_options("local", ranks, loop, GRACE_S)
+    return _run_local(main, args, ranks, loop, strict=strict, patience=patience)
 
+
+def _run_local(
+    main: Callable[..., Coroutine[Any, Any, T]],
+    args: tuple[Any, ...],
+    ranks: int,
+    loop: LoopName | None,
+    *,
+    strict: bool,
+    patience: Patience,
+) -> list[T]:
+    checks.main_function(main, args)
     hub = LocalHub(ranks)
     with _loop_of(loop) as event_loop, Interrupts() as interrupts:
-        tasks = [
-            event_loop.create_task(
-                host_rank(main, args, hub.transport(rank), interrupts, strict=strict, watchdog_s=watchdog_s)
-            )
+        hosts = [
+            host_rank(main, args, hub.transport(rank), interrupts, strict=strict, patience=patience)
             for rank in range(ranks)
         ]
+        tasks = [event_loop.create_task(host) for host in hosts]
         interrupts.cancel_on_first(event_loop, tasks)
         outcomes = _complete(event_loop, tasks)
     failures = [outcome.error for outcome in outcomes if outcome.error is not None]
@@ -170,6 +202,8 @@ async def open_world(
     grace_s: float = GRACE_S,
     strict: bool = False,
     watchdog_s: float = WATCHDOG_S,
+    stall_s: float = math.inf,
+    stall_aborts: bool = False,
 ) -> AsyncIterator[World]:
     """A world inside a running loop, for notebooks and tests: ``async with ad.open_world() as world``.
 
@@ -180,12 +214,12 @@ async def open_world(
         BaseException: as :func:`run`.
     """
     _refuse_inside_a_world()
+    patience = Patience(watchdog_s, stall_s, stall_aborts)
     opening.check_bulk(bulk, transport)
-    checks.seconds("watchdog_s", watchdog_s, finite=False)
     started = opening.detect(transport)
     chosen = started.transport
     opened = LocalHub(1).transport(0) if chosen == "local" else opening.open_transport(chosen, bulk, started)
-    async with _hosted(opened, Interrupts(), grace_s=grace_s, strict=strict, watchdog_s=watchdog_s) as world:
+    async with _hosted(opened, Interrupts(), grace_s=grace_s, strict=strict, patience=patience) as world:
         yield world
 
 
@@ -194,7 +228,7 @@ async def open_world(
 
 @asynccontextmanager
 async def _hosted(
-    transport: Transport, interrupts: Interrupts, *, grace_s: float, strict: bool, watchdog_s: float
+    transport: Transport, interrupts: Interrupts, *, grace_s: float, strict: bool, patience: Patience
 ) -> AsyncIterator[World]:
     loop = asyncio.get_running_loop()
     engine = Engine(transport, loop)
@@ -213,7 +247,7 @@ async def _hosted(
         success: SystemExit | None = None  # sys.exit(0) is a way to return
         try:
             try:
-                async with _task_group(world, guard, EndWatch(world, watchdog_s)):
+                async with _task_group(world, guard, patience):
                     yield world
             except SystemExit as caught:
                 if caught.code or world.engine.failure is not None:
@@ -239,21 +273,27 @@ async def _hosted(
 
 
 @asynccontextmanager
-async def _task_group(world: World, guard: PeerGuard, watch: EndWatch) -> AsyncIterator[None]:
+async def _task_group(world: World, guard: PeerGuard, patience: Patience) -> AsyncIterator[None]:
     """The task group of main and of what it spawns.
 
     An error of main alone comes out as it is, those of tasks as a group.
     """
     error_of_main: BaseException | None = None
+    watch = EndWatch(world, patience.watchdog_s)
+    stop = guard.stop if patience.stall_aborts else None
+    stall_watch = StallWatch(world, asyncio.current_task(), patience.stall_s, stop)
     try:
         with guard:
             async with asyncio.TaskGroup() as task_group:
                 world.attach_tasks(task_group)
+                stall_watch.begin()
                 try:
                     yield
                 except BaseException as error:
                     error_of_main = error
                     raise
+                finally:
+                    stall_watch.end()
                 watch.begin()
         world.check()
     except BaseExceptionGroup as group:
@@ -369,7 +409,7 @@ async def host_rank(
     *,
     grace_s: float = GRACE_S,
     strict: bool = False,
-    watchdog_s: float = math.inf,
+    patience: Patience = ENDLESS,
     on_open: Callable[[World], None] | None = None,
 ) -> Outcome:
     """Host one rank. Never raises: an exit or interrupt that leaves a task would stop the loop under the others.
@@ -381,11 +421,11 @@ async def host_rank(
         interrupts: where signals are counted; none by default.
         grace_s: see :func:`run`.
         strict: see :func:`run`.
-        watchdog_s: see :func:`run`; never by default.
+        patience: see :func:`run`; endless by default.
         on_open: is given the world before main.
     """
     try:
-        hosted = _hosted(transport, interrupts or Interrupts(), grace_s=grace_s, strict=strict, watchdog_s=watchdog_s)
+        hosted = _hosted(transport, interrupts or Interrupts(), grace_s=grace_s, strict=strict, patience=patience)
         async with hosted as world:
             if on_open is not None:
                 on_open(world)
@@ -426,7 +466,7 @@ def _refuse_inside_a_world() -> None:
 
 
 def _check_options(
-    transport: str, ranks: int | None, loop: str | None, grace_s: float, watchdog_s: float, bulk: str | None = None
+    transport: str, ranks: int | None, loop: str | None, grace_s: float, bulk: str | None = None
 ) -> None:
     opening.check_bulk(bulk, transport)
     transport, _ = launch.split_transport(transport)
@@ -437,7 +477,6 @@ def _check_options(
     if loop not in (None, "uvloop", "asyncio"):
         raise ValueError(f"loop is {loop!r}; allowed are 'uvloop', 'asyncio'")
     checks.seconds("grace_s", grace_s, finite=False)
-    checks.seconds("watchdog_s", watchdog_s, finite=False)
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -97,6 +97,8 @@ class FailureReport:
 
     def __init__(self) -> None:
         self._printed: list[BaseException] = []
+        self._lines: list[tuple[BaseException, str]] = []
+        self._has_hook = False
 
     def print_traceback(self, error: BaseException, rank: int) -> None:
         """The whole traceback on stderr, from the user's first frame on."""
@@ -106,22 +108,34 @@ class FailureReport:
         """One line in place of a traceback."""
         self._print(f"asyncdist: {line}\n", error)
 
+    def shorten(self, error: BaseException, line: str) -> None:
+        """If it reaches the top, let the interpreter print that line in place of a traceback."""
+        self._set_hook()
+        self._lines.append((error, line))
+
     def _print(self, text: str, error: BaseException) -> None:
         tell = told_elsewhere.get()
         if tell is not None:
             tell(error)
             return
-        if not self._printed:
-            previous = sys.excepthook
-            sys.excepthook = lambda kind, value, trace: self._hook(previous, kind, value, trace)
+        self._set_hook()
         self._printed.append(error)
         sys.stderr.write(text)
         sys.stderr.flush()
 
+    def _set_hook(self) -> None:
+        if not self._has_hook:
+            self._has_hook = True
+            previous = sys.excepthook
+            sys.excepthook = lambda kind, value, trace: self._hook(previous, kind, value, trace)
+
     def _hook(
         self, previous: Any, kind: type[BaseException], value: BaseException, trace: TracebackType | None
     ) -> None:
-        if not any(value is printed for printed in self._printed):
+        line = next((line for error, line in self._lines if error is value), None)
+        if line is not None:
+            sys.stderr.write(f"asyncdist: {line}\n")
+        elif not any(value is printed for printed in self._printed):
             previous(kind, value, trace)
 
 

@@ -1,4 +1,4 @@
-"""Who waits for what, in words: for a simulation in which nothing is left to happen, and for a rank that cannot end."""
+"""Who waits for what, in words: where nothing is left to happen in a simulation, and where a rank stands still."""
 
 from __future__ import annotations
 
@@ -6,11 +6,36 @@ import asyncio
 import logging
 import math
 import types
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
 
+from asyncdist import checks
+from asyncdist.collectives import shielded
+from asyncdist.errors import StallError
 from asyncdist.world import World
 
 logger = logging.getLogger("asyncdist.waits")
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a rank may stand still before that is said: the options of :func:`asyncdist.run`.
+
+    Raises:
+        ValueError: no number of seconds above 0.
+    """
+
+    watchdog_s: float = math.inf
+    stall_s: float = math.inf
+    stall_aborts: bool = False
+
+    def __post_init__(self) -> None:
+        checks.seconds("watchdog_s", self.watchdog_s, finite=False)
+        checks.seconds("stall_s", self.stall_s, finite=False)
+
+
+ENDLESS: Final = Patience()
 
 
 class EndWatch:
@@ -62,6 +87,81 @@ class EndWatch:
         return waiter is not None and not waiter.done() and self._seen.get(task) is waiter
 
 
+class StallWatch:
+    """Speaks up, once for each such wait, when main of a rank has waited for long for what its peers should bring.
+
+    It sees what main awaits by itself, in ``asyncio.gather``, in an ``asyncio.TaskGroup``, or through a task. A wait
+    that something else ends, as a sleep, a thread or an event of the user's, is none of these; whether one has a
+    deadline does not count.
+
+    Args:
+        world: this rank's.
+        main: the task that runs it.
+        period_s: how long is long, in seconds; infinity for never.
+        end: is given the error that main is to end with; where it is None, a warning is all.
+    """
+
+    def __init__(
+        self, world: World, main: asyncio.Task[Any] | None, period_s: float, end: Callable[[StallError], None] | None
+    ) -> None:
+        self._world = world
+        self._main = main
+        self._period_s = period_s
+        self._end = end
+        self._seen: list[Any] = []
+        self._told: list[Any] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        """Main begins, or has not been waiting for long."""
+        if self._main is not None and self._period_s < math.inf:
+            self._seen = _peers_awaited(self._main, self._world, set())
+            self._timer = asyncio.get_running_loop().call_later(self._period_s, self._look)
+
+    def end(self) -> None:
+        """Main has returned, or is being cancelled."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        before = self._seen
+        self._world.engine.poll()
+        self.begin()
+        awaited = self._seen
+        if awaited and awaited == before and awaited != self._told and not any(future.done() for future in awaited):
+            self._told = awaited
+            self._tell(", and ".join(dict.fromkeys(str(self._world.engine.awaited(future)) for future in awaited)))
+
+    def _tell(self, what: str) -> None:
+        assert self._main is not None, "nobody is watched"
+        text = f"has waited for {self._period_s:g} s: {_with_line(self._main, what)}"
+        if self._end is None:
+            logger.warning("main of rank %d %s", self._world.rank, text)
+        else:
+            self._end(StallError(f"main {text}", rank=self._world.rank))
+
+
+def _peers_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any]:
+    """What must come from peers before ``waiter`` is done; nothing where something else may end it."""
+    if id(waiter) in seen:
+        return []
+    seen.add(id(waiter))
+    if world.engine.awaited(waiter) is not None:
+        return [waiter]
+    parts: Iterable[Any] = getattr(waiter, "_children", ())  # of asyncio.gather
+    if isinstance(waiter, asyncio.Task):
+        frames = _frames(waiter)
+        code = frames[-1].f_code if frames else None
+        if code is shielded.__code__:
+            parts = [frames[-1].f_locals["task"]]
+        elif code is asyncio.TaskGroup.__aexit__.__code__:
+            parts = frames[-1].f_locals["self"]._tasks
+        else:
+            parts = [_waiter(waiter)]
+    found = [_peers_awaited(part, world, seen) for part in parts if part is not None and not part.done()]
+    return [] if [] in found else sorted((future for part in found for future in part), key=id)
+
+
 def _waiter(task: asyncio.Task[Any]) -> Any:
     """The future that ``task`` waits for; None while it is ready to run."""
     return getattr(task, "_fut_waiter", None)
@@ -77,11 +177,16 @@ def what_awaits(task: asyncio.Task[Any], world: World | None) -> str:
     what = world.engine.awaited(awaited) if world is not None and awaited is not None else None
     if position is None:
         return what or frames[-1].f_code.co_qualname
-    own = frames[position]
     if what is None:
         called = [frame.f_code.co_qualname for frame in frames[position + 1 :]]
         what = next((name for name in called if not name.endswith("__")), called[0] if called else None)
-    return f"{what or _name(awaited)}, in {own.f_code.co_qualname} ({own.f_code.co_filename}:{own.f_lineno})"
+    return _with_line(task, what or _name(awaited))
+
+
+def _with_line(task: asyncio.Task[Any], what: str) -> str:
+    """``what``, and the line of the user's code, if any, in which ``task`` stands."""
+    own = next((frame for frame in reversed(_frames(task)) if not _is_library(frame)), None)
+    return f"{what}, in {own.f_code.co_qualname} ({own.f_code.co_filename}:{own.f_lineno})" if own else what
 
 
 def _name(awaited: Any) -> str:

@@ -28,7 +28,6 @@ from torch import nn
 
 import asyncdist as ad
 import protocols
-from asyncdist import agreements
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -416,12 +415,8 @@ def test_a_policy_that_cannot_be_made_on_one_rank_holds_the_others_no_longer_tha
             assert type(result) is (type(None) if is_caught else ValueError if rank == who else ad.RankLostError)
 
 
-@pytest.mark.parametrize("leader_is_missing", [False, True])
-def test_a_policy_made_on_some_ranks_only_names_the_missing_ones(
-    leader_is_missing: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(agreements, "MEMBER_PATIENCE_S", 0.2)
-    missing = {0} if leader_is_missing else {1, 3}
+@pytest.mark.parametrize("missing", [{0}, {1, 3}, {0, 1}, {0, 1, 3}], ids=str)
+def test_a_policy_made_on_some_ranks_only_names_the_missing_ones(missing: set[int]) -> None:
     waiting: set[int] = set(range(4)) - missing
 
     async def main(world: ad.World) -> ad.StartTimeoutError | None:
@@ -441,10 +436,25 @@ def test_a_policy_made_on_some_ranks_only_names_the_missing_ones(
 
     errors = [error for error in run(main, 4) if error is not None]
     assert len(errors) == 4 - len(missing)
-    names = "rank 0" if leader_is_missing else "ranks 1, 3"
+    names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, sorted(missing)))}"
     for error in errors:
         assert error.missing == tuple(sorted(missing)) and f"{names} did not come within 0.2 s" in str(error)
         assert isinstance(error, TimeoutError)
+
+
+def test_a_leader_that_comes_after_the_others_have_given_up_is_told_so() -> None:
+    async def main(world: ad.World) -> tuple[int, ...]:
+        model = Mixed()
+        if world.rank == 0:
+            await asyncio.sleep(2.0)
+        policy = AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1, start_timeout_s=0.2)
+        with pytest.raises(ad.StartTimeoutError, match=r"rank 0 did not come") as caught:
+            async with policy:
+                raise AssertionError("it started")
+        await ad.barrier()
+        return caught.value.missing
+
+    assert ad.simulate(main, ranks=3, seed=1).results == ((0,),) * 3
 
 
 def test_a_late_joiner_is_waited_for() -> None:

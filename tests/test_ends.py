@@ -208,6 +208,31 @@ def test_a_misspelt_name_keeps_pythons_suggestion() -> None:
     assert "runtime.py" not in ended.stderr, ended.story
 
 
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_what_forbids_a_world_is_told_in_a_line_by_all_but_the_first_rank_of_a_host(
+    local_rank: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a traceback per rank, most of it the runtime's own."""
+
+    async def main(world: ad.World) -> None:
+        raise AssertionError(f"{world} was opened")
+
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(failing, "_report", FailureReport())
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    with pytest.raises(ValueError, match="allowed are") as caught:
+        ad.run(main, transport="mpii")
+    sys.excepthook(caught.type, caught.value, caught.tb)
+    told = capsys.readouterr().err
+    if local_rank:
+        line = f"{caught.traceback[0].path}:{caught.traceback[0].lineno + 1}"
+        assert told == f"asyncdist: local rank 1, {line}: ValueError: {caught.value}\n"
+    else:
+        assert told.startswith("Traceback") and told.count('File "') == 1, told
+    sys.excepthook(ValueError, ValueError("another one"), None)
+    assert capsys.readouterr().err == "ValueError: another one\n"
+
+
 async def test_a_mistake_that_was_heard_of_is_told_in_a_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,9 @@
-"""What is said of a rank that cannot end, since tasks that it spawned do nothing but wait."""
+"""What is said of a rank that stands still: tasks that it spawned hold its end, or its main waits for its peers."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Coroutine
@@ -10,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
 import asyncdist as ad
 from asyncdist.progress import Engine
 from asyncdist.simulation import Compute
-from asyncdist.waits import EndWatch
+from asyncdist.waits import EndWatch, StallWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,3 +158,149 @@ def test_what_came_while_the_loop_was_blocked_is_taken_in_first(
     ad.simulate(main, ranks=2, seed=3, compute=Compute(step_s=20.0)).value()
     assert looked == 1
     assert warnings(caplog) == []
+
+
+# -- a main that waits ------------------------------------------------------------------------------------------------
+
+
+async def receives(world: ad.World, channel: ad.Channel[Note]) -> None:
+    await channel.receive()
+
+
+async def meets(world: ad.World, channel: ad.Channel[Note]) -> None:
+    await ad.barrier()
+
+
+async def receives_a_stream(world: ad.World, channel: ad.Channel[Note]) -> None:
+    await world.receive_stream(torch.zeros(4), 1)
+
+
+async def averages(world: ad.World, channel: ad.Channel[Note]) -> None:
+    await ad.all_reduce(torch.zeros(4))
+
+
+async def asks_the_others(world: ad.World, channel: ad.Channel[Note]) -> None:
+    await ad.compute_and_broadcast(lambda: torch.zeros(4))
+
+
+async def gathers(world: ad.World, channel: ad.Channel[Note]) -> None:
+    await asyncio.gather(channel.receive(), world.receive_stream(torch.zeros(4), 1))
+
+
+async def awaits_a_task(world: ad.World, channel: ad.Channel[Note]) -> None:
+    await world.spawn(never(world, channel))
+
+
+async def awaits_a_group(world: ad.World, channel: ad.Channel[Note]) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(never(world, channel))
+        group.create_task(meets(world, channel))
+
+
+async def gathers_and_sleeps(world: ad.World, channel: ad.Channel[Note]) -> None:
+    await asyncio.gather(channel.receive(), world.sleep(1e9))
+
+
+async def sleeps(world: ad.World, channel: ad.Channel[Note]) -> None:
+    await world.sleep(1e9)
+
+
+async def waits_with_a_timeout(world: ad.World, channel: ad.Channel[Note]) -> None:
+    await asyncio.wait_for(channel.receive(), 1e9)
+
+
+async def receives_again_and_again(world: ad.World, channel: ad.Channel[Note]) -> None:
+    while True:
+        await channel.receive()
+
+
+@pytest.mark.parametrize(
+    ("work", "period_s", "count"),
+    [
+        (receives, 10.0, 1),
+        (meets, 10.0, 1),
+        (receives_a_stream, 10.0, 1),
+        (averages, 10.0, 1),
+        (asks_the_others, 10.0, 1),
+        (gathers, 10.0, 1),
+        (awaits_a_group, 10.0, 1),
+        (awaits_a_task, 10.0, 1),
+        (receives, 100.0, 0),
+        (receives, math.inf, 0),
+        (receives_again_and_again, 10.0, 0),
+        (gathers_and_sleeps, 10.0, 0),
+        (sleeps, 10.0, 0),
+        (waits_with_a_timeout, 10.0, 0),
+    ],
+)
+def test_only_a_main_that_waits_for_its_peers_alone_is_spoken_of(
+    work: Work, period_s: float, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main(world: ad.World) -> None:
+        channel = world.channel(Note, tag=100)
+        if world.rank == 1:
+            for number in range(20):
+                await world.sleep(5)
+                if work is receives_again_and_again:
+                    await channel.send(Note(number), dest=0)
+            return
+        mine = asyncio.ensure_future(work(world, channel))
+        watch = StallWatch(world, mine, period_s, None)
+        await asyncio.sleep(0)
+        watch.begin()
+        await world.sleep(99)
+        watch.end()
+        mine.cancel()
+        await asyncio.wait([mine])
+
+    ad.simulate(main, ranks=2, seed=3, strict=False)
+    said = [text for text in warnings(caplog) if "has waited for" in text]
+    assert len(said) == count
+    for text in said:
+        assert text.startswith("main of rank 0 has waited for 10 s: ") and "test_waits.py:" in text
+
+
+def test_a_main_that_waits_for_ever_is_ended_where_that_is_asked_for() -> None:
+    async def main(world: ad.World) -> None:
+        channel = world.channel(Note, tag=100)
+        if world.rank == 0:
+            await channel.receive()
+        else:
+            await asyncio.sleep(1e9)
+
+    said = r"main has waited for 0\.05 s: a message on Note, tag 100, in .*main \(.*test_waits.py"
+    with pytest.raises(ad.StallError, match=said) as caught:
+        ad.run_local(main, ranks=2, stall_s=0.05, stall_aborts=True)
+    assert caught.value.rank == 0
+
+
+def test_a_stall_is_no_timeout_of_the_wait_itself() -> None:
+    """A loop over receive(timeout_s=...) took it for one, and went round and round."""
+    rounds = 0
+
+    async def main(world: ad.World) -> None:
+        nonlocal rounds
+        channel = world.channel(Note, tag=100)
+        while world.rank == 0:
+            rounds += 1
+            with contextlib.suppress(TimeoutError):
+                await channel.receive(timeout_s=1000.0)
+        await asyncio.sleep(1e9)
+
+    with pytest.raises(ad.StallError):
+        ad.run_local(main, ranks=2, stall_s=0.05, stall_aborts=True)
+    assert rounds == 1
+
+
+def test_a_main_whose_wait_ends_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(world: ad.World) -> int:
+        channel = world.channel(Note, tag=100)
+        if world.rank == 0:
+            return (await channel.receive()).message.number
+        while not warnings(caplog):
+            await world.sleep(0.01)
+        await channel.send(Note(7), dest=0)
+        return 0
+
+    assert ad.run_local(main, ranks=2, stall_s=0.05) == [7, 0]
+    assert len(warnings(caplog)) == 1
