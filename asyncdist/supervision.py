@@ -12,6 +12,7 @@ the rank to stop at its next await, the second one ends the process.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import signal
 import sys
@@ -128,6 +129,7 @@ class FailureReport:
             self._has_hook = True
             previous = sys.excepthook
             sys.excepthook = lambda kind, value, trace: self._hook(previous, kind, value, trace)
+            atexit.register(_let_interrupts_kill)
 
     def _hook(
         self, previous: Any, kind: type[BaseException], value: BaseException, trace: TracebackType | None
@@ -137,6 +139,15 @@ class FailureReport:
             sys.stderr.write(f"asyncdist: {line}\n")
         elif not any(value is printed for printed in self._printed):
             previous(kind, value, trace)
+
+
+def _let_interrupts_kill() -> None:
+    """A Ctrl-C that reaches this rank only now has ended its peers already, who told it: a traceback would say nothing.
+
+    Registered last, so called before whatever else tidies up.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def summarise(error: BaseException) -> str:
