@@ -11,7 +11,8 @@ import functools
 from typing import Final
 
 import step
-from harness import Results, main, model_of, optimizer_of
+from harness import Results, main, optimizer_of
+from torch import nn
 
 import asyncdist as ad
 from protocols import OneSidedSelectiveAveragingPolicy
@@ -22,9 +23,8 @@ QUICK: Final = step.QUICK
 _NEVER: Final = 10**9
 
 
-def policy_of(parameter_count: int) -> OneSidedSelectiveAveragingPolicy:
+def policy_of(model: nn.Module) -> OneSidedSelectiveAveragingPolicy:
     """A policy that is due in its first step, and then not for a long time."""
-    model = model_of(parameter_count)
     policy = OneSidedSelectiveAveragingPolicy(
         model, optimizer_of(model), average_every=_NEVER, age_range=(_NEVER, _NEVER), metric=lambda: 0.0
     )

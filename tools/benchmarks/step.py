@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from harness import Results, Row, collect, main, model_of, optimizer_of, percentile
+from torch import nn
 
 import asyncdist as ad
 from protocols import AsyncSelectiveAveragingPolicy, SpawnPolicy
@@ -24,12 +25,15 @@ RANKS: Final = (2,)
 TARGET_US: Final = 10.0
 TARGET_SPREAD: Final = 1.5
 _NEVER: Final = 10**9
-_WARM_UP_COUNT: Final = 500
+_WARM_UP_COUNT: Final = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Models by name; ``block_count`` blocks of ``step_count`` steps for each of them, in alternation."""
+    """Models by name; ``block_count`` blocks of ``step_count`` steps for each of them, in alternation.
+
+    Many short blocks: a core is a third slower at times, for longer than a block, and is to be so for all models.
+    """
 
     models: tuple[tuple[str, int], ...]
     block_count: int
@@ -37,7 +41,7 @@ class Settings:
 
 
 _MODELS: Final = (("85 k", 85_000), ("1.1 M", 1_100_000), ("20 M", 20_000_000))
-FULL: Final = Settings(_MODELS, block_count=5, step_count=4000)
+FULL: Final = Settings(_MODELS, block_count=16, step_count=1250)
 QUICK: Final = Settings(_MODELS, block_count=1, step_count=50)
 
 
@@ -53,23 +57,23 @@ class OtherTask:
             await asyncio.sleep(0)
 
 
-def selective_policy_of(parameter_count: int) -> SpawnPolicy:
+def selective_policy_of(model: nn.Module) -> SpawnPolicy:
     """A policy whose report is never due."""
-    model = model_of(parameter_count)
     return AsyncSelectiveAveragingPolicy(model, optimizer_of(model), average_every=_NEVER)
 
 
 async def measure(
-    world: ad.World, settings: Settings, *, policy_of: Callable[[int], SpawnPolicy] = selective_policy_of
+    world: ad.World, settings: Settings, *, policy_of: Callable[[nn.Module], SpawnPolicy] = selective_policy_of
 ) -> Results | None:
     """Alternate the models; each block has a policy of its own."""
-    steps_us: dict[str, list[float]] = {name: [] for name, _ in settings.models}
+    models = {name: model_of(parameter_count) for name, parameter_count in settings.models}
+    steps_us: dict[str, list[float]] = {name: [] for name in models}
     yields_us: list[float] = []
     other = OtherTask()
     running = world.spawn(other.run())
     for _ in range(settings.block_count):
-        for name, parameter_count in settings.models:
-            async with policy_of(parameter_count) as policy:
+        for name, model in models.items():
+            async with policy_of(model) as policy:
                 await _block(policy, other, settings.step_count, steps_us[name], yields_us)
     running.cancel()
     figures = {name: _figures(values) for name, values in steps_us.items()}
