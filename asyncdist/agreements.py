@@ -258,8 +258,8 @@ class Agreements:
     def _object(self, objection: Objection, leader: int) -> None:
         if leader == self._rank:
             self.on_objection(objection, leader)
-        elif leader not in self._gone:
-            self._channel.send_nowait(objection, leader)
+        else:
+            self._send(objection, leader)
 
     def _give_up(self, join: Join, ranks: Sequence[int], leader: int) -> None:
         """The caller was cancelled while it waited for the others: they are not to count on this rank."""
@@ -273,8 +273,14 @@ class Agreements:
         """Never agree to ``subject`` again: the other ``ranks`` get ClosedError when they try."""
         full = _full(subject, ranks)
         for rank in ranks:
-            if rank != self._rank and rank not in self._gone:
-                self._channel.send_nowait(Withdraw(full), rank)
+            if rank != self._rank:
+                self._send(Withdraw(full), rank)
+
+    def _send(self, message: Any, rank: int) -> None:
+        """Send to ``rank``, unless it has left, or was lost: of that the transport knows a little earlier."""
+        if rank not in self._gone:
+            with contextlib.suppress(RankLostError):
+                self._channel.send_nowait(message, rank)
 
     def _next_time(self, subject: str) -> str:
         """The subject of this time: repetitions are told apart by counting."""
@@ -306,8 +312,8 @@ class Agreements:
             agreed=max(entry.proposal for entry in joins.values()),
         )
         for rank in joins:
-            if rank != self._rank and rank not in self._gone:
-                self._channel.send_nowait(verdict, rank)
+            if rank != self._rank:
+                self._send(verdict, rank)
         self._keep_for(missing, verdict)
         return verdict, joins[said[0]]
 
@@ -328,7 +334,7 @@ class Agreements:
                 return
             reminder = Reminder(_without_time(subject), _runs(tuple(ranks)), _runs(tuple(sorted(joins))))
             for rank in [rank for rank in ranks if rank not in joins][:_REMINDED_COUNT_MAX]:
-                self._channel.send_nowait(reminder, rank)
+                self._send(reminder, rank)
         await self._engine.until(is_over, what, deadline=deadline)
 
     async def _follow(
@@ -338,11 +344,11 @@ class Agreements:
             return join.subject in self._verdicts or leader in gone.ranks()
 
         if leader not in gone.ranks():
-            self._channel.send_nowait(join, leader)
+            self._send(join, leader)
         what = f"{join.subject}: the verdict of rank {leader}"
         if not await self._engine.until(is_over, what, deadline=deadline) and deadline is not None:
-            with contextlib.suppress(AsyncdistError):  # a leader that cannot be asked is lost, or does not listen
-                self._channel.send_nowait(Inquiry(join.subject, _runs(tuple(ranks))), leader)
+            with contextlib.suppress(AsyncdistError):  # a leader that cannot be asked does not listen
+                self._send(Inquiry(join.subject, _runs(tuple(ranks))), leader)
             await self._engine.until(is_over, what, deadline=deadline + MEMBER_PATIENCE_S)
         verdict = self._verdicts.pop(join.subject, None)
         if verdict is not None:
@@ -359,7 +365,7 @@ class Agreements:
         if over is None:
             self._joins.setdefault(join.subject, {})[source] = join
         else:  # it was decided without this member, who would wait for ever
-            self._channel.send_nowait(over, source)
+            self._send(over, source)
 
     def on_inquiry(self, inquiry: Inquiry) -> None:
         """The time of a member of what this rank leads is up: all who have come are told who has not, the others later.
@@ -395,8 +401,8 @@ class Agreements:
         for rank in ranks:
             if rank == self._rank:
                 self.on_verdict(verdict)
-            elif rank not in self._gone:
-                self._channel.send_nowait(verdict, rank)
+            else:
+                self._send(verdict, rank)
 
     def on_reminder(self, reminder: Reminder) -> None:
         """Others wait for this rank. It is in vain where this rank waits for one of them, in something else."""
@@ -449,8 +455,8 @@ class Agreements:
         """This rank answers nobody any more: what has failed is told now to those who may come to it yet."""
         for over in self._over.values():
             for rank in sorted(over.absent - {self._rank}):
-                with contextlib.suppress(RankLostError, BusyError):
-                    self._channel.send_nowait(over.verdict, rank)
+                with contextlib.suppress(BusyError):
+                    self._send(over.verdict, rank)
         self._over.clear()
 
     def on_verdict(self, verdict: Verdict) -> None:

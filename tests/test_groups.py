@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
@@ -11,9 +12,16 @@ from support.local import worlds, yields
 import asyncdist as ad
 from asyncdist import World, tags
 from asyncdist.agreements import Agreed
-from asyncdist.errors import ClosedError, DisagreementError, LocalProtocolError, RemoteError, StartTimeoutError
+from asyncdist.errors import (
+    AsyncdistError,
+    ClosedError,
+    DisagreementError,
+    LocalProtocolError,
+    RemoteError,
+    StartTimeoutError,
+)
 from asyncdist.groups import Group, check_ranks, next_tag
-from asyncdist.simulation import Delay, simulate
+from asyncdist.simulation import Delay, Kill, Network, simulate
 from asyncdist.world import Leave
 
 NOBODY_COMES_S = 0.05
@@ -474,6 +482,26 @@ def test_a_verdict_that_is_late_is_no_disagreement() -> None:
     assert report.results == ([(0, 1), (2, 0, 1)], [(0, 1), (2, 0, 1)], [(2, 0, 1)])
     report.check_faults()
     assert report.virtual_time_s > 20
+
+
+def test_a_rank_that_is_lost_at_any_moment_of_a_start_is_named_in_one_way() -> None:
+    """Who sent to it before the world had heard of its loss got the transport's own error, a leader's verdict too."""
+
+    async def main(world: World) -> str:
+        try:
+            for _ in range(3):
+                await ad.new_group([0, 1, 2])
+        except AsyncdistError as error:
+            return f"{type(error).__name__}: {error.message}"
+        return "made"
+
+    found = set()
+    for victim, turn, seed in itertools.product((0, 2), range(1, 10), range(8)):
+        faults = [Kill(rank=victim, at_turn=turn)]
+        report = simulate(main, ranks=3, seed=seed, faults=faults, network=Network(loss_detection_s=0.0))
+        found |= {(victim, report.results[rank]) for rank in range(3) if rank != victim}
+    said = "ClosedError: new group on ranks 0-2: rank {} left"
+    assert {(victim, told) for victim, told in found if told != "made"} == {(0, said.format(0)), (2, said.format(2))}
 
 
 def test_groups_that_are_made_together_have_tags_of_their_own() -> None:

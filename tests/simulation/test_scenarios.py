@@ -68,6 +68,10 @@ FOUND: dict[int, tuple[str, tuple[str, ...]]] = {
         "a rank that missed a policy's start counted one less from then on: its later ones heard the others' former",
         ("fault Corrupt", "dropped: CRC mismatch", "applied"),
     ),
+    386218: (
+        "a member that was lost in the moment of a start's verdict ended the coordinator with RankLostError",
+        ("fault Kill", "starts that a loss ended"),
+    ),
 }
 
 #: What must have happened in some seed: a part of the suite that finds nothing any more would die unnoticed.
