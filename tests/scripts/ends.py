@@ -359,6 +359,7 @@ async def quiet_main(world: ad.World) -> None:
 
 
 def main() -> None:
+    signal.alarm(round(FOR_EVER_S))  # who trains for ever outlives a test that was killed, but not for long
     way = sys.argv[2]
     if way in STARTS:
         globals()[way]()
