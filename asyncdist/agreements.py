@@ -90,10 +90,11 @@ class Reminder:
 
 @dataclass(frozen=True, slots=True)
 class Inquiry:
-    """Member to leader: my time is up and you have not said anything. Who is missing?"""
+    """Member to leader: my time, ``waited_s``, is up and you have not said anything. Who is missing?"""
 
     subject: str
     members: Runs
+    waited_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,8 @@ class Verdict:
     Attributes:
         difference: the name of what differs; of an objection, the exception's class.
         refusal: a sentence; of an objection, what the exception says.
+        missing: who has not come in time.
+        waited_s: for how long the one had waited whose time was up first.
         objector: the member who objected, -1 where nobody did.
     """
 
@@ -110,6 +113,7 @@ class Verdict:
     difference: str = ""
     refusal: str = ""
     missing: tuple[int, ...] = ()
+    waited_s: float = 0.0
     gone: tuple[int, ...] = ()
     agreed: int = 0
     objector: int = -1
@@ -182,6 +186,7 @@ class Agreements:
         self._gone: set[int] = set()
         self._withdrawn: dict[str, set[int]] = {}
         self._alone: _Alone | None = None
+        self._is_failing = False
 
     async def agree(
         self,
@@ -217,19 +222,18 @@ class Agreements:
         subject = _full(subject, ranks)
         join = Join(self._next_time(subject), tuple(sorted(values.items())), proposal)
         gone = _Gone(ranks, self._gone, self._withdrawn.setdefault(subject, set()))
-        deadline = None if timeout_s is None else self._engine.loop.time() + timeout_s
         try:
             with self._starting_alone(join, ranks) if alone else contextlib.nullcontext() as start:
                 if self._rank == leader:
-                    verdict, first = await self._lead(ranks, join, gone, deadline)
+                    verdict, first = await self._lead(ranks, join, gone, timeout_s)
                 else:
-                    verdict, first = await self._follow(ranks, leader, join, gone, deadline), join
+                    verdict, first = await self._follow(ranks, leader, join, gone, timeout_s), join
         except asyncio.CancelledError:
             self._give_up(join, ranks, leader)
             raise
         if start is not None and start.rival is not None:
             self._object_to_rival(*start.rival, verdict)
-        _check(verdict, subject, timeout_s)
+        _check(verdict, subject)
         return Agreed(verdict.agreed, dict(first.values), int(join.subject.rpartition(_TIME)[2]))
 
     @contextlib.contextmanager
@@ -263,11 +267,16 @@ class Agreements:
 
     def _give_up(self, join: Join, ranks: Sequence[int], leader: int) -> None:
         """The caller was cancelled while it waited for the others: they are not to count on this rank."""
-        self._verdicts.pop(join.subject, None)
-        if self._engine.failure is None:  # else all is over, and everybody is told why
+        if self._verdicts.pop(join.subject, None) is not None:
+            return  # it is decided, and all are told
+        if self._engine.failure is None and not self._is_failing:  # else all is over, and everybody is told why
             words = "CancelledError", "it was cancelled while it waited for the others"
             with contextlib.suppress(AsyncdistError):  # nobody is left to be told
                 self._object(Objection(join.subject, _runs(tuple(ranks)), *words), leader)
+
+    def on_own_failure(self) -> None:
+        """A task of this rank has failed, and will end it: what is cancelled for that is no news for the others."""
+        self._is_failing = True
 
     def withdraw(self, ranks: Sequence[int], subject: str) -> None:
         """Never agree to ``subject`` again: the other ``ranks`` get ClosedError when they try."""
@@ -288,14 +297,14 @@ class Agreements:
         return f"{subject}{_TIME}{self._counts[subject]}"
 
     async def _lead(
-        self, ranks: Sequence[int], join: Join, gone: _Gone, deadline: float | None
+        self, ranks: Sequence[int], join: Join, gone: _Gone, timeout_s: float | None
     ) -> tuple[Verdict, Join]:
         over = self._come_late(join.subject, self._rank)
         if over is not None:
             return over, join
         joins = self._joins.setdefault(join.subject, {})
         joins[self._rank] = join
-        await self._until_all_have_come(ranks, join.subject, joins, gone, deadline)
+        await self._until_all_have_come(ranks, join.subject, joins, gone, timeout_s)
         over = self._verdicts.pop(join.subject, None)
         if over is not None:
             return over, join
@@ -308,6 +317,7 @@ class Agreements:
             difference=name,
             refusal="" if missing else refusal,
             missing=missing,
+            waited_s=timeout_s or 0.0,
             gone=gone.ranks(),
             agreed=max(entry.proposal for entry in joins.values()),
         )
@@ -318,44 +328,55 @@ class Agreements:
         return verdict, joins[said[0]]
 
     async def _until_all_have_come(
-        self, ranks: Sequence[int], subject: str, joins: Mapping[int, Join], gone: _Gone, deadline: float | None
+        self, ranks: Sequence[int], subject: str, joins: Mapping[int, Join], gone: _Gone, timeout_s: float | None
     ) -> None:
         """Or it is clear that they never will, or time is up."""
 
         def is_over() -> bool:
             return len(joins) == len(ranks) or subject in self._verdicts or bool(gone.ranks())
 
-        time, what = self._engine.loop.time, f"{subject}: the other ranks"
-        while self._alone is not None and self._alone.join.subject == subject:
-            remind_at = time() + REMIND_AFTER_S
-            if deadline is not None and deadline <= remind_at:
-                break
-            if await self._engine.until(is_over, what, deadline=remind_at):
-                return
+        loop = self._engine.loop
+        deadline = None if timeout_s is None else loop.time() + timeout_s
+        timer: asyncio.TimerHandle | None = None
+
+        def remind() -> None:
+            nonlocal timer
+            self._engine.poll()  # some may have come while something blocked the loop
             reminder = Reminder(_without_time(subject), _runs(tuple(ranks)), _runs(tuple(sorted(joins))))
             for rank in [rank for rank in ranks if rank not in joins][:_REMINDED_COUNT_MAX]:
                 self._send(reminder, rank)
-        await self._engine.until(is_over, what, deadline=deadline)
+            timer = loop.call_later(REMIND_AFTER_S, remind)
+
+        if self._alone is not None and self._alone.join.subject == subject:
+            timer = loop.call_later(REMIND_AFTER_S, remind)
+        try:
+            await self._engine.until(is_over, f"{subject}: the other ranks", deadline=deadline)
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     async def _follow(
-        self, ranks: Sequence[int], leader: int, join: Join, gone: _Gone, deadline: float | None
+        self, ranks: Sequence[int], leader: int, join: Join, gone: _Gone, timeout_s: float | None
     ) -> Verdict:
+        deadline = None if timeout_s is None else self._engine.loop.time() + timeout_s
+
         def is_over() -> bool:
             return join.subject in self._verdicts or leader in gone.ranks()
 
         if leader not in gone.ranks():
             self._send(join, leader)
         what = f"{join.subject}: the verdict of rank {leader}"
-        if not await self._engine.until(is_over, what, deadline=deadline) and deadline is not None:
+        is_told = await self._engine.until(is_over, what, deadline=deadline)
+        if not is_told and deadline is not None and timeout_s is not None:
             with contextlib.suppress(AsyncdistError):  # a leader that cannot be asked does not listen
-                self._send(Inquiry(join.subject, _runs(tuple(ranks))), leader)
+                self._send(Inquiry(join.subject, _runs(tuple(ranks)), timeout_s), leader)
             await self._engine.until(is_over, what, deadline=deadline + MEMBER_PATIENCE_S)
         verdict = self._verdicts.pop(join.subject, None)
         if verdict is not None:
             return verdict
         if leader in gone.ranks():
             return Verdict(join.subject, gone=(leader,))
-        return Verdict(join.subject, missing=(leader,))
+        return Verdict(join.subject, missing=(leader,), waited_s=timeout_s or 0.0)
 
     def on_join(self, join: Join, source: int) -> None:
         """A member has come to a meeting that this rank leads, or will lead."""
@@ -376,7 +397,7 @@ class Agreements:
         missing = tuple(sorted(_ranks_of(inquiry.members) - joins.keys()))
         if not joins or not missing:
             return  # the verdict is under way
-        verdict = Verdict(inquiry.subject, missing=missing)
+        verdict = Verdict(inquiry.subject, missing=missing, waited_s=inquiry.waited_s)
         del self._joins[inquiry.subject]
         self._keep_for(missing, verdict)
         self._tell(joins, verdict)
@@ -538,14 +559,14 @@ def _first_difference(joins: Mapping[int, Join], ranks: Sequence[int]) -> tuple[
     return "", ""
 
 
-def _check(verdict: Verdict, subject: str, timeout_s: float | None) -> None:
+def _check(verdict: Verdict, subject: str) -> None:
     if verdict.objector >= 0:
         raise remote_error(verdict.objector, verdict.difference, verdict.refusal)
     if verdict.gone:
         raise ClosedError(f"{subject}: {_name(verdict.gone)} left", ranks=verdict.gone)
     if verdict.missing:
         raise StartTimeoutError(
-            f"{subject}: {_name(verdict.missing)} did not come within {timeout_s or 0:g} s", missing=verdict.missing
+            f"{subject}: {_name(verdict.missing)} did not come within {verdict.waited_s:g} s", missing=verdict.missing
         )
     if verdict.refusal:
         raise DisagreementError(f"{subject}: {verdict.refusal}", difference=verdict.difference)

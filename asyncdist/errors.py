@@ -7,6 +7,7 @@ transport that met them, with ``raise ... from``.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -95,6 +96,20 @@ def is_consequence(error: BaseException) -> bool:
     if isinstance(error, BaseExceptionGroup):
         return all(map(is_consequence, error.exceptions))
     return isinstance(error, (RankLostError, RemoteError))
+
+
+def has_cause_here(error: BaseException) -> bool:
+    """Whether some of it is a mistake of this rank, and was not raised while it dealt with another one's or its end."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(map(has_cause_here, error.exceptions))
+    if not isinstance(error, Exception):
+        return False
+    chain: BaseException | None = error
+    while chain is not None:
+        if is_consequence(chain) or isinstance(chain, asyncio.CancelledError):
+            return False
+        chain = chain.__cause__ or chain.__context__
+    return True
 
 
 def remote_error(rank: int, kind: str, text: str) -> RemoteError:

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Final
 
 from asyncdist import launch
-from asyncdist.errors import DisagreementError, RankLostError, RemoteError, is_consequence
+from asyncdist.errors import DisagreementError, RankLostError, RemoteError, has_cause_here, is_consequence
 from asyncdist.supervision import (
     FailureReport,
     Interrupts,
@@ -174,8 +174,11 @@ def _print_failure(rank: int, error: BaseException, heard: BaseException | None)
 
 
 def own_error(caught: BaseException, guard: PeerGuard | None, interrupts: Interrupts) -> BaseException:
-    """What the caller should see: the cause in place of the cancellation that it brought about."""
-    cause = guard.error if guard is not None else None
+    """What the caller should see: the cause in place of what it brought about.
+
+    A mistake of this rank's own is none of that where a peer fails on account of it, or at the same time.
+    """
+    cause = guard.error if guard is not None and not has_cause_here(caught) else None
     if interrupts.received is not None:
         cause = interrupt_error(interrupts.received)
     if cause is not None:

@@ -29,7 +29,7 @@ from asyncdist import checks, launch, opening, tags, wire
 from asyncdist._version import __version__
 from asyncdist.attendance import Attendance
 from asyncdist.collectives import Collectives
-from asyncdist.errors import AsyncdistError, DisagreementError, LocalProtocolError, RankLostError
+from asyncdist.errors import AsyncdistError, DisagreementError, LocalProtocolError, is_consequence
 from asyncdist.failing import PeerGuard, fail, fail_alone, is_everybody, own_error, refuse
 from asyncdist.groups import Group
 from asyncdist.process import limit_threads, spare_collections
@@ -190,7 +190,7 @@ def _run_local(
         outcomes = _complete(event_loop, tasks)
     failures = [outcome.error for outcome in outcomes if outcome.error is not None]
     if failures:
-        raise next((error for error in failures if not isinstance(error, RankLostError)), failures[0])
+        raise next((error for error in failures if not is_consequence(error)), failures[0])
     return [outcome.value for outcome in outcomes]
 
 

@@ -279,7 +279,13 @@ class World:
         if self._task_group is None:
             coroutine.close()
             raise ClosedError("this world is closed")
-        return self._task_group.create_task(coroutine, name=name)
+        task = self._task_group.create_task(coroutine, name=name)
+        task.add_done_callback(self._on_spawned_done)
+        return task
+
+    def _on_spawned_done(self, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self.agreements.on_own_failure()
 
     def spawned_tasks(self) -> list[asyncio.Task[Any]]:
         """What ``spawn`` has started and has not ended, by name."""

@@ -504,6 +504,61 @@ def test_a_rank_that_is_lost_at_any_moment_of_a_start_is_named_in_one_way() -> N
     assert {(victim, told) for victim, told in found if told != "made"} == {(0, said.format(0)), (2, said.format(2))}
 
 
+def test_all_are_told_how_long_the_one_had_waited_whose_time_was_up_first() -> None:
+    """Each named its own timeout_s: 30 s, after one."""
+
+    async def main(world: World) -> str:
+        if world.rank == 2:
+            await world.sleep(10)
+            return ""
+        with pytest.raises(StartTimeoutError) as caught:
+            await world.new_group([0, 1, 2], timeout_s=1 if world.rank else 30)
+        return str(caught.value)
+
+    report = simulate(main, ranks=3)
+    assert all("rank 2 did not come within 1 s" in said for said in report.results[:2]), report.results
+
+
+@pytest.mark.parametrize("tidies_up_s", [0.0, 1.0])
+def test_a_task_that_fails_beside_a_start_is_what_is_raised(tidies_up_s: float) -> None:
+    """The start that it cancelled was told as the failure, and came back in place of the cause."""
+
+    async def main(world: World) -> None:
+        async def fail() -> None:
+            await asyncio.sleep(0.1)
+            raise ValueError("the disk is full")
+
+        if world.rank == 1:
+            world.spawn(fail())
+        if world.rank == 2:
+            await world.sleep(50)
+        try:
+            await ad.new_group([0, 1, 2])
+        finally:
+            await asyncio.sleep(tidies_up_s)
+
+    report = simulate(main, ranks=3, seed=1)
+    with pytest.raises(ExceptionGroup) as caught:
+        report.value()
+    assert caught.value is report.results[1]
+    assert [repr(error) for error in caught.value.exceptions] == ["ValueError('the disk is full')"]
+    assert [str(report.results[rank]) for rank in (0, 2)] == [
+        "rank 1 failed: ValueError: the disk is full [rank=1]"
+    ] * 2
+
+
+async def test_a_leader_that_is_cancelled_when_it_has_been_decided_keeps_nothing() -> None:
+    async with worlds(2) as (leader, member):
+        leading = asyncio.ensure_future(leader.agreements.agree((0, 1), "a game", {}, timeout_s=None))
+        await yields(3)
+        member.agreements.object((0, 1), "a game", ValueError("no"))
+        while not leader.agreements._verdicts:
+            leader.engine.poll()
+        leading.cancel()
+        await asyncio.wait([leading])
+        assert nothing_is_kept(leader) and nothing_is_kept(member)
+
+
 def test_groups_that_are_made_together_have_tags_of_their_own() -> None:
     """Two that a rank's tasks asked for at once were given one tag, on which the messages of both would travel."""
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from asyncdist import checks
-from asyncdist.errors import DeadlockError, LocalProtocolError, RankLostError
+from asyncdist.errors import DeadlockError, LocalProtocolError, is_consequence
 from asyncdist.progress import Engine
 from asyncdist.runtime import Outcome, host_rank
 from asyncdist.simulation.faults import Fault, Kill, SlowRank, Stall, check_plan
@@ -92,7 +92,7 @@ class SimReport:
         """
         failures = [result for result in self.results if isinstance(result, BaseException) and not _is_exit(result)]
         if failures:
-            raise next((error for error in failures if not isinstance(error, RankLostError)), failures[0])
+            raise next((error for error in failures if not is_consequence(error)), failures[0])
         return None if _is_exit(self.results[0]) else self.results[0]
 
     def check_faults(self) -> None:
