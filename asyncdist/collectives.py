@@ -411,7 +411,7 @@ class Collectives:
         *args: Any,
     ) -> T:
         if previous is not None and not previous.done():
-            await asyncio.wait([previous])
+            await ended(previous)
         task = asyncio.current_task()
         assert task is not None
         with attendance.waiting(group, number, lambda _: _cancel(task)) as participation:
@@ -535,6 +535,11 @@ async def shielded(task: asyncio.Task[T]) -> T:
     In place of ``asyncio.shield``, which does not show to anybody (:mod:`asyncdist.waits`) what it waits for.
     """
     return await asyncio.shield(task)
+
+
+async def ended(task: asyncio.Task[Any]) -> None:
+    """Wait until it has, however it does; cancelling whoever waits leaves it alone. Shows, as :func:`shielded` does."""
+    await asyncio.wait([task])
 
 
 def _cancel(task: asyncio.Task[Any]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncdist import checks
-from asyncdist.collectives import shielded
+from asyncdist.collectives import ended, shielded
 from asyncdist.errors import StallError
 from asyncdist.world import World
 
@@ -91,8 +91,8 @@ class StallWatch:
     """Speaks up, once for each such wait, when main of a rank has waited for long for what its peers should bring.
 
     It sees what main awaits by itself, in ``asyncio.gather``, in an ``asyncio.TaskGroup``, or through a task. A wait
-    that something else ends, as a sleep, a thread or an event of the user's, is none of these; whether one has a
-    deadline does not count.
+    that something else ends, as a sleep, a thread or an event of the user's, is none of these, and a collective inside
+    an asynchronous generator is not seen; whether a wait has a deadline does not count.
 
     Args:
         world: this rank's.
@@ -115,7 +115,7 @@ class StallWatch:
     def begin(self) -> None:
         """Main begins, or has not been waiting for long."""
         if self._main is not None and self._period_s < math.inf:
-            self._seen = _peers_awaited(self._main, self._world, set())
+            self._seen = _peers_awaited(self._main, self._world, set()) or []
             self._timer = asyncio.get_running_loop().call_later(self._period_s, self._look)
 
     def end(self) -> None:
@@ -141,8 +141,8 @@ class StallWatch:
             self._end(StallError(f"main {text}", rank=self._world.rank))
 
 
-def _peers_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any]:
-    """What must come from peers before ``waiter`` is done; nothing where something else may end it."""
+def _peers_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any] | None:
+    """What must come from peers before ``waiter`` is done, besides what was ``seen``; None if something else may."""
     if id(waiter) in seen:
         return []
     seen.add(id(waiter))
@@ -150,16 +150,23 @@ def _peers_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any]:
         return [waiter]
     parts: Iterable[Any] = getattr(waiter, "_children", ())  # of asyncio.gather
     if isinstance(waiter, asyncio.Task):
-        frames = _frames(waiter)
-        code = frames[-1].f_code if frames else None
-        if code is shielded.__code__:
-            parts = [frames[-1].f_locals["task"]]
-        elif code is asyncio.TaskGroup.__aexit__.__code__:
-            parts = frames[-1].f_locals["self"]._tasks
+        frames = {frame.f_code: frame.f_locals for frame in _frames(waiter)}
+        if of_others := frames.get(shielded.__code__) or frames.get(ended.__code__):
+            parts = [of_others["task"]]
+        elif of_group := frames.get(asyncio.TaskGroup.__aexit__.__code__):
+            parts = of_group["self"]._tasks
         else:
             parts = [_waiter(waiter)]
-    found = [_peers_awaited(part, world, seen) for part in parts if part is not None and not part.done()]
-    return [] if [] in found else sorted((future for part in found for future in part), key=id)
+    found: list[Any] = []
+    has_parts = False
+    for part in parts:
+        if part is not None and not part.done():
+            awaited = _peers_awaited(part, world, seen)
+            if awaited is None:
+                return None
+            has_parts = True
+            found += awaited
+    return sorted(found, key=id) if has_parts else None
 
 
 def _waiter(task: asyncio.Task[Any]) -> Any:

@@ -197,6 +197,30 @@ async def awaits_a_group(world: ad.World, channel: ad.Channel[Note]) -> None:
         group.create_task(meets(world, channel))
 
 
+async def meets_again(world: ad.World, channel: ad.Channel[Note]) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await ad.barrier()
+    await ad.barrier()  # behind the one that goes on
+
+
+async def meets_twice_at_once(world: ad.World, channel: ad.Channel[Note]) -> None:
+    await asyncio.gather(ad.barrier(), ad.barrier())
+
+
+async def starts_a_group(world: ad.World, channel: ad.Channel[Note]) -> None:
+    await world.new_group([0, 1], timeout_s=1000)
+
+
+async def awaits_a_task_twice(world: ad.World, channel: ad.Channel[Note]) -> None:
+    task = asyncio.ensure_future(ad.barrier())
+
+    async def wait() -> None:
+        await task
+
+    await asyncio.gather(wait(), wait())
+
+
 async def gathers_and_sleeps(world: ad.World, channel: ad.Channel[Note]) -> None:
     await asyncio.gather(channel.receive(), world.sleep(1e9))
 
@@ -225,6 +249,10 @@ async def receives_again_and_again(world: ad.World, channel: ad.Channel[Note]) -
         (gathers, 10.0, 1),
         (awaits_a_group, 10.0, 1),
         (awaits_a_task, 10.0, 1),
+        (awaits_a_task_twice, 10.0, 1),
+        (meets_again, 10.0, 1),
+        (meets_twice_at_once, 10.0, 1),
+        (starts_a_group, 10.0, 1),
         (receives, 100.0, 0),
         (receives, math.inf, 0),
         (receives_again_and_again, 10.0, 0),
