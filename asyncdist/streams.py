@@ -279,6 +279,8 @@ class OutboundStream(_Stream):
                 chunk = self._chunks[self._next]
                 self._next += 1
                 self._post(chunk)
+                if self._error is not None:
+                    break
         finally:
             self._posting = False
 
@@ -311,13 +313,13 @@ class OutboundStream(_Stream):
 
     def _post(self, chunk: memoryview) -> None:
         """Send it. The engine keeps what does not leave at once; of a small state nothing comes there."""
-        if chunk is not self._count:
-            self.sent_nbytes += len(chunk)
         try:
             request = self._engine.transport.start_send(chunk, self._peer, self._tag)
         except AsyncdistError as error:
             self._error = self._error or error
             return
+        if chunk is not self._count:
+            self.sent_nbytes += len(chunk)
         if request is not None:
             self.under_way_count += 1
             self._engine.watch(request, self._what, self._on_sent)

@@ -184,12 +184,8 @@ class DonorDesk:
             self._refuse(key)
             return
         stream = OutboundStream(self._world.engine, chunks, *key)
-        try:
-            if stream.start():
-                self._count(stream)
-                return
-        except RankLostError as error:
-            logger.info("round %d: %s", offer.round, error)
+        if stream.start():
+            self._count(stream)
             return
         offer.streams[stream] = key
         self._world.spawn_service(self._send(offer, stream), name=f"stream to rank {key[0]}")

@@ -229,6 +229,24 @@ async def test_a_lost_receiver_ends_the_senders_stream() -> None:
         await eventually(lambda: not made[0].outstanding())
 
 
+async def test_what_does_not_leave_for_a_lost_receiver_is_not_counted_and_no_more_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with engines(2) as (_, made):
+        tried = 0
+
+        def start_send(*_: object) -> None:
+            nonlocal tried
+            tried += 1
+            raise RankLostError("rank 1 is gone", rank=1)
+
+        monkeypatch.setattr(made[0].transport, "start_send", start_send)
+        stream = OutboundStream(made[0], chunks_of(10), 1, 0)
+        with pytest.raises(RankLostError, match="rank 1 is gone"):
+            await stream.run()
+        assert (tried, stream.sent_nbytes) == (1, 0)
+
+
 async def test_slots_are_counted_per_sender_and_run_out() -> None:
     async with engines(2) as (_, made):
         slots = Slots(made[1])
