@@ -31,7 +31,8 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 class Interrupts:
     """Turns the first SIGINT or SIGTERM into the cancellation of some tasks; the second one ends the process at once.
 
-    A context manager. Does nothing outside the main thread, where Python allows no signal handlers.
+    A context manager. Does nothing outside the main thread, where Python allows no signal handlers. A process that is
+    forked meanwhile gets the handlers back that were there before, see ``_restore_signals_in_child``.
 
     Attributes:
         received: the number of the signal that came, or None.
@@ -59,6 +60,10 @@ class Interrupts:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def handler_before(self, number: int) -> Any:
+        """The handler of that signal that this one has replaced."""
+        return self._previous[number]
+
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if self.received is not None:
             exit_immediately(128 + number)
@@ -71,6 +76,24 @@ class Interrupts:
             return
         for task in self._tasks:
             loop.call_soon_threadsafe(task.cancel)
+
+
+def _restore_signals_in_child() -> None:
+    """Give a forked process the signal handlers that its parent had before it hosted a rank.
+
+    The child has no loop that could cancel anything: ``Process.terminate()``, and with it the end of a daemon process or
+    of a ``Pool``, would have no effect. It is done at the fork and not when a signal comes, since a handler in Python
+    is not called while the child blocks in C.
+    """
+    for number in SIGNALS:
+        handler = signal.getsignal(number)
+        while isinstance(interrupts := getattr(handler, "__self__", None), Interrupts):
+            handler = interrupts.handler_before(number)
+            signal.signal(number, handler)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_restore_signals_in_child)
 
 
 def interrupt_error(number: int) -> BaseException:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support import mpi
+from support import mpi, torchrun
 from support.local import worlds
 
 import asyncdist as ad
@@ -562,3 +562,49 @@ def test_a_local_signal_ends_every_rank() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         ad.run_local(main, ranks=2)
+
+
+FORKS = """
+    import multiprocessing, os, signal, sys, time
+    import asyncdist as ad
+
+    forked = multiprocessing.get_context("fork")
+
+    def idle(ready):
+        ready.set()
+        time.sleep(300)
+
+    def busy(number):
+        pools_ready.set()
+        while True:
+            number += 1
+
+    def start(**options):
+        ready = forked.Event()
+        process = forked.Process(target=idle, args=(ready,), **options)
+        process.start()
+        assert ready.wait(60)
+        return process
+
+    async def main(world):
+        terminated, interrupted = start(), start()
+        terminated.terminate()
+        os.kill(interrupted.pid, signal.SIGINT)
+        for process, code in ((terminated, -signal.SIGTERM), (interrupted, 1)):  # 1: its KeyboardInterrupt is printed
+            process.join(30)
+            assert process.exitcode == code, process
+        with forked.Pool(2) as pool:  # leaving it terminates its workers
+            pool.map_async(busy, range(2))
+            assert pools_ready.wait(60)
+        start(daemon=True)  # is terminated by multiprocessing when this process ends
+        return world.rank
+
+    pools_ready = forked.Event()
+    print("returned", ad.run(main))
+"""
+
+
+def test_processes_that_main_forks_obey_signals_and_do_not_hold_the_end() -> None:
+    """They had the handlers of their parent, which cancel a task of its loop, and outlived every ``terminate()``."""
+    result = torchrun.run_source(1, FORKS, timeout_s=60).check()
+    assert result.stdout == "returned 0\n", result.output()
