@@ -10,13 +10,15 @@ import contextlib
 import functools
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar, cast
 
 import torch
 
 from asyncdist.errors import BusyError
 
 T = TypeVar("T")
+
+_AT_THE_END: Final = "no coroutine can raise StopIteration; await world.compute(next, iterator, None) gives None"
 
 
 class VirtualClock(Protocol):
@@ -56,20 +58,33 @@ class Computing:
         self.is_under_way = True
         try:
             return await (self._in_thread(fn) if clock is None else self._inline(clock, fn))
+        except RuntimeError as error:
+            if str(error) == "coroutine raised StopIteration":
+                error.add_note(_AT_THE_END)
+            raise
         finally:
             self.is_under_way = False
 
     async def _in_thread(self, fn: Callable[[], T]) -> T:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"asyncdist-{self._rank}")
-        future = self._loop.run_in_executor(self._executor, functools.partial(_call_in_modes, _torch_modes(), fn))
+        # What fn raises is carried as a value: a future cannot hold StopIteration, and asyncio's would turn the
+        # CancelledError of concurrent.futures, an error like any other, into the cancellation of this task.
+        call = functools.partial(_caught, functools.partial(_call_in_modes, _torch_modes(), fn))
+        future = self._loop.run_in_executor(self._executor, call)
         try:
-            return await asyncio.shield(future)
+            returned, error = await asyncio.shield(future)
         except asyncio.CancelledError:
             while not future.done():
                 with contextlib.suppress(asyncio.CancelledError):  # cancelled again; it is raised below in any case
                     await asyncio.wait([future])
             raise
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame
+        return cast(T, returned)
 
     async def _inline(self, clock: VirtualClock, fn: Callable[[], T]) -> T:
         result = fn()
@@ -80,6 +95,13 @@ class Computing:
         """Start no thread any more; what still runs there is nobody's."""
         if self._executor is not None:
             self._executor.shutdown(wait=False)
+
+
+def _caught(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    try:
+        return fn(), None
+    except BaseException as error:
+        return None, error
 
 
 def _torch_modes() -> tuple[bool, bool, bool, torch.dtype]:

@@ -81,9 +81,9 @@ class Interrupts:
 def _restore_signals_in_child() -> None:
     """Give a forked process the signal handlers that its parent had before it hosted a rank.
 
-    The child has no loop that could cancel anything: ``Process.terminate()``, and with it the end of a daemon process or
-    of a ``Pool``, would have no effect. It is done at the fork and not when a signal comes, since a handler in Python
-    is not called while the child blocks in C.
+    The child has no loop that could cancel anything: ``Process.terminate()``, and with it the end of a daemon process
+    or of a ``Pool``, would have no effect. It is done at the fork and not when a signal comes, since a handler in
+    Python is not called while the child blocks in C.
     """
     for number in SIGNALS:
         handler = signal.getsignal(number)

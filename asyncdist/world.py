@@ -253,6 +253,9 @@ class World:
 
         Raises:
             BusyError: another ``compute`` of this rank is under way.
+            RuntimeError: ``fn`` raised StopIteration, the error's cause: no coroutine can raise that. So use
+                ``await world.compute(next, iterator, None)``, which returns None at the end of the data.
+            BaseException: what else ``fn`` raised.
         """
         return await self._computing.run(self.virtual_clock, functools.partial(fn, *args, **kwargs))
 

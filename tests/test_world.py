@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextvars
 import importlib.util
 import logging
@@ -291,6 +292,40 @@ async def test_compute_carries_the_torch_modes_over() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert await world.compute(modes) == (True, False, True, torch.bfloat16)
         assert await world.compute(modes) == (True, False, False, torch.float32)
+
+
+class End(StopIteration):
+    pass
+
+
+@pytest.mark.parametrize("simulated", [False, True])
+def test_whatever_a_computation_raises_reaches_its_caller(simulated: bool) -> None:
+    """StopIteration cannot be set on a future, so that ``await world.compute(next, batches)`` never ended."""
+
+    async def main(world: ad.World) -> list[Any]:
+        batches = iter([1])
+        assert await world.compute(next, batches) == 1
+        for error in (StopAsyncIteration(), GeneratorExit(), SystemExit(3), concurrent.futures.CancelledError()):
+            with pytest.raises(type(error)) as caught:
+                await world.compute(_raise, error)
+            assert caught.value is error
+        for stop in (StopIteration(), End(3)):
+            with pytest.raises(RuntimeError, match="StopIteration") as converted:
+                await world.compute(_raise, stop)
+            assert converted.value.__cause__ is stop
+        with pytest.raises(RuntimeError) as ended:
+            await world.compute(next, batches)
+        assert "world.compute(next, iterator, None)" in ended.value.__notes__[0]
+        return await world.compute(list, batches)
+
+    if simulated:
+        assert ad.simulate(main, ranks=1).results == ([],)
+    else:
+        assert ad.run(main, transport="local") == []
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 async def test_a_cancelled_compute_waits_for_its_thread_however_often_it_is_cancelled() -> None:
