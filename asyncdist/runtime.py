@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -240,7 +240,7 @@ async def _hosted(
         except BaseException as caught:
             error = own_error(caught, None, interrupts)
             fail_alone(transport, error)
-            raise error from error.__cause__
+            _raise_as_it_is(error)
         token = _current_world.set(world)
         engine.start()  # again: messages are handled in this rank's context from now on
         guard = PeerGuard(world)
@@ -259,7 +259,7 @@ async def _hosted(
             await fail(world, transport, error, grace_s)
             if error is caught:
                 raise
-            raise error from error.__cause__
+            _raise_as_it_is(error)
         transport.close()
         # Not before: it is no reason to end the other ranks.
         _report_leftovers(world, leftovers, strict=strict and success is None)
@@ -298,11 +298,24 @@ async def _task_group(world: World, guard: PeerGuard, patience: Patience) -> Asy
         world.check()
     except BaseExceptionGroup as group:
         if error_of_main is not None and group.exceptions == (error_of_main,):
-            raise error_of_main from error_of_main.__cause__
+            _raise_as_it_is(error_of_main)
         raise
     finally:
         watch.end()
         world.attach_tasks(None)
+
+
+def _raise_as_it_is(error: BaseException) -> NoReturn:
+    """Raise ``error`` with the context that it has, and not what is being handled here.
+
+    That may be the ExceptionGroup of a TaskGroup. IPython, which cannot show those, looks for them in an error's
+    contexts: the cell of a notebook would never end, or would not be marked as failed.
+    """
+    context = error.__context__
+    try:
+        raise error
+    finally:
+        error.__context__ = context
 
 
 async def _handshake(transport: Transport, engine: Engine, loop: asyncio.AbstractEventLoop) -> World:

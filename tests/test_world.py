@@ -22,6 +22,7 @@ import asyncdist as ad
 from asyncdist import runtime
 from asyncdist.errors import BusyError, ClosedError, LocalProtocolError, RankLostError
 from asyncdist.supervision import Interrupts
+from asyncdist.transports.local import LocalHub
 
 NO_UVLOOP = importlib.util.find_spec("uvloop") is None
 LOOPS = ["asyncio", pytest.param("uvloop", marks=pytest.mark.skipif(NO_UVLOOP, reason="uvloop is not installed"))]
@@ -146,6 +147,41 @@ def test_an_error_of_main_comes_out_as_it_is() -> None:
     for ranks in (2, 3):
         with pytest.raises(KeyError, match="mine"):
             ad.run_local(main, ranks=ranks)
+
+
+async def test_no_group_of_exceptions_hides_behind_what_a_notebook_shows() -> None:
+    """IPython looks for one through all contexts, and does not end the cell, or does not mark it as failed."""
+    first = KeyError("first")
+    for raised in (ValueError("main"), StopAsyncIteration(), StopIteration(), RankLostError("other", rank=3)):
+        with pytest.raises(type(raised)) as caught:
+            async with ad.open_world(transport="local") as world:
+                try:
+                    raise first
+                except KeyError:
+                    world.spawn(asyncio.sleep(300))
+                    raise raised  # noqa: B904 the context is what is tested
+        assert caught.value is raised
+        assert raised.__context__ is first and not raised.__suppress_context__, "the user's own chain is kept"
+        assert first.__context__ is None
+
+    async def waits(world: ad.World) -> None:
+        if world.rank == 0:
+            raise ValueError("boom")
+        await world.sleep(300)
+
+    with pytest.raises(RankLostError, match="boom") as lost:
+        results = await _hosts(waits, 2)
+        assert isinstance(results[0], ValueError)
+        assert results[0].__context__ is None
+        raise results[1]
+    assert not isinstance(lost.value.__context__, BaseExceptionGroup)
+
+
+async def _hosts(main: Any, ranks: int) -> list[Any]:
+    """What each rank of a hub on this loop returns or raises."""
+    hub = LocalHub(ranks)
+    outcomes = await asyncio.gather(*(runtime.host_rank(main, (), hub.transport(rank)) for rank in range(ranks)))
+    return [outcome.error or outcome.value for outcome in outcomes]
 
 
 def test_an_error_of_a_spawned_task_comes_out_in_a_group() -> None:
