@@ -12,6 +12,7 @@ cdef class _Message:
     cdef readonly object tag
     cdef readonly bint eager
     cdef readonly bint done
+    cdef readonly double left_at
     cdef public object error
 
     cpdef bint test(self) except -1
@@ -68,6 +69,7 @@ cdef class Medium:
     cdef list _listeners
     cdef list _known_lost
     cdef set _dead
+    cdef dict _died_at
     cdef list _sent_counts
     cdef dict _pair_counts
     cdef dict _frame_counts

@@ -42,7 +42,7 @@ _EAGER_CHOICES: Final = (256, 4096, 65536)
 class _Message:
     """A send, and what travels."""
 
-    __slots__ = ("data", "dest", "done", "eager", "error", "nbytes", "source", "tag")
+    __slots__ = ("data", "dest", "done", "eager", "error", "left_at", "nbytes", "source", "tag")
 
     cancelled: Final = False
 
@@ -54,6 +54,7 @@ class _Message:
         self.tag = tag
         self.eager = False
         self.done = False
+        self.left_at = 0.0
         self.error: AsyncdistError | None = None
 
     def test(self) -> bool:
@@ -205,6 +206,7 @@ class Medium:
         self._listeners: list[Callable[[int], object] | None] = [None] * size
         self._known_lost: list[set[int]] = [set() for _ in range(size)]
         self._dead: set[int] = set()
+        self._died_at: dict[int, float] = {}
         self._sent_counts = [0] * size
         self._pair_counts: dict[tuple[int, int], int] = {}
         self._frame_counts: dict[tuple[int, int], int] = {}
@@ -250,12 +252,12 @@ class Medium:
             return message
         arrival = self._arrival(message, delay)
         scheduler = self._scheduler
-        self._trace.add(scheduler.now, "send", source, dest, tag, nbytes)
+        self._trace.add(scheduler.time(), "send", source, dest, tag, nbytes)
         scheduler.at(arrival, self._take_in, (message,))
         return message
 
     def _arrival(self, message: _Message, delay: float) -> float:
-        now = self._scheduler.now
+        message.left_at = now = self._scheduler.time()
         source, dest = message.source, message.dest
         path = self._paths[source].get(dest)
         if path is None:
@@ -280,6 +282,8 @@ class Medium:
         if message.dest in self._dead:
             self._fail_send(message)
             return
+        if self._dead and message.left_at > self._died_at.get(message.source, math.inf):
+            return  # its sender died while it blocked, before it came to send this
         posted = self._posted[message.dest].get(message.tag)
         if posted:
             for receive in posted:
@@ -330,7 +334,7 @@ class Medium:
         seconds = 2 * path.draw_latency_s() + message.nbytes / path.bandwidth
         if self._has_link_faults:
             seconds *= self._link_factor(pair, self._scheduler.now)
-        now = self._scheduler.now
+        now = self._scheduler.time()
         complete_at = self._after_partitions(pair, now, now + seconds) if self._has_link_faults else now + seconds
         self._scheduler.at(complete_at, self._finish, (receive, message))
 
@@ -366,7 +370,7 @@ class Medium:
         else:
             receive.buffer[: message.nbytes] = message.data
             receive.done = True
-        self._trace.add(self._scheduler.now, "receive", message.source, message.dest, message.tag, message.nbytes)
+        self._trace.add(self._scheduler.time(), "receive", message.source, message.dest, message.tag, message.nbytes)
         if not is_running:
             self._ring(message.dest)
         if not message.done:
@@ -425,6 +429,7 @@ class Medium:
     def kill(self, rank: int) -> None:
         """The process of ``rank`` is gone; its peers find out one by one."""
         self._dead.add(rank)
+        self._died_at[rank] = self._scheduler.now
         self._doorbells[rank] = None
         self._posted[rank].clear()
         for dest in range(self.size):

@@ -35,7 +35,7 @@ _ENTRIES: Final[tuple[tuple[Any, str, str], ...]] = (
     *((os, name, f"os.{name}") for name in ("fork", "forkpty", "posix_spawn", "posix_spawnp", "system")),
 )
 #: Top-level packages that may.
-_TRUSTED: Final = frozenset({"numpy", "torch"})
+TRUSTED: Final = frozenset({"numpy", "torch"})
 #: Modules that start a process only because their caller asks for one; this one is between an entry and the next.
 _SERVANTS: Final = ("torch.multiprocessing", "torch.distributed", __name__)
 
@@ -84,6 +84,6 @@ def _is_trusted(frame: Any) -> bool:
         module = str(frame.f_globals.get("__name__"))
         package = module.partition(".")[0]
         if package not in sys.stdlib_module_names and not module.startswith(_SERVANTS):
-            return package in _TRUSTED
+            return package in TRUSTED
         frame = frame.f_back
     return False

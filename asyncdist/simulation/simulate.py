@@ -29,6 +29,7 @@ from asyncdist import checks
 from asyncdist.errors import DeadlockError, LocalProtocolError, is_consequence
 from asyncdist.progress import Engine
 from asyncdist.runtime import Outcome, host_rank
+from asyncdist.simulation.clocks import virtual_clocks
 from asyncdist.simulation.faults import Fault, Kill, SlowRank, Stall, check_plan
 from asyncdist.simulation.loop import RankLoop
 from asyncdist.simulation.medium import Medium, SimTransport
@@ -178,7 +179,7 @@ def simulate(
         checks.refuse("inherited_random", inherited, f"a list of names among {', '.join(sorted(INHERITABLE))}")
     states = RandomStates(ranks, seed, inherited_random)
     simulation = _Simulation(ranks, seed, network or Network(), compute or Compute(), tuple(faults), states)
-    with simulation.interruptible(), refused_outside():
+    with simulation.interruptible(), refused_outside(), virtual_clocks():
         return simulation.run(main, args, strict=strict, until_s=until_s, after_event=after_event)
 
 
@@ -348,7 +349,7 @@ class _Simulation:
     def draw_compute_s(self, rank: int) -> float:
         """Virtual seconds that ``rank`` computes now."""
         seconds = self._compute_samplers[rank]()
-        now = self._scheduler.now
+        now = self._scheduler.time()
         for index, fault in self._compute_faults[rank]:
             if now < fault.at_s:
                 continue

@@ -3,6 +3,7 @@ cimport cython
 
 cdef class Scheduler:
     cdef public double now
+    cdef public double ahead_s
     cdef readonly Py_ssize_t event_count
     cdef public Py_ssize_t task_count
     cdef public Py_ssize_t idle_turn_count
@@ -20,6 +21,7 @@ cdef class Scheduler:
     @cython.locals(now=double)
     cpdef object at(self, double when, object action, tuple args=*)
     cpdef object soon(self, object action)
+    cpdef double time(self) except -1
     cpdef bint run(self, double until_s=*, object after_event=*) except -1
     @cython.locals(until_s=double, soon=list, heap=list, first=tuple, args=tuple, when=double)
     cdef bint _run(self) except -1
@@ -49,13 +51,16 @@ cdef Timer _new_timer(double when_s, object callback, tuple args, object context
 cdef class Turns:
     cdef readonly Py_ssize_t rank
     cdef readonly bint dead
+    cdef readonly double deaf_s
     cdef readonly Scheduler _scheduler
     cdef object _before_turn
     cdef object _enter
     cdef object _background
     cdef list _ready
     cdef Handle _sleeper
+    cdef bint _has_sleeper
     cdef bint _deaf
+    cdef Py_ssize_t _heard_count
     cdef bint _has_turn
     cdef bint _running
     cdef Py_ssize_t _turns_in_a_row
@@ -75,6 +80,9 @@ cdef class Turns:
     @cython.locals(scheduler=Scheduler)
     cdef object _call(self, Handle handle)
     cpdef object fall_deaf(self, double seconds)
+    cpdef object block(self, double seconds)
+    @cython.locals(scheduler=Scheduler)
+    cdef object _fall_deaf(self, double seconds)
     cpdef object _resume(self)
     cpdef object has_computed(self)
     cpdef object _fire(self, Timer timer)

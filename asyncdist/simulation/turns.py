@@ -5,7 +5,9 @@ heap of things that will happen: a rank's *turn* (it runs what is ready, as one 
 timer, an event of the network. Things that happen at the same time happen in an order drawn from the seed.
 
 A rank that computes is *deaf*: it gets no turn until its time has passed, so none of its tasks, timers or callbacks
-run, however many messages arrive meanwhile.
+run, however many messages arrive meanwhile. A callback that blocks (``time.sleep``) runs to its end at one instant of
+the scheduler. It and what it does are ahead of that instant by the time that it has blocked for, and its rank is deaf
+until then.
 
 Nothing here knows of messages or of asyncdist's protocols. It is compiled where that can be done (see
 :mod:`asyncdist.compiled`); what of a loop asyncio wants besides is in :mod:`asyncdist.simulation.loop`.
@@ -49,6 +51,7 @@ class Scheduler:
 
     Attributes:
         now: virtual seconds since the start.
+        ahead_s: how far the callback that is running has come beyond ``now``, since it has blocked for so long.
         event_count: things that have happened.
         task_count: tasks made on all loops.
         idle_turn_count: turns that ranks have taken in a row, woken by nothing from outside.
@@ -59,6 +62,7 @@ class Scheduler:
 
     def __init__(self, rng: random.Random) -> None:
         self.now = 0.0
+        self.ahead_s = 0.0
         self.event_count = 0
         self.task_count = 0
         self.idle_turn_count = 0
@@ -82,6 +86,10 @@ class Scheduler:
     def soon(self, action: Callable[[], object]) -> None:
         """Do ``action`` now, when what is being done has ended; quicker than :meth:`at`."""
         self._now.append(action)
+
+    def time(self) -> float:
+        """The time of what is being done: ``now``, but for a callback that has blocked."""
+        return self.now + self.ahead_s
 
     def run(self, until_s: float = math.inf, after_event: Callable[[], object] | None = None) -> bool:
         """Let things happen until somebody sets ``stopped`` or ``until_s`` is reached; False if nothing is left."""
@@ -245,6 +253,7 @@ class Turns:
 
     Attributes:
         dead: it gets no turn any more.
+        deaf_s: virtual seconds for which it has computed or blocked, those under way included.
     """
 
     def __init__(
@@ -258,13 +267,16 @@ class Turns:
     ) -> None:
         self.rank = rank
         self.dead = False
+        self.deaf_s = 0.0
         self._scheduler = scheduler
         self._before_turn = before_turn
         self._enter = enter
         self._background = background
         self._ready: list[Handle] = []
         self._sleeper: Handle | None = None  # the step with which the rank goes on when it has computed
+        self._has_sleeper = False
         self._deaf = False
+        self._heard_count = 0  # what was ready when it fell deaf
         self._has_turn = False
         self._running = False
         self._turns_in_a_row = 0
@@ -339,7 +351,8 @@ class Turns:
                 self._call(handle)
                 if self._deaf or self.dead:
                     break
-            if self._deaf:
+            if self._has_sleeper:
+                self._has_sleeper = False
                 self._sleeper = self._ready.pop()
         except SystemExit:
             logger.debug("rank %d: a task raised SystemExit; whoever awaits it has it", self.rank)
@@ -347,6 +360,8 @@ class Turns:
             self._running = False
             if done_count < len(ready):
                 self._ready[:0] = ready[done_count:]
+            if self._deaf:
+                self._heard_count = len(self._ready)
 
     def _call(self, handle: Handle) -> None:
         callback = handle.callback
@@ -365,6 +380,9 @@ class Turns:
             raise
         except BaseException as error:
             self.call_exception_handler({"message": f"Exception in callback {callback}", "exception": error})
+        finally:
+            if scheduler.ahead_s:
+                self._fall_deaf(0.0)
 
     def is_next_turn(self, action: Any) -> bool:
         """Whether ``action``, which the scheduler has, is the rank's next turn."""
@@ -375,19 +393,40 @@ class Turns:
 
         Its next turn comes at the same instant: a safe point that finds nothing takes no time.
         """
+        self._has_sleeper = True
+        self._fall_deaf(seconds)
+
+    def block(self, seconds: float) -> None:
+        """The running callback blocks for so long: it goes on at once, and later than everything else."""
+        self._scheduler.ahead_s += seconds
+
+    def _fall_deaf(self, seconds: float) -> None:
+        """Get no turn for so long, counted from where the running callback has come to."""
+        scheduler = self._scheduler
+        seconds += scheduler.ahead_s
+        scheduler.ahead_s = 0.0
         self._deaf = True
-        self._scheduler.at(self._scheduler.now + seconds, self._take_up)
+        self.deaf_s += seconds
+        scheduler.at(scheduler.now + seconds, self._take_up)
 
     def _resume(self) -> None:
         """The rank has computed."""
         self._deaf = False
         self._has_turn = True  # this one
+        if len(self._ready) > self._heard_count + 1 and self._scheduler.random() < 0.5:
+            self._put_timers_first()
         if self._sleeper is not None:
             self._ready.insert(0, self._sleeper)
             self._sleeper = None
         self._is_woken()
         self._run_ready()
         self._turn()
+
+    def _put_timers_first(self) -> None:
+        """Of what came while the rank was deaf. A loop is free to look at its clock before it looks at what arrived."""
+        late = self._ready[self._heard_count :]
+        timers = [handle for handle in late if isinstance(handle, Timer)]
+        self._ready[self._heard_count :] = timers + [handle for handle in late if not isinstance(handle, Timer)]
 
     def has_computed(self) -> None:
         """User code has come to a safe point, in no time: whether it does so for ever is not for others to say."""
@@ -407,7 +446,7 @@ class Turns:
 
     def time(self) -> float:
         """Virtual seconds since the start."""
-        return self._scheduler.now
+        return self._scheduler.time()
 
     def get_debug(self) -> bool:
         """As asyncio's, which asks for every future and task."""
@@ -427,7 +466,7 @@ class Turns:
 
     def call_later(self, delay: float, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Handle:
         """As asyncio's."""
-        return self.call_at(self._scheduler.now + delay, callback, *args, context=context)
+        return self.call_at(self._scheduler.time() + delay, callback, *args, context=context)
 
     def call_at(self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Handle:
         """As asyncio's."""

@@ -1,0 +1,80 @@
+"""``time.sleep`` and the clocks of the module ``time``, as a simulated rank has them: in virtual time.
+
+Blocking code takes time: after ``time.sleep(1)`` the rank is a second later, and none of its tasks, timers or callbacks
+has run meanwhile. What the callback does after it has blocked, it does at the later time: messages that it sends leave
+then. It does not see what has arrived for it in the meantime before it awaits something.
+
+The functions are replaced for as long as the simulation lasts, and ask which rank's turn it is: outside of the ranks'
+turns, in other threads and in processes forked from here they are what they were. Libraries too, the standard one and
+torch, sleep and read the machine's clock as ever, since they wait for other processes and for files. A name imported
+from ``time`` before the simulation (``from time import sleep``) stays what it was, and ``datetime.now`` tells the
+machine's time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from asyncdist.simulation.loop import RankLoop
+from asyncdist.simulation.outside import TRUSTED
+
+#: What ``time.time`` says when a simulation begins: 1 January 2020.
+EPOCH_S: Final = 1_577_836_800.0
+#: Clocks, and what they say at the beginning.
+_CLOCKS: Final = {"time": EPOCH_S, "monotonic": 0.0, "perf_counter": 0.0, "process_time": 0.0, "thread_time": 0.0}
+
+
+@contextlib.contextmanager
+def virtual_clocks() -> Iterator[None]:
+    """Until it ends, simulated ranks sleep and read clocks in virtual time."""
+    replacements: dict[str, Callable[..., Any]] = {"sleep": _sleeping(time.sleep)}
+    for name, start_s in _CLOCKS.items():
+        replacements[name] = _reading(getattr(time, name), start_s, float)
+        replacements[f"{name}_ns"] = _reading(getattr(time, f"{name}_ns"), start_s, _nanoseconds)
+    originals = {name: getattr(time, name) for name in replacements}
+    time.__dict__.update(replacements)
+    try:
+        yield
+    finally:
+        time.__dict__.update(originals)
+
+
+def _sleeping(original: Callable[[float], None]) -> Callable[[float], None]:
+    @functools.wraps(original)
+    def sleep(seconds: float, /) -> None:
+        loop = _calling_rank()
+        if loop is None or not 0 <= seconds < math.inf:  # the original says what is wrong with it
+            original(seconds)
+        else:
+            loop.block(seconds)
+
+    return sleep
+
+
+def _reading(original: Callable[[], Any], start_s: float, of_seconds: Callable[[float], Any]) -> Callable[[], Any]:
+    @functools.wraps(original)
+    def clock() -> Any:
+        loop = _calling_rank()
+        return original() if loop is None else of_seconds(start_s + loop.time())
+
+    return clock
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _calling_rank() -> RankLoop | None:
+    """The loop of the rank whose turn it is, where the caller's caller is no library."""
+    loop = asyncio._get_running_loop()  # None in another thread, and in a forked process
+    if not isinstance(loop, RankLoop) or not loop.is_running():
+        return None
+    package = str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0]
+    return None if package in TRUSTED or package in sys.stdlib_module_names else loop

@@ -1,0 +1,190 @@
+"""Code that blocks takes time: the rank is deaf meanwhile, and what arrives and what is due meet afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+import asyncdist as ad
+from asyncdist.simulation import Compute, Kill, Link, Network, simulate
+from asyncdist.simulation.clocks import EPOCH_S
+
+STEADY = Network(link=Link(latency_s=0.1, bandwidth_nbytes_per_s=1e12), loss_detection_s=0.5, eager_nbytes=1000)
+#: Turns of the loop and transfers of a few bytes.
+CLOSE_S = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    value: int
+
+
+def test_nothing_of_a_rank_runs_while_it_blocks_and_others_go_on() -> None:
+    async def main(world: ad.World) -> list[tuple[str, float]]:
+        seen: list[tuple[str, float]] = []
+
+        def note(what: str) -> None:
+            seen.append((what, world.time()))
+
+        async def tick() -> None:
+            for _ in range(8):
+                note("tick")
+                await world.sleep(0.25)
+
+        ticking = asyncio.create_task(tick())
+        asyncio.get_running_loop().call_later(0.3, note, "timer")
+        await world.sleep(0.1)
+        if world.rank == 1:
+            note("blocks")
+            time.sleep(1.0)  # noqa: ASYNC251 that is the point
+            note("has blocked")
+        await ticking
+        return seen
+
+    steady, blocked = simulate(main, ranks=2, network=STEADY).results
+    ticks = [0.25 * i for i in range(8)]
+    assert [at for what, at in steady if what == "tick"] == pytest.approx(ticks, abs=CLOSE_S)
+    expected = {"tick": [0.0, *[1.1 + 0.25 * i for i in range(7)]], "timer": [1.1], "blocks": [0.1]}
+    for what, times in {**expected, "has blocked": [1.1]}.items():
+        assert [at for name, at in blocked if name == what] == pytest.approx(times, abs=CLOSE_S), what
+
+
+def test_a_rank_may_block_in_any_callback_and_as_often_as_it_likes() -> None:
+    async def main(world: ad.World) -> float:
+        loop = asyncio.get_running_loop()
+        for _ in range(3):
+            loop.call_soon(time.sleep, 0.5)
+        await asyncio.sleep(0)
+        time.sleep(0.25)  # noqa: ASYNC251
+        time.sleep(0.25)  # noqa: ASYNC251
+        await world.safe_point()
+        return world.time()
+
+    report = simulate(main, ranks=1, compute=Compute(step_s=1.0))
+    assert report.value() == pytest.approx(3.0, abs=CLOSE_S)
+
+
+def test_clocks_tell_virtual_time() -> None:
+    names = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
+
+    async def main(world: ad.World) -> None:
+        await world.sleep(2.0)
+        time.sleep(0.5)  # noqa: ASYNC251
+        for name in names:
+            start_s = EPOCH_S if name == "time" else 0.0
+            assert getattr(time, name)() == start_s + world.time()
+            assert getattr(time, f"{name}_ns")() == pytest.approx((start_s + world.time()) * 1e9, abs=1e3)
+        assert world.time() == pytest.approx(2.5, abs=CLOSE_S)
+
+    before = {name: getattr(time, name) for name in dir(time)}
+    simulate(main, ranks=2).value()
+    assert {name: getattr(time, name) for name in dir(time)} == before
+
+
+def test_clocks_of_libraries_and_of_whoever_looks_on_are_the_machines() -> None:
+    looked: list[float] = []
+
+    async def main(world: ad.World) -> float:
+        await world.sleep(1.0)
+        return logging.makeLogRecord({}).created
+
+    report = simulate(main, ranks=1, after_event=lambda: looked.append(time.time()))
+    now = time.time()
+    assert report.value() == pytest.approx(now, abs=600.0)
+    assert looked == pytest.approx([now] * len(looked), abs=600.0)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), "long"])
+def test_what_is_no_time_to_sleep_is_refused_as_ever(seconds: Any) -> None:
+    async def main(world: ad.World) -> None:
+        time.sleep(seconds)  # noqa: ASYNC251
+
+    with pytest.raises((ValueError, OverflowError, TypeError)):
+        simulate(main, ranks=1).value()
+
+
+def test_what_is_sent_after_blocking_leaves_then() -> None:
+    async def main(world: ad.World) -> list[float]:
+        channel = world.channel(Number, tag=5)
+        if world.rank == 0:
+            channel.send_nowait(Number(0), 1)
+            time.sleep(1.0)  # noqa: ASYNC251
+            channel.send_nowait(Number(1), 1)
+            return []
+        found = []
+        for value in range(2):
+            assert (await channel.receive()).message.value == value
+            found.append(world.time())
+        return found
+
+    assert simulate(main, ranks=2, network=STEADY).results[1] == pytest.approx([0.1, 1.1], abs=CLOSE_S)
+
+
+@pytest.mark.parametrize("nbytes", [10, 100_000])
+def test_a_rank_that_is_killed_while_it_blocks_sends_nothing_more(nbytes: int) -> None:
+    heard: list[str] = []
+
+    async def main(world: ad.World) -> None:
+        if world.rank == 1:
+            time.sleep(1.0)  # noqa: ASYNC251
+            await world.engine.send(bytes(nbytes), 0, 5)
+            return
+        with contextlib.suppress(ad.RankLostError):
+            await world.engine.receive(bytearray(nbytes), 1, 5)
+            heard.append("a message")
+
+    logging.disable(logging.ERROR)
+    try:
+        simulate(main, ranks=2, network=STEADY, faults=[Kill(1, at_s=0.5)]).check_faults()
+    finally:
+        logging.disable(logging.NOTSET)
+    assert not heard
+
+
+def test_an_answer_and_the_deadline_for_it_that_both_came_while_a_rank_blocked_meet_in_either_order() -> None:
+    """The moment between an answer's arrival and its being seen, in which cancellation strikes."""
+
+    async def main(world: ad.World) -> str:
+        channel = world.channel(Number, tag=5)
+        if world.rank == 1:
+            channel.send_nowait(Number(1), 0)
+            return "sent"
+
+        async def receive() -> str:
+            try:
+                async with asyncio.timeout(0.5):
+                    await channel.receive()
+            except TimeoutError:
+                waiting = channel.receive_nowait()
+                return "too late, and it is there" if waiting is not None else "too late"
+            return "in time"
+
+        receiving = asyncio.create_task(receive())
+        await asyncio.sleep(0)
+        time.sleep(1.0)  # noqa: ASYNC251
+        return await receiving
+
+    ends = Counter(simulate(main, ranks=2, seed=seed).results[0] for seed in range(40))
+    assert ends["in time"] > 5 and ends["too late, and it is there"] > 5, ends
+
+
+def test_a_run_with_blocking_code_repeats_to_the_digest() -> None:
+    async def main(world: ad.World) -> float:
+        for _ in range(5):
+            time.sleep(1e-3 * (world.rank + 1))  # noqa: ASYNC251
+            await ad.barrier()
+        return time.monotonic()
+
+    def run(seed: int) -> tuple[str, tuple[Any, ...]]:
+        report = simulate(main, ranks=4, seed=seed)
+        return report.trace_digest, report.results
+
+    assert run(7) == run(7)
+    assert run(7) != run(8)
