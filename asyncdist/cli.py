@@ -13,6 +13,8 @@ from typing import Final, NoReturn
 from asyncdist import launch, mpirun, processes
 from asyncdist._version import __version__
 
+#: Those with a value; the others are one word.
+_RUN_OPTIONS: Final = ("-n", "--ranks", "--transport", "--mpi", "--threads-per-rank")
 _SIM_OPTIONS: Final = ("-n", "--ranks", "--seed", "--faults", "--explore", "--processes")
 
 
@@ -58,9 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("-n", "--ranks", type=_count, metavar="RANKS", help="how many processes")
     run.add_argument(
         "--transport",
-        default="mpi",
         metavar="mpi|torch|torch:BACKEND",
-        help="what they talk over (default: mpi); torch means torch:gloo",
+        help=f"what they talk over (default: {launch.TRANSPORT_VARIABLE}, else mpi); torch means torch:gloo",
     )
     run.add_argument("--mpi", choices=launch.FLAVOURS, help="which MPI, where two are installed")
     run.add_argument(
@@ -69,9 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="OMP_NUM_THREADS of each rank (default: its share of the cores)",
     )
-    run.add_argument("script", help="a Python script")
-    rest = run.add_argument("arguments", nargs=argparse.REMAINDER, help="passed to the script as they are")
-    rest.required = False  # argparse would list it as missing
+    run.add_argument("script", help="a Python script; what follows it is passed to it as it is")
     _add_sim(commands)
     commands.add_parser(
         "doctor",
@@ -111,6 +110,20 @@ def _add_sim(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
 
 
+def _split_run(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of ``asyncdist run`` itself, the script's name among them, and those of the script.
+
+    What follows the script is its own, a ``--`` too, which argparse would drop.
+    """
+    place = 0
+    while place < len(arguments) and arguments[place].startswith("-"):
+        if arguments[place] == "--":
+            place += 1
+            break
+        place += 2 if arguments[place] in _RUN_OPTIONS else 1
+    return list(arguments[: place + 1]), list(arguments[place + 1 :])
+
+
 def _split_sim(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words of ``asyncdist sim`` itself, and those of the script.
 
@@ -142,35 +155,41 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     rest: list[str] = []
-    if words[:1] == ["sim"]:
-        own, rest = _split_sim(words[1:])
-        words = ["sim", *own]
+    if words[:1] in (["run"], ["sim"]):
+        own, rest = (_split_run if words[0] == "run" else _split_sim)(words[1:])
+        words = [words[0], *own]
     options, unknown = _parser().parse_known_args(words)
     if unknown:  # argparse itself would not say of which command
         _Parser(prog=f"asyncdist {options.command}").error(f"unrecognized arguments: {' '.join(unknown)}")
+    with launch.heeding_children():
+        sys.exit(_main(options, rest))
+
+
+def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Returns the exit code."""
     if options.command == "sim":
-        sys.exit(_sim(options, rest))
+        return _sim(options, rest)
     if options.command == "doctor":
         from asyncdist import doctor  # imports torch
 
-        sys.exit(doctor.run())
+        return doctor.run()
     try:
-        sys.exit(_run(options))
+        return _run(options, rest)
     except launch.LaunchError as error:
         print(f"asyncdist {options.command}: {error}", file=sys.stderr)
-        sys.exit(2)
+        return 2
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Returns the exit code, where it does not become mpirun."""
-    script, arguments, ranks, threads = options.script, options.arguments, options.ranks, options.threads_per_rank
+    script, ranks, threads = options.script, options.ranks, options.threads_per_rank
     if ranks is None:
         is_behind = any(word.partition("=")[0] in ("-n", "--ranks") for word in arguments)
         hint = f": what follows the script is passed to it; asyncdist run -n RANKS {script}" if is_behind else ""
         raise launch.LaunchError(f"the following arguments are required before the script: -n/--ranks{hint}")
     environ = launch.environment()
     try:
-        transport, backend = launch.split_transport(options.transport, what="--transport", allowed=("mpi", "torch"))
+        transport, backend, environ = launch.choose_transport(options.transport, environ)
         if backend != launch.TORCH_BACKEND:
             from asyncdist import opening  # imports torch, to say what is wrong
 

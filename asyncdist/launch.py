@@ -10,6 +10,7 @@ program has no package around it, and starting ranks should cost no import of to
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -18,9 +19,10 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
@@ -34,6 +36,8 @@ _TRANSPORTS: Final = ("auto", "local", "mpi", "torch")
 TORCH_BACKEND: Final = "gloo"
 #: What torch.distributed needs, and torchrun sets.
 TORCH_VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: In place of the variable that told, where none did.
+NO_LAUNCHER: Final = "no launcher"
 #: What told of ranks that the program itself has joined.
 GROUP_SOURCE: Final = "torch.distributed.init_process_group"
 #: Size, rank, and the same on this host.
@@ -41,6 +45,9 @@ _MPI_FAMILIES: Final = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
 )
+#: What launchers set for their ranks begins so; what users set for launchers, as OMPI_MCA_* and HYDRA_*, does not.
+_MPI_PREFIXES: Final = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "OMPI_WORLD_", "PMIX_", "PMI_", "HYDI_", "MPI_LOCAL")
+_TORCH_PREFIXES: Final = ("TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")
 _LOCAL_SIZE_VARIABLES: Final = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE")
 #: Which backend process groups of torch.distributed get where none is named.
 _BACKEND_VARIABLE: Final = "ASYNCDIST_BACKEND"
@@ -67,7 +74,7 @@ class Launch:
         transport: The transport that belongs to the launcher.
         expected_size: The number of ranks the launcher says it started; None when it does not say.
         rank: This process's rank by the launcher.
-        source: The variable that told, or ``"no launcher"``.
+        source: The variable that told, or ``NO_LAUNCHER``.
         backend: Of torch.distributed, where that is the transport; the torch transport says whether it will do.
     """
 
@@ -98,6 +105,29 @@ def split_transport(name: str, *, what: str = "transport", allowed: Sequence[str
     return transport, backend or TORCH_BACKEND
 
 
+def choose_transport(named: str | None, environ: Mapping[str, str]) -> tuple[str, str, dict[str, str]]:
+    """What ``asyncdist run`` starts ranks for, and the environment in which they find that out.
+
+    Args:
+        named: the option ``--transport``, which overrides the variable ASYNCDIST_TRANSPORT.
+        environ: the environment to start from.
+
+    Returns:
+        ``"mpi"`` or ``"torch"``, torch's backend, and the environment. The ranks see their launcher's variables, so
+        ASYNCDIST_TRANSPORT is left in it only where it says more.
+
+    Raises:
+        ValueError: there is no such transport between processes.
+    """
+    what, name = "--transport", named
+    if name is None:
+        what, name = TRANSPORT_VARIABLE, environ.get(TRANSPORT_VARIABLE) or "auto"
+        name = "mpi" if name == "auto" else name
+    transport, backend = split_transport(name, what=what, allowed=("mpi", "torch"))
+    rest = {variable: text for variable, text in environ.items() if variable != TRANSPORT_VARIABLE}
+    return transport, backend, rest if backend == TORCH_BACKEND else {**rest, TRANSPORT_VARIABLE: name}
+
+
 def detect(
     environ: Mapping[str, str] = os.environ, *, wanted: str = "auto", group: tuple[int, int] | None = None
 ) -> Launch:
@@ -124,11 +154,11 @@ def detect(
         wanted, backend = split_transport(wanted)
     variables = _Variables(environ)
     if wanted == "local":
-        return Launch("local", 1, 0, "no launcher")
+        return Launch("local", 1, 0, NO_LAUNCHER)
     if wanted == "mpi":
-        launch = _detect_mpi(variables) or _detect_slurm(variables) or Launch("mpi", None, 0, "no launcher")
+        launch = _detect_mpi(variables) or _detect_slurm(variables) or Launch("mpi", None, 0, NO_LAUNCHER)
     elif wanted == "torch":
-        launch = _detect_torch(variables, "WORLD_SIZE") or Launch("torch", None, 0, "no launcher")
+        launch = _detect_torch(variables, "WORLD_SIZE") or Launch("torch", None, 0, NO_LAUNCHER)
     else:
         launch = _detect_any(variables, group)
     variables.check()
@@ -148,7 +178,7 @@ def _detect_any(variables: _Variables, group: tuple[int, int] | None) -> Launch:
             return Launch("torch", group[1], group[0], GROUP_SOURCE)
         if found is None and (variables.has("RANK") or variables.has("WORLD_SIZE")):
             variables.require(TORCH_VARIABLES, because="RANK" if variables.has("RANK") else "WORLD_SIZE")
-    return found or Launch("local", 1, 0, "no launcher")
+    return found or Launch("local", 1, 0, NO_LAUNCHER)
 
 
 def _detect_mpi(variables: _Variables) -> Launch | None:
@@ -189,6 +219,29 @@ class TorchRendezvous:
     address: str
     port: int
     is_store_served: bool
+
+
+def check_alone(environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse to be the one rank of a world of MPI where torchrun, or variables like its own, say that there are others.
+
+    Raises:
+        TransportError: they do, so that each of them would be alone; says how many.
+    """
+    variables = _Variables(environ)
+    found = _detect_any(variables, None)
+    size = found.expected_size or 1
+    if variables.problems or found.transport != "torch" or size == 1:
+        return
+    from asyncdist.errors import TransportError  # not at the top: see the module's docstring
+
+    name = f"{TRANSPORT_VARIABLE}={environ[TRANSPORT_VARIABLE]}" if environ.get(TRANSPORT_VARIABLE) else "the program"
+    raise TransportError(
+        f"{name} asks for MPI, which knows of this process alone, but {found.source} says that it is one of {size} "
+        f"ranks: start them with asyncdist run -n {size} script.py (or mpirun), or use transport='torch'; "
+        "transport='local' is for one that is to be alone",
+        expected=size,
+        actual=1,
+    )
 
 
 def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous:
@@ -425,6 +478,16 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` for a job of its own: without what a launcher has set for this process, if it is a rank itself.
+
+    MASTER_ADDR and the like stay where no launcher of torch's says a rank: users set them for libraries.
+    """
+    is_torch_rank = any(environ.get(name) for name in ("RANK", "TORCHELASTIC_RUN_ID"))
+    outer = _MPI_PREFIXES + (_TORCH_PREFIXES if is_torch_rank else ())
+    return {name: text for name, text in environ.items() if not name.startswith(outer) or name.startswith("PMIX_MCA_")}
+
+
 def rank_variables(
     rank: int, size: int, *, local_rank: int, local_size: int, address: str, port: int, run_id: str
 ) -> dict[str, str]:
@@ -446,6 +509,20 @@ def rank_variables(
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
+
+
+def rank_command(script: str, arguments: Sequence[str]) -> list[str]:
+    """The command line of a rank: this file becomes the script.
+
+    Every mpirun takes an argument ``:`` for the beginning of another program's command line, wherever it stands. So one
+    of colons alone travels with a colon more.
+    """
+    escaped = [word + ":" if set(word) == {":"} else word for word in (script, *arguments)]
+    return [sys.executable, PROGRAM, *escaped]
+
+
+def _unescape(words: Sequence[str]) -> list[str]:
+    return [word[1:] if set(word) == {":"} else word for word in words]
 
 
 def new_run_id() -> str:
@@ -499,6 +576,30 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # 1 is PR_SET_PDEATHSIG, see prctl(2)
     if os.getppid() != parent:  # it has ended before the kernel was told
         os._exit(1)
+
+
+@contextlib.contextmanager
+def heeding_children() -> Iterator[None]:
+    """Let this process learn how its children end, also where it was started with SIGCHLD ignored.
+
+    The kernel then throws their exit codes away, and a rank that was killed looks like one that succeeded.
+
+    Raises:
+        RuntimeError: SIGCHLD is ignored and this is not the main thread, which alone may change that.
+    """
+    if signal.getsignal(signal.SIGCHLD) is not signal.SIG_IGN:
+        yield
+        return
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(
+            "SIGCHLD is ignored in this process, so the exit codes of its children are lost: call "
+            "signal.signal(signal.SIGCHLD, signal.SIG_DFL) in the main thread first"
+        )
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
 
 def check_script(script: str) -> None:
@@ -612,4 +713,5 @@ def _end_job(code: int) -> None:
 
 
 if __name__ == "__main__":
-    _run_script(sys.argv[1], sys.argv[2:])
+    script, *arguments = _unescape(sys.argv[1:])
+    _run_script(script, arguments)

@@ -63,12 +63,13 @@ def run(
         ranks: How many processes.
         mpi: The flavour to use; None takes the one that mpi4py loads.
         threads: OMP_NUM_THREADS of each rank; None keeps the user's, else gives each rank its share of the cores.
-        environ: The environment to start from.
+        environ: The environment to start from; what another launcher has set in it does not reach the ranks.
 
     Raises:
         launch.LaunchError: The script is no file, or there is not exactly one usable MPI.
     """
     launch.check_script(script)
+    environ = launch.without_launchers(environ)
     installation = find_installation(environ)
     flavour = choose_flavour(installation, mpi)
     mpirun = installation.launchers[flavour]
@@ -175,7 +176,7 @@ def build_command(
     bound and free, one each on 2 cores). MPICH neither counts nor binds.
     """
     options = ["--host", f"localhost:{ranks}", "--bind-to", "none"] if flavour == "openmpi" else []
-    return [mpirun, "-n", str(ranks), *options, sys.executable, launch.PROGRAM, script, *arguments]
+    return [mpirun, "-n", str(ranks), *options, *launch.rank_command(script, arguments)]
 
 
 def build_environment(

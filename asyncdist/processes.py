@@ -63,7 +63,7 @@ def run(
         launch.LaunchError: the script is no file, or a process cannot be started.
     """
     launch.check_script(script)
-    command = [sys.executable, launch.PROGRAM, script, *arguments]
+    command = launch.rank_command(script, arguments)
     environments = build_environments(environ, ranks=ranks, threads=threads)
     events: queue.SimpleQueue[_Event] = queue.SimpleQueue()  # the one queue whose put may interrupt its own get
     processes: list[subprocess.Popen[bytes]] = []
@@ -87,7 +87,7 @@ def build_environments(
     return [
         {
             "OMP_NUM_THREADS": share,
-            **launch.with_parent(environ),
+            **launch.with_parent(launch.without_launchers(environ)),
             **launch.rank_variables(
                 rank, ranks, local_rank=rank, local_size=ranks, address="127.0.0.1", port=port, run_id=run_id
             ),

@@ -218,11 +218,12 @@ def launch_subprocesses(
         for local_rank in range(size)
     ]
     ranks: list[_Child] = []
-    try:
-        _start_all(ranks, func, configs, args, kwargs)
-        _wait_for_all(ranks)
-    finally:
-        _stop_all(ranks)
+    with launch.heeding_children():
+        try:
+            _start_all(ranks, func, configs, args, kwargs)
+            _wait_for_all(ranks)
+        finally:
+            _stop_all(ranks)
 
 
 def _resolve_for(cfg: MultiprocessConfig, rank_offset: int) -> MultiprocessConfig:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -470,11 +470,13 @@ def test_ranks_without_mpi_say_so_in_a_line(tmp_path: Path, said: str | None, wo
 # ------------------------------------------------------------------------------------------------------- real runs
 
 
-def start(tmp_path: Path, body: str, *arguments: str, environ: dict[str, str] | None = None) -> subprocess.Popen[str]:
+def start(
+    tmp_path: Path, body: str, *arguments: str, options: Sequence[str] = (), environ: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
     script = tmp_path / "script.py"
     script.write_text(body)
     return subprocess.Popen(
-        [sys.executable, "-m", "asyncdist", "run", "-n", "3", str(script), *arguments],
+        [sys.executable, "-m", "asyncdist", "run", *options, "-n", "3", str(script), *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -515,19 +517,51 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20) -> bool:
 @pytest.mark.mpi
 def test_a_run_gives_every_rank_its_arguments_its_modules_and_no_input(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("VALUE = 'found'\n")
+    # A colon alone would begin another program: `touch` ran, or nothing did.
+    arguments = ["--", "--flag", "-n", "7", ":", "touch", "file", "::", "a:", ""]
     code, output, error = finish(
         start(
             tmp_path,
             "import os, sys, beside\nfrom mpi4py import MPI\n"
             "world = MPI.COMM_WORLD\n"
             "print(world.rank, world.size, beside.VALUE, sys.argv[1:], __name__, repr(sys.stdin.read()))\n",
-            "--flag",
-            "-n",
-            "7",
+            *arguments,
         )
     )
-    expected = [f"{rank} 3 found ['--flag', '-n', '7'] __main__ ''" for rank in range(3)]
+    expected = [f"{rank} 3 found {arguments} __main__ ''" for rank in range(3)]
     assert (code, sorted(output.splitlines()), error) == (0, expected, "")
+
+
+@pytest.mark.mpi
+def test_ranks_belong_to_the_innermost_launcher(tmp_path: Path) -> None:
+    """In a worker of torchrun they joined torchrun's job, and with a variable left behind each trained alone."""
+    source = (
+        "import asyncdist as ad\nfrom mpi4py import MPI\nprint(MPI.COMM_WORLD.size, ad.launch.detect().transport)\n"
+    )
+    around = TORCHRUN | OPENMPI | HYDRA | {"ASYNCDIST_TRANSPORT": "local"}
+    code, output, error = finish(start(tmp_path, source, options=["--transport", "mpi"], environ=around))
+    assert (code, output.splitlines(), error) == (0, ["3 mpi"] * 3, "")
+
+
+def test_what_an_outer_launcher_has_set_is_cleared_and_what_the_user_has_set_stays() -> None:
+    users = {"PATH": "p", "OMPI_MCA_btl": "self", "PMIX_MCA_x": "1", "HYDRA_IFACE": "lo", "OMP_NUM_THREADS": "2"}
+    meeting = {"MASTER_ADDR": "h", "MASTER_PORT": "29500"}
+    for name, (environ, _) in RECORDED.items():
+        left = launch.without_launchers(environ | users)
+        assert users.items() <= left.items()
+        # Slurm's steps are looked at last.
+        assert launch.detect(left).source == ("SLURM_STEP_NUM_TASKS" if "srun" in name else "no launcher")
+    assert launch.without_launchers(users | meeting | OPENMPI) == users | meeting
+    assert launch.without_launchers(users | TORCHRUN) == users
+
+
+def test_one_that_mpi_leaves_alone_among_the_workers_of_torchrun_is_told() -> None:
+    with pytest.raises(TransportError) as caught:
+        launch.check_alone(TORCHRUN | {"ASYNCDIST_TRANSPORT": "mpi"})
+    for words in ("ASYNCDIST_TRANSPORT=mpi asks for MPI", "TORCHELASTIC_RUN_ID says", "one of 4 ranks"):
+        assert words in str(caught.value)
+    for environ in ({}, {"RANK": "1"}, BY_HAND | {"RANK": "0", "WORLD_SIZE": "1"}):
+        launch.check_alone(environ)
 
 
 BEFORE_MPI = """

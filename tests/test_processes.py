@@ -81,7 +81,8 @@ def check_gone(pids: list[int]) -> None:
 
 
 def test_ranks_get_the_variables_of_torchrun_and_are_the_script(tmp_path: Path) -> None:
-    with running(tmp_path, PRINT_VARIABLES, "--flag", "-n", "7") as process:
+    arguments = ["--", "--flag", "-n", "7", ":", "::", "a:", ""]
+    with running(tmp_path, PRINT_VARIABLES, *arguments) as process:
         code, output, error = finish(process)
     assert (code, error) == (0, "")
     reports = sorted((json.loads(line) for line in output.splitlines()), key=lambda one: one["variables"]["RANK"])
@@ -109,7 +110,7 @@ def test_ranks_get_the_variables_of_torchrun_and_are_the_script(tmp_path: Path) 
             "OMP_NUM_THREADS": str(max(1, launch.available_cores() // 3)),
         }
         facts = {name: report[name] for name in ("arguments", "input", "main", "torch")}
-        assert facts == {"arguments": ["--flag", "-n", "7"], "input": "", "main": "__main__", "torch": False}
+        assert facts == {"arguments": arguments, "input": "", "main": "__main__", "torch": False}
         assert launch.detect(variables) == launch.Launch("torch", 3, rank, "TORCHELASTIC_RUN_ID")
 
 
@@ -351,9 +352,52 @@ def test_a_process_that_cannot_be_started_ends_those_that_were(tmp_path: Path, m
     check_gone(pids_in(tmp_path, 2))
 
 
-def test_mpi_stays_the_default() -> None:
-    options = cli._parser().parse_args(["run", "-n", "2", "script.py"])
-    assert options.transport == "mpi"
+@pytest.mark.parametrize(
+    ("named", "variable", "expected"),
+    [
+        (None, None, ("mpi", None)),
+        (None, "auto", ("mpi", None)),
+        (None, "torch", ("torch", None)),
+        ("mpi", "torch", ("mpi", None)),
+        ("torch", "local", ("torch", None)),
+        ("torch:fake", "mpi", ("torch", "torch:fake")),
+        (None, "torch:fake", ("torch", "torch:fake")),
+    ],
+)
+def test_the_transport_that_is_named_is_started_whatever_the_variable_says_and_the_ranks_find_it(
+    named: str | None, variable: str | None, expected: tuple[str, str | None]
+) -> None:
+    """ASYNCDIST_TRANSPORT reached the ranks, which then trained alone, and no backend did."""
+    environ = {"PATH": "p"} | ({} if variable is None else {"ASYNCDIST_TRANSPORT": variable})
+    transport, _, chosen = launch.choose_transport(named, environ)
+    assert (transport, chosen.get("ASYNCDIST_TRANSPORT"), chosen["PATH"]) == (*expected, "p")
+
+
+def test_no_ranks_are_started_for_local() -> None:
+    with pytest.raises(ValueError, match="ASYNCDIST_TRANSPORT is 'local'; allowed are 'mpi', 'torch'"):
+        launch.choose_transport(None, {"ASYNCDIST_TRANSPORT": "local"})
+
+
+def test_every_option_that_takes_a_value_is_known_where_the_script_s_arguments_begin() -> None:
+    """What is missing there would be taken for the script's name."""
+    commands = next(action for action in cli._parser()._actions if action.dest == "command")
+    assert isinstance(commands.choices, dict)
+    options = [action for action in commands.choices["run"]._actions if action.option_strings and action.nargs != 0]
+    assert {name for action in options for name in action.option_strings} == {*cli._RUN_OPTIONS}
+
+
+def test_a_killed_rank_is_told_where_sigchld_is_ignored(tmp_path: Path) -> None:
+    """The job was a success: the kernel keeps no exit codes then."""
+    (tmp_path / "script.py").write_text("import os; os.kill(os.getpid(), 9)")
+    ignoring = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    command = [sys.executable, "-m", "asyncdist", "run", "--transport", "torch", "-n", "1", str(tmp_path / "script.py")]
+    ended = subprocess.run(
+        [sys.executable, "-c", ignoring, *command], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert ended.returncode == 137
+    assert "rank 0 was killed by SIGKILL" in ended.stderr
 
 
 # ---------------------------------------------------------------------------------------------- torch.distributed in it

@@ -546,6 +546,19 @@ async def vanish_from_a_world(world: ad.World, folder: str) -> None:
     await ad.barrier()
 
 
+def test_a_rank_that_failed_is_told_where_sigchld_is_ignored() -> None:
+    """With "spawn" the launcher waited for ever: the kernel keeps no exit codes then."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with pytest.raises(RuntimeError, match="rank 0 exited with code 3"):
+            launch_here(os._exit, config(1, launch_method="spawn"), 3)
+        assert signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+        with pytest.raises(RuntimeError, match="SIGCHLD is ignored in this process"):
+            asyncio.run(asyncio.to_thread(launch_here, os._exit, config(1), 3))
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 @pytest.mark.parametrize("func", [vanish, vanish_from_a_world])
 def test_a_rank_that_left_with_0_is_named_by_whom_its_absence_ends(tmp_path: Path, func: Callable[..., Any]) -> None:
     """What the others say of it was the error, "connection reset by peer": the launcher knows which peer.
