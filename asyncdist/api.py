@@ -160,8 +160,10 @@ async def all_reduce(
     """Reduce elementwise over all members, in place.
 
     Args:
-        tensor: of one shape and dtype on all members; float16 and bfloat16 are reduced in float32.
-        op: ``"sum"``, ``"min"``, ``"max"`` or ``"prod"``.
+        tensor: of one shape and dtype on all members; any device. Integers wrap; of booleans "sum" and "max" are "or",
+            "prod" and "min" are "and"; the minimum and maximum is NaN where any member has NaN; what is narrower than
+            float32 is reduced in float32 and rounded once.
+        op: ``"sum"``, ``"min"``, ``"max"`` or ``"prod"``; complex numbers have only ``"sum"`` and ``"prod"``.
 
     Returns:
         ``tensor``.

@@ -5,8 +5,8 @@ Where the backend has collectives of its own they are started nonblocking and po
 the group's first or root rank, and reductions happen there in rank order, so their result does not depend on who came
 first. (A native reduction keeps the backend's own order.)
 
-Tensors may have any dtype and device: they travel as bytes through CPU memory; reductions on float16 and bfloat16 are
-done in float32, on bool in uint8. Members must pass equal shapes and dtypes.
+Tensors are dense, of any dtype, layout and device: they travel as bytes through CPU memory. What a reduction means for
+each dtype says :mod:`asyncdist.reductions`. Members must pass equal shapes and dtypes.
 
 A member that leaves the world before it has started a collective takes no part in it: the others get ClosedError, on
 every transport, also while they wait (:mod:`asyncdist.attendance`). One that is lost ends
@@ -32,9 +32,12 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
+import numpy as np
 import torch
 
+from asyncdist import reductions
 from asyncdist.attendance import Attendance
+from asyncdist.byte_views import byte_view, check_dense, check_writable, to_host
 from asyncdist.calls import HELPER, CollectiveCall
 from asyncdist.errors import LocalProtocolError, RankLostError
 from asyncdist.flat import divide
@@ -44,17 +47,10 @@ from asyncdist.host_folding import fold_on_host, is_worth_sharing, meet
 from asyncdist.passes import settle
 from asyncdist.progress import Engine, yield_to_loop
 from asyncdist.spread import Spread
-from asyncdist.streams import byte_view
 from asyncdist.transports.base import GroupHandle, ReduceOp, Request
 
 T = TypeVar("T")
 
-_REDUCE: Final[dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
-    "sum": torch.add,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "prod": torch.mul,
-}
 #: A native reduction of more is made in pieces, this many at a time, through buffers that stay in the cache: in place
 #: the backend takes fresh memory for temporaries. 64 MiB of float32 took 78 ms so, 150 in place at once, and a raw
 #: Iallreduce into a second tensor 90 (medians, two ranks of Open MPI on two cores beside other work).
@@ -62,7 +58,6 @@ _PIECE_NBYTES: Final = 1 << 20
 _PIECES_AT_ONCE: Final = 4
 #: What one ragged exchange moves at most: MPI counts bytes and displacements in 32-bit integers.
 _RAGGED_NBYTES_MAX: Final = 1 << 30
-_REDUCED_AS: Final = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.uint8}
 
 
 class Collectives:
@@ -104,6 +99,7 @@ class Collectives:
     async def broadcast(self, tensor: torch.Tensor, group: Group, root: int) -> torch.Tensor:
         """``root``'s values in every member's ``tensor``, in place; returns it."""
         position = _position(group, root)
+        check_writable(tensor)
         self._note(group, "broadcast", tensor, root)
         with _HostCopy(tensor) as host:
             view = byte_view(host)
@@ -119,8 +115,9 @@ class Collectives:
     async def gather(self, tensor: torch.Tensor, group: Group, root: int) -> list[torch.Tensor] | None:
         """On ``root`` every member's tensor, in the group's order; None elsewhere."""
         position = _position(group, root)
+        check_dense(tensor)
         self._note(group, "gather", tensor, root)
-        send = _to_host(tensor)
+        send = to_host(tensor)
         receive = _room(send, group.size) if self._rank == root else None
         if send.numel() == 0 or group.native is None:
             await self._finish(group, self._gather_bytes, group, byte_view(send), receive, root)
@@ -132,8 +129,9 @@ class Collectives:
 
     async def all_gather(self, tensor: torch.Tensor, group: Group) -> list[torch.Tensor]:
         """Every member's tensor, in the group's order."""
+        check_dense(tensor)
         self._note(group, "all_gather", tensor)
-        send = _to_host(tensor)
+        send = to_host(tensor)
         if send.numel() == 0:
             await self.barrier(group)
             receive = _room(send, group.size)
@@ -210,30 +208,35 @@ class Collectives:
 
     async def all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
         """The elementwise reduction of every member's tensor, in place on each; returns it."""
-        if op not in _REDUCE:
-            raise LocalProtocolError(f"op is {op!r}; allowed are {', '.join(_REDUCE)}", op=op)
+        if op not in reductions.OPERATIONS:
+            raise LocalProtocolError(f"op is {op!r}; allowed are {', '.join(reductions.OPERATIONS)}", op=op)
+        check_writable(tensor)
+        reductions.check(tensor, op)
         self._note(group, "all_reduce", tensor, reduction=op)
-        work = _to_host(tensor).to(_REDUCED_AS.get(tensor.dtype, tensor.dtype))
-        if work.nbytes > _PIECE_NBYTES and group.native is not None and group.size > 1:
-            await self._finish(group, self._all_reduce_in_pieces, group.native, work, op)
-        elif work.numel() and group.native is not None:
-            await self._native(group, functools.partial(group.native.all_reduce, work.numpy(), op), f"all_reduce {op}")
-        elif work.numel() and group.size > 1:
-            work = await self._finish(group, self._all_reduce_in_order, group, work, op)
-        if work.data_ptr() != tensor.data_ptr():
-            with torch.no_grad():
-                tensor.copy_(work.to(tensor.dtype).reshape(tensor.shape))
+        if group.size == 1 or not tensor.numel():
+            return tensor
+        work, how = reductions.to_numbers(tensor, op)
+        if group.native is None:
+            work = await self._finish(group, self._all_reduce_in_order, group, work, how)
+        elif work.nbytes > _PIECE_NBYTES:
+            await self._finish(group, self._all_reduce_in_pieces, group.native, work, how)
+        else:
+            start = functools.partial(group.native.all_reduce, work.numpy(), how)
+            await self._native(group, start, f"all_reduce {op}")
+        reductions.store(work, tensor, op)
         return tensor
 
     async def all_to_all(self, tensors: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
         """Tensor i goes to member i; returns what each member sent here. All have one shape and dtype."""
         if len(tensors) != group.size:
             raise LocalProtocolError(f"all_to_all takes one tensor per member: {group.size}, not {len(tensors)}")
+        for index, tensor in enumerate(tensors):
+            check_dense(tensor, f"tensors[{index}]")
         first = tensors[0]
         if any(t.shape != first.shape or t.dtype != first.dtype for t in tensors):
             raise LocalProtocolError("all_to_all takes tensors of one shape and dtype")
         self._note(group, "all_to_all", first)
-        send = torch.stack([_to_host(tensor) for tensor in tensors])
+        send = torch.stack([to_host(tensor) for tensor in tensors])
         receive = torch.empty_like(send)
         count = first.numel() * first.element_size()
         if count == 0:
@@ -489,10 +492,11 @@ class Collectives:
         receive = _room(work, group.size) if self._rank == root else None
         await self._gather_or_give_up(group, byte_view(work), receive, root)
         if receive is not None:
-            total = receive[0].clone()
-            for part in receive[1:]:
-                total = _REDUCE[op](total, part)
-            work = total
+            total, *parts = receive.view(group.size, -1).numpy()
+            with np.errstate(all="ignore"):  # integers wrap, and infinities make NaN
+                for part in parts:
+                    reductions.OPERATIONS[op](total, part, out=total)
+            work = receive[0]
         await self._broadcast_bytes(group, byte_view(work), root)
         return work
 
@@ -558,10 +562,6 @@ def _position(group: Group, root: int) -> int:
     return group.ranks.index(root)
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu").contiguous()
-
-
 def _room(like: torch.Tensor, count: int) -> torch.Tensor:
     return torch.empty((count, *like.shape), dtype=like.dtype, device="cpu")
 
@@ -571,7 +571,7 @@ class _HostCopy:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-        self._host = _to_host(tensor)
+        self._host = to_host(tensor)
 
     def __enter__(self) -> torch.Tensor:
         return self._host

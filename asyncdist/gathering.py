@@ -10,6 +10,7 @@ import torch
 
 from asyncdist import values
 from asyncdist.api import place
+from asyncdist.byte_views import flat_bytes, oddity_of
 from asyncdist.collectives import Collectives
 from asyncdist.errors import DisagreementError
 from asyncdist.everyday import check_world_size
@@ -87,13 +88,12 @@ def _describe(data: Any) -> tuple[tuple[str, str, list[int]], torch.Tensor]:
         return ("list", "", [len(payload)]), torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     if not isinstance(data, torch.Tensor):
         raise TypeError(f"the data is a {values.type_name(type(data))}; {_ALLOWED}")
-    if data.layout != torch.strided or data.is_nested or data.is_meta or data.is_quantized:
-        raise ValueError(f"the data is a tensor of layout {data.layout} on {data.device}; {_ALLOWED}")
+    oddity = oddity_of(data)
+    if oddity is not None:
+        raise TypeError(f"the data is {oddity}; {_ALLOWED}")
     if data.ndim == 0:
         raise ValueError(f"the data is a tensor without dimensions, {data.item()!r}; {_ALLOWED}")
-    host = data.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-    content = host.view(-1).view(torch.uint8) if host.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
-    return ("tensor", str(data.dtype).removeprefix("torch."), list(data.shape)), content
+    return ("tensor", str(data.dtype).removeprefix("torch."), list(data.shape)), flat_bytes(data)
 
 
 def _check_alike(group: Group, descriptions: Sequence[tuple[str, str, list[int]]]) -> None:

@@ -20,9 +20,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-import torch
-
 from asyncdist import tags
+from asyncdist.byte_views import split
 from asyncdist.direct_writes import Tail
 from asyncdist.errors import AsyncdistError, BusyError, RemoteProtocolError
 from asyncdist.passes import Inlet
@@ -83,35 +82,6 @@ def check_grant(grant: Grant, source: int) -> None:
 
 class StreamAborted(RemoteProtocolError):
     """The sender gave the stream up. Carries ``rank`` and ``received_nbytes``."""
-
-
-def byte_view(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, of any dtype, without a copy.
-
-    Raises:
-        ValueError: the tensor is not contiguous or not in CPU memory.
-    """
-    if not tensor.is_cpu:
-        raise ValueError(f"a stream takes tensors in CPU memory; this one is on {tensor.device}")
-    if not tensor.is_contiguous():
-        raise ValueError(
-            f"a stream takes contiguous tensors; this one has shape {tuple(tensor.shape)} and stride {tensor.stride()}"
-        )
-    if not tensor.nbytes:
-        return memoryview(bytearray())
-    # With the cold caches that a transfer leaves, detach and view(torch.uint8) take several microseconds each.
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    try:
-        view = tensor.numpy().data
-    except TypeError:  # numpy has no bfloat16
-        view = tensor.view(-1).view(torch.uint8).numpy().data
-    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
-
-
-def split(view: memoryview, chunk_nbytes: int) -> list[memoryview]:
-    """``view`` in chunks; both ends must use the same sizes."""
-    return [view[start : start + chunk_nbytes] for start in range(0, len(view), chunk_nbytes)]
 
 
 class _Stream:

@@ -21,6 +21,8 @@ import optree
 import torch
 from torch import Tensor
 
+from asyncdist.byte_views import oddity_of
+
 #: A leaf's dtype and shape; in words where it is nothing that can be sent.
 Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]] | str
 
@@ -171,11 +173,7 @@ def _kind(leaf: Any) -> Kind:
     if not isinstance(leaf, Tensor):
         name = type(leaf).__qualname__
         return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
-    if leaf.is_meta:
-        return "a meta tensor, which has no values"
-    if leaf.layout != torch.strided or leaf.is_nested or leaf.is_quantized:
-        return "a sparse, nested or quantised tensor"
-    return leaf.dtype, tuple(leaf.shape)
+    return oddity_of(leaf) or (leaf.dtype, tuple(leaf.shape))
 
 
 def _kind_in_words(kind: Kind) -> str:

@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from asyncdist import streams, tags
+from asyncdist.byte_views import byte_view, check_dense, split
 from asyncdist.channels import Channel, Envelope
 from asyncdist.direct_writes import Licence, Neighbour, Tail
 from asyncdist.errors import ClosedError, LocalProtocolError, RankLostError
@@ -80,7 +81,8 @@ class _Outgoing:
     __slots__ = ("address", "refused", "stream", "view")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.view = streams.byte_view(tensor)
+        check_dense(tensor)
+        self.view = byte_view(tensor)
         self.address = tensor.data_ptr()
         self.stream: streams.OutboundStream | None = None
         self.refused: streams.Grant | None = None
@@ -181,7 +183,7 @@ class UserStreams:
                 self._abort(dest, grant.slot)
             return
         sent_nbytes = grant.nbytes - grant.written_nbytes
-        chunks = streams.split(outgoing.view[:sent_nbytes], grant.chunk_nbytes)
+        chunks = split(outgoing.view[:sent_nbytes], grant.chunk_nbytes)
         tail = None
         if grant.written_nbytes:
             view, address = outgoing.view[sent_nbytes:], outgoing.address + sent_nbytes
@@ -222,13 +224,14 @@ class UserStreams:
 
     async def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """As :meth:`asyncdist.World.receive_stream`."""
-        view = streams.byte_view(tensor)
+        check_dense(tensor)
+        view = byte_view(tensor)
         world = self._world
         world.check_peer(source)
         chunk_nbytes = streams.USER_CHUNK_NBYTES
         written_nbytes = self._written_nbytes(len(view), source)
         sent_nbytes = len(view) - written_nbytes
-        targets = streams.split(view[:sent_nbytes], chunk_nbytes)
+        targets = split(view[:sent_nbytes], chunk_nbytes)
         tail, address = (view[sent_nbytes:], tensor.data_ptr() + sent_nbytes) if written_nbytes else (None, 0)
 
         def cancel(slot: int) -> None:

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 import torch
 
+from asyncdist.byte_views import byte_view, oddity_of, to_host
 from asyncdist.errors import RemoteProtocolError
 
 ALLOWED: Final = (
@@ -140,20 +141,10 @@ def _pack_dict(value: dict[Any, Any], where: _Where, depth: int) -> Any:
 
 def _pack_tensor(tensor: torch.Tensor, where: _Where, depth: int) -> Any:
     del depth
-    trouble = (
-        "meta"
-        if tensor.is_meta
-        else "quantised"
-        if tensor.is_quantized
-        else f"{tensor.layout}"
-        if tensor.layout != torch.strided or tensor.is_nested
-        else ""
-    )
-    if trouble:
-        raise _unsupported(f"a tensor that is {trouble}", where)
-    host = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-    data = bytes(host.view(-1).view(torch.uint8).numpy().data) if host.numel() else b""
-    return {_TENSOR: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), data]}
+    oddity = oddity_of(tensor)
+    if oddity is not None:
+        raise _unsupported(oddity, where)
+    return {_TENSOR: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), bytes(byte_view(to_host(tensor)))]}
 
 
 def _pack_array(array: np.ndarray[Any, Any], where: _Where, depth: int) -> Any:

@@ -26,11 +26,12 @@ import torch
 from torch import nn
 
 from asyncdist import AsyncdistError, Group, RankLostError, World, checks, wire
+from asyncdist.byte_views import byte_view
 from asyncdist.exposure import Exposure, OutdatedError, Published, open_exposure
 from asyncdist.flat import FlatBuffers, SnapshotPool, accumulate, divide, reset_optimizer_state
 from asyncdist.packing import Packing
 from asyncdist.progress import yield_to_loop
-from asyncdist.streams import CHUNK_NBYTES, byte_view
+from asyncdist.streams import CHUNK_NBYTES
 from protocols.one_sided_core import Choice, OneSidedRules, choose, is_dying
 from protocols.one_sided_statistics import Durations, OneSidedStatistics
 from protocols.parameter_stream import ChunkRing

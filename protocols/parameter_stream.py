@@ -31,6 +31,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from asyncdist import Envelope, RankLostError, World, tags
+from asyncdist.byte_views import byte_view, split
 from asyncdist.channels import Channel
 from asyncdist.flat import FlatBuffers, accumulate
 from asyncdist.streams import (
@@ -40,8 +41,6 @@ from asyncdist.streams import (
     Grant,
     InboundStream,
     OutboundStream,
-    byte_view,
-    split,
 )
 
 logger = logging.getLogger("protocols.parameter_stream")

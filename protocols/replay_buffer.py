@@ -40,10 +40,11 @@ from asyncdist import (
     current_world,
     tags,
 )
+from asyncdist.byte_views import split
 from asyncdist.channels import Channel
 from asyncdist.passes import settle
 from asyncdist.progress import yield_to_loop
-from asyncdist.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted, check_grant, split
+from asyncdist.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted, check_grant
 from protocols.replay_messages import (
     INLINE_NBYTES_MAX,
     Add,

@@ -25,8 +25,9 @@ import numpy.typing as npt
 import torch
 
 from asyncdist import BusyError, Envelope, RankLostError, RemoteProtocolError, World, checks, current_world, tags, wire
+from asyncdist.byte_views import split
 from asyncdist.channels import Channel
-from asyncdist.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted, check_grant, split
+from asyncdist.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted, check_grant
 from protocols.replay_messages import (
     INLINE_NBYTES_MAX,
     Add,

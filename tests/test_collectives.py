@@ -130,6 +130,16 @@ async def test_results_share_no_memory_with_the_input() -> None:
             assert mine.tolist() == [0, 0, 0]
 
 
+async def test_256_ranks_that_all_say_true_say_true() -> None:
+    """In bytes they would add up to 0."""
+    async with worlds(256) as ranks:
+        said = [torch.tensor([True, world.rank == 7, False]) for world in ranks]
+        found = await asyncio.gather(
+            *(world.collectives.all_reduce(mine, world.group, "sum") for world, mine in zip(ranks, said, strict=True))
+        )
+    assert all(mine.tolist() == [True, True, False] for mine in found)
+
+
 def test_one_rank_alone_reduces_to_itself() -> None:
     async def main(world: ad.World) -> None:
         tensor = torch.tensor([1.5, 2.5])

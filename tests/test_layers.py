@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "_version",
+        "byte_views",
         "checks",
         "compiled",
         "direct_writes",
@@ -21,11 +22,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "model_tensors",
         "shared_memory",
         "transports.repeated",
-        "trees",
     ),
-    ("calls", "flat"),
+    ("calls", "flat", "trees"),
     ("tags", "packing", "scratch", "spread", "transports.base", "transports.transfers", "values"),
-    ("passes", "transports.mpi_requests"),
+    ("passes", "reductions", "transports.mpi_requests"),
     (
         "wire",
         "progress",

@@ -9,13 +9,14 @@ import time
 import numpy as np
 import pytest
 import torch
+from support.odd_tensors import NOT_DENSE, ODD, odd_tensors, same
 
 import asyncdist as ad
 from asyncdist.errors import LocalProtocolError, StartTimeoutError
 from conformance.endpoint import Endpoint
 
-FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
 DTYPES = (*FLOATS, *INTEGERS, torch.bool, torch.complex64, torch.complex128)
 SHAPES = ((), (1,), (7,), (3, 5), (0,), (2, 0, 3), (40_000,))
 
@@ -82,8 +83,7 @@ async def case_all_reduce(end: Endpoint) -> None:
         expected = torch.from_numpy(np.asarray(oracle.reduce(parts))).to(dtype)
         for layout in layouts(values(end.rank, shape, dtype)):
             assert await ad.all_reduce(layout, op) is layout  # type: ignore[arg-type]
-            assert layout.dtype == dtype
-            assert torch.equal(layout, expected), (dtype, shape, op)
+            assert same(layout, expected), (dtype, shape, op)
     for op, oracle in (
         ("sum", np.logical_or),
         ("max", np.logical_or),
@@ -106,6 +106,73 @@ async def case_all_reduce_of_halves_sums_in_float32(end: Endpoint) -> None:
     assert torch.equal(await ad.all_reduce(part), expected)
     big = torch.tensor([60_000.0 if end.rank < 2 else 0.0], dtype=torch.float16)
     assert torch.isinf(await ad.all_reduce(big)).item() == (end.size > 1)
+
+
+async def case_all_reduce_of_nan_and_of_zeros_of_both_signs(end: Endpoint) -> None:
+    """Every rank gets the same: NaN wherever any rank has it, the other numbers as if it were not there, -0 below +0.
+
+    MPI leaves it open what MPI_MIN and MPI_MAX do with NaN: with MPICH each rank got something else.
+    """
+    for dtype, has_nan, count in itertools.product((*FLOATS[:4], FLOATS[5]), range(end.size), (1, 70_000)):
+        numbers = torch.tensor([1.0, -1.5, 0.0 if end.rank == has_nan else -0.0, float(end.rank - 1)])
+        numbers[0] = torch.nan if end.rank == has_nan else numbers[0]
+        ranks = [float(rank - 1) for rank in range(end.size)]
+        zeros = [0.0] if end.size == 1 else [-0.0, 0.0]
+        for op, last, zero in (("min", min(ranks), zeros[0]), ("max", max(ranks), zeros[-1])):
+            found = await ad.all_reduce(numbers.to(dtype).repeat(count), op)  # type: ignore[arg-type]
+            nan, rest = found.view(-1, 4)[:, 0], found.view(-1, 4)[:, 1:]
+            assert nan.isnan().all(), (dtype, op, has_nan)
+            assert same(rest, torch.tensor([-1.5, zero, last]).to(dtype).repeat(count, 1)), (dtype, op, has_nan)
+    infinite = torch.tensor([torch.inf, -torch.inf, torch.inf if end.rank else -torch.inf])
+    assert (await ad.all_reduce(infinite.clone(), "max")).tolist()[:2] == [torch.inf, -torch.inf]
+    total = await ad.all_reduce(infinite.clone())
+    assert total[:2].tolist() == [torch.inf, -torch.inf]
+    assert total[2].isnan() == (end.size > 1)
+
+
+async def case_integers_wrap(end: Endpoint) -> None:
+    for dtype, number in ((torch.uint8, 200), (torch.int8, 100), (torch.uint16, 60_000), (torch.int64, 2**62)):
+        found = await ad.all_reduce(torch.tensor([number], dtype=dtype))
+        part = np.array([number], torch.empty(0, dtype=dtype).numpy().dtype)
+        assert found.tolist() == np.add.reduce([part] * end.size, dtype=part.dtype).tolist(), dtype
+
+
+async def case_dense_tensors_of_any_layout(end: Endpoint) -> None:
+    for name, sent in odd_tensors().items():
+        for found in (await ad.all_gather(sent), await ad.all_to_all([sent] * end.size), await ad.gather(sent, 1)):
+            assert found is None or len(found) == end.size
+            assert all(same(part, ODD[name]) for part in found or []), name
+        if name == "expanded":
+            for write in (ad.broadcast, ad.all_reduce):
+                with pytest.raises(ValueError, match="several elements are one in memory"):
+                    await write(sent)
+            continue
+        if end.rank != 1:
+            sent.detach().zero_()
+        assert await ad.broadcast(sent, 1) is sent
+        assert same(sent, ODD[name]), name
+        assert await ad.all_reduce(sent, "prod") is sent
+        power = torch.stack([ODD[name].detach().to(torch.complex128)] * end.size).prod(0)
+        if not sent.is_floating_point() or sent.itemsize > 1:  # those round to what only float32 products tell
+            assert torch.allclose(sent.detach().to(torch.complex128), power, equal_nan=True) or "uint" in name, name
+
+
+async def case_what_is_no_dense_tensor_is_refused_here(end: Endpoint) -> None:
+    """Where it can be caught: not in a task behind the collective."""
+    for word, wrong in NOT_DENSE.items():
+        for refuse in (ad.broadcast, ad.gather, ad.all_gather, ad.all_reduce):
+            with pytest.raises(TypeError, match=f"tensor is a {word}"):
+                await refuse(wrong)
+        with pytest.raises(TypeError, match=rf"tensors\[0\] is a {word}"):
+            await ad.all_to_all([wrong] * end.size)
+    with pytest.raises(TypeError, match="tensor is a list"):
+        await ad.broadcast([1.0])  # type: ignore[arg-type]
+    for op in ("min", "max"):
+        with pytest.raises(TypeError, match="complex numbers have no order"):
+            await ad.all_reduce(torch.ones(2, dtype=torch.complex64), op)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="all_reduce of torch\\.uint4"):
+        await ad.all_reduce(torch.empty(2, dtype=torch.uint4))
+    assert (await ad.all_reduce(torch.ones(1))).item() == end.size
 
 
 async def case_parameters_that_require_grad(end: Endpoint) -> None:

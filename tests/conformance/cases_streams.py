@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from support.odd_tensors import NOT_DENSE, ODD, odd_tensors, same
 
 from asyncdist.errors import ClosedError, LocalProtocolError, RemoteProtocolError
 from asyncdist.streams import WINDOW_COUNT, StreamAborted
@@ -69,6 +70,25 @@ async def case_every_dtype(end: Endpoint) -> None:
     parameter = torch.nn.Parameter(torch.full((3,), float(end.rank)))
     received = await exchange(end, parameter, torch.nn.Parameter(torch.zeros(3)))
     assert received.tolist() == [float(end.left)] * 3
+    free(end)
+
+
+async def case_contiguous_tensors_of_odd_layouts(end: Endpoint) -> None:
+    """What is contiguous by torch's word goes; the rest is refused where it can be caught."""
+    for name, sent in odd_tensors().items():
+        if sent.is_contiguous() and not sent.is_conj() and not sent.is_neg():
+            room = odd_tensors()[name]
+            room.detach().zero_()
+            assert same(await exchange(end, sent, room), ODD[name]), name
+            continue
+        for refused in (end.world.send_stream(sent, end.right), end.world.receive_stream(sent, end.left)):
+            with pytest.raises(ValueError, match=r"contiguous tensors; this one has|resolve_conj"):
+                await refused
+    for word, wrong in NOT_DENSE.items():
+        with pytest.raises(TypeError, match=f"tensor is a {word}"):
+            await end.world.send_stream(wrong, end.right)
+    with pytest.raises(TypeError, match="tensor is a list"):
+        await end.world.send_stream([1.0], end.right)  # type: ignore[arg-type]
     free(end)
 
 

@@ -11,13 +11,15 @@ import numpy as np
 import torch
 from torch import nn
 
+from support import odd_tensors
+
 
 def same(one: Any, two: Any) -> bool:
     """Equal in type and content, at every depth."""
     if type(one) is not type(two):
         return False
     if isinstance(one, torch.Tensor):
-        return (one.dtype, one.shape) == (two.dtype, two.shape) and bits(one) == bits(two)
+        return odd_tensors.same(one, two)
     if isinstance(one, (np.ndarray, np.generic)):
         return one.dtype == two.dtype and one.shape == two.shape and one.tobytes() == two.tobytes()
     if isinstance(one, float):
@@ -44,11 +46,6 @@ def canonical(value: Any) -> str:
     return repr(value)
 
 
-def bits(tensor: torch.Tensor) -> bytes:
-    host = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return host.view(-1).view(torch.uint8).numpy().tobytes() if host.numel() else b""
-
-
 def _tensors() -> list[torch.Tensor]:
     numbers = torch.arange(-3, 9)
     names = "bool uint8 int8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64 complex64"
@@ -56,8 +53,8 @@ def _tensors() -> list[torch.Tensor]:
     found += [numbers.to(getattr(torch, name)) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)]
     found += [torch.tensor(float("nan")), torch.empty(0), torch.empty(2, 0, 3, dtype=torch.int16)]
     found += [torch.arange(12.0).reshape(3, 4).t(), torch.arange(12.0)[::3], torch.ones(1).expand(5)]
-    found += [torch.tensor([1 + 2j, -3j]).conj(), torch.ones(3, requires_grad=True)]
-    return found
+    found += [tensor for name, tensor in odd_tensors.ODD.items() if name != "a parameter"]
+    return [*found, torch.ones(3, requires_grad=True)]
 
 
 #: ints beyond float32, float64 and 64 bits, both sides of every limit of the encoding.
