@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from asyncdist.byte_views import byte_view, check_dense, to_host
+
 Batch: TypeAlias = torch.Tensor | Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
 Rows: TypeAlias = npt.NDArray[np.uint8]
 Form: TypeAlias = Literal["tensor", "dict", "tuple"]
@@ -50,7 +52,8 @@ class RowLayout:
 
     Attributes:
         form: what a batch is: one tensor, a dict of them by name, or a tuple.
-        fields: in order; a tuple's are named by their index.
+        fields: in the order of the first batch; a tuple's are named by their index. In a row those of a dict lie in the
+            order of their names: dicts with equal keys are alike, whatever the order of their keys.
     """
 
     form: Form
@@ -69,8 +72,7 @@ class RowLayout:
             raise ValueError("a batch without tensors; at least one is needed")
         lengths = set()
         for name, tensor in parts.items():
-            if not (isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_quantized):
-                raise TypeError(f"batch{_where(name)} is a {type(tensor).__name__}; allowed are dense tensors")
+            check_dense(tensor, f"batch{_where(name)}")
             if tensor.device.type != "cpu":
                 raise TypeError(f"batch{_where(name)} is on {tensor.device}; a batch is in CPU memory")
             if tensor.ndim == 0:
@@ -96,12 +98,13 @@ class RowLayout:
         if form != self.form or len(parts) != len(self.fields):
             return False
         lengths = set()
-        for (name, tensor), field in zip(parts.items(), self.fields, strict=True):
+        for field in self.fields:
+            tensor = parts.get(field.name)
             if not (
-                name == field.name
-                and isinstance(tensor, torch.Tensor)
+                isinstance(tensor, torch.Tensor)
                 and tensor.dtype is _dtype(field.dtype)
                 and tensor.layout == torch.strided
+                and not tensor.is_nested
                 and tensor.is_cpu
                 and tensor.ndim
                 and tensor.shape[1:] == field.shape
@@ -113,10 +116,12 @@ class RowLayout:
     def pack(self, batch: Batch) -> Rows:
         """The rows of a batch of this layout: (items, ``nbytes``)."""
         columns = []
-        for tensor, field in zip(_parts(batch)[1].values(), self.fields, strict=True):
+        parts = _parts(batch)[1]
+        for field in self._in_a_row():
+            tensor = parts[field.name]
             count = tensor.shape[0]
             if tensor.numel():
-                columns.append(_as_bytes(tensor.detach().contiguous().view(count, -1)))
+                columns.append(_rows_of(to_host(tensor)))
             else:
                 columns.append(np.empty((count, field.nbytes), np.uint8))
         return columns[0] if len(columns) == 1 else np.concatenate(columns, axis=1)
@@ -124,15 +129,20 @@ class RowLayout:
     def unpack(self, rows: Rows) -> Batch:
         """The batch that was packed, in tensors of its own."""
         parts, start = {}, 0
-        for field in self.fields:
+        for field in self._in_a_row():
             tensor = torch.empty((len(rows), *field.shape), dtype=_dtype(field.dtype), device="cpu")
             if tensor.numel():
-                _as_bytes(tensor.view(len(rows), -1))[...] = rows[:, start : start + field.nbytes]
+                _rows_of(tensor)[...] = rows[:, start : start + field.nbytes]
             start += field.nbytes
             parts[field.name] = tensor
         if self.form == "tensor":
             return next(iter(parts.values()))
-        return parts if self.form == "dict" else tuple(parts.values())
+        if self.form == "tuple":
+            return tuple(parts.values())
+        return {field.name: parts[field.name] for field in self.fields}
+
+    def _in_a_row(self) -> Sequence[Field]:
+        return sorted(self.fields, key=lambda field: field.name) if self.form == "dict" else self.fields
 
     def difference(self, other: RowLayout) -> str | None:
         """The first thing in which ``other`` differs, in words; None if it does not."""
@@ -147,7 +157,7 @@ class RowLayout:
         extra = [field.name for field in other.fields if field.name not in {mine.name for mine in self.fields}]
         if extra:
             return f"{extra[0]!r} is unknown there"
-        return None if self == other else "the fields come in another order"
+        return None
 
 
 def check_dtype(name: str) -> None:
@@ -178,9 +188,9 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _as_bytes(flat: torch.Tensor) -> Rows:
-    rows: Rows = flat.view(torch.uint8).numpy()
-    return rows
+def _rows_of(tensor: torch.Tensor) -> Rows:
+    """The bytes of a contiguous tensor that is not empty, row by row."""
+    return np.frombuffer(byte_view(tensor), np.uint8).reshape(tensor.shape[0], -1)
 
 
 @dataclass(frozen=True, slots=True)

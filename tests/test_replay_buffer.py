@@ -80,6 +80,24 @@ def test_every_item_is_stored_once_and_drawn_as_it_was_sent(size: int) -> None:
         assert (sample.weights == 1).all()
 
 
+def test_clients_may_have_the_keys_of_their_dicts_in_any_order() -> None:
+    """And rows of any layout: one row of a column is contiguous, by torch's word, and has stride 2."""
+
+    async def client(world: ad.World, buffer: ReplayBuffer) -> Any:
+        columns = torch.tensor([[world.rank, 10.0 + world.rank], [0, 0]])
+        batch = {"state": columns[:1, 0], "reward": columns[:1, 1]}
+        for _ in range(2):
+            await buffer.add(batch if world.rank else dict(reversed(batch.items())))
+            await buffer.add(dict(reversed(batch.items())))
+        await ad.barrier(group=await ad.new_group([0, 1]))
+        drawn = (await buffer.sample(200, wait=False)).batch
+        return set(zip(drawn["state"].tolist(), drawn["reward"].tolist(), strict=True))
+
+    *found, statistics = run(3, client, capacity=10)
+    assert found == [{(0.0, 10.0), (1.0, 11.0)}] * 2
+    assert statistics.added == {0: 4, 1: 4}
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_simulated_with_tasks_that_add_and_draw_at_once(seed: int) -> None:
     async def client(world: ad.World, buffer: ReplayBuffer) -> int:
