@@ -3,21 +3,27 @@
 A :class:`Lane` is one tag's inlet: a single persistent wildcard receive, whose frames it checks and hands to the
 :class:`Channel` of their scope, which it finds by the route in the frame's header. Frames for a scope that is not open
 here yet wait, within a bound; frames for a closed scope are dropped and counted. What does not decode is counted and
-logged once per peer, and never raises here.
+logged once per peer, and never raises here. Reasons for drops are few, so that their counts take no memory; the last
+example of each is kept.
 
 The runtime's own channels have a *handler* in place of a mailbox: a function, called as each message arrives.
 
 A channel's mailbox is bounded. When it is full, a user's channel *stalls*: its lane takes nothing more until somebody
-receives, so only that tag stops. A protocol's channel, which knows how much may be under way, fails with
-RemoteProtocolError instead (``"error"``), or keeps the newest message of each source (``"latest"``).
+receives, so only that tag stops. Frames for channels of a user that are not open yet do the same when they are too
+many. A protocol's channel, which knows how much may be under way, fails with RemoteProtocolError instead
+(``"error"``), or keeps the newest message of each source (``"latest"``).
+
+A rank whose main has returned receives nothing more on its user's channels: what still comes is dropped and counted, so
+that no sender waits for it, and a send that starts when the sender has heard of it raises ClosedError.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Final, Generic
 
@@ -30,6 +36,7 @@ from asyncdist.mailboxes import FrameInlet, Inbox, MessageT, Outbox
 from asyncdist.mailboxes import Overflow as Overflow
 from asyncdist.passes import settle
 from asyncdist.progress import Engine, yield_to_loop
+from asyncdist.transports.base import Request
 
 logger = logging.getLogger("asyncdist.channels")
 
@@ -60,13 +67,26 @@ class Lane:
         engine: polls it.
         tag: its tag.
         nonce: of the job; frames with another are strangers.
+        is_users: whether its channels are a user's, which lose nothing, in place of a protocol's.
+
+    Attributes:
+        dropped: frames that were not delivered, by reason.
+        drop_examples: the last one of each reason, in words.
+        under_way_count: messages that have not left yet.
+        slow_dests: ranks to which some message did not leave at once.
     """
 
-    def __init__(self, engine: Engine, tag: int, nonce: int) -> None:
+    def __init__(self, engine: Engine, tag: int, nonce: int, *, is_users: bool) -> None:
         self.engine = engine
         self.tag = tag
         self.nonce = nonce
+        self.is_users = is_users
         self.dropped: Counter[str] = Counter()
+        self.drop_examples: dict[str, str] = {}
+        self.under_way_count = 0
+        self.slow_dests: set[int] = set()
+        self._has_left = False
+        self._never_opened_count = 0  # frames that came for such scopes after main had returned
         self._channels: dict[int, Channel[Any]] = {}
         self._closed_scopes: set[int] = set()
         self._early: deque[tuple[int, wire.FrameReader]] = deque()
@@ -81,26 +101,52 @@ class Lane:
         self.inlet = FrameInlet(request, buffer, drop=self.drop, explain=self._explain, ring=engine.ring)
         engine.add_inlet(self.inlet)
 
-    def _explain(self, frame: wire.FrameReader, source: int) -> None:
-        """What becomes of a frame that is for no open channel."""
+    def _explain(self, frame: wire.FrameReader, source: int) -> bool:
+        """Drop or keep a frame that is for no open channel; whether nothing more is to be taken."""
         route = frame.route()
+        channel = self._channels.get(route.scope)
         if route.version != wire.VERSION:
-            self.drop(source, f"version {route.version}, not {wire.VERSION}")
+            self.drop(source, "another version", f"version {route.version}, not {wire.VERSION}")
         elif route.nonce != self.nonce:
-            self.drop(source, "a frame of another job")
-        elif (channel := self._channels.get(route.scope)) is not None:
-            if route.epoch != channel.epoch:
-                self.dropped["other epoch"] += 1
-            else:
-                self.drop(source, f"{channel.name}: kind {route.kind}, of {channel.kind_count} known")
+            self.drop(source, "another job")
+        elif channel is not None and route.epoch != channel.epoch:
+            self.dropped["other epoch"] += 1
+        elif channel is not None and route.kind >= channel.kind_count:
+            self.drop(source, "unknown kind", f"{channel.name}: kind {route.kind}, of {channel.kind_count} known")
         elif route.scope in self._closed_scopes:
             self.dropped["closed scope"] += 1
-        elif len(self._early) < EARLY_FRAME_COUNT_MAX:
+        elif self._has_left:
+            self._drop_late(channel)
+        elif len(self._early) < EARLY_FRAME_COUNT_MAX or self.is_users:
             self._early.append((source, frame.copy()))
             self._early_from.add(source)
             self.watch_early()
+            return self.is_users and len(self._early) >= EARLY_FRAME_COUNT_MAX
         else:
             self.drop(source, "too many frames for scopes that nobody has opened")
+        return False
+
+    def _drop_late(self, channel: Channel[Any] | None) -> None:
+        self.dropped["main had returned"] += 1
+        if channel is None:
+            self._never_opened_count += 1
+        else:
+            channel.dropped_count += 1
+
+    def leave(self) -> None:
+        """Main has returned here: take what still comes for a user's channels and drop it, so that no sender waits."""
+        if self.is_users:
+            self._has_left = True
+            for channel in self._channels.values():
+                for (key, _), _ in channel.known_by():
+                    self.inlet.close(key)
+            self.inlet.resume(self.inlet.stalled_on)
+
+    def on_left(self, rank: int) -> bool:
+        """``rank`` receives nothing more on a user's channels; whether messages for it may still be under way."""
+        for channel in self._channels.values():
+            channel.on_left()
+        return self.is_users and rank in self.slow_dests
 
     def watch_early(self) -> None:
         """Ranks that open a channel under another type or name than their peers would wait in silence: say so in time.
@@ -130,13 +176,21 @@ class Lane:
             "(a channel is the same where tag, message type or name, and group are, and it is opened as often)"
         )
 
-    def drop(self, source: int, why: str) -> None:
-        """Count a frame that is not delivered; the first one of each peer is logged."""
-        self.dropped[why] += 1
+    def drop(self, source: int, reason: str, particulars: str = "") -> None:
+        """Count a frame that is not delivered; the first one of each peer is logged.
+
+        Args:
+            source: the sender's rank.
+            reason: one of a few.
+            particulars: of this frame.
+        """
+        what = particulars or reason
+        self.dropped[reason] += 1
+        self.drop_examples[reason] = f"tag {self.tag}, rank {source}: {what}"
         if source not in self._complained_about:
             self._complained_about.add(source)
             logger.warning(
-                "tag %d: dropped a frame from rank %d: %s (further ones are only counted)", self.tag, source, why
+                "tag %d: dropped a frame from rank %d: %s (further ones are only counted)", self.tag, source, what
             )
 
     def attach(self, channel: Channel[Any]) -> None:
@@ -148,6 +202,7 @@ class Lane:
             self.inlet.routes[key] = stamp, channel.inbox, decode
         early, self._early = self._early, deque()
         self._early_from = set()
+        self.inlet.resume(self.inlet)
         for source, frame in early:
             self.inlet.deliver(frame, frame.nbytes, source)
 
@@ -192,8 +247,8 @@ class Lane:
 
     @property
     def early_count(self) -> int:
-        """Frames that wait for a scope nobody has opened."""
-        return len(self._early)
+        """Frames that have come for a scope that is not open: those that wait, and those dropped at the end."""
+        return len(self._early) + self._never_opened_count
 
 
 class Channel(Generic[MessageT]):
@@ -213,6 +268,7 @@ class Channel(Generic[MessageT]):
         overflow: Overflow,
         peer_scope: int | None = None,
         handler: Callable[[Envelope[Any]], None] | None = None,
+        left: Collection[int] = (),
     ) -> None:
         self.lane = lane
         self.scope = scope
@@ -225,6 +281,7 @@ class Channel(Generic[MessageT]):
         self._engine = lane.engine
         self._capacity = capacity
         self._sending_count = 0
+        self.dropped_count = 0  # messages that came after main had returned
         self.inbox = Inbox(
             lane.inlet,
             name=name,
@@ -244,6 +301,7 @@ class Channel(Generic[MessageT]):
             name=name,
             # Peers that heard an earlier channel of this scope go on counting from there.
             sequence=lane.sent_count,
+            left=left,
         )
         self._post = self._outbox.post
         # Where a doorbell rings, nothing arrives while this rank runs on.
@@ -264,8 +322,9 @@ class Channel(Generic[MessageT]):
         Raises:
             LocalProtocolError: not a message of this channel, above the limit, or no such rank.
             BusyError: as many sends as the channel's capacity are still under way.
-            ClosedError: the channel is closed.
-            RankLostError: the peer is gone.
+            ClosedError: the channel is closed, or main has returned on ``dest``, which receives nothing more. (What it
+                was sent before this rank heard so is dropped and counted there.)
+            RankLostError: the peer is lost, or the job has failed.
         """
         if self._sending_count >= self._capacity:
             self._engine.poll()
@@ -276,7 +335,7 @@ class Channel(Generic[MessageT]):
         request = self._post(message, dest, round)
         if request is not None:
             self._sending_count += 1
-            self._engine.watch(request, f"{self.name}: send to {dest}", self._on_sent)
+            self._watch(request, dest, self._on_sent)
 
     async def send(self, message: MessageT, dest: int, *, round: int = 0) -> None:
         """Send and wait until the message has left, which for a large one may be when ``dest`` receives.
@@ -288,12 +347,26 @@ class Channel(Generic[MessageT]):
         """
         request = self._post(message, dest, round)
         if request is not None:
-            await self._engine.wait(request, f"{self.name}: send to {dest}")
+            waiter = self._engine.loop.create_future()
+            self._watch(request, dest, functools.partial(settle, waiter))
+            await self._engine.park(waiter, f"{self.name}: send to {dest}")
             return
         self._since_yield += 1
         if self._since_yield >= FAIRNESS_PERIOD:  # only once it is posted: another task's later send would overtake it
             self._since_yield = 0
             await yield_to_loop()
+
+    def _watch(self, request: Request, dest: int, on_done: Callable[[AsyncdistError | None], None]) -> None:
+        """Keep a message that has not left at once."""
+        lane = self.lane
+
+        def on_left(error: AsyncdistError | None) -> None:
+            lane.under_way_count -= 1
+            on_done(error)
+
+        lane.under_way_count += 1
+        lane.slow_dests.add(dest)
+        self._engine.watch(request, f"{self.name}: send to {dest}", on_left)
 
     def _on_sent(self, error: AsyncdistError | None) -> None:
         self._sending_count -= 1
@@ -385,6 +458,10 @@ class Channel(Generic[MessageT]):
         """Message types that this channel carries."""
         return len(self._codec.decoders)
 
+    def on_left(self) -> None:
+        """A rank has left: the next message may be for it."""
+        self._outbox.look_again()
+
     def fail(self, error: AsyncdistError) -> None:
         """Everyone who receives gets ``error`` from now on."""
         self.inbox.failure = error
@@ -421,6 +498,11 @@ class Channel(Generic[MessageT]):
     def waiting_count(self) -> int:
         """Messages that nobody has received yet."""
         return len(self.inbox.mailbox)
+
+    @property
+    def unread_count(self) -> int:
+        """Those, and the ones that were dropped since main had returned."""
+        return len(self.inbox.mailbox) + self.dropped_count
 
     def statistics(self) -> ChannelStatistics:
         """Counts since the channel was opened."""

@@ -27,6 +27,7 @@ cdef class Outbox:
     cdef object _tag
     cdef Py_ssize_t _size
     cdef object _name
+    cdef object _left
     cdef object _dest
     cdef public unsigned long long sequence
     cdef readonly Py_ssize_t sent_count
@@ -75,7 +76,7 @@ cdef class FrameInlet(Inlet):
     cdef unsigned long long _stamp
     cdef Inbox _inbox
     cdef object _decode
-    cdef readonly Inbox stalled_on
+    cdef readonly object stalled_on
     cdef readonly bint is_posted
     cdef readonly Py_ssize_t received_late_count
 
@@ -84,4 +85,4 @@ cdef class FrameInlet(Inlet):
     cdef Py_ssize_t deliver_up_to(self, Py_ssize_t count_max) except -1
     @cython.locals(found=tuple, inbox=Inbox)
     cpdef bint deliver(self, FrameReader frame, Py_ssize_t nbytes, object source) except -1
-    cpdef resume(self, Inbox inbox)
+    cpdef resume(self, object full)

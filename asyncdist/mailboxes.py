@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from asyncdist import wire
@@ -72,6 +72,7 @@ class Outbox:
         size: ranks of the world.
         name: of the channel, for errors.
         sequence: of the last message on the tag before this channel; peers that heard it go on counting from there.
+        left: ranks that receive nothing on this channel any more. When one is added, :meth:`look_again` is called.
 
     Attributes:
         sequence: of the last message that was posted.
@@ -89,6 +90,7 @@ class Outbox:
         size: int,
         name: str,
         sequence: int,
+        left: Collection[int] = (),
     ) -> None:
         self._codec = codec
         self.start_send = start_send
@@ -96,7 +98,8 @@ class Outbox:
         self._tag = tag
         self._size = size
         self._name = name
-        self._dest: int | None = None  # of the last message: a rank
+        self._left = left
+        self._dest: int | None = None  # of the last message: a rank that has not left
         self.routes = routes
         # Made for the first message of a kind: they take a KiB each, and most channels of most ranks send few kinds.
         self._writers: list[FrameWriter | None] = [None] * len(routes)
@@ -143,11 +146,17 @@ class Outbox:
             raise ClosedError(f"{self._name} is closed", tag=self._tag)
         if type(dest) is not int or not 0 <= dest < self._size:
             raise LocalProtocolError(f"{self._name}: dest is {dest!r}; ranks go from 0 to {self._size - 1}", dest=dest)
+        if dest in self._left:
+            raise ClosedError(f"{self._name}: rank {dest} has left and receives nothing more", dest=dest, tag=self._tag)
         if not 0 <= round <= wire.ROUND_MAX:
             raise LocalProtocolError(
                 f"{self._name}: round is {round!r}; rounds go from 0 to {wire.ROUND_MAX}", round=round
             )
         self._dest = dest
+
+    def look_again(self) -> None:
+        """Check the rank of the next message, though it is that of the last one: a rank has left."""
+        self._dest = None
 
 
 class _LatestMailbox(OrderedDict[int, "Envelope[Any]"]):
@@ -217,13 +226,13 @@ class Inbox:
             self._source = rank
             self._sequence = self._last_sequence.get(source, 0)
         if frame.sequence <= self._sequence:
-            self._inlet.drop(source, f"{self._name}: sequence {frame.sequence} after {self._sequence}")
+            self._inlet.drop(source, "out of order", f"{self._name}: sequence {frame.sequence} after {self._sequence}")
             return False
         self._sequence = frame.sequence
         try:
             message = decode(frame.payload)
         except Exception as error:  # no message, or one whose __post_init__ refuses it; the bytes are a stranger's
-            self._inlet.drop(source, f"{self._name}: {type(error).__name__} {error}".rstrip())
+            self._inlet.drop(source, "no message", f"{self._name}: {type(error).__name__} {error}".rstrip())
             return False
         envelope = _as_envelope((message, source, frame.round))
         if self.handler is not None:
@@ -309,13 +318,13 @@ class FrameInlet(Inlet):
     Args:
         request: a receive into ``buffer``, not posted yet.
         buffer: room for the largest frame.
-        drop: called with the source of a frame that is not delivered, and why.
-        explain: called with a frame that is for no inbox, and its source.
+        drop: called with the source of a frame that is not delivered, why (one of a few reasons), and the particulars.
+        explain: called with a frame that is for no inbox, and its source; returns whether the lane must stall.
         ring: asks the engine for another pass.
 
     Attributes:
         routes: for the key of each route its stamp, its inbox, and how to decode its messages.
-        stalled_on: the inbox that is full, so that nothing more is taken.
+        stalled_on: why nothing more is taken: the inbox that is full, or this inlet where ``explain`` said so.
         is_posted: whether a message may arrive.
         received_late_count: messages that were received from inboxes after these were closed.
     """
@@ -325,8 +334,8 @@ class FrameInlet(Inlet):
         request: PersistentReceive,
         buffer: bytearray | memoryview,
         *,
-        drop: Callable[[int, str], None],
-        explain: Callable[[FrameReader, int], None],
+        drop: Callable[[int, str, str], None],
+        explain: Callable[[FrameReader, int], bool],
         ring: Callable[[], None],
     ) -> None:
         self.request = request
@@ -340,7 +349,7 @@ class FrameInlet(Inlet):
         self._key = self._stamp = 0
         self._inbox: Inbox | None = None
         self._decode: wire.Decode
-        self.stalled_on: Inbox | None = None
+        self.stalled_on: Inbox | FrameInlet | None = None
         self.received_late_count = 0
         self.request.start()
         self.is_posted = True
@@ -373,23 +382,25 @@ class FrameInlet(Inlet):
                     break
         except AsyncdistError as error:  # a frame larger than any of ours, or the receive itself failed
             self.is_posted = False
-            self.drop(getattr(self.request, "source", -1), str(error))
+            self.drop(getattr(self.request, "source", -1), type(error).__name__, str(error))
             self._ring()  # what came meanwhile has rung already
         if delivered == count_max > 1:
             self._ring()  # more may lie here
         return delivered
 
     def deliver(self, frame: FrameReader, nbytes: int, source: int) -> bool:
-        """Hand the frame to the inbox of its route; whether that one is full now, so that the lane stalls."""
+        """Hand the frame to the inbox of its route; whether the lane stalls now, since that one is full."""
         try:
             frame.open(nbytes)
         except wire.FrameError as error:
-            self.drop(source, str(error))
+            self.drop(source, error.reason, str(error))
             return False
         if self._inbox is None or frame.key != self._key or frame.stamp != self._stamp:
             found = self.routes.get(frame.key)
             if found is None or found[0] != frame.stamp:
-                self._explain(frame, source)
+                if self._explain(frame, source):
+                    self.stalled_on = self
+                    return True
                 return False
             self._key = frame.key
             self._stamp, self._inbox, self._decode = found
@@ -400,12 +411,12 @@ class FrameInlet(Inlet):
         return False
 
     def close(self, key: int) -> None:
-        """Know nothing more of this route."""
-        del self.routes[key]
+        """Know nothing more of this route, if it was known."""
+        self.routes.pop(key, None)
         self._inbox = None
 
-    def resume(self, inbox: Inbox) -> None:
-        """``inbox`` has room again, or is gone."""
-        if self.stalled_on is inbox:
+    def resume(self, full: Inbox | FrameInlet | None) -> None:
+        """What the lane may be stalled on has room again, or is gone."""
+        if self.stalled_on is full and full is not None:
             self.stalled_on = None
             self._ring()

@@ -377,7 +377,12 @@ async def _leave(world: World, transport: Transport) -> list[str]:
     world.leave()
     world.refuse_streams()
     await world.engine.until(lambda: world.service_count == 0, "the services of this rank to end")
-    # Before the barrier, while the peers still take what comes; after it a message may find nobody.
+    # Before the barrier, while the peers still take what comes; after it a message may find nobody. A peer in main
+    # takes a user's messages when it likes, and drops the rest when it leaves.
+    await world.engine.until(
+        lambda: not world.is_sending or is_everybody(world, world.left, world.answered, transport.lost_ranks()),
+        "the other ranks to take the messages of this one",
+    )
     await _flush(world)
     await _last_barrier(world, transport)
     await _flush(world)

@@ -66,7 +66,15 @@ def _rounded_up(nbytes: int) -> int:
 
 
 class FrameError(ValueError):
-    """A frame that is not to be believed; the text says why."""
+    """A frame that is not to be believed; the text says why.
+
+    Attributes:
+        reason: the same, without the numbers of this frame.
+    """
+
+    def __init__(self, reason: str, particulars: str = "") -> None:
+        super().__init__(particulars or reason)
+        self.reason = reason
 
 
 class Route(NamedTuple):
@@ -242,7 +250,7 @@ class FrameReader:
         """
         if nbytes != self.nbytes:  # often one frame is as long as the last
             if nbytes < _HEADER_NBYTES:
-                raise FrameError(f"{nbytes} bytes, shorter than a header of {HEADER_NBYTES}")
+                raise FrameError("too short", f"{nbytes} bytes, shorter than a header of {HEADER_NBYTES}")
             self.payload = self._view[HEADER_NBYTES:nbytes]
             self.nbytes = nbytes
         if self._words[0] != _crc32(self._longs, self._octets, nbytes):

@@ -84,6 +84,16 @@ class Farewell:
 
 
 @dataclass(frozen=True, slots=True)
+class Unheard:
+    """Answer to :class:`Leave`: messages for the leaver may be under way on a tag that it has never opened.
+
+    It opens that tag and drops them, since some backends complete a large send only when it is received.
+    """
+
+    tag: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorldStatistics:
     """Counts since the world was opened.
 
@@ -92,6 +102,7 @@ class WorldStatistics:
         sent_count: messages sent on channels.
         received_count: messages received from channels.
         dropped: frames not delivered, by reason.
+        drop_examples: what was wrong with the last one of each reason, where there is more to say.
         stream_sent_nbytes: bytes of bulk streams sent.
         stream_received_nbytes: bytes of bulk streams received.
     """
@@ -100,6 +111,7 @@ class WorldStatistics:
     sent_count: int
     received_count: int
     dropped: dict[str, int]
+    drop_examples: dict[str, str]
     stream_sent_nbytes: int
     stream_received_nbytes: int
 
@@ -132,7 +144,7 @@ class World:
         slots: of the bulk streams that this rank receives.
         scratch: memory that is kept between collectives on one model.
         gone: ranks that have left or are lost.
-        left: ranks whose main has returned.
+        left: ranks that have stopped: main has returned there, or they have answered a failure elsewhere.
         attendance: who takes part in which collective.
         answered: ranks that have answered a failure, or failed themselves.
         leftover_probes: functions that name what a protocol has not cleared away, asked at the end.
@@ -153,6 +165,8 @@ class World:
         self.stream_received_nbytes = 0
         self.gone: set[int] = set()
         self.left: set[int] = set()
+        self._returned: set[int] = set()  # ranks whose main has returned
+        self._has_returned = False
         self.answered: set[int] = set()
         self.leftover_probes: list[Callable[[], Sequence[str]]] = []
         self.time: Callable[[], float] = loop.time
@@ -173,7 +187,7 @@ class World:
         self._services: set[asyncio.Task[Any]] = set()
         self._computing = Computing(self.rank, loop)
         self._system: Channel[Any] = self.open_channel(
-            Join | Verdict | Withdraw | Leave | Failed | Farewell | Objection | Reminder | Inquiry,
+            Join | Verdict | Withdraw | Leave | Failed | Farewell | Objection | Reminder | Inquiry | Unheard,
             tag=tags.CONTROL,
             scope=wire.scope_of(group.ranks, "system", 0),
             name="system",
@@ -373,12 +387,24 @@ class World:
             handler: called with each message as it arrives, inside a pass, in place of a mailbox.
         """
         codec = wire.Codec(message_types)
+        lane = self._lane(tag, is_users=overflow == "stall")
+        return Channel(
+            lane,
+            codec,
+            scope,
+            name=name,
+            capacity=capacity,
+            overflow=overflow,
+            peer_scope=peer_scope,
+            handler=handler,
+            left=self._returned if lane.is_users else (),
+        )
+
+    def _lane(self, tag: int, *, is_users: bool) -> Lane:
         lane = self._lanes.get(tag)
         if lane is None:
-            lane = self._lanes[tag] = Lane(self.engine, tag, self._nonce)
-        return Channel(
-            lane, codec, scope, name=name, capacity=capacity, overflow=overflow, peer_scope=peer_scope, handler=handler
-        )
+            lane = self._lanes[tag] = Lane(self.engine, tag, self._nonce, is_users=is_users)
+        return lane
 
     def next_scope(self, ranks: Sequence[int], name: str) -> int:
         """A scope for the next user of ``name`` on ``ranks``; equal on all ranks that count alike."""
@@ -476,6 +502,7 @@ class World:
     def mark_lost(self, rank: int) -> None:
         """``rank`` has died, perhaps after its main had returned: what it still served, a coordinator, goes now."""
         self.left.discard(rank)
+        self._returned.discard(rank)
         self.gone.discard(rank)
         self.attendance.on_lost(rank)
         self.mark_gone(rank)
@@ -497,8 +524,7 @@ class World:
             case Withdraw(subject):
                 self.agreements.on_withdraw(subject, source)
             case Leave(started, lost):
-                self.left.add(source)
-                self.attendance.on_left(source, dict(started), lost)
+                self._on_left(source, started, lost)
                 self.mark_gone(source)
             case Failed(summary):
                 self.answered.add(source)
@@ -508,15 +534,31 @@ class World:
                 self.answered.add(source)
                 self.left.add(source)
                 if started is not None:
-                    self.attendance.on_left(source, dict(started), lost)
+                    self._on_left(source, started, lost)
                 self.mark_gone(source, of_a_failure=started is None)
+            case Unheard(tag):
+                if self._has_returned:
+                    self._lane(tag, is_users=True).leave()
         self.engine.recheck()
+
+    def _on_left(self, rank: int, started: Sequence[tuple[int, int]], lost: Sequence[int]) -> None:
+        """Main has returned on ``rank``."""
+        self.left.add(rank)
+        self.attendance.on_left(rank, dict(started), lost)
+        if rank not in self._returned:
+            self._returned.add(rank)
+            for lane in self._lanes.values():
+                if lane.on_left(rank):
+                    self._system.send_nowait(Unheard(lane.tag), rank)
 
     def leave(self) -> None:
         """Tell every peer that main has returned here, and before it what else they have to know of this rank.
 
         The farewell that follows says it again: one frame of the two may be spoiled, and dropped.
         """
+        self._has_returned = True
+        for lane in self._lanes.values():
+            lane.leave()
         self.agreements.leave()
         self.announce(Leave(self.attendance.started(), self.attendance.lost))
 
@@ -550,6 +592,11 @@ class World:
         self.check()
 
     @property
+    def is_sending(self) -> bool:
+        """Whether messages on a user's channels have not left yet."""
+        return any(lane.under_way_count for lane in self._lanes.values() if lane.is_users)
+
+    @property
     def is_open(self) -> bool:
         """Whether main may run."""
         return self._task_group is not None
@@ -560,12 +607,13 @@ class World:
 
     def leftovers(self) -> list[str]:
         """What a clean end does not leave behind, in words."""
-        found = [f"request: {what}" for what in self.engine.outstanding()]
+        requests = Counter(self.engine.outstanding())
+        found = [f"request: {what}" if n == 1 else f"{n} requests: {what}" for what, n in requests.items()]
         for lane in self._lanes.values():
             found += [
-                f"{c.waiting_count} unread messages in {c.name}, tag {lane.tag}"
+                f"{c.unread_count} unread messages in {c.name}, tag {lane.tag}"
                 for c in lane.channels()
-                if c.waiting_count
+                if c.unread_count
             ]
             if lane.early_count:
                 found.append(f"{lane.early_count} messages on tag {lane.tag} for channels that were never opened")
@@ -591,9 +639,11 @@ class World:
     def statistics(self) -> WorldStatistics:
         """Counts since the world was opened."""
         dropped: Counter[str] = Counter()
+        drop_examples: dict[str, str] = {}
         sent = received = 0
         for lane in self._lanes.values():
             dropped.update(lane.dropped)
+            drop_examples.update(lane.drop_examples)
             sent += lane.sent_count
             received += lane.received_count
         return WorldStatistics(
@@ -601,6 +651,7 @@ class World:
             sent_count=sent,
             received_count=received,
             dropped=dict(dropped),
+            drop_examples=drop_examples,
             stream_sent_nbytes=self.stream_sent_nbytes,
             stream_received_nbytes=self.stream_received_nbytes,
         )

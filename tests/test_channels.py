@@ -286,6 +286,31 @@ def test_any_bytes_between_good_messages(frames: list[bytes], draw: random.Rando
     asyncio.run(main())
 
 
+async def test_odd_frames_of_a_long_job_are_counted_by_a_few_reasons(pair: list[World]) -> None:
+    """A count for each number that a frame carries would grow without end; the last example of each is kept."""
+    a, b = both(pair)
+    count = 300
+    for i in range(1, count + 1):
+        for frame in (
+            bytes(i % wire.HEADER_NBYTES),
+            bytes(wire.HEADER_NBYTES + i),
+            raw_frame(a, i.to_bytes(4, "big"), sequence=2 * i),
+            frame_for(a, Number(i), sequence=i),
+            frame_for(a, Number(i), kind=1 + i % 250),
+            frame_for(a, Number(i), version=3 + i % 250),
+            frame_for(a, Number(i), nonce=NONCE + i),
+        ):
+            send_raw(pair[0], frame, 1)
+    for _ in range(count):
+        pair[1].engine.poll()
+    assert b.receive_nowait() is None
+    reasons = ("too short", "CRC mismatch", "no message", "out of order", "unknown kind", "another version")
+    assert dropped(pair[1]) == dict.fromkeys((*reasons, "another job"), count)
+    examples = pair[1].statistics().drop_examples
+    assert examples["out of order"] == f"tag {TAG}, rank 0: Number: sequence {count} after {2 * count}"
+    assert examples["too short"].startswith(f"tag {TAG}, rank 0: {count % wire.HEADER_NBYTES} bytes")
+
+
 async def test_a_frame_is_taken_once_and_in_order_only(pair: list[World]) -> None:
     a, b = both(pair)
     for sequence in (1, 2, 2, 1, 5, 4):
@@ -320,23 +345,96 @@ async def test_frames_for_a_closed_scope_are_counted_and_forgotten(pair: list[Wo
         b.send_nowait(Number(1), 0)
 
 
-async def test_early_frames_are_kept_up_to_a_bound(pair: list[World], caplog: pytest.LogCaptureFixture) -> None:
-    pair[1].channel(Number, tag=TAG)
-    pair[0].channel(Number, tag=TAG)
-    early = pair[0].channel(Number, tag=TAG)
+async def test_too_many_early_messages_of_a_user_stall_their_tag_and_none_is_lost(pair: list[World]) -> None:
+    """As when a channel is closed, and opened again while its sender goes on."""
+    count = 2 * EARLY_FRAME_COUNT_MAX + 5
+    pair[1].channel(Number, tag=TAG).close()
+    pair[0].channel(Number, tag=TAG).close()
+    again = pair[0].channel(Number, tag=TAG)
+    for i in range(count):
+        await again.send(Number(i), 1)
+    for _ in range(100):
+        pair[1].engine.poll()
+    assert f"{EARLY_FRAME_COUNT_MAX} messages on tag {TAG}" in pair[1].leftovers()[0]
+    late = pair[1].channel(Number, tag=TAG, capacity=2)
+    for i in range(count):
+        assert (await late.receive()).message == Number(i)
+    await again.send(Number(-1), 1)
+    assert (await late.receive()).message == Number(-1)
+    assert pair[1].leftovers() == []
+    assert dropped(pair[1]) == {}
+
+
+async def test_early_messages_of_two_channels_stall_until_one_is_open(pair: list[World]) -> None:
+    for world in pair:
+        world.channel(Number, tag=TAG).close()
+    early = [pair[0].channel(Number, tag=TAG) for _ in range(2)]
+    count = EARLY_FRAME_COUNT_MAX // 2 + 10
+    for i in range(count):
+        for channel in early:
+            await channel.send(Number(i), 1)
+    for _ in range(100):
+        pair[1].engine.poll()
+    for _ in early:
+        late = pair[1].channel(Number, tag=TAG, capacity=2)
+        assert [(await late.receive()).message.value for _ in range(count)] == [*range(count)]
+    assert pair[1].leftovers() == []
+
+
+async def test_too_many_early_messages_of_a_protocol_are_dropped(
+    pair: list[World], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its tag carries other protocols, too, which must not wait."""
+    early = pair[0].open_channel(Number, tag=TAG, scope=1, name="first")
+    pair[1].open_channel(Number, tag=TAG, scope=2, name="second")
     for i in range(EARLY_FRAME_COUNT_MAX + 5):
         await early.send(Number(i), 1)
     for _ in range(40):
         pair[1].engine.poll()
-    assert f"{EARLY_FRAME_COUNT_MAX} messages on tag {TAG}" in pair[1].leftovers()[0]
     assert sum(dropped(pair[1]).values()) == 5
     assert "nobody has opened" in caplog.text
-    late = pair[1].channel(Number, tag=TAG, capacity=2)
-    for i in range(EARLY_FRAME_COUNT_MAX):
-        assert (await late.receive()).message == Number(i)
-    await early.send(Number(-1), 1)
-    assert (await late.receive()).message == Number(-1)
-    assert pair[1].leftovers() == []
+
+
+# ------------------------------------------------------------------------------------------------------------- leaving
+
+
+async def test_after_main_has_returned_what_still_comes_is_dropped_and_counted(pair: list[World]) -> None:
+    a, b = both(pair, capacity=2)
+    await a.send(Number(0), 1)
+    pair[1].engine.poll()
+    pair[1].leave()
+    for i in range(5):
+        await a.send(Number(i), 1)
+    for _ in range(5):
+        pair[1].engine.poll()
+    assert dropped(pair[1]) == {"main had returned": 5}
+    assert pair[1].leftovers() == [f"6 unread messages in Number, tag {TAG}"]
+    b.close()
+
+
+async def test_a_send_to_a_rank_that_has_left_is_refused_also_after_one_that_was_not(pair: list[World]) -> None:
+    a, b = both(pair)
+    await a.send(Number(0), 1)
+    pair[1].leave()
+    await pair[0].engine.until(lambda: 1 in pair[0].left)
+    for _ in range(2):
+        with pytest.raises(ClosedError, match="rank 1 has left and receives nothing more") as caught:
+            await a.send(Number(1), 1)
+        assert (caught.value.dest, caught.value.tag) == (1, TAG)
+        with pytest.raises(ClosedError, match="rank 1 has left"):
+            a.send_nowait(Number(1), 1)
+        await a.send(Number(2), 0)  # to itself
+    await b.send(Number(3), 0)  # who has left may send
+    assert [(await a.receive()).message.value for _ in range(3)] == [2, 2, 3]
+
+
+async def test_a_protocol_may_send_to_a_rank_that_has_left(pair: list[World]) -> None:
+    """A coordinator goes on when its rank's main has returned."""
+    a, b = (world.open_channel(Number, tag=TAG, scope=5, name="protocol") for world in pair)
+    pair[1].leave()
+    await pair[0].engine.until(lambda: 1 in pair[0].left)
+    await a.send(Number(1), 1)
+    assert (await b.receive()).message == Number(1)
 
 
 # ---------------------------------------------------------------------------------------------------------- being full

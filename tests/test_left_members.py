@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from scripts import left_members
+from scripts import left_consumers, left_members
 from support import mpi, torchrun
 
 import asyncdist as ad
 
 SCRIPT = "tests/scripts/left_members.py"
+CONSUMERS_SCRIPT = "tests/scripts/left_consumers.py"
+STARTS = pytest.mark.parametrize(
+    "start",
+    [pytest.param(mpi.run_ranks, marks=pytest.mark.mpi, id="mpi"), pytest.param(torchrun.run_ranks, id="torch")],
+)
 WAYS = pytest.mark.parametrize("way", ["left", "waiting"])
 
 
@@ -35,10 +42,7 @@ def test_simulated(way: str, seed: int) -> None:
 
 
 @WAYS
-@pytest.mark.parametrize(
-    "start",
-    [pytest.param(mpi.run_ranks, marks=pytest.mark.mpi, id="mpi"), pytest.param(torchrun.run_ranks, id="torch")],
-)
+@STARTS
 def test_launched(start: Callable[..., Any], way: str) -> None:
     """On MPI the last barrier of the rank that has left would else pair with the others' collectives."""
     if start is mpi.run_ranks:
@@ -77,3 +81,35 @@ def test_who_stops_since_another_has_failed_has_not_left(seed: int) -> None:
 
     with pytest.raises(ValueError, match="on purpose"):
         ad.simulate(main, ranks=4, seed=seed).value()
+
+
+TOLD = ["rank 0 has left and receives nothing more"] * 3
+
+
+def check_consumers(results: Any, ends: str) -> None:
+    """Producers are told, nothing of theirs is under way at the end, and the consumer says what it has not read."""
+    assert list(results) == [[], TOLD, []]
+    assert "request" not in ends
+    unread = r"rank 0 ended with \d+ unread messages in Blob, tag 100; \d+ unread messages in Blob, tag 101"
+    assert re.search(unread, ends), ends
+
+
+def test_a_consumer_that_returns_leaves_no_producer_waiting(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "asyncdist"):
+        check_consumers(ad.run_local(left_consumers.main, ranks=3), caplog.text)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_consumer_that_returns_leaves_no_producer_waiting_simulated(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "asyncdist"):
+        check_consumers(ad.simulate(left_consumers.main, ranks=3, seed=seed).results, caplog.text)
+
+
+@STARTS
+def test_a_consumer_that_returns_leaves_no_producer_waiting_launched(start: Callable[..., Any]) -> None:
+    if start is mpi.run_ranks:
+        mpi.require_mpi()
+    result = start(3, CONSUMERS_SCRIPT, timeout_s=60).check()
+    check_consumers([result.reports[rank] for rank in range(3)], result.stderr)

@@ -1,0 +1,72 @@
+"""A consumer returns while its producers send: none waits for it, and all are told. One file for the four worlds.
+
+Rank 0 receives a single message and returns with a full mailbox. Rank 1 sends to it in every way, also on a tag that
+rank 0 has never opened. Rank 2 returns first, with messages under way. ``test_left_members.py`` starts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import dataclass
+
+from support.mpi import report
+
+import asyncdist as ad
+
+CONSUMER = 0
+CAPACITY = 16
+AWAITED, NOT_AWAITED, NEVER_OPENED = 100, 101, 102
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    data: bytes
+
+
+async def produce(world: ad.World, tag: int) -> str:
+    """Send until the consumer has left; what the sender is told."""
+    channel = world.channel(Blob, tag=tag, capacity=CAPACITY)
+    blob = Blob(bytes(60_000 if tag == NEVER_OPENED else 8_000))
+    try:
+        while True:
+            if tag == NOT_AWAITED:
+                with contextlib.suppress(ad.BusyError):
+                    channel.send_nowait(blob, CONSUMER)
+                await world.safe_point()
+            else:
+                await channel.send(blob, CONSUMER)
+    except ad.ClosedError as error:
+        assert (error.dest, error.tag) == (CONSUMER, tag)
+        return f"{error.message.removeprefix('Blob: ')}"
+
+
+async def consume(world: ad.World) -> None:
+    """Receive one message of each producer, and no more."""
+    channels = [world.channel(Blob, tag=tag, capacity=CAPACITY) for tag in (AWAITED, NOT_AWAITED)]
+    for channel in channels:
+        await channel.receive()
+    while not all(channel.is_full for channel in channels):
+        await world.sleep(0.001)
+
+
+async def main(world: ad.World) -> list[str]:
+    """What each producer of this rank was told."""
+    if world.rank == CONSUMER:
+        await consume(world)
+    elif world.rank == 1:
+        tasks = [world.spawn(produce(world, tag)) for tag in (AWAITED, NOT_AWAITED, NEVER_OPENED)]
+        return [await task for task in tasks]
+    else:
+        channel = world.channel(Blob, tag=NOT_AWAITED, capacity=CAPACITY)
+        for _ in range(CAPACITY):
+            channel.send_nowait(Blob(bytes(60_000)), CONSUMER)
+    return []
+
+
+async def reporting(world: ad.World) -> None:
+    report(world.rank, await main(world))
+
+
+if __name__ == "__main__":
+    ad.run(reporting, **({"transport": sys.argv[1]} if len(sys.argv) > 1 else {}))
