@@ -83,9 +83,10 @@ async def fail(world: World, transport: Transport, error: BaseException, grace_s
     world.cancel_services()
     world.announce(Farewell() if from_peer else Failed(summarise(error)))
     deadline = loop.time() + grace_s
+    has_everybody_answered = Everybody(world, transport, world.answered)
 
     def settled() -> bool:
-        return from_peer or is_everybody(world, world.answered, transport.lost_ranks())
+        return from_peer or has_everybody_answered()
 
     pause_s = 0.001
     while not settled() or (not world.engine.is_idle and loop.time() < deadline - grace_s + _CANCEL_AFTER_S):
@@ -192,7 +193,34 @@ def _uncancel() -> None:
         pass
 
 
-def is_everybody(world: World, *groups: Collection[int]) -> bool:
-    """Whether every other rank is in one of them. Asked at each message, so the ranks are looked at only at the end."""
-    others = world.size - 1
-    return sum(map(len, groups)) >= others and len(set().union(*groups) - {world.rank}) == others
+class Everybody:
+    """A condition: every other rank has ended in one of some ways, or is lost.
+
+    It is asked at each message of thousands of ranks, so it goes through the ranks once: one that was found is not
+    looked for again.
+
+    Args:
+        world: this rank's.
+        transport: knows the lost ranks.
+        groups: the ranks that have ended, by the way in which they did; they grow meanwhile.
+    """
+
+    def __init__(self, world: World, transport: Transport, *groups: Collection[int]) -> None:
+        self._groups = groups
+        self._own_rank = world.rank
+        self._size = world.size
+        self._transport = transport
+        self._found_count = 0  # all ranks below this one
+
+    def __call__(self) -> bool:
+        """Whether it holds."""
+        self._go_on(self._groups)
+        if self._found_count < self._size and (lost := self._transport.lost_ranks()):
+            self._go_on((*self._groups, lost))
+        return self._found_count == self._size
+
+    def _go_on(self, groups: Collection[Collection[int]]) -> None:
+        rank = self._found_count
+        while rank < self._size and (rank == self._own_rank or any(rank in group for group in groups)):
+            rank += 1
+        self._found_count = rank

@@ -30,7 +30,7 @@ from asyncdist._version import __version__
 from asyncdist.attendance import Attendance
 from asyncdist.collectives import Collectives
 from asyncdist.errors import AsyncdistError, DisagreementError, LocalProtocolError, is_consequence
-from asyncdist.failing import PeerGuard, fail, fail_alone, is_everybody, own_error, refuse
+from asyncdist.failing import Everybody, PeerGuard, fail, fail_alone, own_error, refuse
 from asyncdist.groups import Group
 from asyncdist.process import limit_threads, spare_collections
 from asyncdist.progress import Engine
@@ -361,12 +361,12 @@ async def _last_barrier(world: World, transport: Transport) -> None:
         return
     world.announce(Farewell(world.attendance.started(), world.attendance.lost))
     await world.engine.until(
-        lambda: is_everybody(world, world.answered, world.left, transport.lost_ranks()),
+        Everybody(world, transport, world.answered, world.left),
         "the other ranks to come to their end",
     )
     # What is left to them is short. Not for ever: the frame that says so may have been spoiled, and dropped.
     await world.engine.until(
-        lambda: is_everybody(world, world.answered, transport.lost_ranks()),
+        Everybody(world, transport, world.answered),
         "the last words of the other ranks",
         deadline=asyncio.get_running_loop().time() + _LAST_WORDS_S,
     )

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import types
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any, Final, NoReturn, TypeVar
 
+from asyncdist.errors import LocalProtocolError
 from asyncdist.simulation.outside import refuse
 from asyncdist.simulation.turns import Scheduler, Turns
+
+logger = logging.getLogger("asyncdist.simulation")
 
 T = TypeVar("T")
 
@@ -59,6 +63,7 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
     ) -> None:
         super().__init__(scheduler, rank, before_turn=before_turn, enter=enter, background=background)
         self._tasks: weakref.WeakSet[SimTask] = weakref.WeakSet()
+        self._exception_handler: Callable[[RankLoop, dict[str, Any]], object] | None = None
 
     def be_deaf(self, seconds: float) -> Awaitable[None]:
         """Compute: get no turn for so long. To be awaited at once.
@@ -84,6 +89,50 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
     def is_closed(self) -> bool:
         return False
 
+    def get_exception_handler(self) -> Callable[[RankLoop, dict[str, Any]], object] | None:  # type: ignore[override]
+        """As asyncio's."""
+        return self._exception_handler
+
+    def set_exception_handler(self, handler: Callable[[RankLoop, dict[str, Any]], object] | None) -> None:
+        """As asyncio's, for this rank."""
+        if handler is not None and not callable(handler):
+            raise TypeError(f"the exception handler is {handler!r}; a function or None is needed")
+        self._exception_handler = handler
+
+    def default_exception_handler(self, context: dict[str, Any]) -> None:
+        """Log the exception, with the rank."""
+        super().call_exception_handler(context)
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """As asyncio's. Exceptions of a killed rank are nobody's."""
+        if self._exception_handler is None or self.dead:
+            super().call_exception_handler(context)
+            return
+        try:
+            self._exception_handler(self, context)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException:
+            logger.exception("rank %d: the exception handler failed; it was told: %s", self.rank, context)
+
+    def get_task_factory(self) -> None:
+        """There is none."""
+
+    def set_task_factory(self, factory: Callable[..., Any] | None) -> None:
+        """Only None is allowed."""
+        if factory is not None:
+            raise LocalProtocolError(
+                "a task factory is refused in a simulation: asyncio keeps tasks in sets, and only the simulator's own "
+                "tasks have an order there that follows from the seed",
+                rank=self.rank,
+            )
+
+    def set_default_executor(self, *args: Any, **kwargs: Any) -> NoReturn:
+        refuse("a thread or process pool")
+
+    async def shutdown_default_executor(self) -> None:
+        """There is none."""
+
     def call_soon_threadsafe(  # type: ignore[override]
         self, *args: Any, **kwargs: Any
     ) -> NoReturn:
@@ -99,6 +148,16 @@ def _refusing(name: str) -> Any:
     def method(self: RankLoop, *args: Any, **kwargs: Any) -> NoReturn:
         del self, args, kwargs
         refuse(f"loop.{name}, a socket, pipe, signal or subprocess,")
+
+    return method
+
+
+def _not_for_ranks(name: str) -> Any:
+    def method(self: RankLoop, *args: Any, **kwargs: Any) -> NoReturn:
+        del args, kwargs
+        raise LocalProtocolError(
+            f"loop.{name} is refused in a simulation, which runs the loops of all ranks and ends them", rank=self.rank
+        )
 
     return method
 
@@ -138,3 +197,5 @@ _OUTSIDE: Final = (
 
 for _name in _OUTSIDE:
     setattr(RankLoop, _name, _refusing(_name))
+for _name in ("close", "run_forever", "run_until_complete", "stop"):
+    setattr(RankLoop, _name, _not_for_ranks(_name))

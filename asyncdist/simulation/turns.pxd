@@ -1,6 +1,9 @@
 cimport cython
 
 
+cdef class Timer
+
+
 cdef class Scheduler:
     cdef public double now
     cdef public double ahead_s
@@ -13,6 +16,7 @@ cdef class Scheduler:
     cdef list _heap
     cdef list _now
     cdef Py_ssize_t _pushed_count
+    cdef Py_ssize_t _cancelled_count
     cdef Py_ssize_t _count_at_now
     cdef double _until_s
     cdef object _after_event
@@ -20,6 +24,10 @@ cdef class Scheduler:
 
     @cython.locals(now=double)
     cpdef object at(self, double when, object action, tuple args=*)
+    cdef object add_timer(self, double when, object fire, Timer timer)
+    cdef object forget_timer(self)
+    @cython.locals(heap=list, first=tuple)
+    cdef double _next_when(self) except -1
     cpdef object soon(self, object action)
     cpdef double time(self) except -1
     cpdef bint run(self, double until_s=*, object after_event=*) except -1
@@ -27,8 +35,11 @@ cdef class Scheduler:
     cdef bint _run(self) except -1
     cdef bint _is_enough(self) except -1
     cdef object switch_loop(self, object loop)
-    @cython.locals(first=tuple)
     cdef bint go_on_until(self, double when) except -1
+
+
+@cython.locals(timer=Timer)
+cdef bint _is_cancelled(tuple args) except -1
 
 
 cdef class Handle:
@@ -40,6 +51,7 @@ cdef class Handle:
 
 cdef class Timer(Handle):
     cdef double when_s
+    cdef Scheduler scheduler
 
 
 @cython.locals(handle=Handle)
@@ -59,6 +71,7 @@ cdef class Turns:
     cdef list _ready
     cdef Handle _sleeper
     cdef bint _has_sleeper
+    cdef bint _debug
     cdef bint _deaf
     cdef Py_ssize_t _heard_count
     cdef bint _has_turn

@@ -23,7 +23,7 @@ from asyncio import Future
 from asyncio.events import _set_running_loop as set_running_loop
 from collections.abc import Callable
 from contextvars import copy_context
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from types import MethodType
 from typing import Any, Final
 
@@ -39,6 +39,8 @@ TURN_COUNT_MAX: Final = 1_000_000
 IDLE_TURN_COUNT_MAX: Final = 100_000
 #: So many of these are each rank's own affair, where there are many.
 _IDLE_TURN_COUNT_OF_A_RANK: Final = 100
+#: Cancelled timers are thrown out of the heap when they are more than this, and more than half of it; as asyncio does.
+_CANCELLED_COUNT_MIN: Final = 100
 #: A turn that follows another one comes up to so much later: turns take time, and messages arrive meanwhile.
 TURN_S: Final = 2e-6
 
@@ -72,6 +74,7 @@ class Scheduler:
         self._heap: list[tuple[float, float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._now: list[Callable[[], object]] = []
         self._pushed_count = 0
+        self._cancelled_count = 0  # timers in the heap that nothing will come of
         self._count_at_now = 0
         self._until_s = math.inf
         self._after_event: Callable[[], object] | None = None
@@ -82,6 +85,30 @@ class Scheduler:
         self._pushed_count += 1
         now = self.now
         heappush(self._heap, (when if when > now else now, self.random(), self._pushed_count, action, args))
+
+    def add_timer(self, when: float, fire: Callable[..., object], timer: Timer) -> None:
+        """As :meth:`at`, for ``fire(timer)``, which does not happen if ``timer`` is cancelled before."""
+        timer.scheduler = self
+        self.at(when, fire, (timer,))
+
+    def forget_timer(self) -> None:
+        """One more timer that is in the heap has been cancelled."""
+        self._cancelled_count += 1
+        if self._cancelled_count > _CANCELLED_COUNT_MIN and 2 * self._cancelled_count > len(self._heap):
+            self._heap[:] = [entry for entry in self._heap if not _is_cancelled(entry[4])]
+            heapify(self._heap)  # the order of what is left is total, so that it does not change
+            self._cancelled_count = 0
+
+    def _next_when(self) -> float:
+        """The time of the next thing in the heap; infinity if there is none. Cancelled timers are none."""
+        heap = self._heap
+        while heap:
+            first = heap[0]
+            if not _is_cancelled(first[4]):
+                return first[0]
+            heappop(heap)
+            self._cancelled_count -= 1
+        return math.inf
 
     def soon(self, action: Callable[[], object]) -> None:
         """Do ``action`` now, when what is being done has ended; quicker than :meth:`at`."""
@@ -108,15 +135,14 @@ class Scheduler:
             if soon:
                 action: Callable[..., object] = soon.pop(int(self.random() * len(soon)) if len(soon) > 1 else 0)
                 args = ()
-            elif not heap:
-                return False
             else:
-                first = heappop(heap)
-                when = first[0]
+                when = self._next_when()
+                if not heap:
+                    return False
                 if when > until_s:
-                    heappush(heap, first)
                     self.now = until_s
                     return True
+                first = heappop(heap)
                 action, args = first[3], first[4]
                 if when > self.now:
                     self.now = when
@@ -155,13 +181,7 @@ class Scheduler:
 
     def go_on_until(self, when: float) -> bool:
         """Whether nothing else happens up to ``when``; it is that time now, then, and a further event has ended."""
-        if self._now:
-            return False
-        if self._heap:
-            first = self._heap[0]
-            if first[0] <= when:
-                return False
-        if when > self._until_s or self.stopped:
+        if self._now or self._next_when() <= when or when > self._until_s or self.stopped:
             return False
         if self._is_enough():
             self.stopped = True
@@ -177,14 +197,22 @@ class Scheduler:
 
     @property
     def pending_count(self) -> int:
-        """Things that will happen."""
+        """Things that will happen, and timers that were cancelled and are still kept."""
         return len(self._heap)
+
+
+def _is_cancelled(args: tuple[Any, ...]) -> bool:
+    """Whether they are those of a timer that was cancelled."""
+    if args and isinstance(args[0], Timer):
+        timer = args[0]
+        return timer.is_cancelled
+    return False
 
 
 def _may_wake(action: Any, args: tuple[Any, ...]) -> bool:
     """Whether it is more than a rank's next turn, or a timer that was cancelled."""
     if args and isinstance(args[0], Timer):
-        return not args[0].cancelled()
+        return not _is_cancelled(args)
     owner = getattr(action, "__self__", None)
     return not (isinstance(owner, Turns) and owner.is_next_turn(action))
 
@@ -212,9 +240,23 @@ class Handle:
 
 
 class Timer(Handle):
-    """What ``call_at`` returns."""
+    """What ``call_at`` returns.
+
+    Attributes:
+        scheduler: in whose heap it is; None before and after.
+    """
 
     when_s: float
+    scheduler: Scheduler | None
+
+    def cancel(self) -> None:
+        """Do not call it."""
+        if self.scheduler is not None and not self.is_cancelled:
+            self.is_cancelled = True
+            self.scheduler.forget_timer()
+        self.is_cancelled = True
+        self.callback = None
+        self.args = ()
 
     def when(self) -> float:
         """The time for which it was set, in virtual seconds."""
@@ -238,6 +280,7 @@ def _new_timer(when_s: float, callback: Any, args: tuple[Any, ...], context: con
     timer.context = copy_context() if context is None else context
     timer.is_cancelled = False
     timer.when_s = when_s
+    timer.scheduler = None
     return timer
 
 
@@ -275,6 +318,7 @@ class Turns:
         self._ready: list[Handle] = []
         self._sleeper: Handle | None = None  # the step with which the rank goes on when it has computed
         self._has_sleeper = False
+        self._debug = False
         self._deaf = False
         self._heard_count = 0  # what was ready when it fell deaf
         self._has_turn = False
@@ -450,7 +494,11 @@ class Turns:
 
     def get_debug(self) -> bool:
         """As asyncio's, which asks for every future and task."""
-        return False
+        return self._debug
+
+    def set_debug(self, enabled: bool) -> None:
+        """As asyncio's: futures and tasks remember where they were made. Slow callbacks are not told of."""
+        self._debug = enabled
 
     def create_future(self) -> Future[Any]:
         """As asyncio's."""
@@ -472,15 +520,15 @@ class Turns:
         """As asyncio's."""
         timer = _new_timer(when, callback, args, context)
         if when < math.inf:
-            self._scheduler.at(when, self._take_timer, (timer,))
+            self._scheduler.add_timer(when, self._take_timer, timer)
         return timer
 
     def _fire(self, timer: Timer) -> None:
-        if not timer.is_cancelled:
-            self._ready.append(timer)
-            self._is_woken()
-            if not self._has_turn and not self.dead:
-                self._turn()
+        timer.scheduler = None
+        self._ready.append(timer)
+        self._is_woken()
+        if not self._has_turn and not self.dead:
+            self._turn()
 
     def is_running(self) -> bool:
         """As asyncio's."""
