@@ -1,4 +1,4 @@
-"""A user's function beside the rank's loop: in a worker thread, or, simulated, inline and in virtual time.
+"""A user's function beside the rank's loop: in a worker thread, or, simulated, at a drawn moment of virtual time.
 
 One at a time: it may be changing weights, and whoever wants to change them too has to know.
 """
@@ -30,8 +30,11 @@ class VirtualClock(Protocol):
         To be awaited at once.
         """
 
-    async def beside_compute(self) -> None:
-        """Let the time of one ``World.compute`` pass; the rank's loop runs meanwhile."""
+    def run_beside(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        """Call ``call`` at some moment of the time that one ``World.compute`` takes; the rank's loop runs meanwhile.
+
+        The future has what it returns when that time is over.
+        """
 
 
 class Computing:
@@ -57,7 +60,7 @@ class Computing:
             raise BusyError("one compute at a time: another one is under way on this rank", rank=self._rank)
         self.is_under_way = True
         try:
-            return await (self._in_thread(fn) if clock is None else self._inline(clock, fn))
+            return await self._call(clock, fn)
         except RuntimeError as error:
             if str(error) == "coroutine raised StopIteration":
                 error.add_note(_AT_THE_END)
@@ -65,13 +68,11 @@ class Computing:
         finally:
             self.is_under_way = False
 
-    async def _in_thread(self, fn: Callable[[], T]) -> T:
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"asyncdist-{self._rank}")
+    async def _call(self, clock: VirtualClock | None, fn: Callable[[], T]) -> T:
         # What fn raises is carried as a value: a future cannot hold StopIteration, and asyncio's would turn the
         # CancelledError of concurrent.futures, an error like any other, into the cancellation of this task.
         call = functools.partial(_caught, functools.partial(_call_in_modes, _torch_modes(), fn))
-        future = self._loop.run_in_executor(self._executor, call)
+        future = self._in_thread(call) if clock is None else clock.run_beside(call)
         try:
             returned, error = await asyncio.shield(future)
         except asyncio.CancelledError:
@@ -86,10 +87,10 @@ class Computing:
                 del error  # its traceback holds this frame
         return cast(T, returned)
 
-    async def _inline(self, clock: VirtualClock, fn: Callable[[], T]) -> T:
-        result = fn()
-        await clock.beside_compute()
-        return result
+    def _in_thread(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"asyncdist-{self._rank}")
+        return self._loop.run_in_executor(self._executor, call)
 
     def close(self) -> None:
         """Start no thread any more; what still runs there is nobody's."""

@@ -43,8 +43,8 @@ _SERVANTS: Final = ("torch.multiprocessing", "torch.distributed", __name__)
 def refuse(what: str) -> NoReturn:
     """Raise for what a simulated rank has not."""
     raise LocalProtocolError(
-        f"{what} is refused in a simulation: its outcome would not follow from the seed (await world.compute(fn) runs "
-        "inline there)"
+        f"{what} is refused in a simulation: its outcome would not follow from the seed (await world.compute(fn) needs "
+        "no thread there)"
     )
 
 

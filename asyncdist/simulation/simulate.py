@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Generator, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from asyncdist import checks
 from asyncdist.errors import DeadlockError, LocalProtocolError, is_consequence
@@ -42,6 +42,8 @@ from asyncdist.waits import what_awaits
 from asyncdist.world import World, WorldStatistics
 
 logger = logging.getLogger("asyncdist.simulation")
+
+T = TypeVar("T")
 
 #: Is given the fault plan and the trace of every simulation as it begins, for whoever must tell of one that raised.
 observer: ContextVar[Callable[[tuple[Fault, ...], Trace], None] | None] = ContextVar("observer", default=None)
@@ -203,16 +205,21 @@ class _Clock:
         self._loop.has_computed()
         return _no_time()
 
-    async def beside_compute(self) -> None:
-        over = self._loop.create_future()
-        self._loop.call_later(self._simulation.draw_compute_s(self._loop.rank), over.set_result, None)
-        try:
-            await asyncio.shield(over)
-        except asyncio.CancelledError:  # a thread cannot be stopped
-            while not over.done():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([over])
-            raise
+    def run_beside(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        loop, over = self._loop, self._loop.create_future()
+        seconds = self._simulation.draw_compute_s(loop.rank)
+        before_s = seconds * self._simulation.draw_share()
+
+        def run() -> None:
+            if self._simulation.has_died(loop.rank):
+                over.cancel()
+                return
+            result = call()
+            # What it has blocked for is the thread's time, and not the loop's.
+            loop.call_later(seconds - before_s + loop.unblock(), over.set_result, result)
+
+        loop.call_later(before_s, run, context=contextvars.Context())  # a thread has none of its caller's variables
+        return over
 
 
 class _Simulation:
@@ -341,6 +348,14 @@ class _Simulation:
             self._outcomes[rank] = outcome
             self._trace.add(self._scheduler.now, "end", rank, 0, 0, 0)
             self._stop_if_over()
+
+    def draw_share(self) -> float:
+        """A number from 0 to 1."""
+        return self._scheduler.random()
+
+    def has_died(self, rank: int) -> bool:
+        """Whether ``rank`` was killed, or all is over and only being cleared away."""
+        return rank in self._killed
 
     def _stop_if_over(self) -> None:
         if len(self._outcomes) + len(self._killed) == self._size:

@@ -94,6 +94,7 @@ cdef class Turns:
     cdef object _call(self, Handle handle)
     cpdef object fall_deaf(self, double seconds)
     cpdef object block(self, double seconds)
+    cpdef double unblock(self) except -1
     @cython.locals(scheduler=Scheduler)
     cdef object _fall_deaf(self, double seconds)
     cpdef object _resume(self)

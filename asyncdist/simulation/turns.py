@@ -444,6 +444,12 @@ class Turns:
         """The running callback blocks for so long: it goes on at once, and later than everything else."""
         self._scheduler.ahead_s += seconds
 
+    def unblock(self) -> float:
+        """What the running callback has blocked for is no affair of the rank's loop: take it back, and return it."""
+        seconds = self._scheduler.ahead_s
+        self._scheduler.ahead_s = 0.0
+        return seconds
+
     def _fall_deaf(self, seconds: float) -> None:
         """Get no turn for so long, counted from where the running callback has come to."""
         scheduler = self._scheduler

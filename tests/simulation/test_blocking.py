@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
 import asyncdist as ad
 from asyncdist.simulation import Compute, Kill, Link, Network, simulate
@@ -188,3 +189,70 @@ def test_a_run_with_blocking_code_repeats_to_the_digest() -> None:
 
     assert run(7) == run(7)
     assert run(7) != run(8)
+
+
+# -- world.compute --------------------------------------------------------------------------------------------------
+
+
+def test_the_loop_runs_before_and_after_the_moment_at_which_a_computed_function_has_its_effect() -> None:
+    async def main(world: ad.World) -> str:
+        order: list[str] = []
+        computing = asyncio.create_task(world.compute(order.append, "compute"))
+        await world.sleep(0.5)
+        order.append("loop")
+        await computing
+        assert world.time() == pytest.approx(1.0, abs=CLOSE_S)
+        return " ".join(order)
+
+    compute = Compute(step_s=1.0)
+    orders = Counter(simulate(main, ranks=1, seed=seed, compute=compute).value() for seed in range(40))
+    assert orders.keys() == {"compute loop", "loop compute"}
+    assert min(orders.values()) > 8, orders
+
+
+def test_a_computed_function_that_blocks_keeps_its_thread_and_not_the_loop() -> None:
+    async def main(world: ad.World) -> tuple[int, float]:
+        tick_count = 0
+
+        async def tick() -> None:
+            nonlocal tick_count
+            while True:
+                await world.sleep(0.1)
+                tick_count += 1
+
+        ticking = asyncio.create_task(tick())
+        await world.compute(time.sleep, 2.0)
+        ticking.cancel()
+        return tick_count, world.time()
+
+    tick_count, ended_at = simulate(main, ranks=1, compute=Compute(step_s=1.0)).value()
+    assert tick_count == pytest.approx(30, abs=1)
+    assert ended_at == pytest.approx(3.0, abs=CLOSE_S)
+
+
+def test_a_computed_function_has_its_callers_torch_modes_and_none_of_its_context_variables() -> None:
+    """As in a thread, where it is not its caller's task that runs it."""
+
+    async def main(world: ad.World) -> bool:
+        with torch.no_grad():
+            computing = asyncio.create_task(world.compute(torch.is_grad_enabled))
+            await asyncio.sleep(0)
+        assert torch.is_grad_enabled()
+        enabled = await computing
+        with pytest.raises(RuntimeError, match="no world here"):
+            await world.compute(ad.current_world)
+        return enabled
+
+    assert simulate(main, ranks=1).value() is False
+
+
+def test_a_rank_that_dies_before_the_moment_of_its_computed_function_never_runs_it() -> None:
+    ran: Counter[bool] = Counter()
+
+    async def main(world: ad.World) -> None:
+        if world.rank == 1:
+            await world.compute(ran.update, [True])
+
+    for seed in range(20):
+        simulate(main, ranks=2, seed=seed, compute=Compute(step_s=1.0), faults=[Kill(1, at_s=0.5)]).check_faults()
+    assert 2 < ran[True] < 18, ran

@@ -694,7 +694,7 @@ def test_a_policys_step_is_charged_once_whatever_it_does(kind: Any, ranks: int) 
     assert bool(sum(report.results)) == (ranks > 1), "nothing was averaged"
 
 
-def test_compute_runs_inline_and_takes_time_while_the_loop_lives() -> None:
+def test_compute_starts_no_thread_and_takes_time_while_the_loop_lives() -> None:
     thread = threading.get_ident()
 
     async def main(world: ad.World) -> None:
