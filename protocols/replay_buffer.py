@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -33,6 +34,7 @@ from asyncdist import (
     Envelope,
     LocalProtocolError,
     RankLostError,
+    RemoteError,
     RemoteProtocolError,
     StartTimeoutError,
     World,
@@ -43,7 +45,7 @@ from asyncdist import (
 from asyncdist.byte_views import split
 from asyncdist.channels import Channel
 from asyncdist.passes import settle
-from asyncdist.progress import yield_to_loop
+from asyncdist.progress import Engine, yield_to_loop
 from asyncdist.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted, check_grant
 from protocols.replay_messages import (
     INLINE_NBYTES_MAX,
@@ -94,14 +96,49 @@ class _Call:
 
     __slots__ = ("answer", "error", "payload", "room", "waiter")
 
-    def __init__(
-        self, waiter: asyncio.Future[None], payload: npt.NDArray[np.uint8] | None, room: asyncio.Semaphore
-    ) -> None:
+    def __init__(self, waiter: asyncio.Future[None], payload: npt.NDArray[np.uint8] | None, room: _Room) -> None:
         self.waiter = waiter
         self.payload = payload
         self.room = room
         self.answer: Any = None
         self.error: AsyncdistError | None = None
+
+
+class _Room:
+    """What the server allows to be unanswered of one kind of request. First come, first served.
+
+    In place of asyncio's Semaphore, whose waiters hear nothing of a job that fails.
+    """
+
+    def __init__(self, engine: Engine, count: int) -> None:
+        self._engine = engine
+        self._count = count
+        self._waiters: deque[asyncio.Future[None]] = deque()
+
+    async def acquire(self, what: str) -> None:
+        """Wait for room. Raises what ended the job, if anything does."""
+        if self._count and not self._waiters:
+            self._count -= 1
+            return
+        waiter = self._engine.loop.create_future()
+        self._waiters.append(waiter)
+        try:
+            await self._engine.park(waiter, what)
+        except BaseException:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+            elif not waiter.cancelled() and waiter.exception() is None:  # given room in the moment of cancellation
+                self.release()
+            raise
+
+    def release(self) -> None:
+        """A request has been answered: its room is the next one's."""
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+        self._count += 1
 
 
 class ReplayBuffer:
@@ -120,6 +157,7 @@ class ReplayBuffer:
         StartTimeoutError: nobody serves a buffer of that name there in time.
         DisagreementError: this rank is none of its clients.
         RankLostError, ClosedError: the server is lost, has left or serves no more; from every method.
+        RemoteError: an exception ended it, of its scoring hook, say; from every method.
     """
 
     def __init__(
@@ -142,7 +180,7 @@ class ReplayBuffer:
         self._adding_count = self._drawing_count = 0
         self._is_closed = False
         # Draws may wait for items that this rank is yet to add, so they take no room from adds.
-        self._room_to_add = self._room_to_draw = asyncio.Semaphore(0)
+        self._room_to_add = self._room_to_draw = _Room(self._world.engine, 0)
         self._own_layout: RowLayout | None = None
         self._layout: RowLayout | None = None
 
@@ -168,8 +206,8 @@ class ReplayBuffer:
         except BaseException:
             self._close()
             raise
-        self._room_to_add = asyncio.Semaphore(self._welcome.in_flight_max)
-        self._room_to_draw = asyncio.Semaphore(self._welcome.in_flight_max)
+        self._room_to_add = _Room(world.engine, self._welcome.in_flight_max)
+        self._room_to_draw = _Room(world.engine, self._welcome.in_flight_max)
         return self
 
     async def _knock(self) -> Welcome:
@@ -338,7 +376,7 @@ class ReplayBuffer:
     async def _call(
         self,
         make: Callable[[int], tuple[Add | Update | Draw, npt.NDArray[np.uint8] | None]],
-        room: asyncio.Semaphore,
+        room: _Room,
     ) -> Any:
         """Send a request when there is room for it; its answer.
 
@@ -349,7 +387,7 @@ class ReplayBuffer:
             room: of its kind.
         """
         self._welcomed()
-        await room.acquire()
+        await room.acquire(f"room for one more request to the replay buffer {self._name!r} on rank {self._server}")
         if self._error is not None:
             room.release()
             raise self._error
@@ -432,9 +470,8 @@ class ReplayBuffer:
             case Cancel(slot):
                 if slot in self._streams:
                     self._streams[slot].stop()
-            case Ended(reason):
-                what = f"the replay buffer {self._name!r} on rank {self._server} ended before its clients"
-                self._fail(ClosedError(f"{what}: {reason}", rank=self._server))
+            case Ended(kind, text):
+                self._fail(self._ended(kind, text))
         self._world.engine.recheck()
 
     def _on_declare(self, message: Declare) -> None:
@@ -484,6 +521,12 @@ class ReplayBuffer:
         else:
             self._world.spawn_service(self._hear_why(), name=f"the end of the replay buffer {self._name!r}")
 
+    def _ended(self, kind: str, text: str) -> AsyncdistError:
+        what = f"the replay buffer {self._name!r} on rank {self._server} ended before its clients"
+        if not kind:
+            return ClosedError(f"{what}: {text}", rank=self._server)
+        return RemoteError(f"{what}: {kind}: {text}", rank=self._server, kind=kind, text=text)
+
     def _abandoned(self) -> ClosedError:
         return ClosedError(
             f"rank {self._server} serves no replay buffer any more: it has left or is lost", rank=self._server
@@ -491,13 +534,18 @@ class ReplayBuffer:
 
     async def _hear_why(self) -> None:
         """A server that gives up says why before it leaves, but messages of different tags overtake each other."""
-        await self._world.engine.until(
-            lambda: self._error is not None or self._server not in self._world.left,
-            f"the last words of the replay buffer {self._name!r}",
-            deadline=self._world.time() + _LAST_WORDS_S,
-        )
-        await self._world.engine.drain()
-        self._fail(self._abandoned())
+        error: AsyncdistError = self._abandoned()
+        try:
+            await self._world.engine.until(
+                lambda: self._error is not None or self._server not in self._world.left,
+                f"the last words of the replay buffer {self._name!r}",
+                deadline=self._world.time() + _LAST_WORDS_S,
+            )
+            await self._world.engine.drain()
+        except AsyncdistError as failure:  # of the job
+            error = failure
+        finally:
+            self._fail(error)
 
     def _fail(self, error: AsyncdistError) -> None:
         """Nothing is answered any more."""

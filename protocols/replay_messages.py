@@ -105,9 +105,14 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Server to client, last: it serves no more, though its clients are not done."""
+    """Server to client, last: it serves no more, though its clients are not done.
 
-    reason: str
+    Attributes:
+        kind, text: the exception that ended it, as in :class:`asyncdist.RemoteError`; no kind where it was cancelled.
+    """
+
+    kind: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)

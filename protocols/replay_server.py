@@ -28,6 +28,7 @@ from asyncdist import BusyError, Envelope, RankLostError, RemoteProtocolError, W
 from asyncdist.byte_views import split
 from asyncdist.channels import Channel
 from asyncdist.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted, check_grant
+from asyncdist.values import words_of
 from protocols.replay_messages import (
     INLINE_NBYTES_MAX,
     Add,
@@ -53,7 +54,6 @@ logger = logging.getLogger("protocols.replay_buffer")
 #: What the hook says of the items of one ``add``; it goes back to whoever sent them.
 Score = Callable[[Batch], float | int | torch.Tensor | None]
 IN_FLIGHT_MAX: Final = 64
-_REASON_LENGTH_MAX: Final = 1000
 #: How long all clients may wait in draws of more than is held, and say nothing, before that is warned of.
 _PATIENCE_S: Final = 10.0
 #: Clients that the warning names.
@@ -215,8 +215,9 @@ class _Server:
                 if not self._is_finished():
                     await self._wait_for_clients()
         except BaseException as error:
+            ended = Ended(*words_of(error)) if isinstance(error, Exception) else Ended("", type(error).__name__)
             for client in self._clients.values():
-                self._tell(client, Ended(f"{type(error).__name__} {error}"[:_REASON_LENGTH_MAX]))
+                self._tell(client, ended)
             raise
         finally:
             for client in self._clients.values():

@@ -171,6 +171,8 @@ def test_leaving_while_large_items_come(seed: int, fails: bool) -> None:
 
 
 def test_clients_of_a_server_that_gives_up_are_told_why() -> None:
+    """With an error of another rank's, so that a job that ends with it shows the traceback of the cause alone."""
+
     async def main(world: ad.World) -> None:
         if world.rank == 1:
             serving = asyncio.create_task(serve_replay_buffer([0], capacity=5, score=lambda _: 1 / 0))
@@ -178,7 +180,7 @@ def test_clients_of_a_server_that_gives_up_are_told_why() -> None:
                 await serving
             await world.sleep(0.01)
         else:
-            with pytest.raises(ad.ClosedError, match="ended before its clients: ZeroDivisionError division by zero"):
+            with pytest.raises(ad.RemoteError, match="ended before its clients: ZeroDivisionError: division by zero"):
                 async with ReplayBuffer(1) as buffer:
                     await buffer.add(torch.zeros(1))
         await ad.barrier()
@@ -195,7 +197,7 @@ def test_a_server_that_gives_up_and_returns_at_once_is_heard_all_the_same(seed: 
             with contextlib.suppress(KeyError):
                 await serve_replay_buffer([0], capacity=5, score=lambda _: {}["x"])
             return "gave up"
-        with pytest.raises(ad.ClosedError, match="ended before its clients: KeyError 'x'"):
+        with pytest.raises(ad.RemoteError, match="ended before its clients: KeyError: 'x'"):
             async with ReplayBuffer(1) as buffer:
                 await buffer.add(torch.zeros(1))
         return "told"
@@ -338,3 +340,36 @@ def test_priorities_of_any_floating_dtype_and_those_too_large() -> None:
     found, statistics = run(2, client, prioritized=True, alpha=2.0)
     assert set(found) == {1}
     assert statistics.added == {0: 3}
+
+
+def test_who_waits_for_room_hears_of_a_failure_elsewhere() -> None:
+    """Code that caught the error of its other request waited for ever: asyncio's locks hear nothing of a failure."""
+    caught: list[BaseException | Any] = []
+
+    async def main(world: ad.World) -> None:
+        if world.rank == 1:
+            await serve_replay_buffer([0], capacity=5, in_flight_max=1)
+        elif world.rank == 0:
+            async with ReplayBuffer(1) as buffer:
+                await buffer.add(torch.zeros(1))
+                drawing = (buffer.sample(5) for _ in range(3))
+                caught.extend(await asyncio.gather(*drawing, return_exceptions=True))
+        else:
+            await world.sleep(1.0)
+            raise KeyError("elsewhere")
+
+    with pytest.raises(KeyError, match="elsewhere"):
+        ad.simulate(main, ranks=3, seed=0).value()
+    assert [str(error) for error in caught] == ["rank 2 failed: KeyError: 'elsewhere' [rank=2]"] * 3
+
+
+def test_room_that_was_given_to_a_cancelled_request_goes_to_the_next() -> None:
+    async def client(world: ad.World, buffer: ReplayBuffer) -> list[int]:
+        await buffer.add(torch.zeros(5, 2))
+        tasks = [asyncio.create_task(buffer.sample(1)) for _ in range(4)]
+        await asyncio.sleep(0)
+        await asyncio.wait([tasks[0]])  # its room is the next one's, which has not had its turn
+        tasks[1].cancel()
+        return [len(sample.ids) for sample in await asyncio.gather(*tasks[2:])]
+
+    assert run(2, client, in_flight_max=1)[0] == [1, 1]
