@@ -71,7 +71,7 @@ class Computing:
     async def _call(self, clock: VirtualClock | None, fn: Callable[[], T]) -> T:
         # What fn raises is carried as a value: a future cannot hold StopIteration, and asyncio's would turn the
         # CancelledError of concurrent.futures, an error like any other, into the cancellation of this task.
-        call = functools.partial(_caught, functools.partial(_call_in_modes, _torch_modes(), fn))
+        call = functools.partial(caught, functools.partial(call_in_modes, torch_modes(), fn))
         future = self._in_thread(call) if clock is None else clock.run_beside(call)
         try:
             returned, error = await asyncio.shield(future)
@@ -98,14 +98,15 @@ class Computing:
             self._executor.shutdown(wait=False)
 
 
-def _caught(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+def caught(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """What ``fn`` returns, or what it raises, as a value."""
     try:
         return fn(), None
     except BaseException as error:
         return None, error
 
 
-def _torch_modes() -> tuple[bool, bool, bool, torch.dtype]:
+def torch_modes() -> tuple[bool, bool, bool, torch.dtype]:
     """The caller's modes that torch keeps per thread."""
     return (
         torch.is_grad_enabled(),
@@ -115,7 +116,8 @@ def _torch_modes() -> tuple[bool, bool, bool, torch.dtype]:
     )
 
 
-def _call_in_modes(modes: tuple[bool, bool, bool, torch.dtype], fn: Callable[[], T]) -> T:
+def call_in_modes(modes: tuple[bool, bool, bool, torch.dtype], fn: Callable[[], T]) -> T:
+    """Call ``fn`` in what ``torch_modes`` has found in another thread."""
     grad, inference, autocast, dtype = modes
     with (
         torch.inference_mode(inference),

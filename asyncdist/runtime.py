@@ -32,6 +32,7 @@ from asyncdist.collectives import Collectives
 from asyncdist.errors import AsyncdistError, DisagreementError, LocalProtocolError, is_consequence
 from asyncdist.failing import Everybody, PeerGuard, fail, fail_alone, own_error, refuse
 from asyncdist.groups import Group
+from asyncdist.notebooks import call_beside_loop, is_loop_running
 from asyncdist.process import limit_threads, spare_collections
 from asyncdist.progress import Engine
 from asyncdist.supervision import Interrupts
@@ -79,6 +80,9 @@ def run(
 ) -> T:
     """Run ``main(world, *args)`` as this process's rank and return what it returns.
 
+    Where a loop is running already, in a notebook, local ranks get a thread of their own with the caller's context and
+    torch modes, and this call, and that loop, wait for them. There a second Ctrl-C raises KeyboardInterrupt in main.
+
     Under a launcher the first call takes what exists by then, modules above all, out of garbage collection
     (:func:`gc.freeze`): cycles among those objects are kept to the end of the process.
 
@@ -110,7 +114,7 @@ def run(
         TransportError: the transport cannot be used, the backend's works cannot be polled, or launcher and MPI library
             do not match.
         LocalProtocolError: inside a world: a rank has one.
-        RuntimeError: a loop is running already; :func:`open_world` is for there.
+        RuntimeError: a loop is running already under a launcher; :func:`open_world` is for there.
         KeyboardInterrupt: after SIGINT, when everything has ended.
         BaseException: what ``main`` raised, or an ExceptionGroup with what its spawned tasks raised.
     """
@@ -142,6 +146,11 @@ def _open_here(transport: TransportName, bulk: BulkName | None, ranks: int | Non
     started = opening.detect(transport)
     if started.transport == "local" or ranks is not None:
         return None
+    if is_loop_running():  # MPI may be called from the main thread alone
+        raise RuntimeError(
+            f"a loop is running already, and {started.transport} ({started.source}) is for this thread: use "
+            "async with asyncdist.open_world() as world: await main(world)"
+        )
     limit_threads()
     spare_collections()
     return opening.open_transport(started.transport, bulk, started)
@@ -160,6 +169,7 @@ def run_local(
     """Host ``ranks`` ranks on one loop of this process; returns the value of each.
 
     A rank that computes stops the others, since they share a thread, and torch's random state is theirs in common.
+    Where a loop is running already, in a notebook, it is a thread of their own, as :func:`run` says.
 
     Raises:
         BaseException: what the first rank to fail raised.
@@ -179,19 +189,36 @@ def _run_local(
     patience: Patience,
 ) -> list[T]:
     checks.main_function(main, args)
+    with Interrupts(spares_process=is_loop_running()) as interrupts:  # here: signals come to the main thread
+        outcomes = call_beside_loop(
+            functools.partial(_host_locally, main, args, ranks, loop, interrupts, strict=strict, patience=patience)
+        )
+    failures = [outcome.error for outcome in outcomes if outcome.error is not None]
+    if failures:
+        raise next((error for error in failures if not is_consequence(error)), failures[0])
+    return [outcome.value for outcome in outcomes]
+
+
+def _host_locally(
+    main: Callable[..., Coroutine[Any, Any, Any]],
+    args: tuple[Any, ...],
+    ranks: int,
+    loop: LoopName | None,
+    interrupts: Interrupts,
+    *,
+    strict: bool,
+    patience: Patience,
+) -> list[Outcome]:
+    """How each of the ranks ended, on a loop of their own in this thread."""
     hub = LocalHub(ranks)
-    with _loop_of(loop) as event_loop, Interrupts() as interrupts:
+    with _loop_of(loop) as event_loop:
         hosts = [
             host_rank(main, args, hub.transport(rank), interrupts, strict=strict, patience=patience)
             for rank in range(ranks)
         ]
         tasks = [event_loop.create_task(host) for host in hosts]
         interrupts.cancel_on_first(event_loop, tasks)
-        outcomes = _complete(event_loop, tasks)
-    failures = [outcome.error for outcome in outcomes if outcome.error is not None]
-    if failures:
-        raise next((error for error in failures if not is_consequence(error)), failures[0])
-    return [outcome.value for outcome in outcomes]
+        return _complete(event_loop, tasks)
 
 
 @asynccontextmanager
@@ -199,6 +226,7 @@ async def open_world(
     *,
     transport: TransportName = "auto",
     bulk: BulkName | None = None,
+    ranks: int = 1,
     grace_s: float = GRACE_S,
     strict: bool = False,
     watchdog_s: float = WATCHDOG_S,
@@ -207,13 +235,19 @@ async def open_world(
 ) -> AsyncIterator[World]:
     """A world inside a running loop, for notebooks and tests: ``async with ad.open_world() as world``.
 
-    Args: as :func:`run`.
+    Args: as :func:`run`; ``ranks`` is 1, since a block is what one rank runs.
 
     Raises:
+        ValueError: several ``ranks``; the error names the line that hosts them.
         LocalProtocolError: inside a world, a simulated or local one included: a rank has one.
         BaseException: as :func:`run`.
     """
-    _refuse_inside_a_world()
+    refuse_inside_a_world()
+    if ranks != 1:
+        raise ValueError(
+            f"ranks is {ranks!r}, and the block of open_world is run by one rank: put it into a main, and host several "
+            f"with asyncdist.run(main, transport='local', ranks={ranks!r}), in a notebook too"
+        )
     patience = Patience(watchdog_s, stall_s, stall_aborts)
     opening.check_bulk(bulk, transport)
     started = opening.detect(transport)
@@ -442,9 +476,10 @@ async def host_rank(
         patience: see :func:`run`; endless by default.
         on_open: is given the world before main.
     """
+    interrupts = interrupts or Interrupts()
     try:
-        hosted = _hosted(transport, interrupts or Interrupts(), grace_s=grace_s, strict=strict, patience=patience)
-        async with hosted as world:
+        async with _hosted(transport, interrupts, grace_s=grace_s, strict=strict, patience=patience) as world:
+            interrupts.check()  # a main that blocks the loop would not notice
             if on_open is not None:
                 on_open(world)
             if not transport.capabilities.shares_process:  # the others have looked before they began
@@ -474,7 +509,8 @@ def _loop_of(name: LoopName | None) -> Iterator[asyncio.AbstractEventLoop]:
         yield runner.get_loop()
 
 
-def _refuse_inside_a_world() -> None:
+def refuse_inside_a_world() -> None:
+    """Raise LocalProtocolError where a rank's code would open a second world."""
     here = _current_world.get(None)
     if here is not None and here.is_open:
         raise LocalProtocolError(
@@ -495,9 +531,5 @@ def _check_options(
     if loop not in (None, "uvloop", "asyncio"):
         raise ValueError(f"loop is {loop!r}; allowed are 'uvloop', 'asyncio'")
     checks.seconds("grace_s", grace_s, finite=False)
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    _refuse_inside_a_world()
-    raise RuntimeError("a loop is running already (a notebook?): use async with asyncdist.open_world() as world")
+    if is_loop_running():
+        refuse_inside_a_world()

@@ -31,14 +31,20 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 class Interrupts:
     """Turns the first SIGINT or SIGTERM into the cancellation of some tasks; the second one ends the process at once.
 
+    In a process that belongs to somebody else, a notebook's kernel, the second one is raised, as Python would.
+
     A context manager. Does nothing outside the main thread, where Python allows no signal handlers. A process that is
     forked meanwhile gets the handlers back that were there before, see ``_restore_signals_in_child``.
+
+    Args:
+        spares_process: raise KeyboardInterrupt (or SystemExit) at the second signal.
 
     Attributes:
         received: the number of the signal that came, or None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, spares_process: bool = False) -> None:
+        self._spares_process = spares_process
         self.received: int | None = None
         self._previous: dict[int, Any] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -49,6 +55,11 @@ class Interrupts:
         self._loop, self._tasks = loop, tasks
         if self.received is not None:
             self._cancel(loop)
+
+    def check(self) -> None:
+        """Raise what a signal that has come asks for."""
+        if self.received is not None:
+            raise interrupt_error(self.received)
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
@@ -65,6 +76,8 @@ class Interrupts:
         return self._previous[number]
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self.received is not None and self._spares_process:
+            raise interrupt_error(number)
         if self.received is not None:
             exit_immediately(128 + number)
         self.received = number

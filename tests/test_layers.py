@@ -51,7 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("world", "transports.torch"),
     ("exposure", "outcomes", "waits"),
     ("launch", "mesh"),
-    ("population", "placement", "opening", "process", "tracebacks"),
+    ("population", "placement", "notebooks", "opening", "process", "tracebacks"),
     ("gradients", "shards", "supervision"),
     ("failing",),
     ("runtime", "api", "timing_report", "mpirun", "processes"),

@@ -7,6 +7,7 @@ import concurrent.futures
 import contextvars
 import importlib.util
 import logging
+import os
 import signal
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import torchrun
 from support.local import yields
 from support.mpi import run_source
 
@@ -83,11 +85,81 @@ def test_wrong_options_are_refused_before_anything_starts(
         ad.run(main, **options)
 
 
-async def test_run_inside_a_loop_names_the_other_way() -> None:
-    with pytest.raises(RuntimeError, match="open_world"):
+@pytest.mark.parametrize("way", ["run", "run_local", "simulate"])
+async def test_ranks_are_hosted_inside_a_running_loop_as_outside(way: str) -> None:
+    """As in a cell of a notebook: with its context variables and torch modes, which stay what they are there."""
+    setting = contextvars.ContextVar("setting", default="outside")
+
+    async def main(world: ad.World, number: int) -> tuple[Any, ...]:
+        seen = setting.get(), torch.is_grad_enabled()
+        setting.set("main")
+        await ad.barrier()
+        if number < 0:
+            raise ValueError(f"rank {world.rank}")
+        return *seen, world.rank + number
+
+    def values(number: int) -> list[Any]:
+        if way == "simulate":
+            return list(ad.simulate(main, number, ranks=2).results)
+        if way == "run_local":
+            return ad.run_local(main, number, ranks=2)
+        return [ad.run(main, number), ad.run(main, number + 1, transport="local", ranks=2)]
+
+    setting.set("cell")
+    with torch.no_grad():
+        is_enabled = way == "simulate"  # whose ranks begin as processes do
+        assert values(5) == [("cell", is_enabled, 5), ("cell", is_enabled, 6)]
+        assert not torch.is_grad_enabled()
+    assert setting.get() == "cell"
+    if way != "simulate":
+        with pytest.raises(ValueError, match="rank 0"):
+            values(-5)
+
+
+async def test_what_cannot_be_run_inside_a_loop_names_the_line_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"asyncdist\.run\(main, transport='local', ranks=2\)"):
+        async with ad.open_world(ranks=2):
+            pass
+    for name, value in torchrun.rank_environment(0, 2, 29500).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match=r"async with asyncdist\.open_world\(\) as world: await main\(world\)"):
         ad.run(nothing)
-    with pytest.raises(RuntimeError, match="open_world"):
-        ad.run_local(nothing, ranks=2)
+
+
+@pytest.mark.parametrize("is_deaf", [False, True])
+async def test_ctrl_c_inside_a_loop_ends_the_ranks_and_not_the_process(is_deaf: bool) -> None:
+    """The first one cancels main at its next await; a main that has none ends at the second one."""
+    ended = []
+
+    def interrupt() -> None:
+        handler: Any = signal.getsignal(signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        while handler.__self__.received is None:
+            time.sleep(0.001)
+
+    def compute() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        while True:
+            time.sleep(0.001)
+
+    async def main(world: ad.World) -> None:
+        try:
+            if is_deaf:
+                interrupt()
+                compute()
+            await ad.barrier()
+            if world.rank == 0:
+                interrupt()
+            await world.sleep(300)
+        finally:
+            ended.append(world.rank)
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        ad.run_local(main, ranks=2)
+    assert len(ended) == (1 if is_deaf else 2), "the other one is not to begin"
+    assert signal.getsignal(signal.SIGINT) == before
+    assert ad.run_local(nothing, ranks=1) == [None]
 
 
 def test_the_torch_transport_names_the_variables_that_it_misses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,9 +26,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from asyncdist import checks
-from asyncdist.errors import DeadlockError, LocalProtocolError, is_consequence
+from asyncdist.errors import DeadlockError, is_consequence
+from asyncdist.notebooks import call_beside_loop, is_loop_running
 from asyncdist.progress import Engine
-from asyncdist.runtime import Outcome, host_rank
+from asyncdist.runtime import Outcome, host_rank, refuse_inside_a_world
 from asyncdist.simulation.clocks import virtual_clocks
 from asyncdist.simulation.faults import Fault, Kill, SlowRank, Stall, check_plan
 from asyncdist.simulation.loop import RankLoop
@@ -132,6 +133,8 @@ def simulate(
 ) -> SimReport:
     """Run ``main(world, *args)`` on ``ranks`` simulated ranks.
 
+    Where a loop is running already, in a notebook, this takes a thread of its own, and that loop waits.
+
     Args:
         main: the coroutine function that :func:`asyncdist.run` would get.
         args: passed on; the same objects for every rank.
@@ -152,8 +155,8 @@ def simulate(
     Raises:
         DeadlockError: nothing was left to happen, and some main had not returned: who waits for what.
         KeyboardInterrupt: after SIGINT, between two events.
-        LocalProtocolError: simulate inside a simulation, or a task that loops without waiting. On a rank: a thread, a
-            process, a socket or something else that would not follow from the seed.
+        LocalProtocolError: simulate inside a world or a simulation, or a task that loops without waiting. On a rank: a
+            thread, a process, a socket or something else that would not follow from the seed.
         TypeError, ValueError: an argument is of the wrong kind or out of range.
     """
     checks.main_function(main, args)
@@ -170,19 +173,20 @@ def simulate(
     check_plan(faults, ranks)
     (network or Network()).check_ranks(ranks)
     (compute or Compute()).check_ranks(ranks)
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        pass
-    else:
-        raise LocalProtocolError("a loop is running already: no simulation inside a simulation, or inside a coroutine")
+    if is_loop_running():
+        refuse_inside_a_world()
     inherited: Any = inherited_random
     if isinstance(inherited, str) or not isinstance(inherited, Collection) or not set(inherited) <= INHERITABLE:
         checks.refuse("inherited_random", inherited, f"a list of names among {', '.join(sorted(INHERITABLE))}")
     states = RandomStates(ranks, seed, inherited_random)
     simulation = _Simulation(ranks, seed, network or Network(), compute or Compute(), tuple(faults), states)
-    with simulation.interruptible(), refused_outside(), virtual_clocks():
-        return simulation.run(main, args, strict=strict, until_s=until_s, after_event=after_event)
+
+    def run() -> SimReport:
+        with refused_outside(), virtual_clocks():
+            return simulation.run(main, args, strict=strict, until_s=until_s, after_event=after_event)
+
+    with simulation.interruptible():
+        return call_beside_loop(run)
 
 
 @types.coroutine

@@ -525,7 +525,7 @@ def test_no_simulation_inside_a_simulation() -> None:
     async def main(world: ad.World, runs: Any) -> None:
         runs(nothing)
 
-    with pytest.raises(ad.LocalProtocolError, match="no simulation inside a simulation"):
+    with pytest.raises(ad.LocalProtocolError, match="a world is open here already, <World rank 0 of 1, sim>"):
         simulate(main, lambda inner: simulate(inner, ranks=1), ranks=1).value()
     with pytest.raises(ad.LocalProtocolError, match="a world is open here already, <World rank 0 of 1, sim>"):
         simulate(main, lambda inner: ad.run(inner), ranks=1).value()

@@ -1,0 +1,68 @@
+"""Calls that run a loop of their own, made where one is running already: in a cell of a notebook.
+
+Such a call gets a thread, and the caller waits for it as for any blocking call: its loop stands still meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import ctypes
+import functools
+import threading
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+from asyncdist.computing import call_in_modes, caught, torch_modes
+
+T = TypeVar("T")
+
+
+def is_loop_running() -> bool:
+    """Whether this thread is inside a loop, as a cell of a notebook is."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def call_beside_loop(fn: Callable[[], T]) -> T:
+    """Call ``fn`` here, or, where this thread is inside a loop, in a thread of its own, and wait for it.
+
+    The thread has the caller's context variables and torch modes. What a signal handler raises in the waiting caller
+    (KeyboardInterrupt, as a rule) is raised in the thread, and the caller waits for its end all the same: nothing goes
+    on computing after the call has returned.
+    """
+    if not is_loop_running():
+        return fn()
+    call = functools.partial(contextvars.copy_context().run, call_in_modes, torch_modes(), fn)
+    outcomes: list[tuple[T | None, BaseException | None]] = []
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            outcomes.append(caught(call))
+        finally:
+            ended.set()
+
+    thread = threading.Thread(target=run, name="asyncdist-beside-loop", daemon=True)
+    thread.start()
+    interrupt: BaseException | None = None
+    while not ended.is_set():
+        try:
+            ended.wait()  # and not join(), which takes the thread for ended when a signal handler raises
+        except BaseException as error:
+            interrupt = error
+            _raise_in(thread, type(error))
+    returned, failure = outcomes[0] if outcomes else (None, interrupt)
+    failure = failure or interrupt  # one that came too late for the thread still came
+    if failure is not None:
+        raise failure
+    return cast(T, returned)
+
+
+def _raise_in(thread: threading.Thread, kind: type[BaseException]) -> None:
+    """Raise an exception in a thread, at its next instruction of Python; a call into C is not interrupted."""
+    assert thread.ident is not None, "it has been started"
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(kind))
