@@ -66,6 +66,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("simulation.trace", "simulation.turns", "simulation.models", "simulation.random_states"),
     ("simulation.faults",),
     ("simulation.medium", "simulation.loop"),
+    ("simulation.clocks",),
     ("simulation.simulate", "simulation.shrink", "simulation.repeat", "simulation.workers"),
     ("simulation.explore",),
     ("simulation.script",),
