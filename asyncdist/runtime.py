@@ -413,8 +413,9 @@ async def _leave(world: World, transport: Transport) -> list[str]:
     await world.engine.until(lambda: world.service_count == 0, "the services of this rank to end")
     # Before the barrier, while the peers still take what comes; after it a message may find nobody. A peer in main
     # takes a user's messages when it likes, and drops the rest when it leaves.
+    is_nobody_in_main = Everybody(world, transport, world.left, world.answered)
     await world.engine.until(
-        lambda: not world.is_sending or is_everybody(world, world.left, world.answered, transport.lost_ranks()),
+        lambda: not world.is_sending or is_nobody_in_main(),
         "the other ranks to take the messages of this one",
     )
     await _flush(world)
