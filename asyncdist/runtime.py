@@ -25,7 +25,7 @@ from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
 
-from asyncdist import checks, launch, opening, tags, wire
+from asyncdist import checks, launch, opening, tags, torch_modes, wire
 from asyncdist._version import __version__
 from asyncdist.attendance import Attendance
 from asyncdist.collectives import Collectives
@@ -169,7 +169,8 @@ def run_local(
     """Host ``ranks`` ranks on one loop of this process; returns the value of each.
 
     A rank that computes stops the others, since they share a thread, and torch's random state is theirs in common.
-    Where a loop is running already, in a notebook, it is a thread of their own, as :func:`run` says.
+    Grad mode, inference mode and autocast are each rank's own. Where a loop is running already, in a notebook, the
+    thread is one of their own, as :func:`run` says.
 
     Raises:
         BaseException: what the first rank to fail raised.
@@ -211,12 +212,14 @@ def _host_locally(
 ) -> list[Outcome]:
     """How each of the ranks ended, on a loop of their own in this thread."""
     hub = LocalHub(ranks)
-    with _loop_of(loop) as event_loop:
-        hosts = [
-            host_rank(main, args, hub.transport(rank), interrupts, strict=strict, patience=patience)
-            for rank in range(ranks)
+    with _loop_of(loop) as event_loop, torch_modes.of_ranks(event_loop, ranks) as contexts:
+        tasks = [
+            event_loop.create_task(
+                host_rank(main, args, hub.transport(rank), interrupts, strict=strict, patience=patience),
+                context=context,
+            )
+            for rank, context in enumerate(contexts)
         ]
-        tasks = [event_loop.create_task(host) for host in hosts]
         interrupts.cancel_on_first(event_loop, tasks)
         return _complete(event_loop, tasks)
 

@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "errors",
         "model_tensors",
         "shared_memory",
+        "torch_modes",
         "transports.repeated",
     ),
     ("calls", "flat", "trees"),

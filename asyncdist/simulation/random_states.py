@@ -7,7 +7,7 @@ name imported from ``random`` before the simulation (``from random import random
 imported from ``numpy.random`` draws from the rank's own numbers all the same, since numpy's global generator is
 swapped; not so the second half of a pair of normal numbers, which numpy keeps elsewhere.
 
-torch's grad mode is swapped with them: a rank that awaits under ``no_grad`` is no reason for the others to have none.
+torch's modes are swapped with them (:mod:`asyncdist.torch_modes`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 from numpy.random.bit_generator import ISeedSequence
+
+from asyncdist.torch_modes import FRESH, RankModes
 
 #: What may begin with the caller's state.
 INHERITABLE: Final = frozenset({"random", "numpy", "torch"})
@@ -81,7 +83,7 @@ class RandomStates:
             self._torch = [torch.get_rng_state() for _ in entropy]
         # The last entries are the outside's.
         self._torch.append(torch.get_rng_state())
-        self._grad_modes = [True] * size + [torch.is_grad_enabled()]
+        self._modes = RankModes(size, FRESH)
         self._generators.append(np.random.get_bit_generator())
         self._numpy.append(np.random.mtrand._rand)
         self._random.append(random._inst)
@@ -99,10 +101,7 @@ class RandomStates:
             self._install()
         self._torch[current] = _get_torch_state()
         _set_torch_state(self._torch[rank])
-        modes = self._grad_modes
-        modes[current] = is_enabled = torch.is_grad_enabled()
-        if modes[rank] != is_enabled:
-            torch.set_grad_enabled(modes[rank])
+        self._modes.switch(rank)
         np.random.set_bit_generator(self._generators[rank])
         self.current = rank
 
@@ -129,6 +128,7 @@ class RandomStates:
         if self.current != self._outside:
             self.switch(self._outside)
             np.random.mtrand._rand.set_state(self._numpy_outside)  # with its half of a pair of normal numbers
+        self._modes.restore()
         for module, names in zip((random, np.random), self._names_outside, strict=False):
             module.__dict__.update(names)
         self._names_outside = ()

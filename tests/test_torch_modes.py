@@ -1,0 +1,130 @@
+"""Ranks that share a thread have grad mode, inference mode and autocast of their own, as processes would."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+import asyncdist as ad
+from asyncdist.torch_modes import modes_now
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "no_grad": torch.no_grad,
+    "enable_grad": torch.enable_grad,
+    "inference": torch.inference_mode,
+    "no inference": lambda: torch.inference_mode(False),
+    "autocast": lambda: torch.autocast("cpu"),
+    "float16": lambda: torch.autocast("cpu", dtype=torch.float16),
+    "no autocast": lambda: torch.autocast("cpu", enabled=False),
+    "no cache": lambda: torch.autocast("cpu", cache_enabled=False),
+}
+
+
+def walk(seed: int) -> Iterator[Any]:
+    """Enter and leave modes at random; before each step what computing shows of them."""
+    draw = random.Random(seed)
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    stacks: list[ExitStack] = []
+    modes = list(MODES)
+    modes.remove(draw.choice(["autocast", "float16"]))  # torch's cache would mix the two dtypes up
+    for step in range(40):
+        found = weight @ weight
+        yield modes_now(), found.dtype, found.requires_grad, found.is_inference(), found.sum().item()
+        if stacks and draw.random() < 0.5:
+            stacks.pop().close()
+        else:
+            stacks.append(ExitStack())
+            stacks[-1].enter_context(MODES[draw.choice(modes)]())
+        if not stacks and step % 3 == 0:
+            with torch.no_grad():
+                weight += 1  # what autocast has kept of it is old now
+    while stacks:
+        stacks.pop().close()
+    yield modes_now()
+
+
+async def walk_together(world: ad.World) -> list[Any]:
+    seen = []
+    for found in walk(world.rank):
+        seen.append(found)
+        await asyncio.sleep(0)
+    return seen
+
+
+def test_every_rank_sees_what_it_would_see_alone_on_one_loop() -> None:
+    alone = [list(walk(rank)) for rank in range(8)]
+    for loop in ("asyncio", "uvloop"):
+        assert ad.run_local(walk_together, ranks=8, loop=loop) == alone  # type: ignore[arg-type]
+
+
+def test_every_simulated_rank_sees_what_it_would_see_alone() -> None:
+    alone = [list(walk(rank)) for rank in range(8)]
+    before = modes_now()
+    for seed in range(5):
+        assert list(ad.simulate(walk_together, ranks=8, seed=seed).results) == alone
+        assert modes_now() == before
+
+
+@pytest.mark.parametrize("name", ["no_grad", "inference", "autocast"])
+def test_whoever_leaves_last_leaves_nothing_behind(name: str) -> None:
+    """Two ranks leave a mode in the order in which they entered it, the second restoring what the first had set."""
+
+    async def main(world: ad.World) -> None:
+        for turn in range(2):
+            if turn == world.rank:
+                context = MODES[name]()
+                context.__enter__()
+            await ad.barrier()
+        for turn in range(2):
+            if turn == world.rank:
+                context.__exit__(None, None, None)
+            await ad.barrier()
+
+    before = modes_now()
+    ad.run_local(main, ranks=2)
+    assert modes_now() == before
+    ad.simulate(main, ranks=2).value()
+    assert modes_now() == before
+
+
+def test_tasks_of_a_rank_have_its_modes_and_ranks_begin_with_the_caller_s() -> None:
+    async def ask() -> bool:
+        await asyncio.sleep(0)
+        return torch.is_grad_enabled()
+
+    async def main(world: ad.World) -> list[bool]:
+        began = torch.is_grad_enabled()
+        with torch.set_grad_enabled(world.rank == 1):
+            async with asyncio.TaskGroup() as tasks:
+                mine = tasks.create_task(ask())
+            return [began, mine.result(), *await asyncio.gather(ask(), world.spawn(ask()))]
+
+    for caller in (True, False):
+        with torch.set_grad_enabled(caller):
+            assert ad.run_local(main, ranks=2) == [[caller, False, False, False], [caller, True, True, True]]
+            assert torch.is_grad_enabled() == caller
+
+
+def test_a_rank_without_grad_takes_no_gradients_from_one_that_trains() -> None:
+    """Rank 0 evaluates, and waits for rank 1 meanwhile, which trains."""
+
+    async def main(world: ad.World) -> float:
+        weight = torch.nn.Parameter(torch.tensor(2.0))
+        if world.rank == 0:
+            with torch.inference_mode():
+                await ad.broadcast(torch.zeros(1), 1)
+                return float(weight * weight)
+        for _ in range(3):
+            (weight * weight).backward()
+            await asyncio.sleep(0)
+        await ad.broadcast(torch.ones(1), 1)
+        assert weight.grad is not None
+        return float(weight.grad)
+
+    assert ad.run_local(main, ranks=2) == [4.0, 12.0]
