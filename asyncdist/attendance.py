@@ -69,16 +69,25 @@ class Attendance:
             if error is not None:
                 raise error
 
-    @contextmanager
-    def waiting(self, group: Group, number: int, stop: Callable[[AsyncdistError], None]) -> Iterator[Participation]:
-        """Wait in a collective: ``stop(error)`` is called once if a member leaves that has no part in it."""
-        self.check(group, number)
+    def enter(self, group: Group, number: int, stop: Callable[[AsyncdistError], None]) -> Participation:
+        """A collective is under way until :meth:`end`; ``stop(error)`` is called once if a member has no part in it."""
         entry = Participation(group, number, stop)
         self._under_way[entry] = None
+        return entry
+
+    def end(self, entry: Participation) -> None:
+        """The collective is under way no more, if it was."""
+        self._under_way.pop(entry, None)
+
+    @contextmanager
+    def waiting(self, group: Group, number: int, stop: Callable[[AsyncdistError], None]) -> Iterator[Participation]:
+        """Wait in a collective, as :meth:`enter` says. Raises as :meth:`check`."""
+        self.check(group, number)
+        entry = self.enter(group, number, stop)
         try:
             yield entry
         finally:
-            del self._under_way[entry]
+            self.end(entry)
 
     def on_lost(self, rank: int) -> None:
         """``rank`` has died: no collective of a group with it goes on."""

@@ -39,7 +39,7 @@ from asyncdist import reductions
 from asyncdist.attendance import Attendance
 from asyncdist.byte_views import byte_view, check_dense, check_writable, to_host
 from asyncdist.calls import HELPER, CollectiveCall
-from asyncdist.errors import LocalProtocolError, RankLostError
+from asyncdist.errors import AsyncdistError, LocalProtocolError, RankLostError
 from asyncdist.flat import divide
 from asyncdist.folding import Fold, Into, Rooms, fold_in_shares
 from asyncdist.groups import Group
@@ -315,17 +315,30 @@ class Collectives:
             return
         number = self._attendance.begin(group)
         self._attendance.check(group, number)
-        request = start()
-        waiter = self._engine.follow(request, what)
-        if waiter.done():
+        await self._follow(group, number, start(), what)
+
+    async def _follow(self, group: Group, number: int, request: Request, what: str) -> None:
+        """Wait for a collective of the backend, which may outlast the caller: it ends, or a member leaves before it."""
+        assert self._attendance is not None, "what a sequence does is part of its task"
+        attendance, engine, waiter = self._attendance, self._engine, self._engine.loop.create_future()
+
+        def stop(error: AsyncdistError) -> None:
+            engine.disown(request)
+            attendance.end(entry)
+            settle(waiter, error)
+
+        def on_done(error: AsyncdistError | None) -> None:
+            attendance.end(entry)
+            settle(waiter, error)
+
+        entry = attendance.enter(group, number, stop)
+        engine.watch(request, what, on_done)
+        try:
+            if not waiter.done():
+                await engine.park(waiter, what)
             waiter.result()
-            return
-        with self._attendance.waiting(group, number, functools.partial(settle, waiter)) as participation:
-            try:
-                await self._engine.park(waiter, what)
-            finally:
-                if participation.error is not None:
-                    self._engine.disown(request)
+        finally:
+            waiter.cancel()  # what it ends with later is nobody's
 
     async def _started(self, start: Callable[[], Request], what: str) -> None:
         await self._wait(start(), what)
@@ -352,13 +365,17 @@ class Collectives:
             piece.copy_(room)
             under_way.popleft()
 
-        for index, piece in enumerate(torch.split(work.view(-1), ring.shape[1])):
-            if len(under_way) == _PIECES_AT_ONCE:
+        try:
+            for index, piece in enumerate(torch.split(work.view(-1), ring.shape[1])):
+                if len(under_way) == _PIECES_AT_ONCE:
+                    await finish_oldest()
+                room = ring[index % _PIECES_AT_ONCE][: piece.numel()]
+                under_way.append((native.all_reduce(piece.numpy(), op, room.numpy()), piece, room))
+            while under_way:
                 await finish_oldest()
-            room = ring[index % _PIECES_AT_ONCE][: piece.numel()]
-            under_way.append((native.all_reduce(piece.numpy(), op, room.numpy()), piece, room))
-        while under_way:
-            await finish_oldest()
+        finally:
+            for request, _, _ in under_way:  # the job has failed, or a member has left: they may never complete
+                self._engine.disown(request)
 
     async def _gather_windows(
         self, group: Group, send: memoryview, sizes: Sequence[int], receive: memoryview, position: int

@@ -203,9 +203,10 @@ class _Folding:
     def _exchange(self, sides: Sequence[tuple[Tensor, Tensor, int]]) -> None:
         """Start to send and to receive, with each of some ranks; what is empty is not sent."""
         transport, tag = self._engine.transport, self._group.tag
-        requests = [transport.irecv(byte_view(into), rank, tag) for _, into, rank in sides if len(into)]
-        requests += [transport.isend(byte_view(values), rank, tag) for values, _, rank in sides if len(values)]
-        self._under_way.append(requests)
+        requests: list[Request] = []
+        self._under_way.append(requests)  # also those that were started before one could not be
+        requests.extend(transport.irecv(byte_view(into), rank, tag) for _, into, rank in sides if len(into))
+        requests.extend(transport.isend(byte_view(values), rank, tag) for values, _, rank in sides if len(values))
 
     async def _wait_for_oldest(self) -> None:
         for request in self._under_way[0]:

@@ -138,23 +138,27 @@ class Passes:
     def _test_operations(self) -> int:
         operations, self._operations = self._operations, []
         pending = []
-        for position, operation in enumerate(operations):
-            try:
-                if not operation.request.test():
+        position = 0
+        try:
+            for operation in operations:
+                position += 1
+                try:
+                    if not operation.request.test():
+                        pending.append(operation)
+                        continue
+                    error = None
+                except AsyncdistError as caught:
+                    error = caught
+                except BaseException:  # an interrupt
                     pending.append(operation)
-                    continue
-                error = None
-            except AsyncdistError as caught:
-                error = caught
-            except BaseException:
-                self._operations = pending + operations[position:] + self._operations
-                raise
-            operation.finish(error)
+                    raise
+                operation.finish(error)
+        finally:  # also where that raised: what has not completed is kept
+            self._operations = pending + operations[position:] + self._operations
         completed = len(operations) - len(pending)
         if completed and self._has_threads:
             self._transferred_at = time.perf_counter()
         self._request_count += completed
-        self._operations = pending + self._operations if self._operations else pending
         return completed
 
     def give_core(self) -> None:

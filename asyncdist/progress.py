@@ -10,7 +10,6 @@ The engine knows no frame, channel or protocol.
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 import types
 from collections import deque
@@ -117,15 +116,6 @@ class Engine(Passes):
             RankLostError, TruncationError: as the request.
         """
         await self._wait(Operation(request, what, None))
-
-    def follow(self, request: Request, what: str) -> asyncio.Future[None]:
-        """Keep ``request`` until it has completed; returns a future that is settled then, for :meth:`park`.
-
-        Done already where the request is.
-        """
-        waiter = self._new_waiter()
-        self.watch(request, what, functools.partial(settle, waiter))
-        return waiter
 
     def disown(self, request: Request) -> None:
         """Never wait for ``request`` again: it cannot complete, since a peer that it needs has left.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 from support.local import worlds, yields
 
 import asyncdist as ad
-from asyncdist.errors import AsyncdistError, LocalProtocolError, RankLostError, TruncationError
+from asyncdist.errors import AsyncdistError, ClosedError, LocalProtocolError, RankLostError, TruncationError
 
 
 async def test_sums_are_in_rank_order_whoever_comes_first() -> None:
@@ -191,3 +194,56 @@ def test_a_default_device_is_the_users() -> None:
         ad.run_local(main, ranks=3, strict=True)
     finally:
         torch.set_default_device(None)
+
+
+class EndlessRequest:
+    """A collective that a member never enters."""
+
+    cancelled, source, nbytes = False, -1, 0
+
+    def __init__(self, *buffers: object) -> None:
+        self.buffers = buffers
+
+    def test(self) -> bool:
+        return False
+
+    def cancel(self) -> None:
+        raise AssertionError("no collective can be cancelled")
+
+
+class EndlessGroup:
+    """A backend's group in which a member is missing."""
+
+    def __init__(self) -> None:
+        self.requests: list[weakref.ref[EndlessRequest]] = []
+
+    def all_reduce(self, *buffers: object) -> EndlessRequest:
+        request = EndlessRequest(*buffers)
+        self.requests.append(weakref.ref(request))
+        return request
+
+
+@pytest.mark.parametrize(("count", "request_count"), [(8, 1), (2 << 20, 4)])
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_requests_that_a_leaver_leaves_unfinished_keep_their_buffers(
+    count: int, request_count: int, is_cancelled: bool
+) -> None:
+    """MPI may still write to them. The end waits for none, also where the caller had gone before the leaver did."""
+    async with worlds(2) as made:
+        world, native = made[0], EndlessGroup()
+        group = dataclasses.replace(world.group, native=native)
+        task = asyncio.ensure_future(world.collectives.all_reduce(torch.zeros(count), group, "sum"))
+        await yields(5)
+        if is_cancelled:
+            task.cancel()
+            await asyncio.wait([task])
+        assert len(world.engine.outstanding()) == 1
+        made[1].leave()
+        await world.engine.until(lambda: 1 in world.left)
+        await asyncio.wait([task])
+        await world.engine.until(lambda: world.service_count == 0)
+        assert is_cancelled or isinstance(task.exception(), ClosedError)
+        del task
+        gc.collect()
+        assert [request() is not None for request in native.requests] == [True] * request_count
+        assert world.leftovers() == []

@@ -41,6 +41,22 @@ def test_simulated(way: str, seed: int) -> None:
     check(ad.simulate(left_members.main, way, ranks=3, seed=seed, strict=True).results)
 
 
+def test_collectives_that_were_cancelled_before_a_member_left_are_no_leftovers() -> None:
+    assert ad.run_local(left_members.main, "cancelled", ranks=3, strict=True) == [{}] * 3
+    for seed in range(10):
+        ad.simulate(left_members.main, "cancelled", ranks=3, seed=seed, strict=True).value()
+
+
+@STARTS
+def test_collectives_that_were_cancelled_before_a_member_left_are_no_leftovers_launched(
+    start: Callable[..., Any],
+) -> None:
+    """Each of the backend's own held the end for as long as it waits for requests, and failed a strict job."""
+    if start is mpi.run_ranks:
+        mpi.require_mpi()
+    assert start(3, SCRIPT, "cancelled", timeout_s=120).check().stderr == ""
+
+
 @WAYS
 @STARTS
 def test_launched(start: Callable[..., Any], way: str) -> None:

@@ -181,6 +181,26 @@ async def test_a_completion_may_ask_for_progress_without_recursion(engine: Engin
     assert depth == [0]
 
 
+async def test_a_completion_that_raises_loses_no_other_request(engine: Engine) -> None:
+    requests = [ScriptedRequest() for _ in range(4)]
+    done: list[int] = []
+
+    def complete(number: int) -> None:
+        done.append(number)
+        if number == 1:
+            raise ValueError("a handler's defect")
+
+    for number, request in enumerate(requests):
+        engine.watch(request, f"request {number}", lambda _, number=number: complete(number))
+    requests[0].done = requests[1].done = requests[3].done = True
+    with pytest.raises(ValueError, match="a handler's defect"):
+        engine.poll()
+    assert (done, engine.outstanding()) == ([0, 1], ("request 2", "request 3"))
+    requests[2].done = True
+    assert engine.poll() == 2
+    assert (done, engine.outstanding()) == ([0, 1, 2, 3], ())
+
+
 async def test_a_defect_in_a_transport_loses_no_other_request(engine: Engine) -> None:
     """An exception that is none of ours passes through ``poll``; everything stays in keeping."""
     requests = [ScriptedRequest() for _ in range(3)]

@@ -1,11 +1,12 @@
 """A member returns, and the others call collectives that need it: ClosedError that names it, each time, everywhere.
 
 One file for the four worlds; ``test_left_members.py`` starts it. Given ``waiting``, the others are in the collective
-before the leaver goes.
+before the leaver goes; given ``cancelled``, they have given each up by then, and nothing of it is left over at the end.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -40,6 +41,16 @@ def calls(world: ad.World, group: ad.Group) -> dict[str, Callable[[], Awaitable[
     }
 
 
+async def cancel(calls: dict[str, Callable[[], Awaitable[Any]]]) -> None:
+    """Call each of them, and give it up when it waits for the leaver."""
+    for call in calls.values():
+        task = asyncio.ensure_future(call())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        task.cancel()  # a small gather may have left its member already
+        await asyncio.wait([task])
+
+
 async def main(world: ad.World, way: str) -> dict[str, str]:
     """What each call came to."""
     found: dict[str, str] = {}
@@ -50,6 +61,10 @@ async def main(world: ad.World, way: str) -> dict[str, str]:
     for group in groups.values():  # one that the leaver has taken part in completes, whoever enters it when
         await ad.broadcast(flag, LEAVER, group=group)
     tasks = {name: calls(world, groups[name])[name] for name in names}
+    if way == "cancelled":
+        await cancel(tasks if world.rank != LEAVER else {})
+        await ad.barrier()
+        return {}
     if world.rank == LEAVER:
         if way == "waiting":
             await world.sleep(0.3)
