@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import logging
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +25,7 @@ from torch import distributed as dist
 import asyncdist as ad
 from asyncdist import launch
 from asyncdist.errors import RankLostError, TransportError, TruncationError
+from asyncdist.transports import gloo
 from asyncdist.transports.base import ANY_SOURCE
 from asyncdist.transports.gloo import _ENTRY, _FRAME, _MESSAGE, _RING_COUNT, Link, reason
 from asyncdist.transports.matching import Inbox, InlineMessage, Matcher, OwnMessage, Receive, Send
@@ -126,13 +129,44 @@ def test_an_exit_code_is_kept() -> None:
 
 def test_messages_that_nobody_receives_do_not_hold_the_end() -> None:
     result = run_ranks(3, ENDS, "leaves_all_kinds_of_work").check()
-    assert result.stderr.count("request: left over") == 2 * 3
+    assert result.stderr.count("2 requests: left over") == 3
 
 
 def test_closing_leaves_no_thread() -> None:
     for found in run_ranks(4, ENDS, "closes").check().reports.values():
         (took_s,) = found["took"]
         assert found["alive"] == [] and took_s < LONG_S
+
+
+@dataclass
+class SlowLink:
+    """A link whose threads take so long to end."""
+
+    seconds: float
+    error: RankLostError | None = None
+    said_goodbye: bool = True
+
+    def say_goodbye(self) -> None:
+        """Nobody hears."""
+
+    def join(self, deadline: float) -> list[str]:
+        return ["post-1"] if deadline < time.monotonic() + self.seconds else []
+
+
+@pytest.mark.parametrize("is_failed", [False, True])
+def test_threads_that_end_late_are_waited_for_and_no_reason_to_fail(
+    is_failed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """32 ranks on two cores have three thousand threads. Those of a lost rank may never end, nor after a failure."""
+    mesh = gloo.Mesh(lambda _: None, 0, 1, Matcher(Inbox()))
+    mesh.links = cast(Any, {1: SlowLink(10.0)})
+    with caplog.at_level(logging.WARNING, "asyncdist"):
+        mesh.close(gloo.HOPELESS_JOIN_S if is_failed else gloo.JOIN_S)
+    assert ("threads that wait for gloo did not end: post-1" in caplog.text) == is_failed
+    assert mesh.links == {}
+    mesh.links = cast(Any, {1: SlowLink(10.0, RankLostError("rank 1 is gone", rank=1), said_goodbye=False)})
+    mesh.close()
+    assert "threads that wait for gloo did not end: post-1" in caplog.text
 
 
 def test_a_world_after_one_that_failed() -> None:

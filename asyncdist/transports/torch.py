@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Final
@@ -26,8 +25,6 @@ from asyncdist.transports.base import Buffer, Capabilities, Request, Transport
 from asyncdist.transports.matching import Inbox, MatchedTransport
 from asyncdist.transports.meeting import Rendezvous, meet
 from asyncdist.transports.polled import Pairs, PolledBulk, PolledTransport
-
-logger = logging.getLogger("asyncdist.transports.torch")
 
 #: How long the ranks wait for each other at the start.
 START_TIMEOUT_S = 300.0
@@ -170,16 +167,16 @@ class TorchTransport(MatchedTransport):
         self._mesh.abort(exit_code)
 
     def close(self) -> None:
+        self._close(gloo.JOIN_S)
+
+    def close_failed(self) -> None:
+        self._close(gloo.HOPELESS_JOIN_S)
+
+    def _close(self, join_s: float) -> None:
         if not self._is_closed:
             self._is_closed = True
             atexit.unregister(self.close_failed)
-            self._mesh.close()
-
-    def close_failed(self) -> None:
-        try:
-            self.close()
-        except TransportError as error:  # there is a failure already, and it is the one to be told
-            logger.warning("%s", error)
+            self._mesh.close(join_s)
 
     def set_doorbell(self, ring: Callable[[], None]) -> None:
         self._inbox.set_bell(ring)
