@@ -8,6 +8,10 @@ for its arguments are wrong say, objects: the others get its exception, and do n
 Nobody can know that members mean the same thing where they name different groups. But of what a rank starts one after
 the other (``alone``), groups above all, two ranks that wait for each other in different ones will do so for ever: a
 leader that has waited for a second tells the missing who waits for them, and one that sees itself so entangled says so.
+
+A member that gives up tells the leader, and cannot know what the leader has decided meanwhile: each member that has
+come gets one verdict, and if that says go, the others count on it. :mod:`asyncdist.starts` therefore sees every start
+to its end, also when its caller was cancelled.
 """
 
 from __future__ import annotations
@@ -15,11 +19,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from asyncdist.agreement_messages import (
+    Inquiry,
+    Join,
+    Objection,
+    Reminder,
+    Runs,
+    Verdict,
+    Withdraw,
+    ranks_of,
+    runs_of,
+)
 from asyncdist.errors import (
     AsyncdistError,
     BusyError,
@@ -44,80 +60,6 @@ _REMINDED_COUNT_MAX: Final = 16
 #: Between a subject and how often it was started.
 _TIME: Final = ", time "
 
-#: Some ranks in their order, short also where there are thousands: the first and the last of those without a gap.
-Runs: TypeAlias = tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Join:
-    """Member to leader: I am about to start ``subject`` and these are my values."""
-
-    subject: str
-    values: tuple[tuple[str, str], ...]
-    proposal: int
-
-
-@dataclass(frozen=True, slots=True)
-class Objection:
-    """Member to leader: I cannot start ``subject``, since here it raised this.
-
-    Attributes:
-        members: who was to start it.
-        kind: the exception's class; empty where members disagree.
-        text: what it says.
-    """
-
-    subject: str
-    members: Runs
-    kind: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reminder:
-    """Leader to a member that is missing: these wait for you.
-
-    Attributes:
-        subject: in which, without the time.
-        members: all who are to start it.
-        present: those who have come.
-    """
-
-    subject: str
-    members: Runs
-    present: Runs
-
-
-@dataclass(frozen=True, slots=True)
-class Inquiry:
-    """Member to leader: my time, ``waited_s``, is up and you have not said anything. Who is missing?"""
-
-    subject: str
-    members: Runs
-    waited_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Leader to member: go (with the agreed number), or why not.
-
-    Attributes:
-        difference: the name of what differs; of an objection, the exception's class.
-        refusal: a sentence; of an objection, what the exception says.
-        missing: who has not come in time.
-        waited_s: for how long the one had waited whose time was up first.
-        objector: the member who objected, -1 where nobody did.
-    """
-
-    subject: str
-    difference: str = ""
-    refusal: str = ""
-    missing: tuple[int, ...] = ()
-    waited_s: float = 0.0
-    gone: tuple[int, ...] = ()
-    agreed: int = 0
-    objector: int = -1
-
 
 @dataclass(slots=True)
 class _Over:
@@ -125,13 +67,6 @@ class _Over:
 
     verdict: Verdict
     absent: set[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Withdraw:
-    """Member to member: I shall never start ``subject`` again."""
-
-    subject: str
 
 
 @dataclass(slots=True)
@@ -148,6 +83,31 @@ class _Alone:
     join: Join
     ranks: Sequence[int]
     rival: tuple[str, Runs, str] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pending:
+    """A start of this rank that has not been decided as far as it knows.
+
+    Attributes:
+        join: what it has said.
+        ranks: who is to start it.
+        leader: who decides.
+    """
+
+    join: Join
+    ranks: tuple[int, ...]
+    leader: int
+
+
+class Caller(Protocol):
+    """Is told how far a start has come, and may give it up meanwhile: :class:`asyncdist.starts.Start`."""
+
+    def on_asked(self, pending: Pending) -> None:
+        """This rank has said that it has come, or is about to."""
+
+    def on_time_up(self, error: StartTimeoutError) -> None:
+        """The leader has not said anything in time. It is waited for all the same: it may have said go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +146,9 @@ class Agreements:
         self._gone: set[int] = set()
         self._withdrawn: dict[str, set[int]] = {}
         self._alone: _Alone | None = None
+        self._forsaken: set[str] = set()
         self._is_failing = False
+        self.is_interrupted: Callable[[], bool] = lambda: False
 
     async def agree(
         self,
@@ -198,6 +160,8 @@ class Agreements:
         leader: int | None = None,
         proposal: int = 0,
         alone: bool = False,
+        hold_s: float = 0.0,
+        caller: Caller | None = None,
     ) -> Agreed:
         """Wait until all ``ranks`` are about to start the same thing.
 
@@ -209,32 +173,43 @@ class Agreements:
             leader: who compares; the first of ``ranks`` by default.
             proposal: a number; the largest is what everyone gets.
             alone: no rank starts anything else with ``alone`` meanwhile; the caller sees to that.
+            hold_s: for how long a member that has come keeps its loop to itself while it waits for the verdict.
+            caller: told how far it has come.
 
         Raises:
             StartTimeoutError: naming the ranks that did not come.
             DisagreementError: naming the first difference; or two members wait for each other in different ones.
             ClosedError: a member has left for good.
             RemoteError: a member has objected, or was cancelled here.
+            CancelledError: this rank has given up (:meth:`give_up`), and the leader has let it go.
 
-        **Cancellation**: the others get RemoteError, unless all had come: then they count on this rank.
+        **Cancellation**: the others get RemoteError, unless all had come: then they count on this rank. So what follows
+        go is to be started by a task that only a failure of the job cancels (:mod:`asyncdist.starts`).
         """
         leader = ranks[0] if leader is None else leader
         subject = _full(subject, ranks)
         join = Join(self._next_time(subject), tuple(sorted(values.items())), proposal)
+        pending = Pending(join, tuple(ranks), leader)
+        if caller is not None:
+            caller.on_asked(pending)
         gone = _Gone(ranks, self._gone, self._withdrawn.setdefault(subject, set()))
         try:
             with self._starting_alone(join, ranks) if alone else contextlib.nullcontext() as start:
                 if self._rank == leader:
                     verdict, first = await self._lead(ranks, join, gone, timeout_s)
                 else:
-                    verdict, first = await self._follow(ranks, leader, join, gone, timeout_s), join
+                    verdict, first = await self._follow(pending, gone, timeout_s, hold_s, caller), join
         except asyncio.CancelledError:
-            self._give_up(join, ranks, leader)
+            if self._verdicts.pop(join.subject, None) is None:
+                self._forsaken.add(join.subject)
+                self._ask_to_go(pending)
             raise
         if start is not None and start.rival is not None:
             self._object_to_rival(*start.rival, verdict)
+        if verdict.objector == self._rank:
+            raise asyncio.CancelledError
         _check(verdict, subject)
-        return Agreed(verdict.agreed, dict(first.values), int(join.subject.rpartition(_TIME)[2]))
+        return Agreed(verdict.agreed, dict(first.values), _time_of(join.subject))
 
     @contextlib.contextmanager
     def _starting_alone(self, join: Join, ranks: Sequence[int]) -> Iterator[_Alone]:
@@ -248,7 +223,7 @@ class Agreements:
     def object(self, ranks: Sequence[int], subject: str, error: BaseException) -> None:
         """In place of :meth:`agree`: this rank cannot start ``subject``, and the others are to get ``error``."""
         full = _full(subject, ranks)
-        self._object(Objection(self._next_time(full), _runs(tuple(ranks)), *words_of(error)), ranks[0])
+        self._object(Objection(self._next_time(full), runs_of(tuple(ranks)), *words_of(error)), ranks[0])
 
     @contextlib.contextmanager
     def objecting(self, ranks: Sequence[int], subject: str) -> Iterator[None]:
@@ -265,14 +240,29 @@ class Agreements:
         else:
             self._send(objection, leader)
 
-    def _give_up(self, join: Join, ranks: Sequence[int], leader: int) -> None:
-        """The caller was cancelled while it waited for the others: they are not to count on this rank."""
-        if self._verdicts.pop(join.subject, None) is not None:
-            return  # it is decided, and all are told
-        if self._engine.failure is None and not self._is_failing:  # else all is over, and everybody is told why
+    def give_up(self, pending: Pending) -> bool:
+        """The caller of a start does not want it any more: ask the leader to go on without this rank.
+
+        Returns:
+            Whether it is too late, since the leader has said go. Else its verdict may still say so.
+        """
+        self._engine.poll()  # it may have come while something blocked the loop
+        verdict = self._verdicts.get(pending.join.subject)
+        if verdict is None:
+            self._ask_to_go(pending)
+        return verdict is not None and _is_go(verdict)
+
+    def _ask_to_go(self, pending: Pending) -> None:
+        if not self.is_ending:
             words = "CancelledError", "it was cancelled while it waited for the others"
             with contextlib.suppress(AsyncdistError):  # nobody is left to be told
-                self._object(Objection(join.subject, _runs(tuple(ranks)), *words), leader)
+                self._object(Objection(pending.join.subject, runs_of(pending.ranks), *words), pending.leader)
+            self._engine.recheck()  # the leader itself waits, too
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the job fails, or this rank does: whoever is cancelled then need not wait for anybody's word."""
+        return self._engine.failure is not None or self._is_failing or self.is_interrupted()
 
     def on_own_failure(self) -> None:
         """A task of this rank has failed, and will end it: what is cancelled for that is no news for the others."""
@@ -342,7 +332,7 @@ class Agreements:
         def remind() -> None:
             nonlocal timer
             self._engine.poll()  # some may have come while something blocked the loop
-            reminder = Reminder(_without_time(subject), _runs(tuple(ranks)), _runs(tuple(sorted(joins))))
+            reminder = Reminder(_without_time(subject), runs_of(tuple(ranks)), runs_of(tuple(sorted(joins))))
             for rank in [rank for rank in ranks if rank not in joins][:_REMINDED_COUNT_MAX]:
                 self._send(reminder, rank)
             timer = loop.call_later(REMIND_AFTER_S, remind)
@@ -356,8 +346,9 @@ class Agreements:
                 timer.cancel()
 
     async def _follow(
-        self, ranks: Sequence[int], leader: int, join: Join, gone: _Gone, timeout_s: float | None
+        self, pending: Pending, gone: _Gone, timeout_s: float | None, hold_s: float, caller: Caller | None
     ) -> Verdict:
+        join, leader = pending.join, pending.leader
         deadline = None if timeout_s is None else self._engine.loop.time() + timeout_s
 
         def is_over() -> bool:
@@ -365,18 +356,30 @@ class Agreements:
 
         if leader not in gone.ranks():
             self._send(join, leader)
+        self._hold(is_over, hold_s)
         what = f"{join.subject}: the verdict of rank {leader}"
         is_told = await self._engine.until(is_over, what, deadline=deadline)
         if not is_told and deadline is not None and timeout_s is not None:
             with contextlib.suppress(AsyncdistError):  # a leader that cannot be asked does not listen
-                self._send(Inquiry(join.subject, _runs(tuple(ranks)), timeout_s), leader)
-            await self._engine.until(is_over, what, deadline=deadline + MEMBER_PATIENCE_S)
+                self._send(Inquiry(join.subject, runs_of(pending.ranks), timeout_s), leader)
+            is_told = await self._engine.until(is_over, what, deadline=deadline + MEMBER_PATIENCE_S)
+        if not is_told:
+            silent = Verdict(join.subject, missing=(leader,), waited_s=timeout_s or 0.0)
+            if caller is None:
+                self._forsaken.add(join.subject)
+                return silent
+            caller.on_time_up(_missing(silent, _without_time(join.subject)))
+            await self._engine.until(is_over, what)
         verdict = self._verdicts.pop(join.subject, None)
         if verdict is not None:
             return verdict
-        if leader in gone.ranks():
-            return Verdict(join.subject, gone=(leader,))
-        return Verdict(join.subject, missing=(leader,), waited_s=timeout_s or 0.0)
+        return Verdict(join.subject, gone=(leader,))
+
+    def _hold(self, is_over: Callable[[], bool], seconds: float) -> None:
+        """Poll in place for so long: another task of this rank might take the loop, and compute."""
+        deadline = time.perf_counter() + seconds
+        while seconds and not is_over() and time.perf_counter() < deadline:
+            self._engine.poll()
 
     def on_join(self, join: Join, source: int) -> None:
         """A member has come to a meeting that this rank leads, or will lead."""
@@ -394,7 +397,7 @@ class Agreements:
         It is, too, where this rank has come after that member, and would wait for longer.
         """
         joins = self._joins.get(inquiry.subject, {})
-        missing = tuple(sorted(_ranks_of(inquiry.members) - joins.keys()))
+        missing = tuple(sorted(ranks_of(inquiry.members) - joins.keys()))
         if not joins or not missing:
             return  # the verdict is under way
         verdict = Verdict(inquiry.subject, missing=missing, waited_s=inquiry.waited_s)
@@ -414,9 +417,8 @@ class Agreements:
         else:
             verdict = Verdict(subject, difference="ranks", refusal=objection.text)
         joins = self._joins.pop(subject, {})
-        self._keep_for(_ranks_of(objection.members) - joins.keys() - {source}, verdict)
-        # Where it was cancelled it has come, and waits no more.
-        self._tell([rank for rank in joins if rank != source or not objection.kind], verdict)
+        self._keep_for(ranks_of(objection.members) - joins.keys() - {source}, verdict)
+        self._tell(joins, verdict)
 
     def _tell(self, ranks: Iterable[int], verdict: Verdict) -> None:
         for rank in ranks:
@@ -430,7 +432,7 @@ class Agreements:
         alone = self._alone
         if alone is None or alone.rival is not None or reminder.subject == _without_time(alone.join.subject):
             return
-        entangled = _ranks_of(reminder.present).intersection(alone.ranks)
+        entangled = ranks_of(reminder.present).intersection(alone.ranks)
         if entangled:
             text = (
                 f"rank {min(entangled)} starts {reminder.subject!r}, rank {self._rank} "
@@ -438,7 +440,7 @@ class Agreements:
                 "allowed: equal ranks, in one order, on all of them"
             )
             alone.rival = reminder.subject, reminder.members, text
-            self._object(Objection(alone.join.subject, _runs(tuple(alone.ranks)), "", text), alone.ranks[0])
+            self._object(Objection(alone.join.subject, runs_of(tuple(alone.ranks)), "", text), alone.ranks[0])
 
     def _object_to_rival(self, subject: str, members: Runs, text: str, verdict: Verdict) -> None:
         """Tell those who wait in it too, unless what this rank has waited in came about all the same."""
@@ -447,8 +449,8 @@ class Agreements:
 
     def _has_led(self, subject: str) -> bool:
         """Whether this rank has come to what it leads, and gone on."""
-        full, _, time = subject.rpartition(_TIME)
-        return int(time) <= self._counts[full] and self._rank not in self._joins.get(subject, {})
+        is_counted = _time_of(subject) <= self._counts[_without_time(subject)]
+        return is_counted and self._rank not in self._joins.get(subject, {})
 
     def _keep_for(self, absent: Iterable[int], verdict: Verdict) -> None:
         """Keep a verdict for those who have not come yet, and may."""
@@ -481,8 +483,11 @@ class Agreements:
         self._over.clear()
 
     def on_verdict(self, verdict: Verdict) -> None:
-        """A leader has decided."""
-        self._verdicts[verdict.subject] = verdict
+        """A leader has decided. Each member that has come hears this once."""
+        if verdict.subject in self._forsaken:
+            self._forsaken.discard(verdict.subject)
+        else:
+            self._verdicts[verdict.subject] = verdict
 
     def on_withdraw(self, subject: str, source: int) -> None:
         """A member will not start this again."""
@@ -516,7 +521,7 @@ class _Gone:
 
 def _full(subject: str, ranks: Sequence[int]) -> str:
     """The subject with its group. It travels in every message of an agreement, so runs of ranks are written short."""
-    return f"{subject} on ranks {_in_words(_runs(tuple(ranks)))}"
+    return f"{subject} on ranks {_in_words(runs_of(tuple(ranks)))}"
 
 
 def _without_time(subject: str) -> str:
@@ -524,20 +529,9 @@ def _without_time(subject: str) -> str:
     return subject.rpartition(_TIME)[0]
 
 
-@functools.lru_cache(64)
-def _runs(ranks: tuple[int, ...]) -> Runs:
-    """Ranks that follow each other as the first and the last of them."""
-    runs: list[tuple[int, int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1] = (runs[-1][0], rank)
-        else:
-            runs.append((rank, rank))
-    return tuple(runs)
-
-
-def _ranks_of(runs: Runs) -> set[int]:
-    return {rank for first, last in runs for rank in range(first, last + 1)}
+def _time_of(subject: str) -> int:
+    """Which of its repetitions this is."""
+    return int(subject.rpartition(_TIME)[2])
 
 
 @functools.lru_cache(64)
@@ -565,11 +559,19 @@ def _check(verdict: Verdict, subject: str) -> None:
     if verdict.gone:
         raise ClosedError(f"{subject}: {_name(verdict.gone)} left", ranks=verdict.gone)
     if verdict.missing:
-        raise StartTimeoutError(
-            f"{subject}: {_name(verdict.missing)} did not come within {verdict.waited_s:g} s", missing=verdict.missing
-        )
+        raise _missing(verdict, subject)
     if verdict.refusal:
         raise DisagreementError(f"{subject}: {verdict.refusal}", difference=verdict.difference)
+
+
+def _is_go(verdict: Verdict) -> bool:
+    return not (verdict.refusal or verdict.missing or verdict.gone) and verdict.objector < 0
+
+
+def _missing(verdict: Verdict, subject: str) -> StartTimeoutError:
+    return StartTimeoutError(
+        f"{subject}: {_name(verdict.missing)} did not come within {verdict.waited_s:g} s", missing=verdict.missing
+    )
 
 
 def _name(ranks: Sequence[int]) -> str:

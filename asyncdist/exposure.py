@@ -144,6 +144,7 @@ async def open_exposure(
     """
     transport = world.engine.transport
     if group.native is not None and transport.capabilities.one_sided_reads:
+        await world.assemble(group.ranks, "new window")
         window = transport.new_window(group.native, _WindowExposure.window_nbytes(nbytes))
         if window is not None:
             return _WindowExposure(world, group, window, nbytes)

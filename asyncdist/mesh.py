@@ -21,6 +21,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 from asyncdist.collectives import shielded
 from asyncdist.errors import LocalProtocolError
 from asyncdist.groups import Group, check_group
+from asyncdist.starts import Start
 from asyncdist.world import World, current_world
 
 P = ParamSpec("P")
@@ -206,6 +207,9 @@ async def new_mesh(
         LocalProtocolError: this rank is not in the group.
         DisagreementError: ranks pass different axes; the first difference is named.
         StartTimeoutError: naming the ranks that did not come in time.
+
+    **Cancellation**: while ranks are missing, the others get RemoteError. Once all have come the mesh is made, and
+    given back, before the cancellation is raised.
     """
     world = world or current_world()
     world.check()
@@ -215,14 +219,22 @@ async def new_mesh(
         raise LocalProtocolError(f"rank {world.rank} is not in the mesh's group {list(group.ranks)}", rank=world.rank)
     with world.agreements.objecting(group.ranks, _SUBJECT):
         sizes = _checked(axes, group)
-    await world.agreements.agree(group.ranks, _SUBJECT, {"axes": _in_words(sizes)}, timeout_s=timeout_s)
-    strides = _strides(tuple(sizes.values()))
-    made = {}
-    for (name, size), stride in zip(sizes.items(), strides, strict=True):
-        first = group.index - group.index // stride % size * stride
-        line = [group.ranks[first + place * stride] for place in range(size)]
-        made[name] = Axis(name, world, await world.new_group(line, timeout_s=timeout_s), _Turn())
-    return Mesh(made, group.ranks, world)
+
+    async def make(start: Start[Mesh]) -> Mesh:
+        await start.agree(group.ranks, _SUBJECT, {"axes": _in_words(sizes)}, timeout_s=timeout_s)
+        strides = _strides(tuple(sizes.values()))
+        made = {}
+        for (name, size), stride in zip(sizes.items(), strides, strict=True):
+            first = group.index - group.index // stride % size * stride
+            line = [group.ranks[first + place * stride] for place in range(size)]
+            made[name] = Axis(name, world, await world.new_group(line, timeout_s=timeout_s), _Turn())
+        return Mesh(made, group.ranks, world)
+
+    return await world.start_together(make, _keep, name=_SUBJECT)
+
+
+async def _keep(mesh: Mesh) -> None:
+    del mesh
 
 
 def _calling_world() -> World | None:

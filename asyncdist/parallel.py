@@ -18,9 +18,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
-from asyncdist import api, checks
+from asyncdist import checks
 from asyncdist.errors import LocalProtocolError
 from asyncdist.groups import Group
+from asyncdist.starts import Start
 from asyncdist.world import World, current_world
 
 G = TypeVar("G")
@@ -135,12 +136,20 @@ async def new_parallel_groups(
     with world.agreements.objecting(everybody, _SUBJECT):
         layout = ParallelLayout(world.size, model_parallelism, pipeline_parallelism)
     numbers = {name: str(getattr(layout, name)) for name in ("model_parallelism", "pipeline_parallelism")}
-    await world.agreements.agree(everybody, _SUBJECT, numbers, timeout_s=_TIMEOUT_S)
-    # A rank is in three groups; all make them in the same order, so nobody waits for somebody who waits elsewhere.
-    model, pipeline, data = [await api.new_group(ranks, world=world) for ranks in layout.ranks_of(world.rank)]
+
+    async def make(start: Start[list[Group]]) -> list[Group]:
+        await start.agree(everybody, _SUBJECT, numbers, timeout_s=_TIMEOUT_S)
+        # A rank is in three groups; all make them in the same order, so nobody waits for somebody who waits elsewhere.
+        return [await world.new_group(ranks) for ranks in layout.ranks_of(world.rank)]
+
+    model, pipeline, data = await world.start_together(make, _keep, name=_SUBJECT)
     groups = ParallelGroups(layout, model, pipeline, data)
     current_groups.set(groups)
     return groups
+
+
+async def _keep(groups: list[Group]) -> None:
+    del groups
 
 
 def parallel_groups() -> ParallelGroups[Any]:

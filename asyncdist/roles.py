@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 from asyncdist import checks
-from asyncdist.api import new_group
 from asyncdist.everyday import compute_and_broadcast, gather_from_all_ranks
 from asyncdist.groups import Group
 from asyncdist.opening import check_torch_backend
+from asyncdist.starts import Start
 from asyncdist.world import World, current_world
 
 Placement: TypeAlias = Literal["arithmetic", "host"]
@@ -320,17 +320,26 @@ async def initialize_distributed_compute(
             raise ValueError(f"the layout is for {layout.world_size} ranks; allowed: {world.size}, the world's size")
     options = {"buffers, groups, coordinator": f"{num_remote_buffers}, {num_agent_groups}, {coordinator}"}
     options |= {"placement": placement, "layout": "none" if layout is None else _in_words(layout)}
-    await world.agreements.agree(everybody, _SUBJECT, options, timeout_s=_TIMEOUT_S)
-    if layout is None and placement == "host":
-        hosts = await _all_hosts(world, world.hostname if hostname is None else hostname)
-        layout = RankLayout.by_host(hosts, num_remote_buffers, num_agent_groups, coordinator=coordinator)
-    elif layout is None:
-        layout = RankLayout.arithmetic(world.size, num_remote_buffers, num_agent_groups, coordinator=coordinator)
-    groups = {}
-    for ranks in sorted({layout.training_ranks, layout.buffer_ranks, *layout.agent_groups}):
-        if world.rank in ranks:
-            groups[ranks] = await new_group(ranks, world=world)
-    return DistributedContext(world, layout, groups)
+
+    async def make(start: Start[DistributedContext]) -> DistributedContext:
+        await start.agree(everybody, _SUBJECT, options, timeout_s=_TIMEOUT_S)
+        plan = layout
+        if plan is None and placement == "host":
+            hosts = await _all_hosts(world, world.hostname if hostname is None else hostname)
+            plan = RankLayout.by_host(hosts, num_remote_buffers, num_agent_groups, coordinator=coordinator)
+        elif plan is None:
+            plan = RankLayout.arithmetic(world.size, num_remote_buffers, num_agent_groups, coordinator=coordinator)
+        groups = {}
+        for ranks in sorted({plan.training_ranks, plan.buffer_ranks, *plan.agent_groups}):
+            if world.rank in ranks:
+                groups[ranks] = await world.new_group(ranks)
+        return DistributedContext(world, plan, groups)
+
+    return await world.start_together(make, _keep, name=_SUBJECT)
+
+
+async def _keep(context: DistributedContext) -> None:
+    del context
 
 
 #: The names that code for mpi4py uses: here one class and one function serve every transport.

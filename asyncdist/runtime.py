@@ -281,6 +281,7 @@ async def _hosted(
         token = _current_world.set(world)
         engine.start()  # again: messages are handled in this rank's context from now on
         guard = PeerGuard(world)
+        world.agreements.is_interrupted = lambda: interrupts.received is not None
         success: SystemExit | None = None  # sys.exit(0) is a way to return
         try:
             try:

@@ -13,6 +13,7 @@ from typing import Any, Final
 from asyncdist import checks
 from asyncdist.collectives import ended, shielded
 from asyncdist.errors import StallError
+from asyncdist.starts import Start
 from asyncdist.world import World
 
 logger = logging.getLogger("asyncdist.waits")
@@ -36,6 +37,8 @@ class Patience:
 
 
 ENDLESS: Final = Patience()
+#: Functions that wait for the task that their variable ``task`` holds.
+_SHOWS_ITS_TASK: Final = (shielded.__code__, ended.__code__, Start.result.__code__)
 
 
 class EndWatch:
@@ -151,7 +154,7 @@ def _peers_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any] | Non
     parts: Iterable[Any] = getattr(waiter, "_children", ())  # of asyncio.gather
     if isinstance(waiter, asyncio.Task):
         frames = {frame.f_code: frame.f_locals for frame in _frames(waiter)}
-        if of_others := frames.get(shielded.__code__) or frames.get(ended.__code__):
+        if of_others := next((frames[code] for code in _SHOWS_ITS_TASK if code in frames), None):
             parts = [of_others["task"]]
         elif of_group := frames.get(asyncio.TaskGroup.__aexit__.__code__):
             parts = of_group["self"]._tasks
@@ -180,7 +183,8 @@ def what_awaits(task: asyncio.Task[Any], world: World | None) -> str:
     if not frames or frames[0].f_lasti < 0:
         return "has not begun"
     position = next((i for i in reversed(range(len(frames))) if not _is_library(frames[i])), None)
-    awaited = _waiter(task)
+    start = next((frame.f_locals["task"] for frame in frames if frame.f_code is Start.result.__code__), None)
+    awaited = _waiter(task if start is None else start)
     what = world.engine.awaited(awaited) if world is not None and awaited is not None else None
     if position is None:
         return what or frames[-1].f_code.co_qualname

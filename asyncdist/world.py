@@ -13,7 +13,7 @@ import functools
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, ParamSpec, TypeVar
@@ -21,7 +21,8 @@ from typing import Any, Final, ParamSpec, TypeVar
 import torch
 
 from asyncdist import checks, streams, tags, wire
-from asyncdist.agreements import Agreements, Inquiry, Join, Objection, Reminder, Verdict, Withdraw
+from asyncdist.agreement_messages import Inquiry, Join, Objection, Reminder, Verdict, Withdraw
+from asyncdist.agreements import Agreements
 from asyncdist.attendance import Attendance
 from asyncdist.channels import Channel, Envelope, Lane, Overflow
 from asyncdist.collectives import Collectives
@@ -37,6 +38,7 @@ from asyncdist.errors import (
 from asyncdist.groups import Group, check_ranks, next_tag
 from asyncdist.progress import PROGRESS_BUDGET_S, Engine, EngineStatistics, yield_to_loop
 from asyncdist.scratch import Scratch
+from asyncdist.starts import Start
 from asyncdist.transports.base import Transport
 from asyncdist.user_streams import UserStreams
 
@@ -48,6 +50,8 @@ T = TypeVar("T")
 #: Messages that may wait in a protocol's channel, and sends that may be under way.
 PROTOCOL_CAPACITY: Final = 4096
 _GROUP_TIMEOUT_S: Final = 60.0
+#: For how long a rank that is about to block keeps its loop to itself: an idle leader answers in less than 1 ms.
+_HOLD_S: Final = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +135,10 @@ def current_world() -> World:
         raise RuntimeError(
             "no world here: call this inside asyncdist.run(main) or async with asyncdist.open_world()"
         ) from None
+
+
+async def _keep(group: Group) -> None:
+    del group
 
 
 class World:
@@ -460,16 +468,60 @@ class World:
             LocalProtocolError: the list is no group, or this rank is not in it.
             DisagreementError: two ranks wait for each other with different lists, or in another order.
             StartTimeoutError: some members did not come in time.
+
+        **Cancellation**: while members are missing, the others get RemoteError. Once all have come the group is made,
+        and given back, before the cancellation is raised.
         """
         members = check_ranks(ranks, rank=self.rank, size=self.size)
-        async with self._making_a_group:  # two at once would be given one tag
-            agreed = await self.agreements.agree(
-                members, "new group", {}, timeout_s=timeout_s, proposal=self._next_group_tag, alone=True
-            )
-            tag = agreed.number
-            self._next_group_tag = next_tag(tag)
-            native = self._transport.new_group(members, tag)
-        return Group(members, members.index(self.rank), tag, native)
+
+        async def make(start: Start[Group]) -> Group:
+            async with self._making_a_group:  # two at once would be given one tag
+                agreed = await start.agree(
+                    members, "new group", {}, timeout_s=timeout_s, proposal=self._next_group_tag, alone=True
+                )
+                tag = agreed.number
+                self._next_group_tag = next_tag(tag)
+                native = None
+                if self._transport.capabilities.native_collectives:
+                    await self.assemble(members, "new communicator")
+                    native = self._transport.new_group(members, tag)
+            return Group(members, members.index(self.rank), tag, native)
+
+        return await self.start_together(make, _keep, name=f"new group of {len(members)} ranks")
+
+    async def start_together(
+        self,
+        work: Callable[[Start[T]], Coroutine[Any, Any, T]],
+        give_back: Callable[[T], Awaitable[object]],
+        *,
+        name: str,
+        is_held: bool = False,
+    ) -> T:
+        """Do what the ranks have agreed to do together, to its end; see :mod:`asyncdist.starts`.
+
+        Args:
+            work: is given the start, and first awaits its :meth:`Start.agree`.
+            give_back: is given what came of the work where the caller has given up.
+            name: of the task that does it, for reports.
+            is_held: whether a caller that gives up hears the leader's word first, since it must not be done later.
+        """
+        start = Start(self.agreements, give_back)
+        task = self.spawn_service(start.run(work), name=name)
+        return await start.result(task, is_held=is_held)
+
+    async def assemble(self, ranks: Sequence[int], what: str) -> None:
+        """Return when all ``ranks`` are here, and what follows at once may block until all of them have entered it.
+
+        None enters before every loop has got as far as this: so that nobody blocks while another one computes. A rank
+        that has come keeps its loop to itself for a moment, since a task of it may be about to compute; after that,
+        and in all cases where two ranks compute again and again, a loop may be blocked for the length of one step.
+
+        Args:
+            ranks: who have agreed on it: only a failure of the job may keep one of them away, or cancel this.
+            what: what follows; equal on all ranks.
+        """
+        if len(ranks) > 1:
+            await self.agreements.agree(ranks, what, {}, timeout_s=None, hold_s=_HOLD_S)
 
     # -- leaving and failing ----------------------------------------------------------------------------------------
 

@@ -3,6 +3,9 @@
 Every ``average_every`` steps all members meet, and each goes on with the mean of all of them (local SGD, or federated
 averaging with equal weights: McMahan et al., 2017). The slowest member sets the pace.
 
+A step that is cancelled while it waits asks the first member to average without this rank, and hears the answer before
+the cancellation is raised: an average that all have agreed on is applied first.
+
 The members agree over the control channel before they enter a collective, so one that has left raises ClosedError in
 the others instead of hanging them. Each policy has a communicator of its own. The average itself is that of
 :func:`asyncdist.average_models`: in rank order, and between processes of one host through memory that they share.
@@ -18,6 +21,7 @@ from torch import nn
 
 from asyncdist import Group, World, average_models
 from asyncdist.flat import SnapshotPool, reset_optimizer_state
+from asyncdist.starts import Start
 from protocols.spawn_policy import (
     NOTHING,
     AverageApplied,
@@ -96,9 +100,13 @@ class AverageAllPolicy(SpawnPolicy):
             await self._world.safe_point()
             return NOTHING
         await self._world.safe_point()
-        began_at = self._world.time()
         self._flat.tensors(self._layout)  # raises where the model has been changed since
-        await self._world.agreements.agree(self._group.ranks, self._subject, {}, timeout_s=None)
+        # A member that stopped after go would leave the others in the average, and be out of step with them for good.
+        return await self._world.start_together(self._meet, _keep, name="average of all", is_held=True)
+
+    async def _meet(self, start: Start[StepInfo]) -> StepInfo:
+        began_at = self._world.time()
+        await start.agree(self._group.ranks, self._subject, {}, timeout_s=None)
         self._round += 1
         nbytes = await self._average()
         size = self._group.size
@@ -128,3 +136,8 @@ class AverageAllPolicy(SpawnPolicy):
             on_event(AverageApplied(self._round, donors, weights, donors[0], self.iteration, state.by_name()))
         finally:
             self._snapshots.release(state)
+
+
+async def _keep(info: StepInfo) -> None:
+    """The average was applied; only the caller does not hear of it."""
+    del info

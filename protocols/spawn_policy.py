@@ -7,6 +7,7 @@ collective start, in which all members prove that they mean the same policy. Sub
 from __future__ import annotations
 
 import abc
+import asyncio
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from asyncdist import (
 )
 from asyncdist.agreements import Agreed
 from asyncdist.flat import Fingerprint, FlatState, first_difference
+from asyncdist.starts import Start
 
 #: The metric given to ``step``, or something that yields it when it is due.
 Metric: TypeAlias = float | int | torch.Tensor
@@ -185,6 +187,7 @@ class SpawnPolicy(abc.ABC):
         self._stepping = False
         self._world: World
         self._group: Group
+        self._joint_start: Start[None]
         self.is_alone: bool
 
     # -- the user's calls -------------------------------------------------------------------------------------------
@@ -195,6 +198,9 @@ class SpawnPolicy(abc.ABC):
         Raises:
             StartTimeoutError: naming the members that did not come.
             DisagreementError: naming the first difference in class, name, options or model.
+
+        **Cancellation**: while members are missing, the others get RemoteError. Once all have come this rank starts,
+        and leaves the policy again, before the cancellation is raised.
         """
         if self._stage != "new":
             raise LocalProtocolError(
@@ -206,9 +212,19 @@ class SpawnPolicy(abc.ABC):
             raise LocalProtocolError(f"rank {self._world.rank} is not in the policy's group {list(self._group.ranks)}")
         self.is_alone = self._group.size == 1
         if not self.is_alone:
-            await self._start()
+            await self._world.start_together(self._begin, self._end, name="the start of a policy")
         self._stage = "open"
         return self
+
+    async def _begin(self, start: Start[None]) -> None:
+        """Go through with the start, which :meth:`_agree` begins."""
+        self._joint_start = start
+        await self._start()
+
+    async def _end(self, _: None) -> None:
+        """The start was cancelled when the others had come: they count on this rank, until they hear that it left."""
+        self._stage = "closed"
+        await self._stop(asyncio.CancelledError())
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
@@ -339,7 +355,7 @@ class SpawnPolicy(abc.ABC):
             **{f"option {key}": json.dumps(value) for key, value in self._options().items()},
         }
         try:
-            return await self._world.agreements.agree(
+            return await self._joint_start.agree(
                 ranks, "the start of a policy", values, leader=leader, timeout_s=self._start_timeout_s
             )
         except DisagreementError as error:

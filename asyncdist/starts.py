@@ -1,0 +1,101 @@
+"""Starts that go on to their end, although their caller is cancelled or its time is up meanwhile.
+
+The members of a start agree first (:mod:`asyncdist.agreements`). Once the leader has said go, they count on each other:
+a member that stopped there would leave the rest in a collective that cannot complete, in MPI_Comm_create_group for
+example, where not even a signal is handled. And a member that gives up before it has heard anything cannot know what
+the leader has said meanwhile.
+
+So the work is done by a task of its own, which nothing but a failure of the job cancels. A caller that gives up
+
+- before this rank has said that it comes, is cancelled at once, and so is the work;
+- while the verdict is not known, asks the leader to go on without this rank, and is cancelled at once, or when the
+  leader has answered (``is_held``). Should the answer be go, the work is done all the same, and what came of it is
+  given back;
+- after go, is cancelled when the work has been done, and what came of it has been given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from asyncdist.agreements import Agreed, Agreements, Pending
+from asyncdist.collectives import ended
+from asyncdist.errors import AsyncdistError, StartTimeoutError
+
+T = TypeVar("T")
+
+
+class Start(Generic[T]):
+    """One start of this rank.
+
+    Args:
+        agreements: this rank's.
+        give_back: what is done with the result where the caller does not want it any more.
+    """
+
+    def __init__(self, agreements: Agreements, give_back: Callable[[T], Awaitable[object]]) -> None:
+        self._agreements = agreements
+        self._give_back = give_back
+        self._outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._pending: Pending | None = None
+        self._is_on = False
+
+    async def agree(self, ranks: Sequence[int], subject: str, values: Mapping[str, str], **options: Any) -> Agreed:
+        """As :meth:`Agreements.agree`: what the work begins with. From go on it is done whatever the caller does."""
+        agreed = await self._agreements.agree(ranks, subject, values, caller=self, **options)
+        self._is_on = True
+        return agreed
+
+    def on_asked(self, pending: Pending) -> None:
+        """This rank says that it comes."""
+        self._pending = pending
+
+    def on_time_up(self, error: StartTimeoutError) -> None:
+        """The caller has waited for long enough; the work goes on, until the leader has said what is to be."""
+        if not self._outcome.done():
+            self._outcome.set_exception(error)
+
+    async def run(self, work: Callable[[Start[T]], Coroutine[Any, Any, T]]) -> None:
+        """Do the work, in a task of its own. Raises what nobody else would hear of."""
+        try:
+            result = await work(self)
+        except Exception as error:
+            if not self._outcome.done():
+                self._outcome.set_exception(error)
+            elif not isinstance(error, AsyncdistError):
+                raise
+        except asyncio.CancelledError:
+            self._outcome.cancel()
+            raise
+        else:
+            if not self._outcome.done():
+                self._outcome.set_result(result)
+            else:
+                await self._give_back(result)
+
+    async def result(self, task: asyncio.Task[None], *, is_held: bool) -> T:
+        """What came of the work, for the caller. ``task``: the one of :meth:`run`; :mod:`asyncdist.waits` reads it."""
+        try:
+            return await self._outcome
+        except asyncio.CancelledError:
+            await self._give_up(task, is_held=is_held)
+            raise
+
+    async def _give_up(self, task: asyncio.Task[None], *, is_held: bool) -> None:
+        if not self._outcome.cancelled():  # the work was done in the moment of the cancellation
+            if self._outcome.exception() is None:
+                await self._give_back(self._outcome.result())
+        elif self._pending is None:
+            task.cancel()
+        elif not self._agreements.is_ending and (self._is_on or self._agreements.give_up(self._pending) or is_held):
+            await _until_it_has_ended(task)
+
+
+async def _until_it_has_ended(task: asyncio.Task[None]) -> None:
+    while not task.done():
+        try:
+            await ended(task)
+        except asyncio.CancelledError:  # once more; the first one is raised in any case
+            continue

@@ -1,0 +1,155 @@
+"""Starts whose caller gives up when the others count on it: made all the same, and given back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import mpi, torchrun
+from support.local import worlds, yields
+
+import asyncdist as ad
+from asyncdist import World
+from asyncdist.errors import RemoteError, StartTimeoutError
+from asyncdist.groups import Group
+from asyncdist.simulation import Delay, simulate
+from protocols import AverageAllPolicy
+
+SCRIPT = "tests/scripts/cancelled_starts.py"
+
+
+@pytest.mark.parametrize(
+    "start",
+    [pytest.param(mpi.run_ranks, marks=pytest.mark.mpi, id="mpi"), pytest.param(torchrun.run_ranks, id="torch")],
+)
+def test_a_start_that_is_cancelled_when_all_have_come_leaves_nobody_behind(start: Callable[..., Any]) -> None:
+    """The others were in MPI_Comm_create_group for ever, or averaged without it and were out of step for good."""
+    if start is mpi.run_ranks:
+        mpi.require_mpi()
+    reports = start(2, SCRIPT, timeout_s=100).check().reports
+    made = {
+        "group": "Group",
+        "mesh": "Mesh",
+        "parallel_groups": "ParallelGroups",
+        "roles": "DistributedContext",
+        "selective": "str",
+        "one_sided": "str",
+    }
+    averaged = [[[1.0, 1.0]], 2, [[2.0, 2.0]]]
+    assert reports[0] == {"average_all": ["StepInfo", *averaged], **made}
+    assert reports[1] == {"average_all": ["cancelled", *averaged], **dict.fromkeys(made, "cancelled")}
+
+
+@pytest.mark.parametrize("gives_up", [0, 1])
+@pytest.mark.parametrize("moment", range(1, 12))
+async def test_a_group_whose_start_is_cancelled_at_any_moment_is_made_by_all_or_by_none(
+    moment: int, gives_up: int
+) -> None:
+    async with worlds(2) as made:
+        starts = [asyncio.ensure_future(world.new_group([0, 1])) for world in made]
+        await yields(moment)
+        starts[gives_up].cancel()
+        found = await asyncio.gather(*starts, return_exceptions=True)
+        while any(world.service_count for world in made):
+            await yields(1)
+        assert isinstance(found[1 - gives_up], (Group, RemoteError))
+        if not isinstance(found[gives_up], Group):
+            assert isinstance(found[gives_up], asyncio.CancelledError)
+        again = await asyncio.gather(*(world.new_group([0, 1]) for world in made))
+        assert again[0].tag == again[1].tag
+        for world in made:
+            agreements = world.agreements
+            assert not (agreements._over or agreements._joins or agreements._verdicts or agreements._forsaken)
+
+
+def late_verdict(main: Callable[[World], Any]) -> Any:
+    """Run it on two ranks; what rank 0 says first, its verdict, comes after 20 s."""
+    report = simulate(main, ranks=2, faults=[Delay(source=0, dest=1, number=1, duration_s=20)], strict=True)
+    report.check_faults()
+    return report.results
+
+
+def test_a_member_whose_time_is_up_before_it_hears_go_is_told_in_time_and_makes_the_group_all_the_same() -> None:
+    """It went away, and rank 0 was alone in a collective start."""
+
+    async def main(world: World) -> tuple[str, float]:
+        try:
+            await world.new_group([0, 1], timeout_s=1)
+            came_to = "made"
+        except StartTimeoutError as error:
+            came_to = str(error.missing)
+        after_s = world.time()
+        await world.new_group([0, 1])
+        assert world.time() > 20, "the first one is made first"
+        return came_to, after_s
+
+    made, gave_up = late_verdict(main)
+    assert made[0] == "made" and made[1] < 1
+    assert gave_up[0] == "(0,)" and 1 < gave_up[1] < 10
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_step_of_average_all_that_is_cancelled_before_it_hears_go_averages_first(times: int) -> None:
+    """The one that was cancelled skipped the average, and what it averaged later was not what the others did."""
+
+    async def main(world: World) -> tuple[bool, list[float]]:
+        model = torch.nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        was_cancelled = False
+        values = []
+        async with AverageAllPolicy(model, optimizer, average_every=1) as policy:
+            for i in range(3):
+                torch.nn.init.constant_(model.weight, float(i + world.rank))
+                step = asyncio.ensure_future(policy.step())
+                for _ in range(times if i == 0 and world.rank == 1 else 0):
+                    await asyncio.sleep(5)
+                    step.cancel()
+                try:
+                    await step
+                except asyncio.CancelledError:
+                    was_cancelled = True
+                values.append(model.weight.item())
+        return was_cancelled, values
+
+    # The first two verdicts are of the policy's start and of its group.
+    report = simulate(main, ranks=2, faults=[Delay(source=0, dest=1, number=3, duration_s=60)], strict=True)
+    report.check_faults()
+    assert report.results == ((False, [0.5, 1.5, 2.5]), (True, [0.5, 1.5, 2.5]))
+
+
+async def test_who_is_interrupted_does_not_wait_for_the_leaders_word() -> None:
+    async with worlds(2) as (_, member):
+
+        async def work(start: Any) -> None:
+            await start.agree((0, 1), "an average", {}, timeout_s=None)
+
+        async def keep(_: None) -> None: ...
+
+        started = asyncio.ensure_future(member.start_together(work, keep, name="an average", is_held=True))
+        await yields(5)
+        started.cancel()
+        await yields(5)
+        assert not started.done(), "the leader may have said go"
+        member.agreements.is_interrupted = lambda: True
+        again = asyncio.ensure_future(member.start_together(work, keep, name="an average", is_held=True))
+        await yields(5)
+        again.cancel()
+        await yields(5)
+        assert again.cancelled()
+        member.cancel_services()
+        await asyncio.wait([started])
+
+
+def test_what_main_waits_for_in_a_start_is_said() -> None:
+    async def main(world: World) -> None:
+        model = torch.nn.Linear(1, 1)
+        async with AverageAllPolicy(model, torch.optim.SGD(model.parameters()), average_every=1) as policy:
+            if world.rank == 1:
+                await asyncio.get_running_loop().create_future()
+            await policy.step()
+
+    with pytest.raises(ad.DeadlockError, match=r"main of rank 0: averaging of policy .*: the other ranks, in "):
+        simulate(main, ranks=2).value()
