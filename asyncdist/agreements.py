@@ -144,6 +144,7 @@ class Agreements:
         self._over: dict[str, _Over] = {}
         self._counts: Counter[str] = Counter()
         self._gone: set[int] = set()
+        self._lost: set[int] = set()
         self._withdrawn: dict[str, set[int]] = {}
         self._alone: _Alone | None = None
         self._forsaken: set[str] = set()
@@ -180,6 +181,7 @@ class Agreements:
             StartTimeoutError: naming the ranks that did not come.
             DisagreementError: naming the first difference; or two members wait for each other in different ones.
             ClosedError: a member has left for good.
+            RankLostError: a member has died.
             RemoteError: a member has objected, or was cancelled here.
             CancelledError: this rank has given up (:meth:`give_up`), and the leader has let it go.
 
@@ -309,6 +311,7 @@ class Agreements:
             missing=missing,
             waited_s=timeout_s or 0.0,
             gone=gone.ranks(),
+            lost=tuple(rank for rank in gone.ranks() if rank in self._lost),
             agreed=max(entry.proposal for entry in joins.values()),
         )
         for rank in joins:
@@ -373,7 +376,7 @@ class Agreements:
         verdict = self._verdicts.pop(join.subject, None)
         if verdict is not None:
             return verdict
-        return Verdict(join.subject, gone=(leader,))
+        return Verdict(join.subject, gone=(leader,), lost=(leader,) if leader in self._lost else ())
 
     def _hold(self, is_over: Callable[[], bool], seconds: float) -> None:
         """Poll in place for so long: another task of this rank might take the loop, and compute."""
@@ -494,9 +497,11 @@ class Agreements:
         self._withdrawn.setdefault(subject, set()).add(source)
         self._expect_no_more(source, [timed for timed in self._over if _without_time(timed) == subject])
 
-    def on_gone(self, rank: int) -> None:
+    def on_gone(self, rank: int, *, is_lost: bool) -> None:
         """``rank`` has left or is lost: it will come to no meeting any more."""
         self._gone.add(rank)
+        if is_lost:
+            self._lost.add(rank)
         self._expect_no_more(rank, list(self._over))
         for subject, joins in list(self._joins.items()):  # it gave up waiting
             joins.pop(rank, None)
@@ -556,6 +561,9 @@ def _first_difference(joins: Mapping[int, Join], ranks: Sequence[int]) -> tuple[
 def _check(verdict: Verdict, subject: str) -> None:
     if verdict.objector >= 0:
         raise remote_error(verdict.objector, verdict.difference, verdict.refusal)
+    if verdict.lost:
+        are = "are" if len(verdict.lost) > 1 else "is"
+        raise RankLostError(f"{subject}: {_name(verdict.lost)} {are} lost", rank=verdict.lost[0])
     if verdict.gone:
         raise ClosedError(f"{subject}: {_name(verdict.gone)} left", ranks=verdict.gone)
     if verdict.missing:

@@ -542,12 +542,12 @@ class World:
         """``listener(error)`` when a service has failed: nobody awaits it, and it must not end in silence."""
         self._defect_listeners.append(listener)
 
-    def mark_gone(self, rank: int, *, of_a_failure: bool = False) -> None:
+    def mark_gone(self, rank: int, *, of_a_failure: bool = False, is_lost: bool = False) -> None:
         """``rank`` takes part in nothing any more; ``of_a_failure``: another one's, of which all will hear soon."""
         if rank not in self.gone:
             self.gone.add(rank)
             if not of_a_failure:
-                self.agreements.on_gone(rank)
+                self.agreements.on_gone(rank, is_lost=is_lost)
             for listener in list(self._gone_listeners):
                 listener(rank)
             self.engine.recheck()  # now: what the listeners noted is waited for
@@ -558,7 +558,7 @@ class World:
         self._returned.discard(rank)
         self.gone.discard(rank)
         self.attendance.on_lost(rank)
-        self.mark_gone(rank)
+        self.mark_gone(rank, is_lost=True)
 
     def _on_system(self, envelope: Envelope[Any]) -> None:
         """What the runtimes say to each other."""

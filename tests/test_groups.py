@@ -500,7 +500,7 @@ def test_a_rank_that_is_lost_at_any_moment_of_a_start_is_named_in_one_way() -> N
         faults = [Kill(rank=victim, at_turn=turn)]
         report = simulate(main, ranks=3, seed=seed, faults=faults, network=Network(loss_detection_s=0.0))
         found |= {(victim, report.results[rank]) for rank in range(3) if rank != victim}
-    said = "ClosedError: new group on ranks 0-2: rank {} left"
+    said = "RankLostError: new group on ranks 0-2: rank {} is lost"
     assert {(victim, told) for victim, told in found if told != "made"} == {(0, said.format(0)), (2, said.format(2))}
 
 
