@@ -294,6 +294,10 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             checks.refuse("coordinator", self._coordinator_rank, f"a rank from 0 to {size - 1}")
         return await super().__aenter__()
 
+    def _has_company(self) -> bool:
+        """A reserved coordinator waits for a lone member too, and serves until it has left."""
+        return super()._has_company() or self._coordinator_rank not in (None, *self._group.ranks)
+
     async def _start(self) -> None:
         world, members = self._world, self._group.ranks
         self._leader = members[0] if self._coordinator_rank is None else self._coordinator_rank

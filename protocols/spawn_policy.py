@@ -210,7 +210,7 @@ class SpawnPolicy(abc.ABC):
         self._group = self._given_group or self._world.group
         if self._world.rank not in self._group.ranks:
             raise LocalProtocolError(f"rank {self._world.rank} is not in the policy's group {list(self._group.ranks)}")
-        self.is_alone = self._group.size == 1
+        self.is_alone = not self._has_company()
         if not self.is_alone:
             await self._world.start_together(self._begin, self._end, name="the start of a policy")
         self._stage = "open"
@@ -318,6 +318,10 @@ class SpawnPolicy(abc.ABC):
     @abc.abstractmethod
     def _options(self) -> Mapping[str, Any]:
         """What must be equal on all members, as JSON values."""
+
+    def _has_company(self) -> bool:
+        """Whether anybody else takes part."""
+        return self._group.size > 1
 
     def _is_due(self) -> bool:
         return (self.iteration + 1) % self.average_every == 0

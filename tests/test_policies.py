@@ -613,6 +613,32 @@ def test_a_policy_on_a_sub_group() -> None:
     assert story.verify() >= 3
 
 
+@pytest.mark.parametrize("strategy", ["mean", "reset_weights"])
+def test_a_lone_trainer_has_the_coordinator_that_it_names(strategy: Any) -> None:
+    """The coordinator waited for its only member for a minute, and ended the job."""
+
+    async def main(world: ad.World) -> Any:
+        if world.rank == 1:
+            return (await protocols.coordinate([0])).decision_count
+        model = torch.nn.Linear(1, 1)
+        policy = AsyncSelectiveAveragingPolicy(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            average_every=2,
+            coordinator=1,
+            group=await ad.new_group([0]),
+            averaging_strategy=strategy,
+            model_builder=lambda: torch.nn.Linear(1, 1),
+        )
+        async with policy:
+            return [bool(await policy.step(float(i))) for i in range(20)]
+
+    report = ad.simulate(main, ranks=2, strict=True)
+    assert report.results[0] == [False] * 20
+    assert 1 <= report.results[1] <= 10
+    assert report.virtual_time_s < 1
+
+
 def test_a_reserved_rank_coordinates_and_trains_nothing() -> None:
     story = Story()
 

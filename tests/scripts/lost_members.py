@@ -35,9 +35,7 @@ def calls(world: ad.World) -> dict[str, Callable[[], Awaitable[Any]]]:
         "initialize_distributed_compute": ad.initialize_distributed_compute,
         "AverageAllPolicy": lambda: enter(AverageAllPolicy(*of_model, average_every=1)),
         "AsyncSelectiveAveragingPolicy": lambda: enter(AsyncSelectiveAveragingPolicy(*of_model, average_every=1)),
-        "OneSidedSelectiveAveragingPolicy": lambda: enter(
-            OneSidedSelectiveAveragingPolicy(*of_model, average_every=1)
-        ),
+        "OneSidedSelectiveAveragingPolicy": lambda: enter(OneSidedSelectiveAveragingPolicy(*of_model, average_every=1)),
         "coordinate": lambda: coordinate([VICTIM]),
         "barrier": ad.barrier,
         "compute_and_broadcast": lambda: ad.compute_and_broadcast(lambda: 1),
