@@ -12,11 +12,13 @@ Reductions run in rank order on every transport, so all ranks, and all worlds, g
 ``jax.lax`` (as XLA computes it on CPUs, with 64-bit types enabled) where it is not obvious:
 
 - sums begin with +0, so only +0 comes of zeros of any sign; integers wrap; booleans are counted, in int32;
-- means of integers are float32, of int64 float64: the wrapped sum, divided;
+- sums of float16 are rounded after each addition, those of bfloat16 are made in float32 and rounded once;
+- means are the sum, as it is rounded or wrapped, times the reciprocal of the number of ranks in the same dtype, as XLA
+  makes it of a division (the mean of equal numbers over three ranks may differ from them in the last place); of
+  bfloat16 the sum is divided, in float32; those of integers are float32, of int64 float64;
 - minima and maxima begin with an infinity that only what is smaller or larger replaces: NaN is passed over (the
-  infinity is left where all are NaN), and of zeros of both signs the first rank's stays.
-
-float16 and bfloat16 are summed in float32 and rounded once.
+  infinity is left where all are NaN), and of zeros of both signs the first rank's stays;
+- along an axis of one rank every leaf stays as it is, to the bit, but for the dtype of its sum or mean.
 
 **Ordering**: the ranks of an axis await the same operations in the same order.
 **Cancellation**: the operation goes on in the background until it completes, since the others have entered it; its
@@ -329,30 +331,33 @@ async def _reduce_flat(axis: Axis, flat: Tensor, fold: Fold) -> Tensor:
     return await collectives.reduce_in_order(flat, group, fold)
 
 
-def _total(parts: Sequence[Tensor]) -> Tensor:
-    """The sum, in a dtype that may be wider."""
-    dtype = parts[0].dtype
-    wide = torch.int32 if dtype == torch.bool else torch.float32 if dtype.itemsize < 4 and dtype in _FLOATS else dtype
-    total = torch.zeros_like(parts[0], dtype=wide)
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    dtype = torch.int32 if parts[0].dtype == torch.bool else parts[0].dtype
+    if len(parts) == 1:
+        return parts[0].to(dtype)
+    if dtype.is_complex:  # torch multiplies what it adds by 1 + 0j: NaN comes of infinities
+        return torch.view_as_complex(_sum([torch.view_as_real(part) for part in parts]))
+    total = torch.zeros_like(parts[0], dtype=torch.float32 if dtype == torch.bfloat16 else dtype)
     for part in parts:
         total += part
-    return total
-
-
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    total = _total(parts)
-    return total if parts[0].dtype == torch.bool else total.to(parts[0].dtype)
+    return total.to(dtype)
 
 
 def _mean(parts: Sequence[Tensor]) -> Tensor:
-    dtype, total = parts[0].dtype, _total(parts)
+    dtype, total = parts[0].dtype, _sum(parts)
     if dtype in _INTEGERS:
-        dtype = torch.float64 if dtype == torch.int64 else torch.float32
-        total = total.to(dtype)
-    return (total / len(parts)).to(dtype)
+        total = total.to(torch.float64 if dtype == torch.int64 else torch.float32)
+    if len(parts) == 1:
+        return total
+    if dtype == torch.bfloat16:
+        return (total.float() / len(parts)).to(dtype)
+    real = total.real.dtype if total.is_complex() else total.dtype
+    return total * torch.tensor(1 / len(parts), dtype=real, device="cpu")
 
 
 def _min(parts: Sequence[Tensor]) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
     least = _without_nan(parts[0], torch.inf)
     for part in parts[1:]:
         least = torch.where(part < least, part, least)
@@ -360,6 +365,8 @@ def _min(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _max(parts: Sequence[Tensor]) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
     largest = _without_nan(parts[0], -torch.inf)
     for part in parts[1:]:
         largest = torch.where(part > largest, part, largest)

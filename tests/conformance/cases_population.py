@@ -48,17 +48,14 @@ async def case_large_tensors_are_reduced_in_rank_order(end: Endpoint) -> None:
             jax_table.assert_equal(found, jax_table.model(name, parts))
 
 
-async def case_half_precision_is_summed_in_float32(end: Endpoint) -> None:
+async def case_half_precision_is_rounded_where_jax_rounds_it(end: Endpoint) -> None:
+    """float16 after each addition, bfloat16 once; the table has it for three ranks, where it shows most."""
     mesh = await ad.new_mesh({"POP": end.size})
     for dtype in (torch.float16, torch.bfloat16):
-        part = torch.tensor([1.0, 3.0]) / 7
-        found = await ad.psum(part.to(dtype), "POP", mesh=mesh)
-        total = torch.zeros(2)
-        for _ in range(end.size):
-            total = total + part.to(dtype).float()
-        assert found.dtype == dtype and torch.equal(found, total.to(dtype))
-        mean = await ad.pmean(part.to(dtype), "POP", mesh=mesh)
-        assert mean.dtype == dtype and torch.equal(mean, (total / end.size).to(dtype))
+        parts = [(torch.tensor([1.0, 3.0, 4096.0]) / (7 + rank)).to(dtype) for rank in range(end.size)]
+        for name in ("psum", "pmean"):
+            found = await jax_table.OPERATIONS[name](parts[end.rank], "POP", mesh=mesh)
+            jax_table.assert_equal(found, jax_table.model(name, parts))
 
 
 async def case_every_kind_of_tree(end: Endpoint) -> None:

@@ -3,13 +3,15 @@
     pip install jax==0.10.2                        # in an environment of its own; the tests need none
     python tests/data/jax_table.py
 
-Four CPU devices, 64-bit types, XLA as it comes. Each case holds every device's input, and their outputs: one where all
-have the same. Floats are written as ``float.hex`` does, so nothing is rounded on the way; "special" holds infinities,
-NaN and zeros of both signs in all the orders that matter. ``support/jax_table.py`` reads the table.
+Four CPU devices, 64-bit types, XLA as it comes; reductions on one and on three of them as well. Each case holds every
+device's input, and their outputs: one where all have the same. Floats are written as ``float.hex`` does, so nothing is
+rounded on the way, complex numbers as pairs of them; "special" holds infinities, NaN and zeros of both signs in all the
+orders that matter. ``support/jax_table.py`` reads the table.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -20,6 +22,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
+import ml_dtypes
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
@@ -42,8 +45,9 @@ SPECIAL = np.array(
 
 def leaf_to_json(leaf: Any) -> dict[str, Any]:
     array = np.asarray(leaf)
-    values = array.ravel().tolist()
-    if array.dtype.kind == "f":
+    flat = array.ravel()
+    values = (flat.view(flat.real.dtype) if array.dtype.kind == "c" else flat).tolist()
+    if array.dtype.kind in "fcV":  # V: bfloat16
         values = [float(value).hex() for value in values]
     return {"dtype": str(array.dtype), "shape": list(array.shape), "values": values}
 
@@ -60,12 +64,12 @@ def device(tree: Any, index: int) -> Any:
     return jax.tree_util.tree_map(lambda leaf: np.asarray(leaf)[index], tree)
 
 
-def every_device(tree: Any) -> list[Any]:
-    return [to_json(device(tree, index)) for index in range(RANKS)]
+def every_device(tree: Any, count: int = RANKS) -> list[Any]:
+    return [to_json(device(tree, index)) for index in range(count)]
 
 
-def any_device(tree: Any) -> Any:
-    first, *others = every_device(tree)
+def any_device(tree: Any, count: int = RANKS) -> Any:
+    first, *others = every_device(tree, count)
     assert all(other == first for other in others), "the devices' results differ"
     return first
 
@@ -87,7 +91,9 @@ def population(generator: np.random.Generator) -> Any:
     return {
         "float64": numbers(generator, RANKS, 3, 4),
         "float32": numbers(generator, RANKS, 6).astype(np.float32),
+        "narrow": [generator.normal(size=(RANKS, 40)).astype(dtype) for dtype in (np.float16, ml_dtypes.bfloat16)],
         "special": SPECIAL,
+        "special narrow": [SPECIAL.astype(dtype) for dtype in (np.float16, ml_dtypes.bfloat16)],
         "integers": [whole(dtype) for dtype in (np.int8, np.uint8, np.int16, np.int32, np.int64)],
         "bool": (generator.integers(0, 2, (RANKS, 2)).astype(bool), np.ones((RANKS, 1), dtype=bool)),
         "scalar": numbers(generator, RANKS),
@@ -98,10 +104,22 @@ def population(generator: np.random.Generator) -> Any:
 def reductions() -> list[dict[str, Any]]:
     cases = []
     tree = population(np.random.default_rng(1))
-    for name in ("psum", "pmean", "pmin", "pmax"):
-        run = jax.pmap(lambda x, name=name: getattr(lax, name)(x, "POP"), axis_name="POP")
-        cases.append({"operation": name, "inputs": every_device(tree), "output": any_device(run(tree))})
+    for name, ranks in itertools.product(("psum", "pmean", "pmin", "pmax"), (1, 3, RANKS)):
+        mine = jax.tree_util.tree_map(lambda leaf, n=ranks: leaf[:n], tree)
+        if name in ("psum", "pmean"):
+            mine["complex"] = [complex_numbers(dtype)[:ranks] for dtype in (np.complex64, np.complex128)]
+        devices = jax.devices()[:ranks]
+        run = jax.pmap(lambda x, name=name: getattr(lax, name)(x, "POP"), axis_name="POP", devices=devices)
+        case = {"operation": name, "ranks": ranks}
+        cases.append({**case, "inputs": every_device(mine, ranks), "output": any_device(run(mine), ranks)})
     return cases
+
+
+def complex_numbers(dtype: Any) -> np.ndarray:
+    generator = np.random.default_rng(6)
+    drawn = numbers(generator, RANKS, 6) + 1j * numbers(generator, RANKS, 6)
+    special = np.array([complex(INF, 1), complex(1, INF), complex(-0.0, -0.0), complex(NAN, 1)])
+    return np.concatenate([drawn, np.broadcast_to(special, (RANKS, 4))], axis=1).astype(dtype)
 
 
 def gathers() -> list[dict[str, Any]]:
