@@ -14,7 +14,7 @@ from asyncdist import launch, mpirun, processes
 from asyncdist._version import __version__
 
 #: Those with a value; the others are one word.
-_RUN_OPTIONS: Final = ("-n", "--ranks", "--transport", "--mpi", "--threads-per-rank")
+_RUN_OPTIONS: Final = ("-n", "--ranks", "--transport", "--mpi", "--threads-per-rank", "--stall-s")
 _SIM_OPTIONS: Final = ("-n", "--ranks", "--seed", "--faults", "--explore", "--processes")
 
 
@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         help="start a script on several ranks of this host",
         usage=(
             "asyncdist run -n RANKS [--transport mpi|torch] [--mpi openmpi|mpich] [--threads-per-rank N] "
-            "script.py [arguments]"
+            "[--stall-s S] script.py [arguments]"
         ),
         description=(
             "Start a script on several ranks of this host: with the MPI that is installed, or as torchrun would, for "
@@ -69,6 +69,11 @@ def _parser() -> argparse.ArgumentParser:
         type=_count,
         metavar="N",
         help="OMP_NUM_THREADS of each rank (default: its share of the cores)",
+    )
+    run.add_argument(
+        "--stall-s",
+        metavar="S",
+        help="tell of a main that waits for so many seconds: for what, in which line (default: 300, in collectives)",
     )
     run.add_argument("script", help="a Python script; what follows it is passed to it as it is")
     _add_sim(commands)
@@ -194,6 +199,9 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             from asyncdist import opening  # imports torch, to say what is wrong
 
             opening.check_torch_backend(backend)
+        if options.stall_s is not None:
+            launch.seconds(options.stall_s, "--stall-s")
+            environ = {**environ, launch.STALL_VARIABLE: options.stall_s}
     except ValueError as error:
         raise launch.LaunchError(str(error)) from error
     if transport == "mpi":

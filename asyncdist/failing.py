@@ -14,6 +14,7 @@ from typing import Final
 from asyncdist import launch
 from asyncdist.errors import DisagreementError, RankLostError, RemoteError, has_cause_here, is_consequence
 from asyncdist.supervision import (
+    SIGNALS,
     FailureReport,
     Interrupts,
     exit_immediately,
@@ -22,12 +23,16 @@ from asyncdist.supervision import (
     summarise,
 )
 from asyncdist.transports.base import Transport
+from asyncdist.waits import describe_wait
 from asyncdist.world import Failed, Farewell, World
 
 #: How long a rank that found a peer gone, or has failed itself, waits to be told of a failure before it tells of one.
 _HEAR_WHY_S: Final = 0.25
 #: How long a rank that was told of a failure may go on before its main is cancelled.
 _CANCEL_AFTER_S: Final = 1.0
+
+#: What a peer says of itself that a signal has ended.
+_INTERRUPTS: Final = frozenset(summarise(interrupt_error(number)) for number in SIGNALS)
 
 _report = FailureReport()
 
@@ -44,7 +49,7 @@ class PeerGuard:
         self._timer: asyncio.TimerHandle | None = None
         self._active = False
         self.error: BaseException | None = None
-        world.on_failure(lambda rank, summary: self.stop(peer_failed(rank, summary)))
+        world.on_failure(self._hear)
         world.on_defect(self.stop)
 
     def __enter__(self) -> None:
@@ -54,6 +59,12 @@ class PeerGuard:
         self._active = False
         if self._timer is not None:
             self._timer.cancel()
+
+    def _hear(self, rank: int, summary: str) -> None:
+        error = peer_failed(rank, summary)
+        if summary in _INTERRUPTS and (waited := describe_wait(self._task, self._world)):
+            error.add_note(f"rank {self._world.rank} was waiting for {waited}")
+        self.stop(error)
 
     def stop(self, error: BaseException) -> None:
         """Main is to end with ``error``, unless another one came first."""
@@ -165,23 +176,26 @@ def fail_alone(transport: Transport, error: BaseException) -> None:
 def _print_failure(rank: int, error: BaseException, heard: BaseException | None) -> None:
     """Tell what ends this rank: a line where it has heard of a peer's failure, whatever it raises itself for that."""
     if heard is not None:
-        _report.print_line(f"rank {rank} stopped: {heard.args[0]}", error)
+        _report.print_line(_with_notes(f"rank {rank} stopped: {heard.args[0]}", heard), error)
     elif isinstance(error, RemoteError):
         _report.print_line(f"rank {rank} stopped: {error}", error)
     elif isinstance(error, KeyboardInterrupt):
-        _report.print_line(f"rank {rank} was interrupted", error)
+        _report.print_line(_with_notes(f"rank {rank} was interrupted", error), error)
     elif not isinstance(error, SystemExit):
         _report.print_traceback(error, rank)
 
 
-def own_error(caught: BaseException, guard: PeerGuard | None, interrupts: Interrupts) -> BaseException:
+def _with_notes(line: str, error: BaseException) -> str:
+    return "; ".join([line, *getattr(error, "__notes__", ())])
+
+
+def own_error(caught: BaseException, guard: PeerGuard | None, interrupts: Interrupts, rank: int) -> BaseException:
     """What the caller should see: the cause in place of what it brought about.
 
     A mistake of this rank's own is none of that where a peer fails on account of it, or at the same time.
     """
     cause = guard.error if guard is not None and not has_cause_here(caught) else None
-    if interrupts.received is not None:
-        cause = interrupt_error(interrupts.received)
+    cause = interrupts.error(rank) or cause
     if cause is not None:
         _uncancel()
     return cause or caught

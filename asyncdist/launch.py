@@ -53,6 +53,8 @@ _LOCAL_SIZE_VARIABLES: Final = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS",
 _BACKEND_VARIABLE: Final = "ASYNCDIST_BACKEND"
 #: The process that started this rank and must not be outlived.
 _PARENT_VARIABLE: Final = "ASYNCDIST_PARENT"
+#: How long main may wait before that is told, where the program does not say.
+STALL_VARIABLE: Final = "ASYNCDIST_STALL_S"
 # MPICH's mpirun ends a job that is to be aborted without reading what its ranks have written last.
 _LAST_WORDS_S: Final = 0.2
 # Slurm numbers its batch and interactive shells as steps of their own, from here upwards.
@@ -439,6 +441,27 @@ def threads_per_rank(environ: Mapping[str, str] = os.environ, cores: int | None 
         return None
     ranks = local_size(environ)
     return max(1, (cores or available_cores()) // ranks) if ranks is not None and ranks > 1 else None
+
+
+def stall_s(environ: Mapping[str, str] = os.environ) -> float | None:
+    """The ``stall_s`` of :func:`asyncdist.run` that the user has set for this job; None where there is none.
+
+    Raises:
+        ValueError: what is set is no number of seconds above 0.
+    """
+    text = environ.get(STALL_VARIABLE)
+    return seconds(text, STALL_VARIABLE) if text else None
+
+
+def seconds(text: str, name: str) -> float:
+    """A number of seconds above 0, infinity included, or a ValueError that calls it ``name``."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not number > 0:
+        raise ValueError(f"{name} is {text!r}; a number of seconds above 0 is needed, or inf for never")
+    return number
 
 
 def local_size(environ: Mapping[str, str] = os.environ) -> int | None:

@@ -13,7 +13,6 @@ import contextlib
 import functools
 import importlib.util
 import logging
-import math
 import secrets
 import struct
 import sys
@@ -38,7 +37,7 @@ from asyncdist.progress import Engine
 from asyncdist.supervision import Interrupts
 from asyncdist.transports.base import Transport
 from asyncdist.transports.local import LocalHub
-from asyncdist.waits import ENDLESS, EndWatch, Patience, StallWatch
+from asyncdist.waits import ENDLESS, EndWatch, Patience, StallWatch, describe_wait
 from asyncdist.world import Farewell, World, _current_world
 
 logger = logging.getLogger("asyncdist.runtime")
@@ -52,6 +51,8 @@ LoopName: TypeAlias = Literal["uvloop", "asyncio"]
 
 #: How long spawned tasks may do nothing but wait, their rank's main having returned, before that is warned of.
 WATCHDOG_S: Final = 10.0
+#: How long main may wait in one collective before that is warned of, where nobody has set ``stall_s``.
+STALL_S: Final = 300.0
 #: How long a failure waits for the peers to stop by themselves.
 GRACE_S: Final = 3.0
 _FLUSH_S: Final = 5.0
@@ -75,7 +76,7 @@ def run(
     grace_s: float = GRACE_S,
     strict: bool = False,
     watchdog_s: float = WATCHDOG_S,
-    stall_s: float = math.inf,
+    stall_s: float | None = None,
     stall_aborts: bool = False,
 ) -> T:
     """Run ``main(world, *args)`` as this process's rank and return what it returns.
@@ -102,9 +103,11 @@ def run(
             stream slot, a snapshot, a task. Without it they are logged.
         watchdog_s: when main has returned, and the tasks that it spawned have done nothing but wait for so many
             seconds, one warning says which of them waits for what; ``math.inf`` for never.
-        stall_s: when main has waited for one and the same message, stream or collective for so many seconds (up to
-            twice as many), a warning says for which, and in which line. Never by default: servers wait.
-        stall_aborts: raise StallError there, in place of the warning.
+        stall_s: when main has waited in one and the same line for so many seconds (up to twice as many), for a message,
+            a stream, a collective, or a future or an event of its own, a warning says for what; ``math.inf`` for never.
+            By default what the variable ASYNCDIST_STALL_S says (``asyncdist run --stall-s``), and without it 300 s, and
+            collectives alone: a main that waits for messages may be a server.
+        stall_aborts: raise StallError there, in place of the warning, where main waits for its peers.
 
     Raises:
         TypeError: main is no coroutine function, or cannot be called with a world and ``args``.
@@ -119,7 +122,7 @@ def run(
         BaseException: what ``main`` raised, or an ExceptionGroup with what its spawned tasks raised.
     """
     try:
-        patience = Patience(watchdog_s, stall_s, stall_aborts)
+        patience = _patience(watchdog_s, stall_s, stall_aborts)
         _check_options(transport, ranks, loop, grace_s, bulk)
         elsewhere = run_elsewhere.get()
         opened = _open_here(transport, bulk, ranks) if elsewhere is None else None
@@ -163,7 +166,7 @@ def run_local(
     loop: LoopName | None = None,
     strict: bool = False,
     watchdog_s: float = WATCHDOG_S,
-    stall_s: float = math.inf,
+    stall_s: float | None = None,
     stall_aborts: bool = False,
 ) -> list[T]:
     """Host ``ranks`` ranks on one loop of this process; returns the value of each.
@@ -175,7 +178,7 @@ def run_local(
     Raises:
         BaseException: what the first rank to fail raised.
     """
-    patience = Patience(watchdog_s, stall_s, stall_aborts)
+    patience = _patience(watchdog_s, stall_s, stall_aborts)
     _check_options("local", ranks, loop, GRACE_S)
     return _run_local(main, args, ranks, loop, strict=strict, patience=patience)
 
@@ -196,7 +199,11 @@ def _run_local(
         )
     failures = [outcome.error for outcome in outcomes if outcome.error is not None]
     if failures:
-        raise next((error for error in failures if not is_consequence(error)), failures[0])
+        first = next((error for error in failures if not is_consequence(error)), failures[0])
+        for other in failures if interrupts.received is not None else ():
+            for note in getattr(other, "__notes__", ()) if other is not first else ():
+                first.add_note(note)
+        raise first
     return [outcome.value for outcome in outcomes]
 
 
@@ -233,7 +240,7 @@ async def open_world(
     grace_s: float = GRACE_S,
     strict: bool = False,
     watchdog_s: float = WATCHDOG_S,
-    stall_s: float = math.inf,
+    stall_s: float | None = None,
     stall_aborts: bool = False,
 ) -> AsyncIterator[World]:
     """A world inside a running loop, for notebooks and tests: ``async with ad.open_world() as world``.
@@ -251,7 +258,7 @@ async def open_world(
             f"ranks is {ranks!r}, and the block of open_world is run by one rank: put it into a main, and host several "
             f"with asyncdist.run(main, transport='local', ranks={ranks!r}), in a notebook too"
         )
-    patience = Patience(watchdog_s, stall_s, stall_aborts)
+    patience = _patience(watchdog_s, stall_s, stall_aborts)
     opening.check_bulk(bulk, transport)
     started = opening.detect(transport)
     chosen = started.transport
@@ -275,13 +282,14 @@ async def _hosted(
         try:
             world = await _handshake(transport, engine, loop)
         except BaseException as caught:
-            error = own_error(caught, None, interrupts)
+            error = own_error(caught, None, interrupts, transport.rank)
             fail_alone(transport, error)
             _raise_as_it_is(error)
         token = _current_world.set(world)
         engine.start()  # again: messages are handled in this rank's context from now on
         guard = PeerGuard(world)
         world.agreements.is_interrupted = lambda: interrupts.received is not None
+        interrupts.ask_before(world.rank, functools.partial(describe_wait, asyncio.current_task(), world))
         success: SystemExit | None = None  # sys.exit(0) is a way to return
         try:
             try:
@@ -293,7 +301,7 @@ async def _hosted(
                 success = caught
             leftovers = await _leave(world, transport)
         except BaseException as caught:
-            error = own_error(caught, guard, interrupts)
+            error = own_error(caught, guard, interrupts, world.rank)
             await fail(world, transport, error, grace_s)
             if error is caught:
                 raise
@@ -319,7 +327,7 @@ async def _task_group(world: World, guard: PeerGuard, patience: Patience) -> Asy
     error_of_main: BaseException | None = None
     watch = EndWatch(world, patience.watchdog_s)
     stop = guard.stop if patience.stall_aborts else None
-    stall_watch = StallWatch(world, asyncio.current_task(), patience.stall_s, stop)
+    stall_watch = StallWatch(world, asyncio.current_task(), patience, stop)
     try:
         with guard:
             async with asyncio.TaskGroup() as task_group:
@@ -522,6 +530,13 @@ def refuse_inside_a_world() -> None:
             f"a world is open here already, {here!r}: use that one, as asyncdist.current_world() returns it",
             rank=here.rank,
         )
+
+
+def _patience(watchdog_s: float, stall_s: float | None, stall_aborts: bool) -> Patience:
+    chosen = launch.stall_s() if stall_s is None else stall_s
+    if chosen is None:
+        return Patience(watchdog_s, STALL_S, stall_aborts, collectives_alone=True)
+    return Patience(watchdog_s, chosen, stall_aborts)
 
 
 def _check_options(

@@ -49,6 +49,21 @@ class Interrupts:
         self._previous: dict[int, Any] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: Sequence[asyncio.Task[Any]] = ()
+        self._waits: dict[int, Callable[[], str | None]] = {}
+        self._waited: dict[int, str | None] = {}
+
+    def ask_before(self, rank: int, wait: Callable[[], str | None]) -> None:
+        """Before the tasks are cancelled, ask what that rank waits for: :meth:`error` tells it."""
+        self._waits[rank] = wait
+
+    def error(self, rank: int) -> BaseException | None:
+        """What the signal that has come asks ``rank`` to raise, with a note that says what it was waiting for."""
+        if self.received is None:
+            return None
+        error = interrupt_error(self.received)
+        if waited := self._waited.get(rank):
+            error.add_note(f"rank {rank} was waiting for {waited}")
+        return error
 
     def cancel_on_first(self, loop: asyncio.AbstractEventLoop, tasks: Sequence[asyncio.Task[Any]]) -> None:
         """These tasks are to stop, at once if a signal has come already."""
@@ -87,8 +102,12 @@ class Interrupts:
     def _cancel(self, loop: asyncio.AbstractEventLoop) -> None:
         if loop.is_closed():  # everything has ended already
             return
+        loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        self._waited = {rank: wait() for rank, wait in self._waits.items()}
         for task in self._tasks:
-            loop.call_soon_threadsafe(task.cancel)
+            task.cancel()
 
 
 def _restore_signals_in_child() -> None:

@@ -6,22 +6,31 @@ import asyncio
 import logging
 import math
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncdist import checks
 from asyncdist.collectives import ended, shielded
+from asyncdist.computing import Computing
 from asyncdist.errors import StallError
 from asyncdist.starts import Start
 from asyncdist.world import World
 
 logger = logging.getLogger("asyncdist.waits")
 
+#: Coroutines that end by themselves, as a sleep does, or when a thread has.
+_TIMED: Final = frozenset({asyncio.sleep.__code__, asyncio.to_thread.__code__, Computing.run.__code__})
+
 
 @dataclass(frozen=True, slots=True)
 class Patience:
     """How long a rank may stand still before that is said: the options of :func:`asyncdist.run`.
+
+    Attributes:
+        watchdog_s, stall_s, stall_aborts: as there; infinity for never.
+        collectives_alone: collectives are the only waits that ``stall_s`` is for. A main that waits in one for minutes
+            most likely waits for ever; one that waits for messages may be a server.
 
     Raises:
         ValueError: no number of seconds above 0.
@@ -30,6 +39,7 @@ class Patience:
     watchdog_s: float = math.inf
     stall_s: float = math.inf
     stall_aborts: bool = False
+    collectives_alone: bool = False
 
     def __post_init__(self) -> None:
         checks.seconds("watchdog_s", self.watchdog_s, finite=False)
@@ -91,25 +101,31 @@ class EndWatch:
 
 
 class StallWatch:
-    """Speaks up, once for each such wait, when main of a rank has waited for long for what its peers should bring.
+    """Speaks up, once for each such wait, when main of a rank has waited for long.
 
-    It sees what main awaits by itself, in ``asyncio.gather``, in an ``asyncio.TaskGroup``, or through a task. A wait
-    that something else ends, as a sleep, a thread or an event of the user's, is none of these, and a collective inside
-    an asynchronous generator is not seen; whether a wait has a deadline does not count.
+    It sees what main awaits by itself, in ``asyncio.gather``, in ``asyncio.wait``, in an ``asyncio.TaskGroup``, or
+    through a task: what its peers should bring, or a future, an event or a queue of the user's. A sleep, a thread and
+    what has a timeout of its own end by themselves, and a wait that one of them may end is not spoken of. A collective
+    inside an asynchronous generator is not seen; whether a wait is inside ``asyncio.timeout`` does not count.
 
     Args:
         world: this rank's.
         main: the task that runs it.
-        period_s: how long is long, in seconds; infinity for never.
-        end: is given the error that main is to end with; where it is None, a warning is all.
+        patience: how long is long, and which waits count.
+        end: is given the error that main is to end with, where it waits for its peers and for nothing else. Without it,
+            and elsewhere, a warning is all.
     """
 
     def __init__(
-        self, world: World, main: asyncio.Task[Any] | None, period_s: float, end: Callable[[StallError], None] | None
+        self,
+        world: World,
+        main: asyncio.Task[Any] | None,
+        patience: Patience,
+        end: Callable[[StallError], None] | None = None,
     ) -> None:
         self._world = world
         self._main = main
-        self._period_s = period_s
+        self._patience = patience
         self._end = end
         self._seen: list[Any] = []
         self._told: list[Any] = []
@@ -117,14 +133,20 @@ class StallWatch:
 
     def begin(self) -> None:
         """Main begins, or has not been waiting for long."""
-        if self._main is not None and self._period_s < math.inf:
-            self._seen = _peers_awaited(self._main, self._world, set()) or []
-            self._timer = asyncio.get_running_loop().call_later(self._period_s, self._look)
+        if self._main is not None and self._patience.stall_s < math.inf:
+            self._seen = self._awaited(self._main)
+            self._timer = asyncio.get_running_loop().call_later(self._patience.stall_s, self._look)
 
     def end(self) -> None:
         """Main has returned, or is being cancelled."""
         if self._timer is not None:
             self._timer.cancel()
+
+    def _awaited(self, main: asyncio.Task[Any]) -> list[Any]:
+        """The futures that main waits for, where such a wait counts."""
+        if self._patience.collectives_alone and not _is_in_collective(main):
+            return []
+        return _futures_awaited(main, self._world, set()) or []
 
     def _look(self) -> None:
         before = self._seen
@@ -133,43 +155,82 @@ class StallWatch:
         awaited = self._seen
         if awaited and awaited == before and awaited != self._told and not any(future.done() for future in awaited):
             self._told = awaited
-            self._tell(", and ".join(dict.fromkeys(str(self._world.engine.awaited(future)) for future in awaited)))
+            self._tell(awaited)
 
-    def _tell(self, what: str) -> None:
+    def _tell(self, awaited: Sequence[Any]) -> None:
         assert self._main is not None, "nobody is watched"
-        text = f"has waited for {self._period_s:g} s: {_with_line(self._main, what)}"
-        if self._end is None:
+        known = [self._world.engine.awaited(future) for future in awaited]
+        of_peers = dict.fromkeys(what for what in known if what is not None)
+        if of_peers:
+            own = [] if None not in known else ["a future of its own"]
+            where = _with_line(self._main, ", and ".join([*of_peers, *own]))
+        else:
+            where = what_awaits(self._main, self._world)
+        text = f"has waited for {self._patience.stall_s:g} s: {where}"
+        if self._end is None or None in known:
             logger.warning("main of rank %d %s", self._world.rank, text)
         else:
             self._end(StallError(f"main {text}", rank=self._world.rank))
 
 
-def _peers_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any] | None:
-    """What must come from peers before ``waiter`` is done, besides what was ``seen``; None if something else may."""
+def describe_wait(main: asyncio.Task[Any] | None, world: World) -> str | None:
+    """What a rank waits for, its main or, where that has returned, the tasks that it spawned; None while main runs."""
+    if main is None or main is asyncio.current_task():
+        return None
+    if any(not _is_library(frame) for frame in _frames(main)):
+        return what_awaits(main, world)
+    tasks = world.spawned_tasks()
+    if not tasks:
+        return "the other ranks, its main having returned"
+    return ", and ".join(f"{task.get_name()}: {what_awaits(task, world)}" for task in tasks)
+
+
+def _is_in_collective(main: asyncio.Task[Any]) -> bool:
+    return any(frame.f_globals.get("__name__") == "asyncdist.collectives" for frame in _frames(main))
+
+
+def _futures_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any] | None:
+    """The futures that must be settled before ``waiter`` is, besides those ``seen``; None if it may end by itself."""
     if id(waiter) in seen:
         return []
     seen.add(id(waiter))
     if world.engine.awaited(waiter) is not None:
         return [waiter]
-    parts: Iterable[Any] = getattr(waiter, "_children", ())  # of asyncio.gather
+    parts: Iterable[Any] | None = getattr(waiter, "_children", None)  # of asyncio.gather
     if isinstance(waiter, asyncio.Task):
-        frames = {frame.f_code: frame.f_locals for frame in _frames(waiter)}
-        if of_others := next((frames[code] for code in _SHOWS_ITS_TASK if code in frames), None):
-            parts = [of_others["task"]]
-        elif of_group := frames.get(asyncio.TaskGroup.__aexit__.__code__):
-            parts = of_group["self"]._tasks
-        else:
-            parts = [_waiter(waiter)]
+        parts = _parts_of(waiter)
+        if parts is None:
+            return None
+    elif parts is None:
+        return [waiter]
     found: list[Any] = []
     has_parts = False
     for part in parts:
         if part is not None and not part.done():
-            awaited = _peers_awaited(part, world, seen)
+            awaited = _futures_awaited(part, world, seen)
             if awaited is None:
                 return None
             has_parts = True
             found += awaited
     return sorted(found, key=id) if has_parts else None
+
+
+def _parts_of(task: asyncio.Task[Any]) -> Iterable[Any] | None:
+    """What a task waits for; None where that ends by itself."""
+    frames = {frame.f_code: frame.f_locals for frame in _frames(task)}
+    if not _TIMED.isdisjoint(frames):
+        return None
+    if of_others := next((frames[code] for code in _SHOWS_ITS_TASK if code in frames), None):
+        return [of_others["task"]]
+    if of_group := frames.get(asyncio.TaskGroup.__aexit__.__code__):
+        tasks: Iterable[Any] = of_group["self"]._tasks
+        return tasks
+    for waits in (asyncio.wait_for, asyncio.wait):
+        if (arguments := frames.get(waits.__code__)) and arguments["timeout"] is not None:
+            return None
+    if of_wait := frames.get(asyncio.wait.__code__):
+        return list(of_wait["fs"])
+    return [_waiter(task)]
 
 
 def _waiter(task: asyncio.Task[Any]) -> Any:

@@ -320,6 +320,7 @@ def test_starting_ranks_imports_no_torch(tmp_path: Path) -> None:
         (["-n", "2", "--transport", "torch", "."], "'.' is a directory"),
         (["-n", "2", "--transport", "torch", "--mpi", "openmpi", __file__], "--mpi openmpi is for --transport mpi"),
         (["-n", "0", "--transport", "torch", __file__], "'0'"),
+        (["-n", "2", "--stall-s", "soon", __file__], "--stall-s is 'soon'; a number of seconds above 0"),
         (["--transport", "torch", __file__], "-n/--ranks"),
     ],
 )
@@ -332,6 +333,14 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     assert caught.value.code == 2
     assert words in error
     assert error.count("\n") == 1
+
+
+def test_how_long_a_main_may_wait_reaches_the_ranks_as_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Mapping[str, str]] = []
+    monkeypatch.setattr(processes, "run", lambda *_, environ, **__: given.append(environ) or 0)
+    with pytest.raises(SystemExit):
+        cli.main(["run", "-n", "2", "--transport", "torch", "--stall-s", "20", __file__])
+    assert launch.stall_s(given[0]) == 20.0
 
 
 def test_a_process_that_cannot_be_started_ends_those_that_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,17 +6,22 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
+import signal
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from support import torchrun
 
 import asyncdist as ad
+from asyncdist import runtime
 from asyncdist.progress import Engine
 from asyncdist.simulation import Compute
-from asyncdist.waits import EndWatch, StallWatch
+from asyncdist.waits import EndWatch, Patience, StallWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +238,31 @@ async def waits_with_a_timeout(world: ad.World, channel: ad.Channel[Note]) -> No
     await asyncio.wait_for(channel.receive(), 1e9)
 
 
+async def waits_for_the_first_of_two(world: ad.World, channel: ad.Channel[Note]) -> None:
+    tasks = [asyncio.ensure_future(work(world, channel)) for work in (receives, own)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def own(world: ad.World, channel: ad.Channel[Note]) -> None:
+    await asyncio.Event().wait()
+
+
+async def awaits_a_task_of_its_own(world: ad.World, channel: ad.Channel[Note]) -> None:
+    await world.spawn(own(world, channel))
+
+
+async def computes(world: ad.World, channel: ad.Channel[Note]) -> None:
+    await world.compute(time.sleep, 50)
+
+
+async def sums(world: ad.World, channel: ad.Channel[Note]) -> None:
+    await ad.average_gradients(torch.nn.Linear(2, 2))
+
+
 async def receives_again_and_again(world: ad.World, channel: ad.Channel[Note]) -> None:
     while True:
         await channel.receive()
@@ -253,6 +283,10 @@ async def receives_again_and_again(world: ad.World, channel: ad.Channel[Note]) -
         (meets_again, 10.0, 1),
         (meets_twice_at_once, 10.0, 1),
         (starts_a_group, 10.0, 1),
+        (own, 10.0, 1),
+        (awaits_a_task_of_its_own, 10.0, 1),
+        (waits_for_the_first_of_two, 10.0, 1),
+        (computes, 10.0, 0),
         (receives, 100.0, 0),
         (receives, math.inf, 0),
         (receives_again_and_again, 10.0, 0),
@@ -261,7 +295,7 @@ async def receives_again_and_again(world: ad.World, channel: ad.Channel[Note]) -
         (waits_with_a_timeout, 10.0, 0),
     ],
 )
-def test_only_a_main_that_waits_for_its_peers_alone_is_spoken_of(
+def test_only_a_main_whose_wait_does_not_end_by_itself_is_spoken_of(
     work: Work, period_s: float, count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main(world: ad.World) -> None:
@@ -273,7 +307,7 @@ def test_only_a_main_that_waits_for_its_peers_alone_is_spoken_of(
                     await channel.send(Note(number), dest=0)
             return
         mine = asyncio.ensure_future(work(world, channel))
-        watch = StallWatch(world, mine, period_s, None)
+        watch = StallWatch(world, mine, Patience(stall_s=period_s))
         await asyncio.sleep(0)
         watch.begin()
         await world.sleep(99)
@@ -286,6 +320,96 @@ def test_only_a_main_that_waits_for_its_peers_alone_is_spoken_of(
     assert len(said) == count
     for text in said:
         assert text.startswith("main of rank 0 has waited for 10 s: ") and "test_waits.py:" in text
+
+
+@pytest.mark.parametrize(
+    ("work", "count"), [(meets, 1), (averages, 1), (asks_the_others, 1), (sums, 1), (receives, 0), (own, 0)]
+)
+def test_where_nobody_asks_a_main_that_waits_in_a_collective_is_spoken_of_and_no_server(
+    work: Work, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main(world: ad.World) -> None:
+        channel = world.channel(Note, tag=100)
+        if world.rank == 1:
+            await world.sleep(1000)
+            raise RuntimeError("enough")
+        watch = StallWatch(world, asyncio.current_task(), runtime._patience(10.0, None, False))
+        watch.begin()
+        await work(world, channel)
+
+    report = ad.simulate(main, ranks=2, seed=3)
+    assert isinstance(report.results[1], RuntimeError)
+    said = [text for text in warnings(caplog) if "has waited for 300 s: " in text]
+    assert len(said) == count
+
+
+def test_the_user_of_a_job_says_how_long_a_main_may_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``asyncdist run --stall-s 0.05`` sets the variable; what the program says comes first."""
+
+    async def main(world: ad.World) -> None:
+        never = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.5, never.set)
+        await never.wait()
+
+    monkeypatch.setenv("ASYNCDIST_STALL_S", "0.05")
+    ad.run(main, transport="local", stall_s=math.inf)
+    assert warnings(caplog) == []
+    ad.run(main, transport="local", stall_aborts=True)  # nothing that a peer would bring: a warning is all
+    (said,) = warnings(caplog)
+    assert said.startswith("main of rank 0 has waited for 0.05 s: Event.wait, in ") and "test_waits.py:" in said
+    for wrong in ("soon", "0", "-1", "nan"):
+        monkeypatch.setenv("ASYNCDIST_STALL_S", wrong)
+        with pytest.raises(ValueError, match=f"ASYNCDIST_STALL_S is '{wrong}'; a number of seconds above 0"):
+            ad.run(main, transport="local")
+
+
+STANDS = """
+    import asyncio, os, signal, torch
+    import asyncdist as ad
+
+    async def main(world):
+        if world.rank == 0:
+            await ad.barrier()
+        elif world.rank == 1:
+            await asyncio.Event().wait()
+        group = await ad.new_group([2, 3])
+        if world.rank == 2:
+            asyncio.get_running_loop().call_later(0.2, os.kill, os.getpid(), signal.SIGINT)
+            await world.receive_stream(torch.zeros(4), 3)
+        world.spawn(asyncio.Event().wait(), name="helper")
+
+    ad.run(main)
+"""
+
+
+def test_on_ctrl_c_every_rank_says_what_it_was_waiting_for() -> None:
+    """Also those that no signal has reached."""
+    result = torchrun.run_source(4, STANDS, timeout_s=60)
+    assert 0 not in result.returncodes, result.output()
+    said = {line.partition("asyncdist: ")[2] for line in result.stderr.splitlines() if "was waiting for" in line}
+    lines = {int(line.split()[1]): line for line in said}
+    assert sorted(lines) == [0, 1, 2, 3], result.output()
+    for rank, what in ((0, "barrier, in main ("), (1, "Event.wait, in main ("), (3, "helper: Event.wait")):
+        expected = f"rank {rank} stopped: rank 2 failed: KeyboardInterrupt; rank {rank} was waiting for {what}"
+        assert lines[rank].startswith(expected), result.output()
+    assert lines[2].startswith("rank 2 was interrupted; rank 2 was waiting for "), result.output()
+    assert "in main (" in lines[2]
+
+
+def test_on_ctrl_c_every_rank_of_a_process_says_what_it_was_waiting_for() -> None:
+    async def main(world: ad.World) -> None:
+        if world.rank == 0:
+            asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGINT)
+            await asyncio.Event().wait()
+        await world.channel(Note, tag=100).receive()
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        ad.run_local(main, ranks=2)
+    first, second = caught.value.__notes__
+    assert first.startswith("rank 0 was waiting for Event.wait, in test_on_ctrl_c")
+    assert second.startswith("rank 1 was waiting for a message on Note, tag 100, in test_on_ctrl_c")
 
 
 def test_a_main_that_waits_for_ever_is_ended_where_that_is_asked_for() -> None:
