@@ -51,8 +51,6 @@ _TORCH_PREFIXES: Final = ("TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROU
 _LOCAL_SIZE_VARIABLES: Final = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE")
 #: Which backend process groups of torch.distributed get where none is named.
 _BACKEND_VARIABLE: Final = "ASYNCDIST_BACKEND"
-#: The process that started this rank and must not be outlived.
-_PARENT_VARIABLE: Final = "ASYNCDIST_PARENT"
 #: How long main may wait before that is told, where the program does not say.
 STALL_VARIABLE: Final = "ASYNCDIST_STALL_S"
 # MPICH's mpirun ends a job that is to be aborted without reading what its ranks have written last.
@@ -585,22 +583,6 @@ def set_backend_name(name: str) -> None:
     os.environ[_BACKEND_VARIABLE] = name
 
 
-def with_parent(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` for a rank that ends when this process does, however that comes about."""
-    return {**environ, _PARENT_VARIABLE: str(os.getpid())}
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the process ``parent`` ends; elsewhere than on Linux, nothing."""
-    if not sys.platform.startswith("linux"):
-        return
-    import ctypes
-
-    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # 1 is PR_SET_PDEATHSIG, see prctl(2)
-    if os.getppid() != parent:  # it has ended before the kernel was told
-        os._exit(1)
-
-
 @contextlib.contextmanager
 def heeding_children() -> Iterator[None]:
     """Let this process learn how its children end, also where it was started with SIGCHLD ignored.
@@ -643,11 +625,8 @@ def _run_script(script: str, arguments: Sequence[str]) -> None:
       all ranks but the first, and a read there hangs.
     - Output leaves line by line: mpirun hands Python a pipe, which would hold it back; unbuffered output would mix the
       words of several ranks in a line.
-    - A failure ends the job (see ``_end_job``), and so does the end of a launcher of ours.
+    - A failure ends the job (see ``_end_job``).
     """
-    parent = os.environ.pop(_PARENT_VARIABLE, "")
-    if parent.isdecimal():
-        die_with_parent(int(parent))
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
-from asyncdist import launch
+from asyncdist import guardians, launch
 
 TITLES: Final[Mapping[str, str]] = {"openmpi": "Open MPI", "mpich": "MPICH"}
 #: Both must be 1 before Open MPI's mpirun starts anything for root; PRRTE's own names do not do.
@@ -176,7 +176,7 @@ def build_command(
     bound and free, one each on 2 cores). MPICH neither counts nor binds.
     """
     options = ["--host", f"localhost:{ranks}", "--bind-to", "none"] if flavour == "openmpi" else []
-    return [mpirun, "-n", str(ranks), *options, *launch.rank_command(script, arguments)]
+    return [mpirun, "-n", str(ranks), *options, *guardians.guarded(launch.rank_command(script, arguments))]
 
 
 def build_environment(

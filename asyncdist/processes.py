@@ -2,8 +2,9 @@
 
 What it keeps to:
 
-- A rank leads a process group of its own. So Ctrl-C in a terminal reaches the launcher alone, which passes it on, once;
-  and what a rank has started (the workers of a data loader) goes when the rank does.
+- A rank is in a process group of its own. So Ctrl-C in a terminal reaches the launcher alone, which passes it on, once.
+  What a rank has started (the workers of a data loader) goes when the rank does, on Linux also what is in a session of
+  its own (:mod:`asyncdist.guardians`).
 - The first rank to fail decides the exit code, as with mpirun. But 1 says little, with which Python ends after any
   exception: ranks that stop because another one fails often end so before that one does. So whoever ends in another
   way within ``SETTLE_S`` is the cause.
@@ -25,7 +26,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal, TypeAlias
 
-from asyncdist import launch
+from asyncdist import guardians, launch
 
 #: How long ranks that were asked to stop may take.
 STOP_S: Final = 10.0
@@ -63,7 +64,7 @@ def run(
         launch.LaunchError: the script is no file, or a process cannot be started.
     """
     launch.check_script(script)
-    command = launch.rank_command(script, arguments)
+    command = guardians.guarded(launch.rank_command(script, arguments), parent=os.getpid())
     environments = build_environments(environ, ranks=ranks, threads=threads)
     events: queue.SimpleQueue[_Event] = queue.SimpleQueue()  # the one queue whose put may interrupt its own get
     processes: list[subprocess.Popen[bytes]] = []
@@ -75,6 +76,8 @@ def run(
         finally:
             for process in processes:
                 _kill(process)
+            for process in processes:
+                process.wait()
 
 
 def build_environments(
@@ -87,7 +90,7 @@ def build_environments(
     return [
         {
             "OMP_NUM_THREADS": share,
-            **launch.with_parent(launch.without_launchers(environ)),
+            **launch.without_launchers(environ),
             **launch.rank_variables(
                 rank, ranks, local_rank=rank, local_size=ranks, address="127.0.0.1", port=port, run_id=run_id
             ),
@@ -194,6 +197,9 @@ def _signal_name(number: int) -> str:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a rank, if it has not ended, and all that it has started."""
+    """End a rank, if it has not ended, and all that it has started; its process has ended when that is done."""
+    if guardians.ARE_HERE:
+        process.send_signal(guardians.end_signal())
+        return
     with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses a group of zombies
         os.killpg(process.pid, signal.SIGKILL)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist import cli, launch, mpirun
+from asyncdist import cli, guardians, launch, mpirun
 from asyncdist.errors import TransportError
 from asyncdist.launch import Launch
 from asyncdist.mpirun import Installation
@@ -614,6 +614,35 @@ def test_a_signal_to_the_launcher_leaves_no_process(tmp_path: Path, number: sign
     code, _, _ = finish(process)
     assert code != 0
     assert wait_until(lambda: not any(is_alive(pid) for pid in pids), 5)
+
+
+LEAVES_CHILDREN = """
+import os, pathlib, signal, subprocess, sys, time
+folder, rank = pathlib.Path(sys.argv[1]), int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
+children = [subprocess.Popen(["sleep", "600"]), subprocess.Popen(["sleep", "600"], start_new_session=True)]
+for pid in (os.getpid(), *(child.pid for child in children)):
+    (folder / f"{pid}.pid").touch()
+while len(list(folder.glob("*.pid"))) < 9:
+    time.sleep(0.01)
+if rank == 1 and sys.argv[2] == "rank":
+    os.kill(os.getpid(), 9)
+time.sleep(600)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(not guardians.ARE_HERE, reason="elsewhere nothing ends them")
+@pytest.mark.parametrize("killed", ["rank", "mpirun"])
+def test_no_child_of_a_rank_stays_behind_whoever_is_killed(tmp_path: Path, killed: str) -> None:
+    """Open MPI waited for the child of a killed rank; ranks that had not opened MPI outlived a killed mpirun."""
+    process = start(tmp_path, LEAVES_CHILDREN, str(tmp_path), killed)
+    assert wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 9), finish(process)
+    pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
+    if killed == "mpirun":
+        process.kill()
+    code, _, _ = finish(process)
+    assert code != 0
+    assert wait_until(lambda: not any(is_alive(pid) for pid in pids))
 
 
 @pytest.mark.parametrize(

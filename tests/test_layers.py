@@ -53,7 +53,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("starts", "transports.torch"),
     ("world",),
     ("exposure", "outcomes", "waits"),
-    ("launch", "mesh"),
+    ("guardians", "launch", "mesh"),
     ("population", "placement", "notebooks", "opening", "process", "tracebacks"),
     ("gradients", "shards", "supervision"),
     ("failing",),

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist import cli, launch, processes
+from asyncdist import cli, guardians, launch, processes
 
 #: Generous: what hangs is a failure, what is slow is not.
 TIMEOUT_S = 90.0
@@ -233,18 +234,29 @@ def test_ranks_that_do_not_stop_are_killed(tmp_path: Path, monkeypatch: pytest.M
     check_gone(pids_in(tmp_path, 3))
 
 
+@pytest.mark.skipif(not guardians.ARE_HERE, reason="elsewhere only its process group does")
 def test_what_a_rank_has_started_ends_with_it(tmp_path: Path) -> None:
     source = """
         import os, pathlib, subprocess, sys
-        helper = subprocess.Popen(["sleep", "600"])
-        pathlib.Path(sys.argv[1], f"{helper.pid}.pid").touch()
+        for options in ({}, {"start_new_session": True}):
+            pid = subprocess.Popen(["sleep", "600"], **options).pid
+            pathlib.Path(sys.argv[1], f"{pid}.pid").touch()
     """
-    source = "\n".join(line.strip() for line in source.splitlines())
-    with running(tmp_path, source, str(tmp_path), ranks=2) as process:
-        helpers = pids_in(tmp_path, 2)
+    with running(tmp_path, textwrap.dedent(source), str(tmp_path), ranks=2) as process:
+        children = pids_in(tmp_path, 4)
         process.wait(TIMEOUT_S)
-        check_gone(helpers)
+        assert not any(is_alive(pid) for pid in children)
     assert process.returncode == 0
+
+
+@pytest.mark.skipif(not guardians.ARE_HERE, reason="elsewhere nothing tells a process of its parent's end")
+def test_what_a_rank_has_started_does_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    source = WAITS.format(before="import subprocess; pid = subprocess.Popen(['sleep', '600']).pid", failure="pass")
+    source = source.replace('.pid").touch()', '.pid").touch(); (folder / f"{pid}.pid").touch()')
+    with running(tmp_path, source, str(tmp_path)) as process:
+        pids = pids_in(tmp_path, 6)
+        process.kill()
+        check_gone(pids)
 
 
 @contextmanager

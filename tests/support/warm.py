@@ -216,9 +216,9 @@ def _tell(client: socket.socket, number: int) -> None:
 
 def become(job: dict[str, Any], server: int) -> None:
     """In a child: be the rank."""
-    from asyncdist import launch
+    from asyncdist import guardians, launch
 
-    launch.die_with_parent(server)
+    guardians.die_with_parent(server)
     os.setpgid(0, 0)
     spare = [fcntl.fcntl(fd, fcntl.F_DUPFD, SPARE_FD) for fd in job["received"]]
     _close(job["received"])

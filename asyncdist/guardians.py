@@ -1,0 +1,176 @@
+"""Runs a rank so that nothing it starts outlives it, and it does not outlive its launcher. Linux only.
+
+    python guardians.py PARENT COMMAND ARGUMENTS...
+
+A rank of ``asyncdist run`` has two guardians above it, small processes that do nothing but wait:
+
+    launcher (or mpirun) -> outer guardian -> inner guardian -> rank -> what the rank starts
+
+- A guardian is a *subreaper* (prctl(2), PR_SET_CHILD_SUBREAPER): every orphan below it becomes its child, also one in a
+  session of its own. When the rank has ended, in whatever way, what it has left gets SIGTERM, and SIGKILL after
+  ``GRACE_S``. Only then does the guardian end, as the rank did.
+- When what is above a guardian has ended, it kills the rank at once and does the same.
+- Each of the two does all of this, so that either may be killed. mpirun kills the process group of the one that it
+  knows; the inner one is in a group of its own. Only a kill of both at once leaves more than the rank to itself.
+- The rank is in the group of the outer one, since mpirun sends all signals to that. PARENT is the launcher's pid where
+  it sends signals to the outer guardian alone, to be passed on; 0 under mpirun, where they reach the rank.
+
+Only the standard library is imported, as in :mod:`asyncdist.launch`, and little of it: a rank is up 20 ms later for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from typing import Final, NoReturn
+
+#: This file, to be run as a program.
+PROGRAM: Final = os.path.abspath(__file__)
+#: Elsewhere there are no subreapers, and nothing tells a process of its parent's end.
+ARE_HERE: Final = sys.platform.startswith("linux")
+#: How long what a rank has left may take to end by itself.
+GRACE_S: Final = 0.5
+#: How long processes that were killed may take to be gone; only the kernel can hold them.
+_GONE_S: Final = 5.0
+_PERIOD_S: Final = 0.05
+# prctl(2)
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_DUMPABLE: Final = 4
+_PR_SET_CHILD_SUBREAPER: Final = 36
+
+
+def guarded(command: list[str], *, parent: int = 0) -> list[str]:
+    """The command line that runs ``command`` under guardians; itself, elsewhere than on Linux.
+
+    Args:
+        command: an absolute path and arguments.
+        parent: see the module's text.
+    """
+    # Isolated and without site-packages it starts in 10 ms.
+    return [sys.executable, "-I", "-S", PROGRAM, str(parent), *command] if ARE_HERE else command
+
+
+def end_signal() -> int:
+    """The signal at which a guardian kills the rank and all that it has started, and ends."""
+    return int(signal.SIGRTMIN)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the process ``parent`` ends; elsewhere than on Linux, nothing."""
+    if ARE_HERE:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it has ended before the kernel was told
+            os._exit(1)
+
+
+def main(parent: int, command: list[str]) -> NoReturn:
+    """Become the outer guardian of ``command``; see the module's text."""
+    group = os.getpgrp()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    outer = _stand_guard(parent or os.getppid(), passes_on=parent != 0)
+    os.setpgid(0, 0)
+    inner = _stand_guard(outer, passes_on=True)
+    with contextlib.suppress(OSError):  # the outer one has been killed, and so will this process be
+        os.setpgid(0, group)
+    die_with_parent(inner)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    os.execv(command[0], command)
+
+
+def _stand_guard(parent: int, *, passes_on: bool) -> int:
+    """Fork; this process stays behind as a guardian and never returns. Returns the guardian's pid in the child.
+
+    Args:
+        parent: what started this process; the guardian acts when it is gone.
+        passes_on: whether the child is sent the signals that come to the guardian.
+    """
+    own = os.getpid()
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGCHLD)  # wakes the guardian, which then looks
+    child = os.fork()
+    if child != 0:
+        _guard(child, parent, passes_on=passes_on)
+    return own
+
+
+def _guard(child: int, parent: int, *, passes_on: bool) -> NoReturn:
+    status = _wait(child, parent, passes_on=passes_on)
+    if status is None:
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+    _end_children()
+    _end_as(os.waitstatus_to_exitcode(status))
+
+
+def _wait(child: int, parent: int, *, passes_on: bool) -> int | None:
+    """Returns how the child has ended; None if it is to be ended."""
+    while os.getppid() == parent:
+        number = signal.sigwaitinfo(signal.valid_signals()).si_signo
+        if number == end_signal():
+            return None
+        if number == signal.SIGCHLD:
+            ended = dict(iter(_reap, None))
+            if child in ended:
+                return ended[child]
+        elif passes_on:
+            os.kill(child, number)
+    return None
+
+
+def _reap() -> tuple[int, int] | None:
+    """Pid and status of a child that has ended; None where none has."""
+    try:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return None
+    return (pid, status) if pid else None
+
+
+def _end_children() -> None:
+    """Return when this process has no children left, also none that only become its own as their parents end."""
+    told: set[int] = set()
+    deadline = time.monotonic() + GRACE_S
+    while (late_s := time.monotonic() - deadline) < _GONE_S:
+        while _reap() is not None:
+            pass
+        children = _children()
+        if not children:
+            return
+        for pid in children:
+            if late_s >= 0 or pid not in told:
+                told.add(pid)
+                os.kill(pid, signal.SIGKILL if late_s >= 0 else signal.SIGTERM)  # it is there: nobody else reaps it
+        signal.sigtimedwait({signal.SIGCHLD}, _PERIOD_S)
+
+
+def _children() -> list[int]:
+    own, found = os.getpid(), []
+    for entry in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{entry}/stat", "rb") as file:
+            if int(file.read().rpartition(b")")[2].split()[1]) == own:  # the name in parentheses may hold anything
+                found.append(int(entry))
+    return found
+
+
+def _end_as(code: int) -> NoReturn:
+    """End with that exit code, or by that signal if it is negative."""
+    if code < 0:
+        _prctl(_PR_SET_DUMPABLE, 0)  # one core file is enough
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, int(value))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,154 @@
+"""The guardians of a rank: what ends with it, whom it ends with, and that either of them may be killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncdist import guardians
+
+pytestmark = pytest.mark.skipif(not guardians.ARE_HERE, reason="there are no subreapers")
+
+#: Generous: what hangs is a failure, what is slow is not.
+TIMEOUT_S = 60.0
+
+# Four children that would stay: in the rank's group, in a session of their own, and deaf orphans of both kinds.
+RANK = """
+import os, pathlib, signal, subprocess, sys, time
+folder = pathlib.Path(sys.argv[1])
+
+def child(seconds, *, leaves=False, is_deaf=False):
+    if os.fork():
+        return
+    if leaves:
+        os.setsid()
+    if is_deaf:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if os.fork():
+            os._exit(0)
+    (folder / f"{os.getpid()}.child").touch()
+    time.sleep(seconds)
+    os._exit(0)
+
+child(600)
+child(600, leaves=True)
+child(600, is_deaf=True)
+child(600, leaves=True, is_deaf=True)
+while len(list(folder.glob("*.child"))) < 4:
+    time.sleep(0.01)
+signal.signal(signal.SIGUSR1, lambda *_: print("heard", flush=True))
+(folder / f"{os.getpid()}.rank").touch()
+"""
+WAITS = RANK + "while True:\n    time.sleep(1)\n"
+
+
+@contextlib.contextmanager
+def guarded(folder: Path, source: str, *, parent: int = 0) -> Iterator[subprocess.Popen[str]]:
+    command = guardians.guarded([sys.executable, "-c", source, str(folder)], parent=parent)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=TIMEOUT_S)
+        wait_until(lambda: not living(folder), "everything has ended")
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not until {TIMEOUT_S:g} s later: {what}"
+        time.sleep(0.01)
+
+
+def living(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if fields(int(path.stem))[0] not in "ZX"]
+
+
+def fields(pid: int) -> list[str]:
+    """Of /proc/PID/stat, from the state on: state, parent, group."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return ["X", "0", "0"]
+
+
+def rank_of(folder: Path) -> int:
+    wait_until(lambda: bool(list(folder.glob("*.rank"))), "the rank runs")
+    return int(next(folder.glob("*.rank")).stem)
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("", 0), ("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", -9), ("os.abort()", -signal.SIGABRT)],
+    ids=["returns", "exits", "is killed", "aborts"],
+)
+def test_what_a_rank_leaves_ends_with_it_also_in_a_session_of_its_own(tmp_path: Path, end: str, code: int) -> None:
+    with guarded(tmp_path, RANK + end) as process:
+        assert process.wait(TIMEOUT_S) == code
+        assert living(tmp_path) == []
+
+
+@pytest.mark.parametrize("victim", ["outer", "inner"])
+def test_either_guardian_may_be_killed(tmp_path: Path, victim: str) -> None:
+    with guarded(tmp_path, WAITS) as process:
+        inner = int(fields(rank_of(tmp_path))[1])
+        assert int(fields(inner)[1]) == process.pid
+        os.kill(process.pid if victim == "outer" else inner, signal.SIGKILL)
+        assert process.wait(TIMEOUT_S) == -signal.SIGKILL
+        assert victim == "outer" or living(tmp_path) == []
+        wait_until(lambda: not living(tmp_path), "the other one has ended all")
+
+
+def test_a_rank_ends_with_what_has_started_its_guardians(tmp_path: Path) -> None:
+    command = guardians.guarded([sys.executable, "-c", WAITS, str(tmp_path)])
+    launcher = f"import subprocess; subprocess.run({command!r})"
+    with subprocess.Popen([sys.executable, "-c", launcher]) as process:
+        rank_of(tmp_path)
+        process.kill()
+    wait_until(lambda: not living(tmp_path), "nothing is left of a killed launcher's rank")
+
+
+def test_a_launcher_s_signals_are_passed_on_and_at_one_of_them_all_ends(tmp_path: Path) -> None:
+    with guarded(tmp_path, WAITS, parent=os.getpid()) as process:
+        rank_of(tmp_path)
+        process.send_signal(signal.SIGUSR1)
+        assert process.stdout is not None and process.stdout.readline() == "heard\n"
+        process.send_signal(guardians.end_signal())
+        assert process.wait(TIMEOUT_S) == -signal.SIGKILL
+        assert living(tmp_path) == []
+
+
+def test_signals_of_mpirun_reach_the_rank_once_by_its_group(tmp_path: Path) -> None:
+    with guarded(tmp_path, WAITS) as process:
+        assert int(fields(rank_of(tmp_path))[2]) == process.pid
+        process.send_signal(signal.SIGUSR1)  # is not passed on: it would be heard twice
+        os.killpg(process.pid, signal.SIGUSR1)
+        assert process.stdout is not None and process.stdout.readline() == "heard\n"
+        os.killpg(process.pid, signal.SIGTERM)
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, output) == (-signal.SIGTERM, "")
+
+
+def test_a_rank_has_the_signals_and_the_files_that_it_was_given(tmp_path: Path) -> None:
+    source = """
+import os, signal
+print(sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())), signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL)
+print(sorted(map(int, os.listdir("/proc/self/fd")))[:3], signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)
+"""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with guarded(tmp_path, source) as process:
+            output, _ = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        signal.signal(signal.SIGHUP, before[0])
+        signal.signal(signal.SIGCHLD, before[1])
+    assert output.splitlines() == ["[] True", "[0, 1, 2] True"]
