@@ -25,7 +25,7 @@ from asyncdist import launch
 from asyncdist.errors import RankLostError
 from asyncdist.simulation.faults import Fault
 from asyncdist.simulation.repeat import expression_of, repeat_line
-from asyncdist.simulation.shrink import minimize, simplify
+from asyncdist.simulation.shrink import shrink
 from asyncdist.simulation.simulate import SimReport, observer
 from asyncdist.simulation.trace import Trace
 from asyncdist.simulation.workers import Inline, Pool, open_runner, pack, unpack
@@ -376,7 +376,7 @@ def _shrink(
         return (), ""
     if not attempts.fails(faults):
         return None, "the plan cannot be shrunk: given as the argument faults, it does not fail in the same way"
-    minimal = simplify(minimize(faults, attempts.fails), attempts.fails)
+    minimal = shrink(faults, attempts.fails)
     is_minimal = not attempts.is_exhausted
     return minimal, "" if is_minimal else f"a smaller plan may exist: shrinking ended after {_SHRINK_RUN_COUNT} runs"
 

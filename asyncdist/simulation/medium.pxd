@@ -1,7 +1,7 @@
 cimport cython
 
 from asyncdist.simulation.trace cimport Trace
-from asyncdist.simulation.turns cimport Scheduler
+from asyncdist.simulation.turns cimport Scheduler, Turns
 
 
 cdef class _Message:
@@ -62,6 +62,7 @@ cdef class Medium:
     cdef object _on_fired
     cdef object _on_kill
     cdef Py_ssize_t _eager_nbytes
+    cdef bint _is_pushed
     cdef list _paths
     cdef list _posted
     cdef list _unexpected
@@ -86,7 +87,11 @@ cdef class Medium:
     cdef list _partitions
     cdef bint _has_message_faults
     cdef bint _has_link_faults
+    cdef list _turns
     cdef object _take_in
+    cdef object _take_whole
+    cdef object _begin
+    cdef object _travel
     cdef object _finish
 
     @cython.locals(nbytes=Py_ssize_t, message=_Message, delay=double, arrival=double, scheduler=Scheduler)
@@ -101,8 +106,12 @@ cdef class Medium:
     cpdef object _arrive(self, _Message message)
     @cython.locals(message=_Message, waiting=_Inbox)
     cpdef object post(self, _Receive receive)
-    @cython.locals(path=_Path, seconds=double, now=double, complete_at=double)
-    cdef object _rendezvous(self, _Receive receive, _Message message)
+    cpdef object _rendezvous(self, _Receive receive, _Message message)
+    @cython.locals(
+        path=_Path, now=double, latency=double, transfer=double, factor=double, sent_at=double, complete_at=double
+    )
+    cpdef object _transfer(self, _Receive receive, _Message message)
+    cpdef object _arrive_whole(self, _Receive receive, _Message message)
     cdef object _fail_send(self, _Message message)
     cpdef object _complete(self, _Receive receive, _Message message, bint is_running=*)
     cpdef object withdraw(self, _Receive receive)

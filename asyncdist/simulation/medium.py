@@ -22,7 +22,7 @@ from asyncdist.errors import AsyncdistError, RankLostError, TruncationError
 from asyncdist.simulation.faults import Corrupt, Delay, Fault, Kill, Partition, SlowLink
 from asyncdist.simulation.models import Link, Network, draw, sampler
 from asyncdist.simulation.trace import Trace
-from asyncdist.simulation.turns import Scheduler
+from asyncdist.simulation.turns import Scheduler, Turns
 from asyncdist.tags import BULK_FIRST, BULK_LAST, COLLECTIVE_FIRST, COLLECTIVE_LAST, TAG_MAX
 from asyncdist.transports.base import (
     ANY_SOURCE,
@@ -199,6 +199,7 @@ class Medium:
         self._on_fired = on_fired
         self._on_kill = on_kill
         self._eager_nbytes = rng.choice(_EAGER_CHOICES) if network.eager_nbytes is None else network.eager_nbytes
+        self._is_pushed = rng.random() < 0.5  # large messages, by a sender that must not compute; else they are fetched
         self._paths: list[dict[int, _Path]] = [{} for _ in range(size)]
         self._posted: list[dict[int, deque[_Receive]]] = [{} for _ in range(size)]
         self._unexpected: list[dict[int, _Inbox]] = [{} for _ in range(size)]
@@ -217,17 +218,31 @@ class Medium:
         self._muted = False
         self._everybody = frozenset(range(size))
         plan = list(enumerate(faults))
-        self._kills = {
-            (f.rank, f.at_message): index for index, f in plan if isinstance(f, Kill) and f.at_message is not None
-        }
-        self._delays = {(f.source, f.dest, f.number): (index, f) for index, f in plan if isinstance(f, Delay)}
-        self._corruptions = {(f.source, f.dest, f.number): (index, f) for index, f in plan if isinstance(f, Corrupt)}
+        self._kills: dict[tuple[int, int], int] = {}
+        self._delays: dict[tuple[int, int, int], list[tuple[int, Delay]]] = {}
+        self._corruptions: dict[tuple[int, int, int], list[tuple[int, Corrupt]]] = {}
+        for index, fault in plan:
+            match fault:
+                case Kill(rank, at_message=int(number)):
+                    self._kills.setdefault((rank, number), index)  # a rank dies once
+                case Delay(source, dest, number):
+                    self._delays.setdefault((source, dest, number), []).append((index, fault))
+                case Corrupt(source, dest, number):
+                    self._corruptions.setdefault((source, dest, number), []).append((index, fault))
         self._slow_links = [(index, f) for index, f in plan if isinstance(f, SlowLink)]
         self._partitions = [(index, f) for index, f in plan if isinstance(f, Partition)]
         self._has_message_faults = bool(self._kills or self._delays or self._corruptions)
         self._has_link_faults = bool(self._slow_links or self._partitions)
+        self._turns: list[Turns] = []
         self._take_in = self._arrive  # one bound method for all messages
+        self._take_whole = self._arrive_whole
+        self._begin = self._rendezvous
+        self._travel = self._transfer
         self._finish = self._complete
+
+    def connect(self, turns: Sequence[Turns]) -> None:
+        """These are the ranks' turns: what needs the attention of a rank that computes waits for its next one."""
+        self._turns = list(turns)
 
     # -- sending ----------------------------------------------------------------------------------------------------
 
@@ -244,11 +259,13 @@ class Medium:
         if nbytes <= self._eager_nbytes:
             message.data = bytes(data)  # no copy of bytes
             message.eager = message.done = True
-        delay = self._apply_message_faults(message) if self._has_message_faults else 0.0
-        if source in self._dead:
-            message.done = False  # the rank has died with this send: whoever awaits it goes no further
-            return message
         if self._muted:
+            return message
+        delay = 0.0
+        if self._has_message_faults and source not in self._dead:
+            delay = self._apply_message_faults(message)
+        if source in self._dead:
+            message.done = False  # the rank has died with this send, or before: whoever awaits it goes no further
             return message
         arrival = self._arrival(message, delay)
         scheduler = self._scheduler
@@ -293,7 +310,7 @@ class Medium:
                     if message.eager:
                         self._complete(receive, message)
                     else:
-                        self._rendezvous(receive, message)
+                        self._turns[message.dest].attend(self._begin, (receive, message))
                     return
         self._keep(message)
         self._ring(message.dest)  # a lane posts its receive when it is polled
@@ -328,15 +345,34 @@ class Medium:
         posted.append(receive)
 
     def _rendezvous(self, receive: _Receive, message: _Message) -> None:
-        """A receive and a large message have met: only now its bytes travel."""
+        """A large message and a receive have met, and the receiver knows: it says so to the sender."""
+        if message.dest in self._dead:
+            self._fail_send(message)
+        elif self._is_pushed:
+            self._turns[message.source].attend(self._travel, (receive, message))
+        else:
+            self._transfer(receive, message)
+
+    def _transfer(self, receive: _Receive, message: _Message) -> None:
+        """Only now the bytes of a large message travel, behind what their link has to carry."""
         pair = (message.source, message.dest)
         path = self._paths[message.source][message.dest]
-        seconds = 2 * path.draw_latency_s() + message.nbytes / path.bandwidth
-        if self._has_link_faults:
-            seconds *= self._link_factor(pair, self._scheduler.now)
         now = self._scheduler.time()
-        complete_at = self._after_partitions(pair, now, now + seconds) if self._has_link_faults else now + seconds
-        self._scheduler.at(complete_at, self._finish, (receive, message))
+        latency = 2 * path.draw_latency_s()
+        transfer = message.nbytes / path.bandwidth
+        if self._has_link_faults:
+            factor = self._link_factor(pair, now)
+            latency *= factor
+            transfer *= factor
+        path.free_at = sent_at = (path.free_at if path.free_at > now else now) + transfer
+        complete_at = sent_at + latency
+        if self._has_link_faults:
+            complete_at = self._after_partitions(pair, now, complete_at)
+        self._scheduler.at(complete_at, self._take_whole, (receive, message))
+
+    def _arrive_whole(self, receive: _Receive, message: _Message) -> None:
+        """The bytes of a large message are there: only its receiver can take the last of them."""
+        self._turns[message.dest].attend(self._finish, (receive, message))
 
     def _fail_send(self, message: _Message) -> None:
         """Nobody will take it any more; its sender is told when it knows that ``dest`` is lost."""
@@ -397,21 +433,22 @@ class Medium:
         number = self._pair_counts[pair] = self._pair_counts.get(pair, 0) + 1
         if not _is_raw(message.tag):
             framed = self._frame_counts[pair] = self._frame_counts.get(pair, 0) + 1
-            found = self._corruptions.get((*pair, framed))
-            if found is not None and message.nbytes:
-                index, corruption = found
-                flipped = bytearray(message.data)
-                flipped[corruption.byte % message.nbytes] ^= 0x55
-                message.data = bytes(flipped)
-                self._on_fired(index)
-        delayed = self._delays.get((*pair, number))
-        if delayed is not None:
-            index, delay = delayed
+            corruptions = self._corruptions.get((*pair, framed))
+            if corruptions is not None and message.nbytes:
+                changed = bytearray(message.data)
+                for index, corruption in corruptions:
+                    place = corruption.byte % message.nbytes
+                    changed[place] = (changed[place] + 0x55) % 256  # also where two of them meet in one byte
+                    self._on_fired(index)
+                message.data = bytes(changed)
+        delay_s = 0.0
+        for index, delay in self._delays.get((*pair, number), ()):
+            delay_s += delay.duration_s
             self._on_fired(index)
-            return delay.duration_s
-        return 0.0
+        return delay_s
 
     def _link_factor(self, pair: tuple[int, int], now: float) -> float:
+        """What slowed links make of the time of a message that leaves ``now``."""
         factor = 1.0
         for index, fault in self._slow_links:
             if (fault.source, fault.dest) == pair and now >= fault.at_s:
@@ -420,8 +457,17 @@ class Medium:
         return factor
 
     def _after_partitions(self, pair: tuple[int, int], now: float, arrival: float) -> float:
-        for index, fault in self._partitions:
-            if (pair[0] in fault.ranks) != (pair[1] in fault.ranks) and now < fault.until_s and arrival > fault.at_s:
+        """When a message arrives that would be under way from ``now`` to ``arrival``.
+
+        One that a partition holds back may come into the next one, whatever their order in the plan.
+        """
+        between = [
+            (index, fault)
+            for index, fault in self._partitions
+            if now < fault.until_s and (pair[0] in fault.ranks) != (pair[1] in fault.ranks)
+        ]
+        for index, fault in sorted(between, key=lambda entry: entry[1].at_s):
+            if arrival > fault.at_s:
                 self._on_fired(index)
                 arrival = max(arrival, fault.until_s)
         return arrival

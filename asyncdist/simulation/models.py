@@ -109,7 +109,7 @@ class Link:
 
     Attributes:
         latency_s: from send to arrival of the first byte.
-        bandwidth_nbytes_per_s: messages of one link queue behind each other.
+        bandwidth_nbytes_per_s: messages of one link queue behind each other, small and large ones.
     """
 
     latency_s: Duration = LogNormal(2e-6, 1.0)
@@ -129,8 +129,9 @@ class Network:
         cross_link: of ranks on different hosts.
         ranks_per_host: consecutive ranks share a host; all of them do where it is None.
         links: exceptions, by (source, dest).
-        eager_nbytes: up to this size a send completes at once; above it when a receive has matched. None draws it anew
-            for each simulation, from 256 bytes to 64 KiB.
+        eager_nbytes: up to this size a send completes at once. A larger one waits for its receive, for a moment in
+            which the receiver does not compute (in half of the simulations, one in which the sender does not, either),
+            and for the bytes to travel. None draws it anew for each simulation, from 256 bytes to 64 KiB.
         loss_detection_s: from a rank's death until its peers are told.
     """
 

@@ -15,6 +15,21 @@ from typing import Any
 from asyncdist.simulation.faults import Fault, check_plan
 
 
+def shrink(plan: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool]) -> tuple[Fault, ...]:
+    """The least of ``plan`` that fails: no fault can be left out, and no number made simpler.
+
+    A fault may be needed only until the numbers of another one are simple, so both are done until nothing changes.
+
+    Args:
+        plan: it fails as a whole.
+        fails: whether a plan does.
+    """
+    plan = tuple(plan)
+    while (smaller := simplify(minimize(plan, fails), fails)) != plan:
+        plan = smaller
+    return plan
+
+
 def minimize(plan: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool]) -> tuple[Fault, ...]:
     """A part of ``plan`` that fails, and of which no fault can be left out.
 

@@ -277,6 +277,7 @@ class _Simulation:
             )
             for rank in range(size)
         ]
+        self._medium.connect(self._loops)
         self._outcomes: dict[int, Outcome] = {}
         self._worlds: dict[int, World] = {}
         self._killed: set[int] = set()
@@ -399,9 +400,9 @@ class _Simulation:
             return
         self._fire(index)
         self._killed.add(rank)
-        self._loops[rank].die()
         self._trace.add(self._scheduler.now, "kill", rank, 0, 0, 0)
         self._medium.kill(rank)
+        self._loops[rank].die()
         self._stop_if_over()
 
     # -- the end ----------------------------------------------------------------------------------------------------

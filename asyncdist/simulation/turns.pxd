@@ -69,6 +69,7 @@ cdef class Turns:
     cdef object _enter
     cdef object _background
     cdef list _ready
+    cdef list _put_off
     cdef Handle _sleeper
     cdef bint _has_sleeper
     cdef bint _debug
@@ -97,6 +98,7 @@ cdef class Turns:
     cpdef double unblock(self) except -1
     @cython.locals(scheduler=Scheduler)
     cdef object _fall_deaf(self, double seconds)
+    cpdef object attend(self, object action, tuple args)
     cpdef object _resume(self)
     cpdef object has_computed(self)
     cpdef object _fire(self, Timer timer)

@@ -316,6 +316,7 @@ class Turns:
         self._enter = enter
         self._background = background
         self._ready: list[Handle] = []
+        self._put_off: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
         self._sleeper: Handle | None = None  # the step with which the rank goes on when it has computed
         self._has_sleeper = False
         self._debug = False
@@ -459,9 +460,18 @@ class Turns:
         self.deaf_s += seconds
         scheduler.at(scheduler.now + seconds, self._take_up)
 
+    def attend(self, action: Callable[..., object], args: tuple[Any, ...]) -> None:
+        """Do ``action(*args)`` as soon as the rank is not deaf: what needs its attention."""
+        if self._deaf and not self.dead:
+            self._put_off.append((action, args))
+        else:
+            action(*args)
+
     def _resume(self) -> None:
         """The rank has computed."""
         self._deaf = False
+        if self._put_off:
+            self._do_what_was_put_off()
         self._has_turn = True  # this one
         if len(self._ready) > self._heard_count + 1 and self._scheduler.random() < 0.5:
             self._put_timers_first()
@@ -482,9 +492,15 @@ class Turns:
         """User code has come to a safe point, in no time: whether it does so for ever is not for others to say."""
         self._scheduler.idle_turn_count = 0
 
+    def _do_what_was_put_off(self) -> None:
+        put_off, self._put_off = self._put_off, []
+        for action, args in put_off:
+            action(*args)
+
     def die(self) -> None:
         """Take no turn any more. What is ready stays so: a task whose wake-up is dropped could not be cancelled."""
         self.dead = True
+        self._do_what_was_put_off()
 
     def revive(self) -> None:
         """Take turns again."""

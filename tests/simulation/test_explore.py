@@ -38,7 +38,7 @@ from asyncdist.simulation import (
 )
 from asyncdist.simulation.explore import signature_of
 from asyncdist.simulation.repeat import repeat_line
-from asyncdist.simulation.shrink import minimize, simplify
+from asyncdist.simulation.shrink import minimize, shrink, simplify
 
 # ------------------------------------------------------------------------------------------------ a protocol with a bug
 
@@ -344,6 +344,19 @@ def test_numbers_are_simplified_as_far_as_it_still_fails(
         return all(getattr(plan[0], name) >= limit for name, limit in limits.items())
 
     assert simplify([fault], fails) == (simplest,)
+
+
+def test_a_fault_that_is_needless_once_the_others_are_simple_is_left_out() -> None:
+    """The first one makes up for the odd time of the second."""
+
+    def fails(plan: Sequence[Fault]) -> bool:
+        stalls = [fault for fault in plan if isinstance(fault, Stall)]
+        found = next((stall.duration_s for stall in stalls if stall.rank == 2), 0.0)
+        return found == 1.0 or (found > 1.0 and len(stalls) > 1)
+
+    plan = [Stall(1, 0.0, 3.0), Stall(2, 0.0, 1.04)]
+    assert simplify(minimize(plan, fails), fails) == (Stall(1, 0.0, 0.0), Stall(2, 0.0, 1.0))
+    assert shrink(plan, fails) == (Stall(2, 0.0, 1.0),)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -505,3 +506,123 @@ def test_corrupt_control_frames_of_a_policy_crash_no_rank() -> None:
 
 def test_turns_take_less_than_what_the_clocks_here_are_read_to() -> None:
     assert TURN_S < CLOSE_S / 100
+
+
+# -- what a plan adds up to -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_overlapping_partitions_hold_a_message_until_the_last_of_them_ends_in_whatever_order(turned: bool) -> None:
+    partitions: list[Fault] = [Partition((0,), at_s=0.5, until_s=5.25), Partition((1,), at_s=4.0, until_s=9.25)]
+    report = run(arrivals, faults=partitions[::-1] if turned else partitions)
+    assert report.results[1] == pytest.approx([9.25] * 6, abs=CLOSE_S)
+
+
+def test_equal_faults_happen_both() -> None:
+    report = run(arrivals, faults=[Delay(0, 1, number=2, duration_s=0.75)] * 2)
+    assert report.results[1] == pytest.approx([1, 3.5, 3.5, 4, 5, 6], abs=CLOSE_S)
+    assert report.faults_fired == (1, 1)
+    corrupted = run(arrivals_but_one, faults=[Corrupt(0, 1, number=1, byte=30)] * 2)
+    assert corrupted.results[1] == 1, "one flip undid the other"
+    assert corrupted.faults_fired == (1, 1)
+    with quiet():
+        killed = simulate(arrivals_but_one, ranks=2, faults=[Kill(0, at_message=2)] * 2, network=STEADY, until_s=9.0)
+    assert killed.faults_fired == (1, 0), "a rank dies once"
+
+
+async def arrivals_but_one(world: ad.World) -> int:
+    """How many frames were dropped on rank 1, to which rank 0 has sent two."""
+    channel = world.channel(Number, tag=5)
+    if world.rank == 0:
+        channel.send_nowait(Number(1), 1)
+        channel.send_nowait(Number(2), 1)
+    else:
+        assert (await channel.receive()).message.value == 2
+    return sum(world.statistics().dropped.values())
+
+
+def test_a_fault_does_not_happen_to_a_message_that_never_leaves() -> None:
+    """A rank that dies with one message sends no further one in the same callback."""
+
+    async def main(world: ad.World) -> None:
+        channel = world.channel(Number, tag=5)
+        if world.rank == 1:
+            for value in range(5):
+                channel.send_nowait(Number(value), 0)
+            await world.sleep(100.0)
+        else:
+            await world.sleep(10.0)
+
+    faults = [Kill(1, at_message=2), Delay(1, 0, number=3, duration_s=1.0), Corrupt(1, 0, number=4)]
+    with quiet():
+        report = simulate(main, ranks=2, faults=faults, network=STEADY)
+    assert report.faults_fired == (1, 0, 0)
+
+
+# -- large messages -------------------------------------------------------------------------------------------------
+
+
+def test_large_messages_of_one_link_share_its_bandwidth() -> None:
+    nbytes = 10_000_000
+
+    async def main(world: ad.World) -> float:
+        if world.rank == 0:
+            await asyncio.gather(*[world.engine.send(bytes(nbytes), 1, 5) for _ in range(10)])
+        else:
+            await asyncio.gather(*[world.engine.receive(bytearray(nbytes), 0, 5) for _ in range(10)])
+        return world.time()
+
+    network = Network(link=Link(latency_s=1e-6, bandwidth_nbytes_per_s=1e9))
+    for end in simulate(main, ranks=2, network=network).results:
+        assert end == pytest.approx(0.1, rel=0.01)
+
+
+@pytest.mark.parametrize("is_posted", [True, False])
+def test_a_large_message_waits_for_its_receiver_to_stop_computing(is_posted: bool) -> None:
+    """Its bytes move inside calls of the receiver's, so a sender is not done before; a small one has left at once."""
+
+    async def main(world: ad.World, nbytes: int) -> float:
+        if world.rank == 0:
+            await world.engine.send(bytes(nbytes), 1, 5)
+        elif is_posted:
+            receiving = asyncio.ensure_future(world.engine.receive(bytearray(nbytes), 0, 5))
+            await asyncio.sleep(0)
+            time.sleep(8.0)  # noqa: ASYNC251 that is the point
+            await receiving
+        else:
+            time.sleep(8.0)  # noqa: ASYNC251
+            await world.engine.receive(bytearray(nbytes), 0, 5)
+        return world.time()
+
+    small, large = (simulate(main, nbytes, ranks=2, network=STEADY).results for nbytes in (1000, 2000))
+    assert small == pytest.approx((0.0, 8.0), abs=CLOSE_S)
+    assert large == pytest.approx((10.0, 10.0), abs=CLOSE_S)
+
+
+def test_a_large_message_whose_receiver_computes_when_it_is_there_is_done_when_it_has_computed() -> None:
+    async def main(world: ad.World) -> float:
+        if world.rank == 0:
+            await world.engine.send(bytes(2000), 1, 5)
+        else:
+            receiving = asyncio.ensure_future(world.engine.receive(bytearray(2000), 0, 5))
+            await world.sleep(2.0)  # it is on its way since 1 s
+            time.sleep(6.0)  # noqa: ASYNC251
+            await receiving
+        return world.time()
+
+    assert simulate(main, ranks=2, network=STEADY).results == pytest.approx((8.0, 8.0), abs=CLOSE_S)
+
+
+def test_some_networks_move_a_large_message_only_while_its_sender_does_not_compute() -> None:
+    async def main(world: ad.World) -> float:
+        if world.rank == 0:
+            sending = asyncio.ensure_future(world.engine.send(bytes(2000), 1, 5))
+            await asyncio.sleep(0)
+            time.sleep(8.0)  # noqa: ASYNC251
+            await sending
+        else:
+            await world.engine.receive(bytearray(2000), 0, 5)
+        return world.time()
+
+    ends = Counter(round(simulate(main, ranks=2, seed=seed, network=STEADY).results[1]) for seed in range(20))
+    assert ends.keys() == {3, 10}
