@@ -23,7 +23,7 @@ from typing import Any, Final, Protocol
 
 from asyncdist import launch
 from asyncdist.errors import RankLostError
-from asyncdist.simulation.faults import Fault
+from asyncdist.simulation.faults import Fault, Interrupt
 from asyncdist.simulation.repeat import expression_of, repeat_line
 from asyncdist.simulation.shrink import shrink
 from asyncdist.simulation.simulate import SimReport, observer
@@ -145,7 +145,8 @@ def explore(
     """Run ``scenario(seed)`` for each seed until one fails; shrink what failed, and say how to repeat it.
 
     A seed has failed when the scenario raises, or returns a report in which a rank ended by an exception other than
-    RankLostError (that is how the peers of a killed rank end) and ``sys.exit(0)``.
+    RankLostError (that is how the peers of a killed rank end), ``sys.exit(0)`` and what an :class:`Interrupt` ends a
+    rank with.
 
     Args:
         scenario: see :class:`Scenario`; a function at the top level of a module, or an object that pickles.
@@ -237,10 +238,14 @@ def _attempt(scenario: Callable[..., Any], seed: int, faults: Sequence[Fault] | 
 
 
 def check_ranks_ended_well(report: SimReport) -> None:
-    """Raise what ended a rank, unless it is the loss of another or ``sys.exit(0)``."""
+    """Raise what ended a rank, unless it is the loss of another, ``sys.exit(0)`` or a signal of the fault plan."""
     if not isinstance(report, SimReport):
         raise TypeError(f"the scenario returned {report!r}; it must return the SimReport of its simulation")
+    fired = zip(report.faults, report.faults_fired, strict=True)
+    interrupted = {fault.rank for fault, count in fired if isinstance(fault, Interrupt) and count}
     for rank, result in enumerate(report.results):
+        if rank in interrupted and isinstance(result, (SystemExit, KeyboardInterrupt)):
+            continue
         if isinstance(result, BaseException) and not is_good_end(result):
             result.add_note(f"This ended rank {rank}.")
             raise result

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from asyncdist import checks
 from asyncdist.simulation.models import check_number, check_ranks
@@ -35,7 +35,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """``rank`` computes ``duration_s`` longer, once, from its first safe point after ``at_s`` on."""
+    """At ``at_s`` the process of ``rank`` stops for ``duration_s``, in a computation or while it waits."""
 
     rank: int
     at_s: float
@@ -47,7 +47,11 @@ class Stall:
 
 @dataclass(frozen=True, slots=True)
 class SlowRank:
-    """From ``at_s`` on ``rank`` computes ``factor`` times as long."""
+    """From ``at_s`` on all that ``rank`` does takes ``factor`` times as long: what it computes, and each of its turns.
+
+    A computation that is under way ends as it would have. A turn, in which a rank takes in what has come and answers,
+    takes up to 2 microseconds, so one that only serves others is slowed noticeably by factors of some hundreds.
+    """
 
     rank: int
     at_s: float
@@ -118,7 +122,26 @@ class Corrupt:
             raise ValueError(f"{self!r}: byte is {self.byte!r}; allowed: a whole number")
 
 
-Fault: TypeAlias = Kill | Stall | SlowRank | SlowLink | Partition | Delay | Corrupt
+@dataclass(frozen=True, slots=True)
+class Interrupt:
+    """At ``at_s`` ``rank`` gets a signal, as from a scheduler that takes its host back (SIGTERM) or by Ctrl-C (SIGINT).
+
+    The first one asks it to stop: what it awaits is cancelled, its peers are told, and the job ends as
+    :func:`asyncdist.run` says: the rank with ``SystemExit(143)`` or KeyboardInterrupt, the others with RankLostError.
+    A second one ends its process at once, like :class:`Kill`.
+    """
+
+    rank: int
+    at_s: float
+    signal: Literal["SIGTERM", "SIGINT"] = "SIGTERM"
+
+    def __post_init__(self) -> None:
+        _check(self, "at_s")
+        if self.signal not in ("SIGTERM", "SIGINT"):
+            raise ValueError(f"{self!r}: signal is {self.signal!r}; allowed: 'SIGTERM', 'SIGINT'")
+
+
+Fault: TypeAlias = Kill | Interrupt | Stall | SlowRank | SlowLink | Partition | Delay | Corrupt
 
 
 def _check(fault: Fault, *names: str) -> None:
@@ -143,7 +166,7 @@ def check_plan(faults: Sequence[Fault], size: int) -> None:
         raise TypeError(f"faults is {faults!r}; allowed: a list of faults")
     for fault in faults:
         match fault:
-            case Kill(rank) | Stall(rank) | SlowRank(rank):
+            case Kill(rank) | Interrupt(rank) | Stall(rank) | SlowRank(rank):
                 check_ranks(repr(fault), [rank], size)
             case SlowLink(source, dest) | Delay(source, dest) | Corrupt(source, dest):
                 check_ranks(repr(fault), [source, dest], size)

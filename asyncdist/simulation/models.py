@@ -181,7 +181,8 @@ class Compute:
 
     Attributes:
         step_s: of every rank.
-        factors: slower (or faster) ranks: rank to the factor on ``step_s``.
+        factors: slower (or faster) ranks: rank to the factor on ``step_s``, and on the time of its turns as
+            :class:`SlowRank` has it.
         pause_probability: chance, per safe point, of a pause.
         pause_s: how long such a pause takes.
     """

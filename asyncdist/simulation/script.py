@@ -19,6 +19,7 @@ import shlex
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ from asyncdist.simulation.explore import (
     explore,
     is_good_end,
 )
-from asyncdist.simulation.faults import Fault, Kill, check_plan
+from asyncdist.simulation.faults import Fault, Interrupt, Kill, check_plan
 from asyncdist.simulation.repeat import expression_of, fields_of, python_command
 from asyncdist.simulation.simulate import SimReport, simulate
 from asyncdist.tracebacks import format_error
@@ -243,9 +244,10 @@ def _execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
                 raise _never_ran(script)
     except SystemExit as caught:
         error = caught if caught.code else None
-    except KeyboardInterrupt:
-        raise
     except BaseException as caught:
+        is_told_to_a_rank = host.report is not None and any(caught is result for result in host.report.results)
+        if isinstance(caught, KeyboardInterrupt) and not is_told_to_a_rank:
+            raise
         error = caught
     finally:
         run_elsewhere.reset(token)
@@ -338,6 +340,8 @@ def _print_failures(report: SimReport | None, error: BaseException | None) -> bo
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
     elif isinstance(error, SystemExit):
         print(f"exit code {error.code}" if isinstance(error.code, int) else error.code, file=sys.stderr)
+    elif isinstance(error, KeyboardInterrupt):
+        print("KeyboardInterrupt", file=sys.stderr)
     else:
         sys.stderr.write(format_error(error))
     if report is not None:
@@ -348,9 +352,10 @@ def _print_failures(report: SimReport | None, error: BaseException | None) -> bo
 
 def _results(report: SimReport) -> list[str]:
     """What became of each rank, equal neighbours together."""
-    killed = {
-        fault.rank for fault, n in zip(report.faults, report.faults_fired, strict=True) if isinstance(fault, Kill) and n
-    }
+    happened = [fault for fault, count in zip(report.faults, report.faults_fired, strict=True) if count]
+    killed = {fault.rank for fault in happened if isinstance(fault, Kill)}
+    signals = Counter(fault.rank for fault in happened if isinstance(fault, Interrupt))
+    killed |= {rank for rank, count in signals.items() if count > 1}
     texts = ["killed" if rank in killed else _brief(result) for rank, result in enumerate(report.results)]
     lines = []
     for text, group in itertools.groupby(range(len(texts)), key=texts.__getitem__):

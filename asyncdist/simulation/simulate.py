@@ -31,7 +31,7 @@ from asyncdist.notebooks import call_beside_loop, is_loop_running
 from asyncdist.progress import Engine
 from asyncdist.runtime import Outcome, host_rank, refuse_inside_a_world
 from asyncdist.simulation.clocks import virtual_clocks
-from asyncdist.simulation.faults import Fault, Kill, SlowRank, Stall, check_plan
+from asyncdist.simulation.faults import Fault, Interrupt, Kill, SlowRank, Stall, check_plan
 from asyncdist.simulation.loop import RankLoop
 from asyncdist.simulation.medium import Medium, SimTransport
 from asyncdist.simulation.models import Compute, Network, check_number
@@ -39,6 +39,7 @@ from asyncdist.simulation.outside import refused_outside
 from asyncdist.simulation.random_states import INHERITABLE, RandomStates
 from asyncdist.simulation.trace import Trace, TraceEvent, unpack
 from asyncdist.simulation.turns import Scheduler
+from asyncdist.supervision import Interrupts
 from asyncdist.waits import what_awaits
 from asyncdist.world import World, WorldStatistics
 
@@ -244,10 +245,7 @@ class _Simulation:
         self._fired = [0] * len(faults)
         # Generators of their own, so that one more message does not change every later compute time.
         self._compute_samplers = [compute.sampler(r, random.Random(f"{seed} compute {r}")) for r in range(size)]
-        self._compute_faults = [
-            [(i, f) for i, f in enumerate(faults) if isinstance(f, (SlowRank, Stall)) and f.rank == rank]
-            for rank in range(size)
-        ]
+        self._slowdowns = [1.0] * size
         self._scheduler = Scheduler(random.Random(f"{seed} ties"))
         self._trace = Trace()
         self._medium = Medium(
@@ -277,7 +275,11 @@ class _Simulation:
             )
             for rank in range(size)
         ]
+        for rank, factor in compute.factors.items():
+            self._loops[rank].slowness = max(1.0, factor)
         self._medium.connect(self._loops)
+        self._interrupts = [Interrupts() for _ in range(size)]
+        self._hosts: list[asyncio.Task[None]] = []
         self._outcomes: dict[int, Outcome] = {}
         self._worlds: dict[int, World] = {}
         self._killed: set[int] = set()
@@ -295,14 +297,16 @@ class _Simulation:
         if observe is not None:
             observe(self._faults, self._trace)
         for index, fault in enumerate(self._faults):
-            if isinstance(fault, Kill) and fault.at_s is not None:
-                self._scheduler.at(fault.at_s, lambda rank=fault.rank, index=index: self._kill(rank, index))
+            if isinstance(fault, (Stall, SlowRank)) and not fault.at_s:
+                self._strike(index, fault)  # before the rank begins
+            elif isinstance(fault, (Kill, Interrupt, Stall, SlowRank)) and fault.at_s is not None:
+                self._scheduler.at(fault.at_s, self._strike, (index, fault))
         for rank, loop in enumerate(self._loops):
             context = contextvars.copy_context()
             call_soon = functools.partial(loop.call_soon, context=context)
             transport = SimTransport(self._medium, rank, call_soon)
             host = self._host(transport, main, args, strict=strict)
-            loop.create_task(host, name=f"main of rank {rank}", context=context)
+            self._hosts.append(loop.create_task(host, name=f"main of rank {rank}", context=context))
         hooks = sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(firstiter=None, finalizer=_close_generator)
         try:
@@ -348,7 +352,7 @@ class _Simulation:
             self._worlds[rank] = world
             world.virtual_clock = _Clock(self, self._loops[rank])
 
-        outcome = await host_rank(main, args, transport, strict=strict, on_open=on_open)
+        outcome = await host_rank(main, args, transport, self._interrupts[rank], strict=strict, on_open=on_open)
         if rank not in self._killed and not self._scheduler.stopped:
             self._outcomes[rank] = outcome
             self._trace.add(self._scheduler.now, "end", rank, 0, 0, 0)
@@ -368,21 +372,29 @@ class _Simulation:
 
     def draw_compute_s(self, rank: int) -> float:
         """Virtual seconds that ``rank`` computes now."""
-        seconds = self._compute_samplers[rank]()
-        now = self._scheduler.time()
-        for index, fault in self._compute_faults[rank]:
-            if now < fault.at_s:
-                continue
-            if isinstance(fault, SlowRank):
-                seconds *= fault.factor
-                self._fire(index)
-            elif not self._fired[index]:
-                seconds += fault.duration_s
-                self._fire(index)
-        self._trace.add(now, "compute", rank, 0, 0, 0)
-        return seconds
+        self._trace.add(self._scheduler.time(), "compute", rank, 0, 0, 0)
+        return self._compute_samplers[rank]() * self._slowdowns[rank]
 
-    # -- turns and deaths -------------------------------------------------------------------------------------------
+    # -- faults of ranks --------------------------------------------------------------------------------------------
+
+    def _strike(self, index: int, fault: Kill | Interrupt | Stall | SlowRank) -> None:
+        """The time of a fault has come: it happens, unless the rank has died or ended."""
+        rank, loop = fault.rank, self._loops[fault.rank]
+        if rank in self._killed or rank in self._outcomes:
+            return
+        match fault:
+            case Stall():
+                loop.stall(fault.duration_s)
+            case SlowRank():
+                self._slowdowns[rank] *= fault.factor
+                loop.slowness *= max(1.0, fault.factor)
+            case Interrupt() if self._interrupts[rank].received is None:
+                self._interrupts[rank].received = getattr(signal, fault.signal)
+                loop.call_soon(self._hosts[rank].cancel)
+            case _:  # a second signal ends the process
+                self._kill(rank, index)
+                return
+        self._fire(index)
 
     def _before_turn(self, rank: int) -> None:
         self._turn_counts[rank] += 1

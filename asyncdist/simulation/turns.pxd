@@ -64,6 +64,7 @@ cdef class Turns:
     cdef readonly Py_ssize_t rank
     cdef readonly bint dead
     cdef readonly double deaf_s
+    cdef public double slowness
     cdef readonly Scheduler _scheduler
     cdef object _before_turn
     cdef object _enter
@@ -74,6 +75,7 @@ cdef class Turns:
     cdef bint _has_sleeper
     cdef bint _debug
     cdef bint _deaf
+    cdef double _stalled_s
     cdef Py_ssize_t _heard_count
     cdef bint _has_turn
     cdef bint _running
@@ -84,6 +86,7 @@ cdef class Turns:
     cdef object __weakref__
 
     cdef object _schedule(self)
+    cdef double _next_turn_at(self) except -1
     @cython.locals(scheduler=Scheduler, when=double)
     cdef bint _goes_on(self) except -1
     cdef object _is_woken(self)
@@ -98,6 +101,7 @@ cdef class Turns:
     cpdef double unblock(self) except -1
     @cython.locals(scheduler=Scheduler)
     cdef object _fall_deaf(self, double seconds)
+    cpdef object stall(self, double seconds)
     cpdef object attend(self, object action, tuple args)
     cpdef object _resume(self)
     cpdef object has_computed(self)

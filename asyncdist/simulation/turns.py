@@ -296,7 +296,8 @@ class Turns:
 
     Attributes:
         dead: it gets no turn any more.
-        deaf_s: virtual seconds for which it has computed or blocked, those under way included.
+        deaf_s: virtual seconds for which it has computed, blocked or stalled, those under way included.
+        slowness: the factor on the time of its turns. Above 1 it is late also for the first one that it is woken for.
     """
 
     def __init__(
@@ -311,6 +312,7 @@ class Turns:
         self.rank = rank
         self.dead = False
         self.deaf_s = 0.0
+        self.slowness = 1.0
         self._scheduler = scheduler
         self._before_turn = before_turn
         self._enter = enter
@@ -321,6 +323,7 @@ class Turns:
         self._has_sleeper = False
         self._debug = False
         self._deaf = False
+        self._stalled_s = 0.0  # for so much longer
         self._heard_count = 0  # what was ready when it fell deaf
         self._has_turn = False
         self._running = False
@@ -336,7 +339,13 @@ class Turns:
         self._is_woken()
         if not self._has_turn and not self._deaf:
             self._has_turn = True
-            self._scheduler.soon(self._take_turn)
+            if self.slowness > 1.0:
+                self._scheduler.at(self._next_turn_at(), self._take_turn)
+            else:
+                self._scheduler.soon(self._take_turn)
+
+    def _next_turn_at(self) -> float:
+        return self._scheduler.now + TURN_S * self.slowness * self._scheduler.random()
 
     def _goes_on(self) -> bool:
         """The turn that has just ended left something to do: whether its next one comes before all else."""
@@ -345,7 +354,7 @@ class Turns:
         scheduler.idle_turn_count += 1
         if self._turns_in_a_row > TURN_COUNT_MAX or scheduler.idle_turn_count % IDLE_TURN_COUNT_MAX == 0:
             self._refuse_endless_turns()
-        when = scheduler.now + TURN_S * scheduler.random()
+        when = self._next_turn_at()
         if scheduler.go_on_until(when):
             return True
         self._has_turn = True
@@ -460,6 +469,15 @@ class Turns:
         self.deaf_s += seconds
         scheduler.at(scheduler.now + seconds, self._take_up)
 
+    def stall(self, seconds: float) -> None:
+        """Get no turn for so much longer, whatever the rank is doing."""
+        if self._deaf:
+            self._stalled_s += seconds
+            self.deaf_s += seconds
+        else:
+            self._heard_count = len(self._ready)
+            self._fall_deaf(seconds)
+
     def attend(self, action: Callable[..., object], args: tuple[Any, ...]) -> None:
         """Do ``action(*args)`` as soon as the rank is not deaf: what needs its attention."""
         if self._deaf and not self.dead:
@@ -469,6 +487,10 @@ class Turns:
 
     def _resume(self) -> None:
         """The rank has computed."""
+        if self._stalled_s:
+            self._scheduler.at(self._scheduler.now + self._stalled_s, self._take_up)
+            self._stalled_s = 0.0
+            return
         self._deaf = False
         if self._put_off:
             self._do_what_was_put_off()
@@ -549,7 +571,11 @@ class Turns:
         timer.scheduler = None
         self._ready.append(timer)
         self._is_woken()
-        if not self._has_turn and not self.dead:
+        if self._has_turn or self.dead:
+            return
+        if self.slowness > 1.0:
+            self._schedule()
+        else:
             self._turn()
 
     def is_running(self) -> bool:

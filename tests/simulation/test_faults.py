@@ -24,6 +24,7 @@ from asyncdist.simulation import (
     Delay,
     Exponential,
     Fault,
+    Interrupt,
     Kill,
     Link,
     Network,
@@ -35,6 +36,7 @@ from asyncdist.simulation import (
     Uniform,
     simulate,
 )
+from asyncdist.simulation.explore import check_ranks_ended_well
 from asyncdist.simulation.turns import TURN_S
 from asyncdist.wire import HEADER_NBYTES
 from protocols import AsyncSelectiveAveragingPolicy
@@ -344,6 +346,72 @@ def test_a_rank_dies_once() -> None:
     assert "at_s=1.0" not in str(caught.value) and "seed 0" in str(caught.value)
 
 
+# -- signals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "ends"), [("SIGTERM", SystemExit), ("SIGINT", KeyboardInterrupt)])
+def test_a_signal_cancels_main_and_ends_the_job(name: Any, ends: type[BaseException]) -> None:
+    """Main may tidy up and send its last words; its peers stop where they wait."""
+    story: list[str] = []
+
+    async def main(world: ad.World) -> None:
+        channel = world.channel(Number, tag=5)
+        try:
+            await channel.receive()
+        except asyncio.CancelledError:
+            story.append(f"rank {world.rank} cancelled")
+            await channel.send(Number(7), 0)
+            raise
+
+    with quiet():
+        report = simulate(main, ranks=2, faults=[Interrupt(1, at_s=1.5, signal=name)])
+    report.check_faults()
+    assert story == ["rank 1 cancelled"]
+    assert any(event.kind == "send" and event.tag == 5 for event in report.trace)
+    assert isinstance(report.results[0], ad.RankLostError) and report.results[0].rank == 1
+    assert type(report.results[1]) is ends
+    assert name != "SIGTERM" or report.results[1].code == 143
+    assert report.virtual_time_s < 2.0
+    check_ranks_ended_well(report)  # it is what the plan asks for, and no find of explore's
+    with pytest.raises(ends):
+        report.value()
+
+
+def test_a_signal_waits_until_what_blocks_the_rank_is_over() -> None:
+    async def main(world: ad.World) -> None:
+        try:
+            time.sleep(5.0)  # noqa: ASYNC251
+            await world.sleep(100.0)
+        finally:
+            cancelled_at.append(world.time())
+
+    cancelled_at: list[float] = []
+    with quiet():
+        simulate(main, ranks=1, faults=[Interrupt(0, at_s=1.0)]).check_faults()
+    assert cancelled_at == pytest.approx([5.0], abs=CLOSE_S)
+
+
+def test_a_second_signal_ends_the_process() -> None:
+    story: list[str] = []
+
+    async def main(world: ad.World) -> None:
+        try:
+            await world.sleep(100.0)
+        except asyncio.CancelledError:
+            story.append(f"rank {world.rank} cancelled")
+            if world.rank == 1:
+                await asyncio.sleep(50.0)
+                story.append("never")
+            raise
+
+    faults = [Interrupt(1, at_s=1.0), Interrupt(1, at_s=2.0), Interrupt(1, at_s=3.0)]
+    with quiet():
+        report = simulate(main, ranks=2, faults=faults)
+    assert report.faults_fired == (1, 1, 0)
+    assert report.results[1] is None
+    assert story[0] == "rank 1 cancelled" and "never" not in story
+
+
 # -- time -----------------------------------------------------------------------------------------------------------
 
 
@@ -361,14 +429,33 @@ def test_stall_and_slow_rank() -> None:
     faults: list[Fault] = [Stall(1, at_s=2.5, duration_s=7.0), SlowRank(2, at_s=4.5, factor=3.0)]
     report = run(ten_steps, ranks=3, faults=faults, compute=steady)
     report.value()
-    assert report.faults_fired == (1, 5)
+    assert report.faults_fired == (1, 1)
     expected = [
         list(range(1, 11)),
-        [1, 2, 3, 11, 12, 13, 14, 15, 16, 17],  # the first one that begins after 2.5
-        [1, 2, 3, 4, 5, 8, 11, 14, 17, 20],
+        [1, 2, 10, 11, 12, 13, 14, 15, 16, 17],  # the one in which it is at 2.5
+        [1, 2, 3, 4, 5, 8, 11, 14, 17, 20],  # from the first one that begins after 4.5
     ]
     for result, times in zip(report.results, expected, strict=True):
         assert result == pytest.approx(times, abs=CLOSE_S)
+
+
+@pytest.mark.parametrize("at_s", [0.0, 2.25])
+def test_a_rank_that_only_waits_stalls_too(at_s: float) -> None:
+    """Such as a coordinator, or one that serves a replay buffer: it comes to no safe point."""
+    report = run(arrivals, faults=[Stall(1, at_s=at_s, duration_s=2.5)])
+    expected = {0.0: [2.5, 2.5, 3, 4, 5, 6], 2.25: [1, 2, 4.75, 4.75, 5, 6]}
+    assert report.results[1] == pytest.approx(expected[at_s], abs=CLOSE_S)
+
+
+@pytest.mark.parametrize("at_s", [0.0, 3.5])
+def test_a_rank_that_only_waits_is_slow_to_take_in_what_comes(at_s: float) -> None:
+    report = run(arrivals, faults=[SlowRank(1, at_s=at_s, factor=0.1 / TURN_S)])
+    late_s = [at - 1 - i for i, at in enumerate(report.results[1])]
+    for at, seconds in enumerate(late_s, 1):
+        assert (0.002 < seconds < 0.9) if at > at_s else seconds < CLOSE_S, late_s
+    assert report.faults_fired == (1,)
+    slow = simulate(arrivals, ranks=2, network=STEADY, compute=Compute(factors={1: 0.1 / TURN_S}))
+    assert all(0.002 < at - 1 - i < 0.9 for i, at in enumerate(slow.results[1])), slow.results
 
 
 async def arrivals(world: ad.World) -> list[float]:

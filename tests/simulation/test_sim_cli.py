@@ -14,11 +14,12 @@ import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from asyncdist import cli
-from asyncdist.simulation import Corrupt, Delay, Fault, Kill, Partition, SlowLink, SlowRank, Stall
+from asyncdist.simulation import Corrupt, Delay, Fault, Interrupt, Kill, Partition, SlowLink, SlowRank, Stall
 from asyncdist.simulation.script import Script, ScriptError, format_faults, read_faults
 
 SCRIPT = """
@@ -221,6 +222,7 @@ def test_a_script_that_is_no_python_is_told_as_python_would(sim: Sim, script: st
 PLAN: tuple[Fault, ...] = (
     Kill(1, at_s=0.5),
     Kill(1, at_turn=3),
+    Interrupt(1, 0.5, "SIGINT"),
     Stall(0, 0.25, 2.0),
     SlowRank(1, 0.0, 3.0),
     SlowLink(0, 1, 1.0, 10.0),
@@ -243,7 +245,7 @@ def test_faults_fire_and_are_repeated(sim: Sim, script: str) -> None:
     Path("plan.json").write_text(format_faults(plan))
     result = sim(script, "--ranks", 3, "--faults", "plan.json")
     assert (result.code, result.err) == (0, "")
-    assert "faults fired: 3 x SlowRank(rank=2, at_s=0.0, factor=50.0), 1 x Stall(" in result.out
+    assert "faults fired: 1 x SlowRank(rank=2, at_s=0.0, factor=50.0), 1 x Stall(" in result.out
     words = shlex.split(result.repeat)
     assert read_faults(words[words.index("--faults") + 1], ranks=3) == tuple(plan)
     assert sim(*words[words.index("sim") + 1 :]).out == result.out
@@ -254,6 +256,18 @@ def test_a_fault_that_did_not_fire_fails_the_run(sim: Sim, script: str) -> None:
     result = sim(script, "--ranks", 3, "--faults", format_faults([SlowRank(2, 0.0, 5.0), Stall(1, 9.0, 0.5)]))
     assert result.code == 1
     assert result.err == "asyncdist sim: did not fire: Stall(rank=1, at_s=9.0, duration_s=0.5)\n"
+
+
+@pytest.mark.parametrize("signal", ["SIGTERM", "SIGINT"])
+def test_a_rank_that_gets_a_signal_ends_the_job_and_not_the_simulation(
+    sim: Sim, script: str, signal: Literal["SIGTERM", "SIGINT"]
+) -> None:
+    result = sim(script, "--ranks", 3, "--faults", format_faults([Interrupt(0, 0.0, signal)]))
+    assert result.code == 1
+    told = {"SIGTERM": "exit code 143", "SIGINT": "KeyboardInterrupt"}[signal]
+    assert f"asyncdist sim: rank 0 failed:\n{told}\n" in result.err
+    assert "ranks 1 to 2: RankLostError: rank 0 failed" in result.out
+    assert "1 x Interrupt(rank=0, at_s=0.0" in result.out
 
 
 def test_a_killed_rank_is_told_apart(sim: Sim, script: str) -> None:
@@ -361,7 +375,10 @@ def test_bad_input_is_one_line_and_exit_code_2(sim: Sim, script: str, words: lis
     [
         ("[{", "the fault plan is no JSON: Input data was truncated"),
         ("[3]", 'fault 1 of the fault plan is 3; needed is {"kind": "Kill"'),
-        ('[{"rank": 1}]', "fault 1 of the fault plan is of kind None; allowed: Corrupt, Delay, Kill, Partition"),
+        (
+            '[{"rank": 1}]',
+            "fault 1 of the fault plan is of kind None; allowed: Corrupt, Delay, Interrupt, Kill, Partition",
+        ),
         ('[{"kind": "Kil"}]', "fault 1 of the fault plan is of kind 'Kil'; allowed: Corrupt"),
         ('[{"kind": ["Kill"]}]', "fault 1 of the fault plan is of kind ['Kill']; allowed: Corrupt"),
         ('[{"kind": "Kill", "rank": 1, "at": 2}]', "Kill has no field 'at'; allowed: rank, at_s, at_turn, at_message"),
