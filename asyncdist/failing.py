@@ -6,6 +6,7 @@ How a job ends as a whole is in :mod:`asyncdist.supervision`.
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import sys
 from collections.abc import Collection
 from types import FrameType
@@ -150,12 +151,15 @@ async def _hear_why(world: World, seconds: float) -> None:
 def refuse(error: BaseException, caller: FrameType) -> None:
     """There is to be no world, for an option's sake or as it was started, and each rank of a host finds out by itself.
 
-    Where it ends them, the first one shows a traceback and the others a line, which names the caller's.
+    Where it ends them, the first one shows a traceback and the others a line, which names the caller's. So do children
+    of ranks, which know nothing of one another.
     """
     local_rank = launch.local_rank()
-    if local_rank:
+    is_child = multiprocessing.parent_process() is not None or launch.rank_above() is not None
+    if local_rank or is_child:
         place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-        _report.shorten(error, f"local rank {local_rank}, {place}: {type(error).__name__}: {error}")
+        who = f"{'a child of ' * is_child}local rank {local_rank or 0}"
+        _report.shorten(error, f"{who}, {place}: {type(error).__name__}: {error}")
 
 
 def fail_alone(transport: Transport, error: BaseException) -> None:

@@ -53,6 +53,8 @@ _LOCAL_SIZE_VARIABLES: Final = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS",
 _BACKEND_VARIABLE: Final = "ASYNCDIST_BACKEND"
 #: How long main may wait before that is told, where the program does not say.
 STALL_VARIABLE: Final = "ASYNCDIST_STALL_S"
+#: The process that is a rank of MPI, and what its launcher calls that rank, for its children.
+_RANK_VARIABLE: Final = "ASYNCDIST_RANK"
 # MPICH's mpirun ends a job that is to be aborted without reading what its ranks have written last.
 _LAST_WORDS_S: Final = 0.2
 # Slurm numbers its batch and interactive shells as steps of their own, from here upwards.
@@ -505,7 +507,7 @@ def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
     MASTER_ADDR and the like stay where no launcher of torch's says a rank: users set them for libraries.
     """
     is_torch_rank = any(environ.get(name) for name in ("RANK", "TORCHELASTIC_RUN_ID"))
-    outer = _MPI_PREFIXES + (_TORCH_PREFIXES if is_torch_rank else ())
+    outer = (_RANK_VARIABLE, *_MPI_PREFIXES, *(_TORCH_PREFIXES if is_torch_rank else ()))
     return {name: text for name, text in environ.items() if not name.startswith(outer) or name.startswith("PMIX_MCA_")}
 
 
@@ -544,6 +546,23 @@ def rank_command(script: str, arguments: Sequence[str]) -> list[str]:
 
 def _unescape(words: Sequence[str]) -> list[str]:
     return [word[1:] if set(word) == {":"} else word for word in words]
+
+
+def become_rank() -> None:
+    """Let the children of this process know that they are not the rank whose variables they have."""
+    os.environ[_RANK_VARIABLE] = f"{os.getpid()} {_place(os.environ)}"
+
+
+def rank_above(environ: Mapping[str, str] = os.environ) -> int | None:
+    """The process that is the rank whose variables this one has, where it is another one."""
+    pid, _, place = environ.get(_RANK_VARIABLE, "").partition(" ")
+    return int(pid) if pid.isdecimal() and int(pid) != os.getpid() and place == _place(environ) else None
+
+
+def _place(environ: Mapping[str, str]) -> str:
+    """What tells a rank of MPI from all others, also from those of a job that it starts."""
+    names = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_FD", "PMI_SIZE", "PMI_RANK", "SLURM_STEP_ID", "SLURM_PROCID")
+    return " ".join(f"{name}={environ[name]}" for name in names if environ.get(name))
 
 
 def new_run_id() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import multiprocessing
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -19,7 +20,17 @@ logger = logging.getLogger("asyncdist.opening")
 
 
 def detect(transport: str) -> launch.Launch:
-    """What started this process, the program's own process group included. Raises as :func:`launch.detect`."""
+    """What started this process, the program's own process group included.
+
+    Raises:
+        TransportError: this process is a child that imports the script, which is not to start there.
+        ValueError: as :func:`launch.detect`.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise TransportError(
+            "this process is a child of multiprocessing (a worker of a DataLoader?) that imports the script, and is no "
+            'rank: in the script, start under if __name__ == "__main__":'
+        )
     group = None
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         group = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -62,9 +73,17 @@ def open_transport(name: str, bulk: str | None, started: launch.Launch) -> Trans
 
 
 def _open_mpi(started: launch.Launch) -> MpiTransport:
-    """MPI, with launcher and library known to belong together."""
+    """MPI, with launcher and library known to belong together, in the process that the launcher has started."""
     from asyncdist.transports.mpi import MpiTransport
 
+    is_worker = multiprocessing.parent_process() is not None and started.source != launch.NO_LAUNCHER
+    rank_pid = launch.rank_above()
+    if rank_pid is not None or (is_worker and started.transport == "mpi"):
+        above = "a rank" if rank_pid is None else f"the rank with pid {rank_pid}"
+        raise TransportError(
+            f"this process is a child of {above} and has its variables, with which MPI would take it for that rank: "
+            "open the world there, or start this program as a job of its own, with asyncdist run"
+        )
     transport = MpiTransport(functools.partial(launch.check_library, started))
     if started.transport == "mpi":
         launch.check_world_size(started.expected_size, transport.size, transport.describe())
@@ -73,6 +92,7 @@ def _open_mpi(started: launch.Launch) -> MpiTransport:
         hint = launch.oversubscription_hint()
         if hint is not None and transport.rank == 0:
             logger.warning("%s", hint)
+    launch.become_rank()
     return transport
 
 

@@ -471,12 +471,17 @@ def test_ranks_without_mpi_say_so_in_a_line(tmp_path: Path, said: str | None, wo
 
 
 def start(
-    tmp_path: Path, body: str, *arguments: str, options: Sequence[str] = (), environ: dict[str, str] | None = None
+    tmp_path: Path,
+    body: str,
+    *arguments: str,
+    ranks: int = 3,
+    options: Sequence[str] = (),
+    environ: dict[str, str] | None = None,
 ) -> subprocess.Popen[str]:
     script = tmp_path / "script.py"
     script.write_text(body)
     return subprocess.Popen(
-        [sys.executable, "-m", "asyncdist", "run", *options, "-n", "3", str(script), *arguments],
+        [sys.executable, "-m", "asyncdist", "run", *options, "-n", str(ranks), str(script), *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -614,6 +619,57 @@ def test_a_signal_to_the_launcher_leaves_no_process(tmp_path: Path, number: sign
     code, _, _ = finish(process)
     assert code != 0
     assert wait_until(lambda: not any(is_alive(pid) for pid in pids), 5)
+
+
+UNGUARDED = """
+import multiprocessing, os, subprocess, sys
+import asyncdist as ad
+
+async def main(world):
+    if len(sys.argv) > 1:
+        print("opened a second time")
+        return
+    for method in ("spawn", "forkserver"):
+        process = multiprocessing.get_context(method).Process(target=print)
+        process.start()
+        process.join()
+        print(method, process.exitcode)
+    print("subprocess", subprocess.run([sys.executable, __file__, "child"]).returncode)
+    child = os.fork()
+    if not child:
+        try:
+            ad.run(main)
+        except ad.TransportError:
+            os._exit(5)
+    print("fork", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+ad.run(main)
+"""
+
+
+@pytest.mark.mpi
+def test_a_child_of_a_rank_is_told_in_a_line_that_it_is_none(tmp_path: Path) -> None:
+    """It opened MPI as its parent, and hung or died of a segmentation fault: a script without a __main__ guard."""
+    code, output, error = finish(start(tmp_path, UNGUARDED, ranks=1))
+    assert (code, output.splitlines()) == (0, ["spawn 1", "forkserver 1", "subprocess 1", "fork 5"]), error
+    lines, last = error.splitlines(), UNGUARDED.count("\n")
+    assert len(lines) == 3, error
+    assert all(
+        line.startswith("asyncdist: a child of local rank 0, ") and f"script.py:{last}: " in line for line in lines
+    )
+    assert sum('start under if __name__ == "__main__":' in line for line in lines) == 2
+    assert sum("this process is a child of the rank with pid " in line for line in lines) == 1
+
+
+def test_a_rank_of_another_job_is_no_child_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMIX_NAMESPACE", "prterun-1@1")
+    monkeypatch.setenv("ASYNCDIST_RANK", "")  # so that it is taken back afterwards
+    launch.become_rank()
+    assert launch.rank_above() is None
+    marked = launch.environment() | {"ASYNCDIST_RANK": os.environ["ASYNCDIST_RANK"].replace(str(os.getpid()), "7", 1)}
+    assert launch.rank_above(marked) == 7
+    assert launch.rank_above(marked | {"PMIX_NAMESPACE": "prterun-2@1"}) is None
+    assert launch.rank_above(launch.without_launchers(marked)) is None
 
 
 LEAVES_CHILDREN = """
