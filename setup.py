@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 TOP = Path(__file__).resolve().parent
 
@@ -36,8 +37,6 @@ def extensions(scratch: str) -> list[Extension]:
     except ImportError:
         print("asyncdist: no Cython, so nothing is compiled", file=sys.stderr)
         return []
-    for old in place.parent.glob(f"{sys.implementation.cache_tag.replace('-', '_')}_*"):
-        shutil.rmtree(old)
     sources = {name: str(compiled.source_of(name).relative_to(TOP)) for name in compiled.MODULES}
     # A multiplication and an addition fused into one would round otherwise than Python does, where the machine has it.
     arguments = ["-O2", "-g0", "-ffp-contract=off"]
@@ -54,16 +53,36 @@ def extensions(scratch: str) -> list[Extension]:
         )
     except CompileError as error:
         print(f"asyncdist: Cython failed, so nothing is compiled: {error}", file=sys.stderr)
+        place.mkdir(parents=True, exist_ok=True)  # it has been tried: tools/setup need not try again
         made = []
     for extension in made:
         extension.optional = True  # Cython would forget it if it were said before
         name = extension.name.removeprefix("asyncdist.")
         extension.name = f"asyncdist._compiled.{place.name}.{name}"
-        place.joinpath(*name.split(".")).parent.mkdir(parents=True, exist_ok=True)
-    place.mkdir(parents=True, exist_ok=True)  # also where nothing comes of it: it has been tried
     return made
+
+
+class BuildExtensions(build_ext):
+    """Puts what is compiled into the checkout where that is what will be imported, and nothing there for a wheel.
+
+    ``pip install .`` leaves the modules alone that an editable installation of the same checkout uses. Those of earlier
+    sources go, from the checkout or from what a wheel is made of.
+    """
+
+    def run(self) -> None:
+        """Compile, and tidy up."""
+        is_editable = self.inplace or self.editable_mode
+        place = load_compiled().folder()
+        if is_editable:
+            for module in load_compiled().MODULES:  # nothing makes folders there
+                place.joinpath(*module.split(".")).parent.mkdir(parents=True, exist_ok=True)
+        super().run()
+        compiled = place.parent if is_editable else Path(self.build_lib, "asyncdist", place.parent.name)
+        for folder in compiled.glob(f"{sys.implementation.cache_tag.replace('-', '_')}_*"):
+            if folder.name != place.name:
+                shutil.rmtree(folder)
 
 
 Path("build").mkdir(exist_ok=True)
 with tempfile.TemporaryDirectory(dir="build") as scratch:  # setuptools takes relative paths alone
-    setup(ext_modules=extensions(scratch))
+    setup(ext_modules=extensions(scratch), cmdclass={"build_ext": BuildExtensions})

@@ -263,14 +263,37 @@ def test_the_environment_can_ask_for_interpreted_modules(
     assert copy.describe() == ("yes" if wanted else f"no, since {compiled.PURE_VARIABLE}={value}")
 
 
-def test_an_installation_does_without_a_compiler(tmp_path: Path) -> None:
-    copy = copied(tmp_path / "asyncdist")
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(TOP / name, tmp_path)
-    shutil.copy(TOP / "asyncdist" / "_version.py", tmp_path / "asyncdist")
-    build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+def checkout(folder: Path) -> ModuleType:
+    """asyncdist/compiled.py in a copy of what an installation is made from."""
+    copy = copied(folder / "asyncdist")
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "asyncdist/_version.py"):
+        shutil.copy(TOP / name, folder / name)
+    return copy
+
+
+def build_without_compiler(folder: Path, *options: str) -> None:
+    build = [sys.executable, "setup.py", "-q", "build_ext", *options]
     environment = {**os.environ, "CC": "false", compiled.PURE_VARIABLE: ""}
-    ended = subprocess.run(build, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(build, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_an_installation_does_without_a_compiler(tmp_path: Path) -> None:
+    copy = checkout(tmp_path)
+    earlier = copy.folder().with_name(f"{copy.folder().name[:-8]}00000000")
+    earlier.mkdir(parents=True)
+    build_without_compiler(tmp_path, "--inplace")
     assert copy.folder().is_dir(), "tools/setup would try again each time"
     assert "install gcc" in copy.describe()
+    assert not earlier.exists()
+
+
+def test_a_wheel_of_a_checkout_leaves_what_its_editable_installation_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``pip install .`` left an empty folder, so that the modules ran interpreted and nothing compiled them again."""
+    monkeypatch.delenv(compiled.PURE_VARIABLE, raising=False)
+    copy = checkout(tmp_path)
+    pretend_to_compile(copy)
+    build_without_compiler(tmp_path)
+    assert copy.describe() == "yes"
