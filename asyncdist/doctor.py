@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import json
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Final
 
 from asyncdist import compiled, direct_writes, launch, mpirun
@@ -33,11 +35,11 @@ _STARTERS: Final[Mapping[str, str]] = {
     "TORCHELASTIC_RUN_ID": "torchrun, or asyncdist run --transport torch",
     "WORLD_SIZE": "whoever set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
 }
-_PROBE_LEVEL: Final = (
-    "import mpi4py; mpi4py.rc.initialize, mpi4py.rc.finalize = False, True\n"
-    "from mpi4py import MPI; print(MPI.Init_thread(MPI.THREAD_FUNNELED))"
-)
+_PROBE: Final = "from asyncdist import doctor; doctor.tell_of_mpi()"
 _PROBE_TIMEOUT_S: Final = 60.0
+#: ``[host:pid]``, with which Open MPI begins its lines.
+_ORIGIN: Final = re.compile(r"^\[[^\]\s]+:\d+\]")
+_WORDS_LENGTH_MAX: Final = 400
 _LEVELS: Final = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
 
 
@@ -77,6 +79,7 @@ class Facts:
         is_unallowed_root: this is root, and what Open MPI's mpirun wants to be told then is not set.
         path_mpirun: the ``mpirun`` that a shell finds, and its flavour.
         mpi: what came of starting MPI.
+        has_home: HOME is set, without which Open MPI does not start.
         host_cores: cores of this host.
         own_cores: those that this process may use.
         local_size: ranks on this host; None when the launcher does not say.
@@ -98,6 +101,7 @@ class Facts:
     is_unallowed_root: bool = False
     path_mpirun: tuple[str, launch.Flavour | None] | None = None
     mpi: Mpi = Mpi()
+    has_home: bool = True
     host_cores: int = 1
     own_cores: int = 1
     local_size: int | None = None
@@ -173,8 +177,10 @@ def _mpi_problems(facts: Facts) -> list[Problem]:
         )
     if facts.mpi.error is not None and library is not None:
         cure = "start with the mpirun of the library that mpi4py loads: asyncdist run finds it"
-        if facts.started.source == "SLURM_STEP_NUM_TASKS":
-            cure = "srun --mpi=pmix or --mpi=pmi2, whichever the library was built for (srun --mpi=list)"
+        if not facts.has_home:
+            cure = "set HOME to a directory"
+        elif facts.started.source in launch.SLURM_SOURCES:
+            cure = f"start with {launch.srun_for(library)} (srun --mpi=list says what this Slurm has), or with mpirun"
         problems.append(Problem(facts.mpi.error, cure))
     return problems
 
@@ -276,6 +282,12 @@ def _plural(word: str, count: int) -> str:
 
 def run() -> int:
     """Examine, print, and return the exit code: 0 when all is well, else 1."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # libraries of torch end the process then
+        gone = Problem("the directory that this runs in has been deleted", "cd to one that is there")
+        print("\n".join(format_problems([gone])), flush=True)
+        return 1
     environ = launch.environment()
     facts = gather(environ)
     problems = find_problems(facts)
@@ -288,7 +300,7 @@ def run() -> int:
 
 
 def gather(environ: Mapping[str, str]) -> Facts:
-    """Look at everything. Under an MPI launcher this starts MPI, as a run would."""
+    """Look at everything. Under an MPI launcher a child of this process starts MPI, as a run would."""
     started, detection_error = Launch("local", 1, 0, "no launcher"), None
     try:
         started = launch.detect(environ)
@@ -317,6 +329,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
         is_unallowed_root=os.geteuid() == 0 and any(environ.get(name) != "1" for name in mpirun.ROOT_VARIABLES),
         path_mpirun=None if ours is None else (ours, mpirun.launcher_flavour(ours)),
         mpi=_start_mpi(started, installation, environ),
+        has_home=bool(environ.get("HOME")),
         host_cores=os.cpu_count() or 1,
         own_cores=launch.available_cores(),
         local_size=local_size,
@@ -350,29 +363,54 @@ def _ask_torch() -> tuple[dict[str, str], list[str], str | None]:
 
 
 def _start_mpi(started: Launch, installation: Installation, environ: Mapping[str, str]) -> Mpi:
-    """Start it here where a launcher waits for it, else in a process that is thrown away."""
+    """Start it in a process that is thrown away, which takes this one's place with the launcher that waits for it.
+
+    MPI_Init ends its process where it fails.
+    """
     if installation.library is None:
         return Mpi()
-    if started.transport == "mpi" and started.source != "no launcher":
-        try:
-            return _start_mpi_here(started)
-        except (ImportError, RuntimeError, TransportError) as error:
-            return Mpi(error=str(error))
+    is_rank = started.transport == "mpi" and started.source != "no launcher"
+    place = f"under {_STARTERS.get(started.source, started.source)}" if is_rank else "in a single process"
     try:
         probe = subprocess.run(
-            [sys.executable, "-c", _PROBE_LEVEL],
+            [sys.executable, "-c", _PROBE, json.dumps(asdict(started))],
             env=dict(environ),
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",
             check=False,
             timeout=_PROBE_TIMEOUT_S,
+            close_fds=False,  # MPICH's launcher is spoken to through one
         )
     except subprocess.TimeoutExpired:
-        return Mpi(error=f"MPI did not start in a single process within {_PROBE_TIMEOUT_S:g} s")
-    if probe.returncode == 0 and probe.stdout.strip().isdecimal():
-        return Mpi(level=int(probe.stdout))
-    last = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
-    return Mpi(error=f"MPI does not start in a single process: {last}")
+        return Mpi(error=f"MPI did not start {place} within {_PROBE_TIMEOUT_S:g} s")
+    if probe.returncode == 0 and (lines := probe.stdout.splitlines()):
+        return Mpi(**json.loads(lines[-1]))
+    words = _first_words(probe.stderr) or _first_words(probe.stdout) or f"exit code {probe.returncode}"
+    return Mpi(error=f"MPI does not start {place}: {words}")
+
+
+def _first_words(text: str) -> str:
+    """The first paragraph of what a library has written to a terminal."""
+    found: dict[str, None] = {}
+    for line in text.splitlines():
+        words = _ORIGIN.sub("", line).strip()
+        if words.strip("-*"):
+            found[words] = None
+        elif found:
+            break
+    return " ".join(found)[:_WORDS_LENGTH_MAX]
+
+
+def tell_of_mpi() -> None:
+    """Start MPI as the :class:`Launch` in ``argv`` says, and print what came of it: in a process of its own."""
+    started = Launch(**json.loads(sys.argv[1]))
+    try:
+        found = _start_mpi_here(started)
+    except (ImportError, RuntimeError, TransportError) as error:
+        found = Mpi(error=str(error))
+    print(json.dumps(asdict(found)))
 
 
 def _start_mpi_here(started: Launch) -> Mpi:
@@ -384,7 +422,8 @@ def _start_mpi_here(started: Launch) -> Mpi:
     library = MPI.Get_library_version()
     launch.check_library(started, library)  # one that does not fit would end this process in MPI_Init
     MPI.Init_thread(MPI.THREAD_FUNNELED)
-    launch.check_world_size(started.expected_size, MPI.COMM_WORLD.size, library.split(",")[0].splitlines()[0])
+    name = library.split(",")[0].splitlines()[0]
+    launch.check_world_size(started.expected_size, MPI.COMM_WORLD.size, name, source=started.source)
     levels = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE)
     return Mpi(level=levels.index(MPI.Query_thread()))
 

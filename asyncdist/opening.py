@@ -86,7 +86,7 @@ def _open_mpi(started: launch.Launch) -> MpiTransport:
         )
     transport = MpiTransport(functools.partial(launch.check_library, started))
     if started.transport == "mpi":
-        launch.check_world_size(started.expected_size, transport.size, transport.describe())
+        launch.check_world_size(started.expected_size, transport.size, transport.describe(), source=started.source)
         if transport.size == 1 and started.source == launch.NO_LAUNCHER:
             launch.check_alone()
         hint = launch.oversubscription_hint()

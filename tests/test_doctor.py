@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,6 +103,7 @@ def test_all_is_well(facts: Facts) -> None:
             "a world of 1",
             "srun --mpi=pmix",
         ),
+        (replace(WELL, mpi=Mpi(error="no home directory"), has_home=False), "no home directory", "set HOME"),
         (
             replace(UNDER_MPIRUN, omp_threads="8"),
             "OMP_NUM_THREADS=8 with 4 ranks on this host is too much for 8 cores",
@@ -149,7 +151,7 @@ def test_the_report_says_what_was_detected_and_why() -> None:
 # -------------------------------------------------------------------------------------------------------- the command
 
 
-def examine(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def examine(*command: str, cwd: Path = ROOT, **environ: str) -> subprocess.CompletedProcess[str]:
     """``asyncdist doctor``, as a shell without any launcher's variables would start it; root may use mpirun."""
     families = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "TORCHELASTIC_", "ASYNCDIST_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(families)}
@@ -159,6 +161,7 @@ def examine(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*command, sys.executable, "-m", "asyncdist", "doctor"],
         env={**clean, **dict.fromkeys(mpirun.ROOT_VARIABLES, "1"), "PYTHONPATH": path, **environ},
+        cwd=cwd,
         capture_output=True,
         text=True,
         check=False,
@@ -193,6 +196,58 @@ def test_root_is_told_of_what_a_plain_mpirun_refuses() -> None:
         environ = {**os.environ, mpirun.ROOT_VARIABLES[0]: "1", mpirun.ROOT_VARIABLES[1]: confirmed}
         started = subprocess.run([launcher, "-n", "1", "true"], env=environ, capture_output=True, timeout=TIMEOUT_S)
         assert (started.returncode == 0) == bool(confirmed), started.stderr
+
+
+ABORTS = """
+import os, sys
+def Get_library_version(): return "Open MPI v4.1.4, package: Debian OpenMPI"
+THREAD_FUNNELED = 1
+def Init_thread(level):
+    if not os.environ.get("HOME"):
+        sys.stderr.write("[host:123] Error: Unable to get the user home directory\\n" * 2 + "-" * 70 + "\\nSorry!\\n")
+    else:
+        sys.stderr.write("-" * 70 + '\\nThe application appears to have been direct launched using "srun",\\n')
+        sys.stderr.write("but OMPI was not built with SLURM's PMI support.\\n\\nThere are several options\\n")
+    sys.stderr.flush()
+    os._exit(1)
+"""
+
+
+def test_an_mpi_that_aborts_in_its_start_is_told_with_its_own_words_and_the_cure(tmp_path: Path) -> None:
+    """Under a launcher it took doctor along, which had said nothing yet: Debian's Open MPI under srun alone."""
+    package = tmp_path / "mpi4py"
+    package.mkdir()
+    (package / "__init__.py").write_text("class rc: pass")
+    (package / "MPI.py").write_text(ABORTS)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    ended = examine(PYTHONPATH=path, SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="0", SLURM_STEP_ID="0")
+    assert ended.returncode == 1
+    assert (
+        'MPI does not start under srun: The application appears to have been direct launched using "srun", but OMPI '
+        "was not built with SLURM's PMI support.\n     -> start with srun --mpi=pmix" in ended.stdout
+    ), ended.stdout + ended.stderr
+    ended = examine(PYTHONPATH=path, HOME="")
+    assert (
+        "MPI does not start in a single process: Error: Unable to get the user home directory\n"
+        "     -> set HOME to a directory\n" in ended.stdout
+    ), ended.stdout + ended.stderr
+
+
+def test_a_deleted_directory_is_told_of() -> None:
+    """A library of torch ended the process there."""
+    folder = tempfile.mkdtemp()
+    code = (
+        "import os, runpy, sys; os.rmdir(os.getcwd()); "
+        "sys.argv[1:] = ['doctor']; runpy.run_module('asyncdist', run_name='__main__')"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert (ended.returncode, ended.stderr) == (1, "")
+    assert ended.stdout == (
+        "1 thing to mend:\n  1. the directory that this runs in has been deleted\n     -> cd to one that is there\n"
+    )
 
 
 def test_contradictory_variables_are_an_illness() -> None:

@@ -274,6 +274,18 @@ def test_singleton_worlds_are_explained() -> None:
     assert (caught.value.expected, caught.value.actual) == (4, 1)
 
 
+@pytest.mark.parametrize(
+    ("library", "way"),
+    [("Open MPI v4.1.4", "srun --mpi=pmix -n 4"), ("MPICH 5.0.2", "srun --mpi=pmi2 -n 4"), ("Other", "or srun --mpi")],
+)
+def test_singleton_worlds_of_srun_name_the_plugin_that_joins_them(library: str, way: str) -> None:
+    with pytest.raises(TransportError, match="srun started 4 ranks") as caught:
+        launch.check_world_size(4, 1, library, source="SLURM_STEP_NUM_TASKS")
+    assert library in str(caught.value) and way in str(caught.value)
+    assert "different MPIs" not in str(caught.value)
+    assert (caught.value.expected, caught.value.actual) == (4, 1)
+
+
 def test_mpich_under_open_mpis_mpirun_is_refused_before_it_can_abort() -> None:
     version = "MPICH Version:      5.0.2\nMPICH Release date: Fri Sep 25 2026\nMPICH ABI:          18:2:6\n\x00"
     said = r"Open MPI's mpirun started 4 ranks.*\(MPICH Version: 5\.0\.2\)"
