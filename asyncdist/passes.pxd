@@ -21,7 +21,7 @@ cdef class Passes:
     cdef tuple _inlets
     cdef readonly list _operations
     cdef readonly dict _waiters
-    cdef readonly list _conditions
+    cdef readonly dict _conditions
     cdef bint _in_pass
     cdef readonly Py_ssize_t _pass_count
     cdef readonly Py_ssize_t _completion_count

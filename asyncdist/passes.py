@@ -91,7 +91,7 @@ class Passes:
         self._inlets: tuple[Inlet, ...] = ()
         self._operations: list[Operation] = []
         self._waiters: dict[asyncio.Future[None], str] = {}
-        self._conditions: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self._conditions: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._in_pass = False
         self._pass_count = 0
         self._completion_count = 0
@@ -206,7 +206,7 @@ class Passes:
 
     def recheck(self) -> None:
         """Something that conditions look at has changed outside a pass."""
-        for condition, waiter in self._conditions:
+        for waiter, condition in self._conditions.items():
             try:
                 if condition():
                     settle(waiter, None)

@@ -223,13 +223,12 @@ class Engine(Passes):
                 drained = True
                 continue
             waiter = self._new_waiter()
-            entry = (condition, waiter)
-            self._conditions.append(entry)
+            self._conditions[waiter] = condition
             timer = self.loop.call_at(deadline, settle, waiter, None) if deadline is not None else None
             try:
                 await self.park(waiter, what)
             finally:
-                self._conditions.remove(entry)
+                del self._conditions[waiter]
                 if timer is not None:
                     timer.cancel()
         return True

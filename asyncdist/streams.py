@@ -13,9 +13,10 @@ This module moves bytes. What they mean, and who asks whom, is the caller's.
 from __future__ import annotations
 
 import functools
+import heapq
 import logging
 import time
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
@@ -495,7 +496,9 @@ class Slots:
         self.engine = engine
         self.kept: list[memoryview] = []
         self.discarding_count = 0
-        self._taken: dict[int, set[int]] = {}
+        # By sender: how many slots have ever been taken, the lowest first, and a heap of those given back since.
+        self._used_counts: Counter[int] = Counter()
+        self._given_back: defaultdict[int, list[int]] = defaultdict(list)
 
     def take(self, source: int) -> int:
         """The lowest free slot of ``source``.
@@ -503,27 +506,31 @@ class Slots:
         Raises:
             BusyError: all of them are taken.
         """
-        taken = self._taken.setdefault(source, set())
-        for slot in range(tags.BULK_SLOT_COUNT):
-            if slot not in taken:
-                taken.add(slot)
-                return slot
-        raise BusyError(f"all {tags.BULK_SLOT_COUNT} stream slots of rank {source} are taken", rank=source)
+        if self._given_back[source]:
+            return heapq.heappop(self._given_back[source])
+        slot = self._used_counts[source]
+        if slot == tags.BULK_SLOT_COUNT:
+            raise BusyError(f"all {tags.BULK_SLOT_COUNT} stream slots of rank {source} are taken", rank=source)
+        self._used_counts[source] += 1
+        return slot
 
     def give_back(self, source: int, slot: int) -> None:
         """The slot has been answered."""
-        self._taken[source].discard(slot)
+        heapq.heappush(self._given_back[source], slot)
 
     @property
     def unanswered_count(self) -> int:
         """Slots in use that a peer can still answer for: those granted to lost ones are retired."""
         lost = self.engine.transport.lost_ranks()
-        return sum(len(slots) for source, slots in self._taken.items() if source not in lost)
+        return sum(self._taken_count(source) for source in self._used_counts if source not in lost)
 
     @property
     def taken_count(self) -> int:
         """Slots in use, retired ones included."""
-        return sum(map(len, self._taken.values()))
+        return sum(map(self._taken_count, self._used_counts))
+
+    def _taken_count(self, source: int) -> int:
+        return self._used_counts[source] - len(self._given_back[source])
 
     def inbound(
         self,

@@ -208,7 +208,7 @@ class UserStreams:
             )
             complete = await outgoing.run(dest)
         finally:
-            if outgoing in waiting:
+            if not outgoing.is_answered and outgoing in waiting:
                 waiting.remove(outgoing)
             if outgoing.stream is not None:
                 self._end(outgoing.stream)

@@ -674,6 +674,25 @@ async def outcome(task: asyncio.Task[Any]) -> Any:
         return error
 
 
+async def test_messages_that_nobody_takes_on_one_tag_do_not_slow_the_others() -> None:
+    async with engines(2) as (_, made):
+        here, there = made[0].transport, made[1].transport
+
+        def duration() -> float:
+            began_at = time.process_time()
+            for _ in range(200):
+                request = there.irecv(bytearray(1), 0, 7)
+                here.isend(b"!", 1, 7)
+                assert request.test()
+            return time.process_time() - began_at
+
+        alone = max(duration() for _ in range(3))
+        for _ in range(20_000):
+            here.isend(b"!", 1, 9)
+            there.irecv(bytearray(1), 0, 11)
+        assert min(duration() for _ in range(3)) < 20 * alone, "it was 250 times as long"
+
+
 async def test_a_lost_rank_fails_the_requests_that_involve_it_and_no_others() -> None:
     """LocalHub.lose: rank 2 of 3 dies while everything of every kind is under way between all of them."""
     big = 1 << 20

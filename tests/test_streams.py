@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -76,7 +77,7 @@ async def test_the_window_bounds_what_is_posted_and_targets_may_repeat() -> None
         with slots.inbound(0, [two[i % 2] for i in range(8)], lambda slot: None, window=2) as stream:
             sending = asyncio.ensure_future(OutboundStream(made[0], chunks_of(8), 1, stream.slot).run())
             async for index in stream.chunks():
-                assert len(hub._posted[1]) <= 2
+                assert len(hub._posted[1][tags.BULK_FIRST + stream.slot]) <= 2
                 found.append((index, bytes(two[index % 2][:2])))
         assert found == [(i, bytes([i + 1]) * 2) for i in range(8)]
         assert await sending is True
@@ -90,7 +91,7 @@ async def test_the_sender_has_no_more_under_way_than_its_window() -> None:
         stream = OutboundStream(made[0], chunks_of(10), 1, 3)
         task = asyncio.ensure_future(stream.run())
         await yields(20)
-        assert stream.under_way_count == len(hub._unexpected[1]) == streams.WINDOW_COUNT
+        assert stream.under_way_count == len(hub._unexpected[1][tags.BULK_FIRST + 3]) == streams.WINDOW_COUNT
         for room in rooms(10):
             await made[1].receive(room, 0, tags.BULK_FIRST + 3)
         assert await task is True
@@ -155,6 +156,30 @@ async def test_a_receiver_that_gives_up_discards_until_the_answer(taken: int) ->
             assert await read(stream) == list(range(6))
         await again
         assert [bytes(target[:1]) for target in targets] == [bytes([i + 1]) for i in range(6)]
+
+
+async def test_slots_are_taken_lowest_first_in_the_same_time_each() -> None:
+    """Thousands of streams at once took a time that grew with the square of their number."""
+
+    def duration(count: int) -> float:
+        slots = Slots(made[0])
+        began_at = time.process_time()
+        assert [slots.take(1) for _ in range(count)] == [*range(count)]
+        return time.process_time() - began_at
+
+    async with engines(2) as (_, made):
+        assert min(duration(4000) for _ in range(3)) < 40 * max(duration(400) for _ in range(3))
+        slots = Slots(made[0])
+        for _ in range(5):
+            slots.take(1)
+        for slot in (3, 1):
+            slots.give_back(1, slot)
+        assert slots.taken_count == slots.unanswered_count == 3
+        assert [slots.take(1) for _ in range(3)] == [1, 3, 5]
+        assert slots.take(0) == 0
+        with pytest.raises(BusyError, match=f"all {tags.BULK_SLOT_COUNT} stream slots of rank 1 are taken"):
+            for _ in range(tags.BULK_SLOT_COUNT):
+                slots.take(1)
 
 
 async def test_the_slot_stays_taken_until_the_answer_has_come() -> None:

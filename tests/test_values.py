@@ -78,6 +78,7 @@ def test_any_bytes_are_a_value_or_an_error(data: bytes) -> None:
         {99: []},
         {"list": []},
         {0: [1]},
+        {1: 5},
         {3: 1 << 50},
         {4: 1},
         {5: [1, 2, 3]},  # a dict with a key too many
@@ -87,7 +88,9 @@ def test_any_bytes_are_a_value_or_an_error(data: bytes) -> None:
         {8: ["float99", [1], b"abcd"]},
         {8: ["qint8", [1], b"a"]},
         {8: ["float32", [1.0], b"abcd"]},
+        {8: ["float32", [1 << 62, 1 << 62, 0], b""]},
         {9: ["<i4", [2], b"abcd"]},
+        {9: ["i4,(", [1], b""]},
         {9: ["O", [1], b"abcdefgh"]},
         {10: ["<i4", b""]},
     ],

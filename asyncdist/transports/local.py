@@ -10,7 +10,7 @@ then.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -106,8 +106,9 @@ class LocalHub:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._posted: list[deque[_Receive]] = [deque() for _ in range(size)]
-        self._unexpected: list[deque[_Send]] = [deque() for _ in range(size)]
+        # Of each rank, by tag: messages that nobody takes on one tag are no work for the others.
+        self._posted: list[defaultdict[int, deque[_Receive]]] = [defaultdict(deque) for _ in range(size)]
+        self._unexpected: list[defaultdict[int, deque[_Send]]] = [defaultdict(deque) for _ in range(size)]
         self._doorbells: dict[int, Callable[[], None]] = {}
         self._loss_listeners: dict[int, Callable[[int], None]] = {}
         self._lost: set[int] = set()
@@ -119,12 +120,14 @@ class LocalHub:
         """Fail ``rank`` as if its process had died: requests that involve it end with RankLostError, and no others."""
         self._lost.add(rank)
         for dest in range(self.size):
-            for receive in [r for r in self._posted[dest] if r.wanted == rank or dest == rank]:
-                self._posted[dest].remove(receive)
-                receive.error = RankLostError(f"rank {rank} is gone", rank=rank)
-            for send in [s for s in self._unexpected[dest] if dest == rank or (s.source == rank and not s.done)]:
-                self._unexpected[dest].remove(send)
-                send.error = RankLostError(f"rank {rank} is gone", rank=rank)
+            for posted in self._posted[dest].values():
+                for receive in [r for r in posted if r.wanted == rank or dest == rank]:
+                    posted.remove(receive)
+                    receive.error = RankLostError(f"rank {rank} is gone", rank=rank)
+            for unexpected in self._unexpected[dest].values():
+                for send in [s for s in unexpected if dest == rank or (s.source == rank and not s.done)]:
+                    unexpected.remove(send)
+                    send.error = RankLostError(f"rank {rank} is gone", rank=rank)
             self._ring(dest)
         for observer, listen in list(self._loss_listeners.items()):
             if observer != rank:
@@ -140,23 +143,24 @@ class LocalHub:
         if dest in self._lost or source in self._lost:
             send.error = RankLostError(f"rank {dest} is gone", rank=dest)
             return send
-        for receive in self._posted[dest]:
-            if receive.tag == tag and receive.wanted in (ANY_SOURCE, source):
-                self._posted[dest].remove(receive)
+        posted = self._posted[dest][tag]
+        for receive in posted:
+            if receive.wanted in (ANY_SOURCE, source):
+                posted.remove(receive)
                 receive.accept(send)
                 self._ring(dest)
                 return send
         if view.nbytes <= EAGER_NBYTES:
             send.data = memoryview(bytes(view))
             send.done = True
-        self._unexpected[dest].append(send)
+        self._unexpected[dest][tag].append(send)
         self._ring(dest)
         return send
 
     def post(self, receive: _Receive) -> None:
-        waiting = self._unexpected[receive.dest]
+        waiting = self._unexpected[receive.dest][receive.tag]
         for send in waiting:
-            if receive.tag == send.tag and receive.wanted in (ANY_SOURCE, send.source):
+            if receive.wanted in (ANY_SOURCE, send.source):
                 waiting.remove(send)
                 receive.accept(send)
                 self._ring(send.source)
@@ -165,11 +169,12 @@ class LocalHub:
         if receive.wanted in self._lost:
             receive.error = RankLostError(f"rank {receive.wanted} is gone", rank=receive.wanted)
             return
-        self._posted[receive.dest].append(receive)
+        self._posted[receive.dest][receive.tag].append(receive)
 
     def withdraw(self, receive: _Receive) -> None:
-        if receive in self._posted[receive.dest]:
-            self._posted[receive.dest].remove(receive)
+        posted = self._posted[receive.dest][receive.tag]
+        if receive in posted:
+            posted.remove(receive)
 
     def set_doorbell(self, rank: int, ring: Callable[[], None]) -> None:
         self._doorbells[rank] = ring
