@@ -22,7 +22,8 @@ Reductions run in rank order on every transport, so all ranks, and all worlds, g
 
 **Ordering**: the ranks of an axis await the same operations in the same order.
 **Cancellation**: the operation goes on in the background until it completes, since the others have entered it; its
-result is lost.
+result is lost. It takes this rank's main with it: where main returns before the others have called the operation, they
+get ClosedError, as from any operation along an axis of a rank that has left.
 """
 
 from __future__ import annotations

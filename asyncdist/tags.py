@@ -60,6 +60,15 @@ class TagRegistry:
         if holder != owner:
             raise LocalProtocolError(f"tag {tag} belongs to {holder}; {owner} must use another", tag=tag)
 
+    def release(self, tag: int) -> None:
+        """Nobody holds ``tag`` any more."""
+        self._owners.pop(tag, None)
+
+
+def is_for_users(tag: int) -> bool:
+    """Whether ``tag`` may be had for a user's channel."""
+    return 0 <= tag < METRIC or BULK_LAST < tag <= TAG_MAX
+
 
 def check_tag(tag: int) -> None:
     """Refuse what is no tag.

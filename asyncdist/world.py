@@ -351,6 +351,8 @@ class World:
     ) -> Channel[T]:
         """Open a channel. Ranks that open it under the same tag, name and group, equally often, hear each other.
 
+        A tag belongs to one message type or name until all channels on it are closed here.
+
         Args:
             message_type: a frozen dataclass, or a union of them; see :mod:`asyncdist.wire` for the field types.
             tag: 0 to 7000 or 12097 to 32767.
@@ -366,6 +368,9 @@ class World:
         capacity = checks.count("capacity", capacity)
         name = name or str(getattr(message_type, "__name__", message_type))
         ranks = (group or self.group).ranks
+        lane = self._lanes.get(tag)
+        if lane is not None and not lane.channels():
+            self._tags.release(tag)
         self._tags.claim(tag, f"channel {name!r}")
         scope = self.next_scope(ranks, f"channel {tag} {name}")
         return self.open_channel(message_type, tag=tag, scope=scope, name=name, capacity=capacity, overflow="stall")
@@ -429,7 +434,8 @@ class World:
             dest: the receiving rank.
 
         **Ordering**: the n-th stream between two ranks meets the n-th receive.
-        **Cancellation**: the receiver gets an abort; the tensor is in use until what is under way has left.
+        **Cancellation**: before ``dest`` receives, nothing has been sent, and its receive meets the next stream. After
+        that ``dest`` gets an abort; the tensor is in use until what is under way has left.
 
         Raises:
             LocalProtocolError: the receiver expects another size.
@@ -590,7 +596,7 @@ class World:
                     self._on_left(source, started, lost)
                 self.mark_gone(source, of_a_failure=started is None)
             case Unheard(tag):
-                if self._has_returned:
+                if self._has_returned and tags.is_for_users(tag):
                     self._lane(tag, is_users=True).leave()
         self.engine.recheck()
 

@@ -19,6 +19,7 @@ from asyncdist import World, tags, wire
 from asyncdist.channels import EARLY_FRAME_COUNT_MAX, Channel
 from asyncdist.errors import BusyError, ClosedError, LocalProtocolError, RankLostError, RemoteProtocolError
 from asyncdist.progress import Engine
+from asyncdist.world import Unheard
 
 TAG = 77
 
@@ -217,6 +218,34 @@ async def test_two_owners_of_one_tag_collide_by_name(pair: list[World]) -> None:
     with pytest.raises(LocalProtocolError, match="is open already"):
         pair[0].open_channel(Number, tag=TAG, scope=5, name="x")
         pair[0].open_channel(Number, tag=TAG, scope=5, name="y")
+
+
+async def test_a_tag_whose_channels_are_closed_is_free_for_another_type(pair: list[World]) -> None:
+    """The peer may close it later: frames know their channel."""
+    a, b = both(pair)
+    await a.send(Number(1), 1)
+    a.close()
+    words = [pair[0].channel(Word, tag=TAG)]
+    await words[0].send(Word("early"), 1)
+    assert (await b.receive()).message == Number(1)
+    with pytest.raises(LocalProtocolError, match="tag 77 belongs to channel 'Number'"):
+        pair[1].channel(Word, tag=TAG)
+    b.close()
+    words.append(pair[1].channel(Word, tag=TAG))
+    assert (await words[1].receive()).message == Word("early")
+    with pytest.raises(LocalProtocolError, match="tag 77 belongs to channel 'Word'"):
+        pair[0].channel(Number, tag=TAG)
+
+
+async def test_only_tags_of_users_are_opened_for_a_sender_that_is_not_heard(pair: list[World]) -> None:
+    pair[1].leave()
+    for tag in (tags.BULK_FIRST, tags.TAG_MAX + 1, -1):
+        pair[0]._system.send_nowait(Unheard(tag), 1)
+        pair[1].engine.poll()
+        assert tag not in pair[1]._lanes
+    pair[0]._system.send_nowait(Unheard(TAG), 1)
+    pair[1].engine.poll()
+    assert TAG in pair[1]._lanes
 
 
 @pytest.mark.parametrize("capacity", [0, -1, 1.5, None, True])
@@ -742,5 +771,5 @@ async def test_closing_the_lanes_takes_every_receive_back() -> None:
         await made[0].engine.until(lambda: not made[0].engine.outstanding())
         assert made[0].engine.outstanding() == ()
         hub = made[0].engine.transport._hub  # type: ignore[attr-defined]
-        assert not any(hub._posted)
+        assert not any(receives for posted in hub._posted for receives in posted.values())
         assert isinstance(made[0].engine, Engine)

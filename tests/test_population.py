@@ -359,3 +359,24 @@ def test_outside_any_world() -> None:
     with pytest.raises(LocalProtocolError, match="axis 'POP' is unknown here: no mesh is open"):
         ad.psum(torch.ones(1), "POP")
     assert (ad.POP_AXIS_NAME, ad.DP_AXIS_NAME) == ("POP", "DP")
+
+
+@pytest.mark.parametrize("yield_count", [1, 3, 10])
+def test_an_operation_that_was_cancelled_ends_with_its_ranks_main(yield_count: int) -> None:
+    """It goes on in the background for as long as main does; after that it is one of a rank that has left."""
+
+    async def main(world: ad.World) -> str:
+        with await ad.new_mesh({"DP": 2}):
+            if world.rank == 0:
+                task = asyncio.ensure_future(ad.psum(torch.ones(3), "DP"))
+                for _ in range(yield_count):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.wait([task])
+                return "gone"
+            await world.sleep(0.5)
+            with pytest.raises(ad.ClosedError, match="rank 0 left"):
+                await ad.psum(torch.ones(3), "DP")
+            return "told"
+
+    assert ad.simulate(main, ranks=2, seed=yield_count, strict=True).results == ("gone", "told")
