@@ -37,7 +37,7 @@ import torch
 
 from asyncdist import reductions
 from asyncdist.attendance import Attendance
-from asyncdist.byte_views import byte_view, check_dense, check_writable, to_host
+from asyncdist.byte_views import byte_view, check_dense, check_writable, flat_bytes, split, to_host
 from asyncdist.calls import HELPER, CollectiveCall
 from asyncdist.errors import AsyncdistError, LocalProtocolError, RankLostError
 from asyncdist.flat import divide
@@ -58,6 +58,10 @@ _PIECE_NBYTES: Final = 1 << 20
 _PIECES_AT_ONCE: Final = 4
 #: What one ragged exchange moves at most: MPI counts bytes and displacements in 32-bit integers.
 _RAGGED_NBYTES_MAX: Final = 1 << 30
+#: What any call of the backend moves at most, for the same reason: Open MPI 5 has not the larger counts of MPI-4. What
+#: is larger goes in so many pieces; those of several members through staging memory of that size.
+COUNT_NBYTES_MAX: Final = (1 << 31) - 1
+_STAGED_NBYTES: Final = 64 << 20
 
 
 class Collectives:
@@ -105,9 +109,11 @@ class Collectives:
             view = byte_view(host)
             if len(view) == 0 or group.size == 1:
                 pass
-            elif group.native is not None:
+            elif group.native is not None and len(view) <= COUNT_NBYTES_MAX:
                 start = functools.partial(group.native.broadcast, view, position)
                 await self._native(group, start, f"broadcast from rank {root}")
+            elif group.native is not None:
+                await self._finish(group, self._broadcast_in_pieces, group.native, view, position)
             else:
                 await self._finish(group, self._broadcast_bytes, group, view, root)
         return tensor
@@ -119,12 +125,15 @@ class Collectives:
         self._note(group, "gather", tensor, root)
         send = to_host(tensor)
         receive = _room(send, group.size) if self._rank == root else None
+        what = f"gather to rank {root}"
         if send.numel() == 0 or group.native is None:
             await self._finish(group, self._gather_bytes, group, byte_view(send), receive, root)
+        elif send.nbytes * group.size > COUNT_NBYTES_MAX:
+            gather = functools.partial(group.native.gather, root=position)
+            await self._finish(group, self._exchange_in_pieces, group, send, receive, send.nbytes, gather, what)
         else:
             room = None if receive is None else byte_view(receive)
-            start = functools.partial(group.native.gather, byte_view(send), room, position)
-            await self._native(group, start, f"gather to rank {root}")
+            await self._native(group, functools.partial(group.native.gather, byte_view(send), room, position), what)
         return None if receive is None else [part.to(tensor.device) for part in receive]
 
     async def all_gather(self, tensor: torch.Tensor, group: Group) -> list[torch.Tensor]:
@@ -137,8 +146,12 @@ class Collectives:
             receive = _room(send, group.size)
         elif group.native is not None:
             receive = _room(send, group.size)
-            start = functools.partial(group.native.all_gather, byte_view(send), byte_view(receive))
-            await self._native(group, start, "all_gather")
+            if receive.nbytes > COUNT_NBYTES_MAX:
+                args = send, receive, send.nbytes, group.native.all_gather, "all_gather"
+                await self._finish(group, self._exchange_in_pieces, group, *args)
+            else:
+                start = functools.partial(group.native.all_gather, byte_view(send), byte_view(receive))
+                await self._native(group, start, "all_gather")
         else:
             receive = await self._finish(group, self._all_gather_bytes, group, send)
         return [part.to(tensor.device) for part in receive]
@@ -242,9 +255,13 @@ class Collectives:
         if count == 0:
             await self.barrier(group)
         elif group.native is not None:
-            counts = [count] * group.size
-            start = functools.partial(group.native.all_to_all, byte_view(send), counts, byte_view(receive), counts)
-            await self._native(group, start, "all_to_all")
+            exchange = functools.partial(_all_to_all_evenly, group.native, group.size)
+            if send.nbytes > COUNT_NBYTES_MAX:
+                args = send, receive, count, exchange, "all_to_all"
+                await self._finish(group, self._exchange_in_pieces, group, *args)
+            else:
+                start = functools.partial(exchange, byte_view(send), byte_view(receive))
+                await self._native(group, start, "all_to_all")
         else:
             await self._finish(group, self._all_to_all_bytes, group, send, receive)
         return [part.to(first.device) for part in receive]
@@ -376,6 +393,40 @@ class Collectives:
         finally:
             for request, _, _ in under_way:  # the job has failed, or a member has left: they may never complete
                 self._engine.disown(request)
+
+    async def _broadcast_in_pieces(self, native: GroupHandle, view: memoryview, position: int) -> None:
+        for piece in split(view, COUNT_NBYTES_MAX):
+            await self._wait(native.broadcast(piece, position), f"broadcast of {len(view)} bytes")
+
+    async def _exchange_in_pieces(
+        self,
+        group: Group,
+        send: torch.Tensor,
+        receive: torch.Tensor | None,
+        part_nbytes: int,
+        exchange: Callable[[memoryview, memoryview | None], Request],
+        what: str,
+    ) -> None:
+        """Native: the same bytes of every member's part at a time, which do not lie together where there are several.
+
+        Args:
+            group: whose members call this.
+            send: what this member sends, one part for all or one for each of them.
+            receive: one part from each member; None where this one receives nothing.
+            part_nbytes: of each part.
+            exchange: starts the collective, on pieces.
+            what: it is.
+        """
+        own = flat_bytes(send).view(-1, part_nbytes)
+        parts = None if receive is None else flat_bytes(receive).view(group.size, part_nbytes)
+        piece_nbytes = max(1, min(_STAGED_NBYTES, COUNT_NBYTES_MAX) // group.size)
+        for low in range(0, part_nbytes, piece_nbytes):
+            piece = own[:, low : low + piece_nbytes].contiguous()
+            room = None if parts is None else _room(piece[0], group.size)
+            request = exchange(byte_view(piece), None if room is None else byte_view(room))
+            await self._wait(request, f"{what} of {part_nbytes} bytes")
+            if parts is not None and room is not None:
+                parts[:, low : low + piece_nbytes] = room
 
     async def _gather_windows(
         self, group: Group, send: memoryview, sizes: Sequence[int], receive: memoryview, position: int
@@ -571,6 +622,11 @@ async def _all(work: Sequence[Awaitable[Any]]) -> None:
     for outcome in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(outcome, BaseException):
             raise outcome
+
+
+def _all_to_all_evenly(native: GroupHandle, size: int, send: memoryview, receive: memoryview | None) -> Request:
+    counts = [len(send) // size] * size
+    return native.all_to_all(send, counts, receive, counts)
 
 
 def _position(group: Group, root: int) -> int:

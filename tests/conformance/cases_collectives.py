@@ -12,6 +12,7 @@ import torch
 from support.odd_tensors import NOT_DENSE, ODD, odd_tensors, same
 
 import asyncdist as ad
+from asyncdist import collectives
 from asyncdist.errors import LocalProtocolError, StartTimeoutError
 from conformance.endpoint import Endpoint
 
@@ -173,6 +174,31 @@ async def case_what_is_no_dense_tensor_is_refused_here(end: Endpoint) -> None:
     with pytest.raises(TypeError, match="all_reduce of torch\\.uint4"):
         await ad.all_reduce(torch.empty(2, dtype=torch.uint4))
     assert (await ad.all_reduce(torch.ones(1))).item() == end.size
+
+
+async def case_more_bytes_than_a_call_of_the_backend_takes(end: Endpoint) -> None:
+    """MPI counts them in 32 bits; here the limit is a thousand. The real one is in ``test_conformance.py``."""
+    limit = collectives.COUNT_NBYTES_MAX
+    await end.barrier()
+    collectives.COUNT_NBYTES_MAX = 1000
+    try:
+        for dtype, count in itertools.product((torch.uint8, torch.bfloat16, torch.float64), (1, 333, 500, 1000, 1777)):
+            mine = values(end.rank, (count,), dtype)
+            parts = [values(rank, (count,), dtype) for rank in range(end.size)]
+            task = asyncio.ensure_future(ad.broadcast(mine.clone(), 1))
+            await end.yields(1)
+            task.cancel()  # it goes on in the background, and what follows waits for its turn
+            assert all(map(same, await ad.all_gather(mine), parts))
+            assert same(await ad.broadcast(mine.clone(), 1), parts[1])
+            gathered = await ad.gather(mine, 1)
+            assert (gathered is None) == (end.rank != 1)
+            assert all(map(same, gathered or [], parts))
+            sent = [values(10 * end.rank + peer, (count,), dtype) for peer in range(end.size)]
+            for rank, found in enumerate(await ad.all_to_all(sent)):
+                assert same(found, values(10 * rank + end.rank, (count,), dtype))
+        await end.barrier()
+    finally:
+        collectives.COUNT_NBYTES_MAX = limit
 
 
 async def case_parameters_that_require_grad(end: Endpoint) -> None:

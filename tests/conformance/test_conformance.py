@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support import torchrun
-from support.mpi import Result, require_mpi, run_ranks
+from support.mpi import Result, require_mpi, run_ranks, run_source
 
 import asyncdist as ad
 from asyncdist import streams
@@ -113,6 +113,34 @@ def job(request: pytest.FixtureRequest) -> tuple[int, Result]:
 @pytest.mark.parametrize("name", NAMES)
 def test_mpi(job: tuple[int, Result], name: str) -> None:
     check(name, *job)
+
+
+MORE_THAN_TWO_GIBIBYTES = """
+import asyncdist as ad
+import numpy as np
+import torch
+from support.mpi import report
+
+async def main(world):
+    tensor = torch.from_numpy(np.zeros((1 << 31) + 4099, np.uint8))  # rank 0's pages stay the kernel's page of zeros
+    places = [0, 1 << 30, (1 << 31) - 2, (1 << 31) - 1, 1 << 31, len(tensor) - 1]
+    if world.rank == 0:
+        tensor[places] = torch.arange(1, 7, dtype=torch.uint8)
+    await ad.broadcast(tensor)
+    report(world.rank, [tensor[places].tolist(), int(torch.count_nonzero(tensor[::4096]))])
+
+ad.run(main)
+"""
+
+
+@pytest.mark.mpi
+def test_mpi_broadcasts_more_than_two_gibibytes() -> None:
+    """One tensor, on two ranks: it takes 2 GiB of memory, and a second or two."""
+    free = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+    if int(free.split()[1]) < 6 << 20:
+        pytest.skip(f"too little memory: {free}")
+    reports = run_source(2, MORE_THAN_TWO_GIBIBYTES, timeout_s=120).check().reports
+    assert reports == {rank: [[1, 2, 3, 4, 5, 6], 3] for rank in range(2)}
 
 
 @pytest.fixture(scope="session", params=JOB_SIZES, ids=lambda ranks: f"{ranks}ranks")
