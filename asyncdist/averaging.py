@@ -1,9 +1,10 @@
 """Averaging gradients or weights once, now, over a group: the plain synchronous way, without a policy.
 
 Everything of one dtype goes through one collective, however many tensors there are. Sums are in float32 or wider, and
-are divided by the group's size. Before any data is sent the members compare what they are about to average, so another
-model on one of them is an error that names the first difference, on all of them. Sums run in rank order, so all worlds
-get the same bits.
+are divided by the group's size; equal values stay what they are, and the mean of finite values is finite, also where
+their sum is not (:mod:`asyncdist.means`). Sums run in rank order, so all worlds get the same bits. Before any data is
+sent the members compare what they are about to average, so another model on one of them is an error that names the
+first difference, on all of them.
 
 Tensors are read and written piece by piece while the others are on their way: until the call has ended no other task
 may use the model. Processes of one host, under MPI or on torch, send nothing from 64 KiB on: they read each other's

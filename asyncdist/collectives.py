@@ -40,10 +40,10 @@ from asyncdist.attendance import Attendance
 from asyncdist.byte_views import byte_view, check_dense, check_writable, flat_bytes, split, to_host
 from asyncdist.calls import HELPER, CollectiveCall
 from asyncdist.errors import AsyncdistError, LocalProtocolError, RankLostError
-from asyncdist.flat import divide
 from asyncdist.folding import Fold, Into, Rooms, fold_in_shares
 from asyncdist.groups import Group
 from asyncdist.host_folding import fold_on_host, is_worth_sharing, meet
+from asyncdist.means import mean_into
 from asyncdist.passes import settle
 from asyncdist.progress import Engine, yield_to_loop
 from asyncdist.spread import Spread
@@ -157,18 +157,20 @@ class Collectives:
         return [part.to(tensor.device) for part in receive]
 
     async def all_mean(self, tensor: torch.Tensor, group: Group) -> torch.Tensor:
-        """The sum over all members, in rank order, divided by their number; in place on each. Returns it.
+        """The mean over all members, as :mod:`asyncdist.means` defines it; in place on each. Returns it.
 
         Args:
             tensor: of float32, complex64 or wider, on the CPU and contiguous; the same on all members.
             group: whose members call this.
         """
-        if group.native is not None and group.size > 1 and tensor.numel():
-            flat = tensor.view(-1)
+        flat = tensor.view(-1)
+        if group.size == 1 or not len(flat):
+            await self.all_reduce(tensor, group, "sum")
+        elif group.native is not None:
             await self._finish(group, fold_in_shares, self._engine, self._rooms, group, flat, _mean, Into(flat))
         else:
-            await self.all_reduce(tensor, group, "sum")
-            divide(tensor, group.size)
+            self._note(group, "all_reduce", tensor, reduction="mean")
+            flat.copy_(await self._finish(group, self._fold_on_first, group, flat, _mean))
         return tensor
 
     async def all_mean_spread(self, spread: Spread, group: Group) -> None:
@@ -185,7 +187,7 @@ class Collectives:
         views = await self._shared_views(spread, group)
         if views is not None:
             barrier = functools.partial(self.barrier, group)
-            await fold_on_host(group, spread, views, _mean_into, barrier)
+            await fold_on_host(group, spread, views, mean_into, barrier)
         elif group.native is not None and group.size > 1 and count:
             await fold_in_shares(self._engine, self._rooms, group, spread.flat, _mean, spread)
         else:
@@ -230,7 +232,7 @@ class Collectives:
             return tensor
         work, how = reductions.to_numbers(tensor, op)
         if group.native is None:
-            work = await self._finish(group, self._all_reduce_in_order, group, work, how)
+            work = await self._finish(group, self._fold_on_first, group, work, functools.partial(_reduce, how))
         elif work.nbytes > _PIECE_NBYTES:
             await self._finish(group, self._all_reduce_in_pieces, group.native, work, how)
         else:
@@ -555,16 +557,12 @@ class Collectives:
         await self._broadcast_bytes(group, byte_view(receive), root)
         return receive
 
-    async def _all_reduce_in_order(self, group: Group, work: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    async def _fold_on_first(self, group: Group, work: torch.Tensor, fold: Fold) -> torch.Tensor:
         root = group.ranks[0]
         receive = _room(work, group.size) if self._rank == root else None
         await self._gather_or_give_up(group, byte_view(work), receive, root)
         if receive is not None:
-            total, *parts = receive.view(group.size, -1).numpy()
-            with np.errstate(all="ignore"):  # integers wrap, and infinities make NaN
-                for part in parts:
-                    reductions.OPERATIONS[op](total, part, out=total)
-            work = receive[0]
+            work = fold([*receive])
         await self._broadcast_bytes(group, byte_view(work), root)
         return work
 
@@ -588,17 +586,19 @@ class Collectives:
             )
 
 
+def _reduce(op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Reduce in order, in the memory of the first part."""
+    total, *others = (part.numpy() for part in parts)
+    with np.errstate(all="ignore"):  # integers wrap, and infinities make NaN
+        for other in others:
+            reductions.OPERATIONS[op](total, other, out=total)
+    return parts[0]
+
+
 def _mean(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     total = torch.empty_like(parts[0])
-    _mean_into(total, parts)
+    mean_into(total, parts)
     return total
-
-
-def _mean_into(total: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    torch.add(parts[0], parts[1], out=total)
-    for part in parts[2:]:
-        total += part
-    divide(total, len(parts))
 
 
 async def shielded(task: asyncio.Task[T]) -> T:

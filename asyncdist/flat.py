@@ -9,7 +9,6 @@ from names, shapes and dtypes alone, so equal fingerprints mean equal layouts; e
 separately rounded, so results do not depend on how a stream was cut into chunks.
 """
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -272,24 +271,17 @@ class FlatState:
             torch.cuda.current_stream(device).wait_event(events[-1])
         return DeviceCopy(events)
 
-    @staticmethod
-    def all_finite(buffers: FlatBuffers) -> bool:
-        """Tell whether every averaged value is finite, in one pass and without temporaries of the state's size.
-
-        Smallest and largest value tell it exactly: NaN passes through both. 64 MiB of float32 took 2.3 ms in one
-        thread, where `isfinite().all()` took 96 ms; a sum is as fast, but may overflow over values that are finite.
-        """
-        return all(_tensor_is_finite(tensor) for dtype, tensor in buffers.tensors.items() if _is_averaged(dtype))
-
     def load(self, buffers: FlatBuffers, *, momentum: float = 0.0) -> None:
         """Write a state into the model's tensors, in place.
 
         Averaged entries become momentum * own + (1 - momentum) * average, own being what the model holds now, with
-        both products and the sum rounded separately in the accumulation dtype, then once to the entry's dtype.
-        Momentum 0 copies and 1 leaves them as they are, both to the bit. Integer and bool entries are copied always.
+        both products and the sum rounded separately in the accumulation dtype, then once to the entry's dtype. Where
+        rounding would lead out of the interval between own and average, the nearer of the two is taken, so equal values
+        stay, and finite ones stay finite. Momentum 0 copies and 1 leaves them as they are, both to the bit. Integer and
+        bool entries are copied always.
 
         Args:
-            buffers: Values for every entry; not changed. As stored, or an accumulator after `divide`.
+            buffers: Values for every entry; not changed. As stored, or an accumulator that holds a mean.
             momentum: 0..1.
 
         Raises:
@@ -408,7 +400,33 @@ def _copy_stream(device: torch.device) -> "torch.cuda.Stream":
 
 def reset_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Forget moments and step counts in place; groups and hyperparameters stay, and so does the object."""
-    optimizer.state.clear()
+    if not isinstance(optimizer, torch.optim.Adagrad):
+        optimizer.state.clear()
+        return
+    for group in optimizer.param_groups:  # its constructor makes the state, and up to torch 2.12 its step needs it
+        start = group["initial_accumulator_value"]
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            state["step"] = torch.zeros_like(state["step"])
+            state["sum"] = torch.full_like(state["sum"], complex(start, start) if parameter.is_complex() else start)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Tell whether a floating or complex tensor is finite, in one pass and without temporaries of its size.
+
+    Smallest and largest value tell it exactly: NaN passes through both. 64 MiB of float32 took 2.3 ms in one thread,
+    where `isfinite().all()` took 96 ms; a sum is as fast, but may overflow over values that are finite.
+    """
+    real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    if real.itemsize >= 2:
+        return real.numel() == 0 or _bounds_are_finite(real)
+    pieces = torch.split(real.reshape(-1), _PIECE_COUNT)
+    return all(_bounds_are_finite(piece.float()) for piece in pieces if piece.numel())
+
+
+def _bounds_are_finite(tensor: Tensor) -> bool:
+    low, high = torch.aminmax(tensor)
+    return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -418,44 +436,6 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     if dtype.is_floating_point:
         return torch.float32 if dtype.itemsize < 4 else dtype
     return dtype
-
-
-def accumulate(into: Tensor, chunk: Tensor, weight: float, *, first: bool = False) -> None:
-    """Add weight * chunk to a slice of an accumulator.
-
-    The chunk is widened, multiplied and added in three separately rounded steps: a fused multiply-add would round once,
-    and would do so only where the vector width happens to allow it. So the bits do not depend on where chunks begin.
-    Weight 1 skips the product. The chunk is not changed.
-
-    Args:
-        into: 1-D slice of the accumulator.
-        chunk: Same length, any dtype that fits into the accumulator's.
-        weight: The donor's weight.
-        first: Overwrite instead of adding: the first donor needs no zeros before it, and its -0.0 stays one.
-    """
-    if torch.is_grad_enabled() and (chunk.requires_grad or into.requires_grad):
-        with torch.no_grad():  # as dear as all the rest with a small chunk, and flat buffers need no gradients
-            accumulate(into, chunk, weight, first=first)
-        return
-    if weight == 1.0 and first:
-        into.copy_(chunk)
-        return
-    wide = chunk if chunk.dtype == into.dtype else chunk.to(into.dtype)
-    product = wide if weight == 1.0 else wide * weight
-    if first:
-        into.copy_(product)
-    else:
-        into.add_(product)
-
-
-def divide(accumulator: Tensor, weight_sum: float) -> None:
-    """Turn the sum into the average, in place; a sum of exactly 1 leaves it alone."""
-    if weight_sum != 1.0:
-        divisor: Any = weight_sum
-        if accumulator.device.type != "cpu":  # one on the same device: by a host scalar CUDA multiplies with 1 / it
-            divisor = torch.tensor(weight_sum, dtype=accumulator.dtype, device=accumulator.device)
-        with torch.no_grad() if accumulator.requires_grad else contextlib.nullcontext():
-            accumulator.div_(divisor)
 
 
 class SnapshotPool:
@@ -504,30 +484,20 @@ class SnapshotPool:
 
 def _mix(tensor: Tensor, average: Tensor, momentum: float) -> None:
     """Move one entry towards the average, in pieces along its longest dimension, so that temporaries stay small."""
-    wide = accumulate_dtype(tensor.dtype)
+    tensor, wide = tensor.detach(), accumulate_dtype(tensor.dtype)
+    if tensor.is_complex():  # as pairs of real numbers, which have an order
+        tensor, average, wide = torch.view_as_real(tensor), torch.view_as_real(average), wide.to_real()
     if tensor.ndim == 0:
-        tensor, average = tensor.detach().view(1), average.view(1)
+        tensor, average = tensor.view(1), average.view(1)
     dim = max(range(tensor.ndim), key=lambda index: tensor.shape[index])
     size = tensor.shape[dim]
     step = max(1, _PIECE_COUNT * size // max(1, tensor.numel()))
     for start in range(0, size, step):
-        own = tensor.detach().narrow(dim, start, min(step, size - start))
-        other = average.narrow(dim, start, min(step, size - start))
-        kept = own.to(device=other.device, dtype=wide) * momentum
-        own.copy_(kept.add_(other.to(wide) * (1.0 - momentum)))
-
-
-def _tensor_is_finite(tensor: Tensor) -> bool:
-    """Tell whether a flat tensor holds neither NaN nor infinity."""
-    real = torch.view_as_real(tensor).view(-1) if tensor.dtype.is_complex else tensor
-    if real.itemsize >= 2:
-        return real.numel() == 0 or _bounds_are_finite(real)
-    return all(_bounds_are_finite(piece.float()) for piece in torch.split(real, _PIECE_COUNT) if piece.numel())
-
-
-def _bounds_are_finite(tensor: Tensor) -> bool:
-    low, high = torch.aminmax(tensor)
-    return math.isfinite(low.item()) and math.isfinite(high.item())
+        own = tensor.narrow(dim, start, min(step, size - start))
+        other = average.narrow(dim, start, min(step, size - start)).to(wide)
+        before = own.to(device=other.device, dtype=wide)
+        mixed = (before * momentum).add_(other * (1.0 - momentum))
+        own.copy_(mixed.clamp_(torch.minimum(before, other), torch.maximum(before, other)))
 
 
 def _is_averaged(dtype: torch.dtype) -> bool:

@@ -28,12 +28,14 @@ from torch import nn
 from asyncdist import AsyncdistError, Group, RankLostError, World, checks, wire
 from asyncdist.byte_views import byte_view
 from asyncdist.exposure import Exposure, OutdatedError, Published, open_exposure
-from asyncdist.flat import FlatBuffers, SnapshotPool, accumulate, divide, reset_optimizer_state
+from asyncdist.flat import FlatBuffers, SnapshotPool
+from asyncdist.means import WeightedMean
 from asyncdist.packing import Packing
 from asyncdist.progress import yield_to_loop
 from asyncdist.streams import CHUNK_NBYTES
 from protocols.one_sided_core import Choice, OneSidedRules, choose, is_dying
 from protocols.one_sided_statistics import Durations, OneSidedStatistics
+from protocols.own_state import OwnState
 from protocols.parameter_stream import ChunkRing
 from protocols.spawn_policy import (
     NOTHING,
@@ -48,7 +50,6 @@ from protocols.spawn_policy import (
     StepInfo,
     Timing,
     check_callable,
-    load_fresh_weights,
 )
 
 logger = logging.getLogger("protocols.one_sided_averaging")
@@ -108,8 +109,10 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             that is no finite number, or would itself be replaced by it, is none.
         donor_ratio: the same as a part of the group, this rank included; rounded down, at least one. Counts where
             ``donor_count`` is None.
-        momentum: 0 to 1: new = momentum * own + (1 - momentum) * average, own being the weights at that moment.
+        momentum: 0 to 1: new = momentum * own + (1 - momentum) * average, own being the weights at that moment. Where
+            these or the optimizer's state are not finite, nothing of both is kept (``StepInfo.recovered``).
         model_builder: for ``"reset_weights"``: returns a model of the same layout, or the pair (model, optimizer).
+            Called once when the policy is made, too, to compare the layouts.
         metric: see :class:`SpawnPolicy`.
         metric_mode: ``"max"`` if larger is better, ``"min"`` if smaller is.
         optimizer_state: ``"keep"``, or ``"reset"``: cleared in place whenever weights are replaced. ``reset_weights``
@@ -185,7 +188,13 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         checks.seconds("drain_timeout_s", drain_timeout_s)
         self._momentum = float(momentum)
         self._resets_optimizer = optimizer_state == "reset" or averaging_strategy == "reset_weights"
-        self._model_builder = model_builder
+        self._own = OwnState(
+            self._flat,
+            optimizer,
+            momentum=self._momentum,
+            resets_optimizer=self._resets_optimizer,
+            model_builder=model_builder if averaging_strategy == "reset_weights" else None,
+        )
         self._read_timeout_s = read_timeout_s
         self._drain_timeout_s = drain_timeout_s
         self._on_event = on_event
@@ -255,6 +264,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
 
     async def _start(self) -> None:
         world, members = self._world, self._group.ranks
+        self._own.begin()
         agreed = await self._agree(leader=members[0], ranks=members)
         scope = wire.scope_of(members, f"{type(self).__name__} {self.name or '(none)'}", agreed.time)
         self._random = world.generator(f"policy {scope}")
@@ -352,7 +362,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         if self._stage == "closed":
             self._world.spawn_service(self._exposure.close(None), name="the end of what this rank exposes")
             return
-        if not self._flat.all_finite(state):
+        if not self._own.may_be_given(state):
             self._unpublished["weights are not finite (the metric is published, as NaN)"] += 1
             self._own_metric = metric = float("nan")
         record = self._exposure.publish(iteration, metric)
@@ -383,16 +393,13 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
 
     def _apply(self, replacement: _Replacement) -> StepInfo:
         """New weights, in place."""
-        began_at = self._world.time()
+        began_at, recovered = self._world.time(), ""
         if replacement.donors:
             assert replacement.average is not None, f"replacement {replacement.number} is complete without an average"
-            self._flat.load(replacement.average, momentum=self._momentum)
+            recovered = self._own.take(replacement.average)
             self._release(replacement)
         else:
-            assert self._model_builder is not None, "reset_weights without model_builder was refused at the start"
-            load_fresh_weights(self._flat, self._model_builder)
-        if self._resets_optimizer:
-            reset_optimizer_state(self.optimizer)
+            self._own.take_fresh()
         self._note_time("apply", began_at)
         self._replacement = None
         self._begin_life()
@@ -409,6 +416,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             staleness_steps=max([0, *(self.iteration - iteration for iteration in replacement.iterations)]),
             seconds=self._world.time() - replacement.judged_at,
             nbytes=replacement.nbytes,
+            recovered=recovered,
         )
 
     def _announce(self, on_event: Callable[[PolicyEvent], None], replacement: _Replacement) -> None:
@@ -476,11 +484,13 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         replacement.best = choice.best
         for values in (replacement.donors, replacement.weights, replacement.versions, replacement.iterations):
             values.clear()
+        mean = WeightedMean()
         for donor in choice.donors:
-            await self._read_donor(replacement, choice, donor, deadline)
-        if replacement.average is not None:
-            for tensor in replacement.average.averaged().values():
-                divide(tensor, sum(replacement.weights))
+            await self._read_donor(replacement, choice, donor, mean, deadline)
+        if not mean.is_agreed:
+            assert replacement.average is not None, "a mean of nothing"
+            entry = self._own.unsound_entry(replacement.average)
+            return f"the donors differ in infinite values: of {entry!r}"
         return ""
 
     async def _look(self) -> dict[int, float]:
@@ -497,7 +507,9 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
                     metrics[rank] = record.metric
         return metrics
 
-    async def _read_donor(self, replacement: _Replacement, choice: Choice, donor: int, deadline: float) -> None:
+    async def _read_donor(
+        self, replacement: _Replacement, choice: Choice, donor: int, mean: WeightedMean, deadline: float
+    ) -> None:
         """Add the newest snapshot of ``donor`` to the average, be it newer than the one it was chosen for.
 
         So a slow rank finds it, whatever its donors have published since it chose.
@@ -514,8 +526,9 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             raise _Unreadable(f"the metric of rank {donor} is {record.metric} by now")
         if replacement.average is None:
             replacement.average = self._accumulators.acquire()
+        mean.begin(weight, is_last=donor == choice.donors[-1])
         try:
-            await self._add(replacement, donor, record, weight, deadline, exact=donor == choice.best)
+            await self._add(replacement, donor, record, mean, deadline, exact=donor == choice.best)
         except OutdatedError as error:
             self._counts["torn"] += 1
             raise _Unreadable(f"overwritten under its reader: {error}") from error
@@ -525,11 +538,18 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         replacement.iterations.append(record.iteration)
 
     async def _add(
-        self, replacement: _Replacement, donor: int, record: Published, weight: float, deadline: float, *, exact: bool
+        self,
+        replacement: _Replacement,
+        donor: int,
+        record: Published,
+        mean: WeightedMean,
+        deadline: float,
+        *,
+        exact: bool,
     ) -> None:
-        """Weight * snapshot, chunk by chunk as they come."""
+        """Add a snapshot to the mean, chunk by chunk as they come."""
         assert self._exposure is not None and replacement.average is not None, "nowhere to read from, or to"
-        average, first = replacement.average, not replacement.donors
+        average = replacement.average
         end = self._packing.nbytes if exact else self._packing.averaged_nbytes
         starts = range(0, end, self._chunk_nbytes)
         ring = self._ring
@@ -542,7 +562,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             for piece in self._packing.pieces(start, start + chunks[index].nbytes):
                 into = piece.of_flat(average.tensors[piece.dtype])
                 if piece.averaged:
-                    accumulate(into, piece.of_chunk(chunks[index]), weight, first=first)
+                    mean.add(into, piece.of_chunk(chunks[index]))
                 elif exact:
                     into.copy_(piece.of_chunk(chunks[index]))
 

@@ -33,7 +33,8 @@ import torch
 from asyncdist import Envelope, RankLostError, World, tags
 from asyncdist.byte_views import byte_view, split
 from asyncdist.channels import Channel
-from asyncdist.flat import FlatBuffers, accumulate
+from asyncdist.flat import FlatBuffers
+from asyncdist.means import WeightedMean
 from asyncdist.streams import (
     CHUNK_NBYTES,
     WINDOW_COUNT,
@@ -347,7 +348,7 @@ class _Layout:
 
 
 class Intake:
-    """A replacer's end of the protocol: the sum of weight * snapshot over the donors of a round.
+    """A replacer's end of the protocol: the weighted mean of the snapshots of a round's donors, added as they come.
 
     Args:
         world: this rank's.
@@ -362,6 +363,7 @@ class Intake:
         accumulator, donors, best: as given.
         donor: who is asked or waited for: when :meth:`run` raises, on account of this one.
         received_nbytes: of the donors whose snapshots have been added.
+        mean: of what has been added.
     """
 
     def __init__(
@@ -394,6 +396,7 @@ class Intake:
         self._under_way: deque[_Landing] = deque()  # posted, and not taken
         self.donor = donors[0]
         self.received_nbytes = 0
+        self.mean = WeightedMean()
 
     def ask(self) -> None:
         """Ask as many donors as the window has room for. What they send waits for :meth:`run`, or :meth:`close`.
@@ -419,7 +422,7 @@ class Intake:
         self._is_asking = bool(self._unposted) or self._asked_count < len(self.donors)
 
     async def run(self, weights: Sequence[float], *, deadline: float) -> None:
-        """Ask the donors who have not been asked, and add what comes.
+        """Ask the donors who have not been asked, and average what comes: the accumulator holds the mean then.
 
         Args:
             weights: the donors', not normalised.
@@ -436,11 +439,12 @@ class Intake:
         try:
             self.ask()
             for place, donor in enumerate(self.donors):
+                self.mean.begin(weights[place], is_last=place == len(self.donors) - 1)
                 stream, landings = self._asked.popleft()
                 for index, landing in enumerate(landings):
                     self.donor = donor
                     await stream.arrival(index, deadline=deadline)
-                    self._take(landing, weights[place], first=not place)
+                    self._take(landing)
                     if self._is_asking:
                         self.ask()
                 self.received_nbytes += stream.received_nbytes
@@ -465,13 +469,10 @@ class Intake:
             self._posted_count += 1
             self._posting.post_up_to(self._posted_count)
 
-    def _take(self, landing: _Landing, weight: float, *, first: bool) -> None:
+    def _take(self, landing: _Landing) -> None:
         """Add the chunk that has landed; its place is free."""
-        piece = landing.piece
-        if landing.chunk is not None:
-            accumulate(piece.into, landing.chunk, weight, first=first)
-        elif piece.averaged and weight != 1.0:
-            piece.into.mul_(weight)
+        if landing.piece.averaged:
+            self.mean.add(landing.piece.into, landing.chunk)
         self._under_way.popleft()
 
     def _cancel(self, stream: InboundStream) -> None:

@@ -30,7 +30,7 @@ from torch import nn
 
 from asyncdist import AsyncdistError, BusyError, Group, RankLostError, World, checks, current_world, tags
 from asyncdist.channels import Channel
-from asyncdist.flat import FlatBuffers, SnapshotPool, divide, reset_optimizer_state
+from asyncdist.flat import FlatBuffers, SnapshotPool
 from protocols.messages import (
     DONOR,
     Abandoned,
@@ -44,6 +44,7 @@ from protocols.messages import (
     Ready,
     Report,
 )
+from protocols.own_state import OwnState
 from protocols.parameter_stream import ChunkRing, DonorDesk, Intake, Offer, safe_point_count
 from protocols.selective_coordinator import Coordinator, PolicyScopes
 from protocols.selective_core import SelectiveRules
@@ -61,7 +62,6 @@ from protocols.spawn_policy import (
     StepInfo,
     Timing,
     check_callable,
-    load_fresh_weights,
 )
 
 logger = logging.getLogger("protocols.selective_averaging")
@@ -147,10 +147,12 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         averaging_strategy: ``"mean"``; ``"weighted_mean"``, weights proportional to metric minus the worst
             participant's; ``"best_only"``; ``"reset_weights"``, fresh weights of ``model_builder`` in place of an
             average.
-        momentum: 0 to 1: new = momentum * own + (1 - momentum) * average, own being the weights at that moment.
+        momentum: 0 to 1: new = momentum * own + (1 - momentum) * average, own being the weights at that moment. Where
+            these or the optimizer's state are not finite, nothing of both is kept (``StepInfo.recovered``).
         threshold: a round acts only if the worst metric is worse than it.
         cooldown: with a threshold: iterations before the next round may act.
         model_builder: for ``"reset_weights"``: returns a model of the same layout, or the pair (model, optimizer).
+            Called once when the policy is made, too, to compare the layouts.
         metric: see :class:`SpawnPolicy`.
         metric_mode: ``"max"`` if larger is better, ``"min"`` if smaller is. NaN and infinities rank worst and never
             donate.
@@ -231,7 +233,13 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         checks.seconds("drain_timeout_s", drain_timeout_s)
         self._momentum = float(momentum)
         self._resets_optimizer = optimizer_state == "reset" or averaging_strategy == "reset_weights"
-        self._model_builder = model_builder
+        self._own = OwnState(
+            self._flat,
+            optimizer,
+            momentum=self._momentum,
+            resets_optimizer=self._resets_optimizer,
+            model_builder=model_builder if averaging_strategy == "reset_weights" else None,
+        )
         self._drain_timeout_s = drain_timeout_s
         self._coordinator_rank = (
             None if coordinator is None else checks.count("coordinator", coordinator, least=0, besides=", or None")
@@ -300,6 +308,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
 
     async def _start(self) -> None:
         world, members = self._world, self._group.ranks
+        self._own.begin()
         self._leader = members[0] if self._coordinator_rank is None else self._coordinator_rank
         ranks = members if self._leader in members else (*members, self._leader)
         scopes = PolicyScopes(ranks, await self._agree(leader=self._leader, ranks=ranks))
@@ -422,7 +431,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         if self._donor is not role:  # the round has ended while a device copied
             self._snapshots.release(snapshot)
             return
-        if not self._flat.all_finite(snapshot):
+        if not self._own.may_be_given(snapshot):
             self._snapshots.release(snapshot)
             self._end_donor_role()
             self._decline(role.round, "weights are not finite")
@@ -438,16 +447,13 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         """New weights, in place."""
         frozen = role.frozen
         assert frozen is not None, f"round {role.round} is complete without having been frozen"
-        began_at = self._world.time()
+        began_at, recovered = self._world.time(), ""
         if frozen.donors:
             assert role.average is not None, f"round {role.round} is complete without an average"
-            self._flat.load(role.average, momentum=self._momentum)
+            recovered = self._own.take(role.average)
             self._accumulators.release(role.average)
         else:
-            assert self._model_builder is not None, "reset_weights without model_builder was refused at the start"
-            load_fresh_weights(self._flat, self._model_builder)
-        if self._resets_optimizer:
-            reset_optimizer_state(self.optimizer)
+            self._own.take_fresh()
         now = self._world.time()
         self._timing.add("apply", now - began_at)
         self._replacer = None
@@ -465,6 +471,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             staleness_steps=max([0, *(self.iteration - iteration for iteration in frozen.iterations)]),
             seconds=now - role.assigned_at,
             nbytes=role.nbytes,
+            recovered=recovered,
         )
 
     def _announce_application(self, role: _ReplacerRole, frozen: Frozen) -> None:
@@ -545,17 +552,17 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         return role.intake
 
     async def _exchange(self, role: _ReplacerRole, frozen: Frozen) -> None:
-        """Average the donors' snapshots: weighted sum in rank order, divided by the sum of the weights that arrived."""
+        """Average the donors' snapshots, in rank order."""
         intake = role.intake
         if intake is None or intake.donors != frozen.donors or intake.best != frozen.best:
             self._end_intake(role)
             intake = self._begin_intake(role, frozen.donors, frozen.best)
         try:
             await intake.run(frozen.weights, deadline=self._world.time() + frozen.timeout_s)
-            total = sum(frozen.weights)
-            for tensor in intake.accumulator.averaged().values():
-                divide(tensor, total)
-            if self._replacer is role:
+            if not intake.mean.is_agreed:
+                entry = self._own.unsound_entry(intake.accumulator)
+                self._abandon(role, f"the donors differ in infinite values, as of {entry!r}")
+            elif self._replacer is role:
                 role.average = intake.accumulator
                 role.complete = self._needs_step = True
         except (AsyncdistError, TimeoutError) as error:

@@ -53,6 +53,8 @@ class StepInfo:
         seconds: from the assignment to the new weights.
         nbytes: received for it.
         abandoned: why a round that this rank was to apply came to nothing, else "".
+        recovered: what of this rank's own state was not finite, where the average was therefore taken whole and the
+            optimizer's state reset, whatever the options say; else "".
     """
 
     averaged_this_iteration: bool = False
@@ -63,6 +65,7 @@ class StepInfo:
     seconds: float = 0.0
     nbytes: int = 0
     abandoned: str = ""
+    recovered: str = ""
 
     def __bool__(self) -> bool:
         return self.averaged_this_iteration
@@ -76,7 +79,8 @@ class StepInfo:
             return f"round {self.round}: fresh weights"
         ranks = ", ".join(map(str, self.donors))
         age = f"{self.staleness_steps} step{'' if self.staleness_steps == 1 else 's'} old"
-        return f"round {self.round}: average of rank{'' if len(self.donors) == 1 else 's'} {ranks} ({age})"
+        cure = f"; {self.recovered}: taken whole, optimizer reset" if self.recovered else ""
+        return f"round {self.round}: average of rank{'' if len(self.donors) == 1 else 's'} {ranks} ({age}){cure}"
 
 
 #: Shared by all steps in which nothing happened, so that such a step makes no object.
@@ -402,22 +406,6 @@ def check_callable(name: str, value: Any, allowed: str) -> None:
     """Refuse what is neither callable nor None."""
     if value is not None and not callable(value):
         raise TypeError(f"{name} is {value!r}; allowed: {allowed}")
-
-
-def load_fresh_weights(flat: FlatState, model_builder: ModelBuilder) -> None:
-    """Copy what ``model_builder`` makes into the model of ``flat``, in place.
-
-    Raises:
-        ValueError: it makes a model of another layout; the first difference is named.
-    """
-    built = model_builder()
-    fresh = FlatState(built[0] if isinstance(built, tuple) else built)
-    difference = first_difference(flat.fingerprint, fresh.fingerprint)
-    if difference is not None:
-        raise ValueError(f"model_builder made another model than the policy's (here), {difference}")
-    buffers = fresh.new_buffers()
-    fresh.snapshot(buffers)
-    flat.load(buffers)
 
 
 @dataclass(slots=True)

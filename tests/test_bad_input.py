@@ -28,7 +28,7 @@ from torch import nn
 
 import asyncdist as ad
 import protocols
-from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy
+from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedSelectiveAveragingPolicy
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -165,18 +165,35 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
     AsyncSelectiveAveragingPolicy(model, torch.optim.SGD([model.bias], lr=1.0), average_every=1)  # a part of it is fine
 
 
-def test_a_builder_of_another_model_is_refused_in_words() -> None:
-    """At the latest when it is called: inside the replacer's step, before a weight has changed."""
+def test_a_builder_of_another_model_is_refused_when_the_policy_is_made() -> None:
+    """It was called at the first replacement, hours later. What training draws is the same as without that look."""
+    model = Mixed(0.0)
+    for policy in (AsyncSelectiveAveragingPolicy, OneSidedSelectiveAveragingPolicy):
+        with pytest.raises(ValueError, match=r"model_builder made another model .* 'counts'"):
+            policy(
+                model,
+                sgd(model),
+                average_every=1,
+                averaging_strategy="reset_weights",
+                model_builder=lambda: nn.Linear(2, 2),
+            )
+        torch.manual_seed(5)
+        expected = torch.rand(3)
+        torch.manual_seed(5)
+        policy(model, sgd(model), average_every=1, averaging_strategy="reset_weights", model_builder=Mixed)
+        assert torch.equal(torch.rand(3), expected)
 
+
+def test_a_builder_that_later_makes_another_model_is_refused_before_a_weight_has_changed() -> None:
     async def main(world: ad.World) -> str:
         model = Mixed(float(world.rank))
-        start = clone_state(model)
+        start, made = clone_state(model), [Mixed(), nn.Linear(2, 2)]
         async with AsyncSelectiveAveragingPolicy(
             model,
             sgd(model),
             average_every=1,
             averaging_strategy="reset_weights",
-            model_builder=lambda: nn.Linear(2, 2),
+            model_builder=lambda: made.pop(0),
         ) as policy:
             try:
                 while 0 not in refused:

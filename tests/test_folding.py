@@ -10,16 +10,14 @@ import torch
 from support.local import worlds
 
 from asyncdist import folding
-from asyncdist.flat import divide
 from asyncdist.folding import Into, Rooms, fold_in_shares
+from asyncdist.means import mean_into
 from asyncdist.spread import Spread
 
 
 def mean(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    divide(total, len(parts))
+    total = torch.empty_like(parts[0])
+    mean_into(total, parts)
     return total
 
 

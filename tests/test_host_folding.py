@@ -28,11 +28,12 @@ from torch import nn
 
 import asyncdist as ad
 from asyncdist import collectives, host_folding, shared_memory
-from asyncdist.collectives import _mean, _mean_into
+from asyncdist.collectives import _mean
 from asyncdist.flat import accumulate_dtype
 from asyncdist.folding import Rooms, fold_in_shares
 from asyncdist.groups import Group
 from asyncdist.host_folding import Commons
+from asyncdist.means import mean_into
 from asyncdist.shared_memory import SharedMemory, find
 from asyncdist.spread import Spread
 from protocols import AverageAllPolicy
@@ -191,7 +192,7 @@ async def test_no_rank_reads_too_early_and_none_writes_too_early(seed: int) -> N
     async def take_part(rank: int) -> None:
         memories[rank].fill_(0xFF)
         group = Group(tuple(range(size)), rank, 4096, None)
-        await host_folding.fold_on_host(group, spreads[rank], memories, _mean_into, barrier)
+        await host_folding.fold_on_host(group, spreads[rank], memories, mean_into, barrier)
         memories[rank].fill_(0xFF)
 
     await asyncio.gather(*(take_part(rank) for rank in range(size)))

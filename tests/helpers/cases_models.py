@@ -157,6 +157,29 @@ async def case_a_gradient_that_is_missing_somewhere_counts_as_zero(world: ad.Wor
     await ad.average_gradients(nn.Linear(3, 3))  # none at all
 
 
+async def case_equal_values_stay_and_finite_ones_stay_finite(world: ad.World) -> None:
+    """Two masks of ``finfo.min`` add up to -inf; three times a float32, divided by three, is often not that float32."""
+    for count in (33, 30_000):  # in messages, and from 64 KiB on in shared memory where there is any
+        draw = np.random.default_rng(count)
+        model = nn.Module()
+        model.frozen = nn.Parameter(torch.from_numpy(draw.standard_normal(count)).float())
+        model.exact = nn.Parameter(torch.from_numpy(draw.standard_normal(count)))
+        model.register_buffer("mask", torch.full((count,), torch.finfo(torch.float32).min))
+        model.register_buffer("half_mask", torch.full((count,), torch.finfo(torch.bfloat16).min, dtype=torch.bfloat16))
+        model.register_buffer("huge", torch.full((count,), 3e38 * (1 - 2 * (world.rank % 2))))
+        frozen = {name: tensor.clone() for name, tensor in model.state_dict().items() if name != "huge"}
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach() * torch.finfo(parameter.dtype).max / 8
+        gradients = [parameter.grad.clone() for parameter in model.parameters()]
+        await ad.average_models(model)
+        await ad.average_gradients(model)
+        for name, tensor in frozen.items():
+            assert torch.equal(model.state_dict()[name], tensor), name
+        assert close(model.huge, np.full(count, (world.size % 2) * np.float32(3e38) / world.size))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            assert torch.equal(parameter.grad, gradient)
+
+
 async def case_groups_divide_by_their_own_size(world: ad.World) -> None:
     parity = world.rank % 2
     ranks = list(range(parity, world.size, 2))

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from scripts.population import State, expected_average, flat_state, same_bits
+from scripts.population import State, expected_average, flat_state, kept_part, same_bits
 from torch import nn
 
 from protocols import AverageApplied, PolicyEvent, SnapshotTaken
@@ -112,6 +112,7 @@ def verify(entry: Applied, snapshots: dict[tuple[int, int], State], *, momentum:
         return
     assert event.best in event.donors
     given = {donor: snapshots[donor, version] for donor, version in zip(event.donors, event.versions, strict=True)}
+    momentum = kept_part(entry.before, momentum)
     for name, tensor in entry.state.items():
         own = None if entry.before is None else entry.before[name]
         expected = expected_average(name, given, event.weights, event.best, own, momentum)

@@ -6,7 +6,7 @@ Used by tests in this process and by programs under mpirun. It checks with numpy
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,9 +118,10 @@ class Story:
                 continue
             given = {donor: self.snapshots[event.round, donor] for donor in event.donors}
             assert event.best in given, f"the best donor {event.best} is none of {event.donors}"
+            kept = kept_part(before, momentum)
             for name, tensor in event.state.items():
                 own = None if before is None else before[name]
-                expected = expected_average(name, given, event.weights, event.best, own, momentum)
+                expected = expected_average(name, given, event.weights, event.best, own, kept)
                 assert same_bits(tensor, expected), (
                     f"rank {rank}, round {event.round}, {name}: {tensor.tolist()[:8]} is not {expected.tolist()[:8]}, "
                     f"the average of {event.donors} with {event.weights}"
@@ -141,6 +142,12 @@ def flat_state(model: nn.Module) -> State:
     return {name: torch.cat(parts).clone() for name, parts in found.items()}
 
 
+def kept_part(before: State | None, momentum: float) -> float:
+    """What a rank keeps of its own weights: nothing where some of them are not finite."""
+    own = [] if before is None else [tensor for tensor in before.values() if tensor.is_floating_point()]
+    return momentum if all(bool(tensor.isfinite().all()) for tensor in own) else 0.0
+
+
 def expected_average(
     name: str,
     given: Mapping[int, State],
@@ -149,20 +156,42 @@ def expected_average(
     own: torch.Tensor | None,
     momentum: float,
 ) -> torch.Tensor:
-    """One flat tensor of the average: weighted sum in rank order, divided by the sum of the weights."""
+    """One flat tensor of the average, from the definition in :mod:`asyncdist.means`, mixed with the own one."""
     first = next(iter(given.values()))[name]
     if not first.is_floating_point():
         return given[best][name]
-    width: Any = np.float64 if first.dtype == torch.float64 else np.float32
-    total: Any = None
-    for donor, weight in zip(sorted(given), weights, strict=True):
-        product = given[donor][name].to(torch.float64 if width is np.float64 else torch.float32).numpy() * width(weight)
-        total = product if total is None else total + product
-    average = total / width(sum(weights))
+    wide = torch.float64 if first.dtype == torch.float64 else torch.float32
+    average = expected_mean([given[donor][name].to(wide).numpy() for donor in sorted(given)], weights)
     if momentum and own is not None:
-        mine = own.to(torch.float64 if width is np.float64 else torch.float32).numpy()
-        average = mine * width(momentum) + average * width(1.0 - momentum)
-    return torch.from_numpy(np.asarray(average, dtype=width)).to(first.dtype)
+        mine = own.to(wide).numpy()
+        mixed = mine * average.dtype.type(momentum) + average * average.dtype.type(1.0 - momentum)
+        average = np.clip(mixed, np.minimum(mine, average), np.maximum(mine, average))
+    return torch.from_numpy(average).to(first.dtype)
+
+
+def expected_mean(arrays: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Weighted sum in the order given over the sum of the weights; exact where one value is given, or equal ones."""
+    if len(arrays) == 1:
+        return arrays[0].copy()
+    mean, of_equal = (_quotient(each, weights) for each in (arrays, [arrays[-1]] * len(arrays)))
+    return np.where((mean == of_equal) & (mean != arrays[-1]), arrays[-1], mean)
+
+
+def _quotient(arrays: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Sum and divide; where finite values overflow, with all weights smaller by 2^64."""
+    width = arrays[0].dtype.type
+    found = []
+    with np.errstate(all="ignore"):
+        for scale in (1.0, 2.0**-64):
+            total = arrays[0] * width(weights[0] * scale)
+            for array, weight in zip(arrays[1:], weights[1:], strict=True):
+                total = total + array * width(weight * scale)
+            found.append((total, total / width(sum(weights) * scale)))
+    (total, mean), (_, scaled) = found
+    are_finite = np.isfinite(np.stack(arrays)).all(axis=0)
+    mean = np.where(are_finite & ~np.isfinite(total), scaled, mean)
+    largest = np.finfo(width).max
+    return np.where(are_finite, np.clip(mean, -largest, largest), mean)
 
 
 def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:

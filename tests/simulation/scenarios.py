@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import torch
-from scripts.population import State, expected_average, same_bits
+from scripts.population import State, expected_average, kept_part, same_bits
 from torch import nn
 
 import asyncdist as ad
@@ -343,7 +343,7 @@ class Replica:
     def train(self, rng: random.Random) -> None:
         """One optimizer's step, so to speak: other numbers everywhere, all of them exact."""
         embed, bias, wide, half, counts, flags = self._memory
-        if not math.isfinite(embed[0, 0]):
+        if not self.is_finite:
             return  # diverged; an average may save it
         embed += rng.randint(-3, 3)
         bias *= 0.5
@@ -352,6 +352,11 @@ class Replica:
         counts += 1
         flags ^= True
         self.optimizer.state[self.model.embed]["momentum_buffer"] = 1
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether it has not diverged."""
+        return math.isfinite(self._memory[0][0, 0])
 
     def diverge(self) -> None:
         """NaN, as after a bad batch."""
@@ -443,7 +448,7 @@ class Member:
             check(found is not None, f"{self}: donor {donor} took no snapshot in round {event.round}")
             given[donor] = found or {}
         check(event.best in given, f"{self}: the best donor {event.best} is none of {event.donors}")
-        momentum = options["momentum"]
+        momentum = kept_part(self.before, options["momentum"])
         self.watch.seen["applied with momentum"] += bool(momentum)
         for name, tensor in state.items():
             own = None if self.before is None else self.before[name]
@@ -487,6 +492,7 @@ class Member:
         elif self.plan.kind == "all":
             watch.entered[self.number, self.last_round + 1, self.rank] = replica.flat()
         before = replica.to_bytes()
+        had_diverged, had_state = not replica.is_finite, bool(replica.optimizer.state)
         self.event = None
         loop: Any = asyncio.get_running_loop()
         began_at, deaf_s = self.world.time(), loop.deaf_s
@@ -506,7 +512,7 @@ class Member:
             check(not info.weights or abs(sum(info.weights) - 1.0) < 1e-9, f"{self}: weights {info.weights}")
             check(info.staleness_steps >= 0 and info.seconds >= 0.0, f"{self} says {info!r}")
             check(bool(info.nbytes) == bool(info.donors), f"{self} says {info!r}")
-            self._check_optimizer()
+            self._check_optimizer(info, had_diverged=had_diverged, had_state=had_state)
         elif info or self.weights != before:
             check(False, f"{self} told nothing, says {info}, and its weights changed: {self.weights != before}")
         if info.abandoned:
@@ -514,11 +520,16 @@ class Member:
             watch.seen[f"abandoned: {reason_kind(info.abandoned)}"] += 1
         return info
 
-    def _check_optimizer(self) -> None:
+    def _check_optimizer(self, info: StepInfo, *, had_diverged: bool, had_state: bool) -> None:
+        """What is reset, and that nothing of a rank that has diverged survives an average."""
         options = self.plan.options
         resets = options["optimizer_state"] == "reset" or options.get("averaging_strategy") == "reset_weights"
+        keeps = bool(options.get("momentum")) or (had_state and not resets)
+        recovers = self.plan.kind == "selective" and had_diverged and keeps and bool(info.donors)
+        self.watch.check(bool(info.recovered) == recovers, f"{self} had diverged: {had_diverged}, and says {info!r}")
+        self.watch.seen["recovered"] += recovers
         state = self.replica.optimizer.state
-        if resets:
+        if resets or recovers:
             self.watch.check(not state, f"{self}: the optimizer's state survived")
         elif self.trained_count:
             self.watch.check(bool(state), f"{self}: the optimizer's state is gone")

@@ -76,7 +76,7 @@ def test_a_replacement_without_its_place_is_named(tmp_path: Path, change: str) -
     top = copy_of_sources(tmp_path)
     place = top / "asyncdist" / "collectives.py"
     text = place.read_text()
-    line = "            divide(tensor, group.size)\n"
+    line = "            work = fold([*receive])\n"
     assert line in text
     changed = {"gone": text.replace(line, ""), "twice": text.replace(line, line * 2), "broken": text + "\n)"}[change]
     place.write_text(changed)

@@ -99,7 +99,13 @@ LEFT_OUT = (
     "left out: weights are not finite",
 )
 KILLED = ("killed coordinator", "killed donor mid-stream", "killed replacer mid-exchange")
-OTHER = ("ClosedError of average_all", "starts that a loss ended", "dropped: CRC mismatch", "dropped: closed scope")
+OTHER = (
+    "recovered",
+    "ClosedError of average_all",
+    "starts that a loss ended",
+    "dropped: CRC mismatch",
+    "dropped: closed scope",
+)
 
 
 @pytest.fixture(scope="module")

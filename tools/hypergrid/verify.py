@@ -4,7 +4,9 @@ On the ranks an `EventWriter` stores what each donor gave and what each replacer
 average that was computed but never reached the model is caught, as is a snapshot that is not what the model held.
 In the driver a `Verifier` recomputes each average as it appears: the sum over the donors in rank order, in float32 or
 wider, of snapshot times weight (weight 1 multiplies nothing), divided by the sum of the weights (a sum of 1 divides
-nothing), rounded once to the stored dtype; integers and bools as the best donor has them. All bytes must be equal.
+nothing), rounded once to the stored dtype; integers and bools as the best donor has them. A sum of finite values that
+overflows is computed with weights scaled by 2^-64, and where the quotient is the one of donors that all equal the last
+one, the average is that donor's value (`asyncdist.means` says why). All bytes must be equal.
 Files of past rounds are deleted.
 Dtypes that numpy does not have (bfloat16) are not supported.
 """
@@ -102,15 +104,31 @@ def equal_bytes(one: State, other: State) -> bool:
 def average(arrays: Sequence[Array], weights: Sequence[float]) -> Array:
     """Return the weighted mean of floating arrays of one dtype, as the module's text defines it."""
     stored = arrays[0].dtype
-    wide = np.promote_types(stored, np.complex64 if np.issubdtype(stored, np.complexfloating) else np.float32)
-    total: Array | None = None
-    for array, weight in zip(arrays, weights, strict=True):
-        widened = array.astype(wide)
-        product = widened if weight == 1.0 else widened * wide.type(weight)
-        total = product if total is None else total + product
-    assert total is not None
-    weight_sum = sum(weights)
-    return (total if weight_sum == 1.0 else total / wide.type(weight_sum)).astype(stored)
+    if len(arrays) == 1:
+        return arrays[0].copy()
+    if np.issubdtype(stored, np.complexfloating):  # as real and imaginary parts
+        parts = [np.ascontiguousarray(array).view(array.real.dtype) for array in arrays]
+        return average(parts, weights).view(stored)
+    wide = [array.astype(np.promote_types(stored, np.float32)) for array in arrays]
+    mean = _quotient(wide, weights)
+    is_of_equal = (mean == _quotient([wide[-1]] * len(wide), weights)) & (mean != wide[-1])
+    return np.where(is_of_equal, wide[-1], mean).astype(stored)
+
+
+def _quotient(arrays: Sequence[Array], weights: Sequence[float]) -> Array:
+    """Return the weighted sum divided by the sum of the weights."""
+    kind, scale = arrays[0].dtype.type, 2.0**-64
+    total, scaled, finite = np.zeros(0), np.zeros(0), np.isfinite(arrays).all(axis=0)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for place, (array, weight) in enumerate(zip(arrays, weights, strict=True)):
+            product = array if weight == 1.0 else array * kind(weight)
+            total = total + product if place else product
+            scaled = scaled + array * kind(weight * scale) if place else array * kind(weight * scale)
+        quotient = total if sum(weights) == 1.0 else total / kind(sum(weights))
+        scaled = scaled / kind(sum(weights) * scale)
+    result = np.where(np.isfinite(total) | ~finite, quotient, scaled)
+    largest = np.finfo(kind).max
+    return np.where(finite, np.clip(result, -largest, largest), result)
 
 
 def check_average(applied: State, donors: Mapping[int, State], weights: Mapping[int, float], best: int) -> None:

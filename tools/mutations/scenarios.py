@@ -29,7 +29,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from scripts.population import Mixed, State, expected_average, flat_state, same_bits
+from scripts.population import Mixed, State, expected_average, flat_state, kept_part, same_bits
 from torch import nn
 
 import asyncdist as ad
@@ -227,7 +227,7 @@ class Watch:
             assert all(same_bits(state[name], expected[name]) for name in expected), f"rank {rank}: not fresh weights"
             return
         given = {donor: self.snapshots[event.round, donor] for donor in event.donors}
-        momentum = self.setting.options["momentum"]
+        momentum = kept_part(self.before[rank], self.setting.options["momentum"])
         for name, tensor in state.items():
             average = expected_average(name, given, event.weights, event.best, self.before[rank][name], momentum)
             assert same_bits(tensor, average), (

@@ -52,8 +52,8 @@ MUTANTS: Final = (
         1,
         "with momentum the new weights are computed and not written back",
         "asyncdist/flat.py",
-        "        own.copy_(kept.add_(other.to(wide) * (1.0 - momentum)))",
-        "        own = kept.add_(other.to(wide) * (1.0 - momentum)).to(own.dtype)",
+        "        own.copy_(mixed.clamp_(torch.minimum(before, other), torch.maximum(before, other)))",
+        "        own = mixed.clamp_(torch.minimum(before, other), torch.maximum(before, other)).to(own.dtype)",
         SUITE,
     ),
     Mutant(
@@ -280,8 +280,8 @@ MUTANTS: Final = (
         15,
         "the synchronous average divides by the world's size",
         "asyncdist/collectives.py",
-        "            divide(tensor, group.size)",
-        "            divide(tensor, self._engine.transport.size)",
+        "            work = fold([*receive])",
+        "            work = fold([*receive]) * (group.size / self._engine.transport.size)",
         SUBGROUP,
     ),
     Mutant(

@@ -1,0 +1,221 @@
+"""Weighted means of tensors, element by element, whether they arrive one by one in chunks or all at once.
+
+The weighted sum runs in the order in which the tensors are given, in the accumulator's dtype (float32 or wider), and is
+divided by the sum of the weights. Product, sum and quotient are rounded separately, so the bits depend neither on where
+chunks begin nor on the width of vector instructions. Two rules go beyond that:
+
+- **The mean of finite values is finite.** Where a sum leaves the range of its dtype, it goes on scaled by 2^-64, as
+  does its divisor. Scaling by a power of two is exact for values of that size, so the bits are those of a sum without
+  bounds. (Two attention masks of ``finfo.min`` add up to -inf.)
+- **The mean of equal values is that value.** Where the quotient is the one that tensors all equal to the last one would
+  have given, the mean is the last one's value. (The float32 sum x + x + x, divided by 3, misses x by one unit in the
+  last place for one x in seven.) Where the values differ and the quotient is the same, this too is within rounding.
+
+Complex values are averaged as their real and imaginary parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+#: Elements that are handled at once: 256 KiB of float32 stay in a core's own cache from one pass to the next.
+_PIECE_COUNT: Final = 1 << 16
+_SCALE: Final = 2.0**-64
+_LARGEST: Final = {dtype: torch.finfo(dtype).max for dtype in (torch.float32, torch.float64)}
+#: Sums of up to 2^20 values of this size stay finite.
+_SAFE: Final = {dtype: largest * 2.0**-20 for dtype, largest in _LARGEST.items()}
+_INTEGERS: Final = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+class WeightedMean:
+    """The weighted mean of tensors that come one after the other, each in chunks, in any number of flat tensors.
+
+    Call :meth:`begin` for each tensor and then :meth:`add` for each of its chunks. When the chunk of the last tensor
+    has been added, the accumulator holds the mean there. Nothing is allocated but a piece, unless sums overflow.
+
+    Args:
+        keeps_equal: whether the second rule of the module's text holds.
+
+    Attributes:
+        is_agreed: whether, so far, a value that was not finite was the same infinity in all tensors.
+    """
+
+    def __init__(self, *, keeps_equal: bool = True) -> None:
+        self._keeps_equal = keeps_equal
+        self.is_agreed = True
+        self._weights: list[float] = []
+        self._weight = 1.0
+        self._is_last = False
+        self._is_careful = False
+        self._scaled: dict[int, Tensor] = {}  # by accumulator, where it lies: which of its sums are scaled
+
+    def begin(self, weight: float, *, is_last: bool) -> None:
+        """Go on to the next tensor.
+
+        Args:
+            weight: finite and above 0.
+            is_last: whether it completes the mean.
+        """
+        self._weights.append(weight)
+        self._weight = weight
+        self._is_last = is_last
+
+    def add(self, into: Tensor, chunk: Tensor | None = None) -> None:
+        """Add a chunk of the current tensor to the same stretch of an accumulator.
+
+        Args:
+            into: 1-D slice of the accumulator, contiguous; float32, complex64 or wider. The first tensor overwrites it.
+            chunk: of the same length, of any dtype that fits into the accumulator's; not changed. None where the first
+                tensor's values lie in ``into`` already.
+        """
+        if into.requires_grad or (chunk is not None and chunk.requires_grad):
+            into, chunk = into.detach(), None if chunk is None else chunk.detach()
+        into = _real(into)
+        values = into if chunk is None else _real(chunk)
+        count = len(into)
+        if count <= _PIECE_COUNT:
+            if count:
+                self._add_piece(into, values)
+            return
+        for start in range(0, count, _PIECE_COUNT):
+            self._add_piece(into[start : start + _PIECE_COUNT], values[start : start + _PIECE_COUNT])
+
+    def _add_piece(self, into: Tensor, values: Tensor) -> None:
+        weight, is_first = self._weight, len(self._weights) == 1
+        if is_first and self._is_last:  # the mean of one tensor is that tensor, whatever its weight
+            if values is not into:
+                into.copy_(values)
+            return
+        wide = values if values.dtype == into.dtype else values.to(into.dtype)
+        product = wide if weight == 1.0 else wide * weight
+        # Once a value is too large, all later sums are watched. Before that no sum can have overflowed.
+        self._is_careful = self._is_careful or not _is_within(product, _SAFE[into.dtype])
+        if self._is_careful:
+            self._add_carefully(into, wide, product)
+        elif not is_first:
+            into.add_(product)
+        elif product is not into:
+            into.copy_(product)
+        if self._is_last:
+            self._divide(into)
+            if self._keeps_equal and (len(self._weights) > 2 or set(self._weights) != {1.0}):  # (x + x) / 2 is exact
+                _prefer_last(into, wide, self._weights)
+
+    def _add_carefully(self, into: Tensor, wide: Tensor, product: Tensor) -> None:
+        """Add, and scale the sums of finite values that leave the range of the dtype."""
+        is_first = len(self._weights) == 1
+        total = product if is_first else into + product
+        leaves = torch.isfinite(wide) & ~torch.isfinite(total)
+        if not is_first:
+            leaves &= torch.isfinite(into)
+            is_infinite = ~(torch.isfinite(into) & torch.isfinite(wide))
+            self.is_agreed = self.is_agreed and not (is_infinite & (into != wide)).any()
+        scaled = self._scaled_sums(into)
+        if scaled is None and not leaves.any():
+            into.copy_(total)
+            return
+        scaled = self._scaled_sums(into, make=True)
+        assert scaled is not None, "it was made"
+        careful = wide * (self._weight * _SCALE)
+        if is_first:
+            scaled.copy_(leaves)
+        else:
+            careful += torch.where(scaled, into, into * _SCALE)
+            scaled |= leaves
+        into.copy_(torch.where(scaled, careful, total))
+
+    def _divide(self, into: Tensor) -> None:
+        """Turn the sum into the mean; a sum of weights of exactly 1 leaves it alone."""
+        divisor = sum(self._weights)
+        if not self._is_careful:
+            divide(into, divisor)
+            return
+        is_finite = torch.isfinite(into)
+        quotient = into / divisor if divisor != 1.0 else into
+        scaled = self._scaled_sums(into)
+        if scaled is not None:
+            quotient = torch.where(scaled, into / (divisor * _SCALE), quotient)
+        largest = _LARGEST[into.dtype]  # rounding may lift a mean of the largest values above them
+        into.copy_(torch.where(is_finite, quotient.clamp(-largest, largest), quotient))
+
+    def _scaled_sums(self, into: Tensor, *, make: bool = False) -> Tensor | None:
+        """Return which elements of this slice of an accumulator hold scaled sums; None if none of it ever did."""
+        storage = into.untyped_storage()
+        found = self._scaled.get(storage.data_ptr())
+        if found is None:
+            if not make:
+                return None
+            found = torch.zeros(storage.nbytes() // into.itemsize, dtype=torch.bool, device=into.device)
+            self._scaled[storage.data_ptr()] = found
+        return found[into.storage_offset() : into.storage_offset() + len(into)]
+
+
+def mean_into(result: Tensor, parts: Sequence[Tensor]) -> None:
+    """Write the mean of tensors that are all at hand, each of weight 1; the bits are those of :class:`WeightedMean`.
+
+    Args:
+        result: 1-D, contiguous, of float32, complex64 or wider; none of the parts.
+        parts: two or more of its length and dtype. Values that are not finite follow IEEE 754.
+    """
+    result, parts = _real(result), [_real(part) for part in parts]
+    if not len(result):
+        return
+    torch.add(parts[0], parts[1], out=result)
+    for part in parts[2:]:
+        result += part
+    if not _is_within(result, _LARGEST[result.dtype]):
+        _mean_one_by_one(result, parts, [1.0] * len(parts), WeightedMean())
+        return
+    divide(result, len(parts))
+    if len(parts) > 2:  # (x + x) / 2 is exact
+        _prefer_last(result, parts[-1], [1.0] * len(parts))
+
+
+def divide(total: Tensor, divisor: float) -> None:
+    """Divide in place, rounding once; a divisor of exactly 1 leaves the values alone."""
+    if divisor != 1.0:
+        # By a scalar of the host CUDA would multiply with 1 / it.
+        on_device = total.device.type != "cpu"
+        total.div_(torch.tensor(divisor, dtype=total.dtype, device=total.device) if on_device else divisor)
+
+
+def _mean_one_by_one(result: Tensor, parts: Sequence[Tensor], weights: Sequence[float], mean: WeightedMean) -> None:
+    for place, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+        mean.begin(weight, is_last=place == len(parts) - 1)
+        mean.add(result, part)
+
+
+def _prefer_last(mean: Tensor, last: Tensor, weights: Sequence[float]) -> None:
+    """Write the last tensor's value where the mean is the one that equal tensors would have.
+
+    Two or three cheap passes tell that there is no such element nearly always: means of equal values are few units in
+    the last place apart, and consecutive floats have consecutive bit patterns.
+    """
+    integers = _INTEGERS[mean.dtype]
+    distance = (mean.view(integers) - last.view(integers)).abs_()
+    nearest = 2 * len(weights) + 8
+    if distance.min().item() > nearest:
+        return
+    where = ((distance <= nearest) & (mean != last)).nonzero().view(-1)
+    if not len(where):
+        return
+    values = last[where]
+    of_equal = torch.empty_like(values)
+    _mean_one_by_one(of_equal, [values] * len(weights), weights, WeightedMean(keeps_equal=False))
+    agrees = mean[where] == of_equal
+    mean[where[agrees]] = values[agrees]
+
+
+def _is_within(values: Tensor, bound: float) -> bool:
+    """Tell whether all values are finite and no larger than ``bound``; NaN passes through both extremes."""
+    low, high = torch.aminmax(values)
+    return -bound <= low.item() and high.item() <= bound
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return a flat tensor's elements as real ones."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor

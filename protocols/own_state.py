@@ -1,0 +1,117 @@
+"""A rank's own state in a selective policy: whether others may have it, and what takes its place.
+
+What a rank keeps of its own when it takes an average, part of its weights (``momentum``) and its optimizer's state, it
+keeps only if that is finite. Adam's moments that have become NaN would spoil every average in the next step.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from asyncdist.flat import FlatBuffers, FlatState, first_difference, reset_optimizer_state
+from asyncdist.infinities import KnownInfinities, all_finite
+from protocols.spawn_policy import ModelBuilder
+
+logger = logging.getLogger("protocols.own_state")
+
+
+class OwnState:
+    """One rank's model and optimizer.
+
+    Args:
+        flat: the model's state.
+        optimizer: of that model.
+        momentum: what is kept of the own weights, 0 to 1.
+        resets_optimizer: whether its state is cleared whenever weights are replaced.
+        model_builder: makes fresh weights; None where averages alone replace them.
+
+    Raises:
+        ValueError: ``model_builder`` makes a model of another layout; the first difference is named.
+    """
+
+    def __init__(
+        self,
+        flat: FlatState,
+        optimizer: torch.optim.Optimizer,
+        *,
+        momentum: float,
+        resets_optimizer: bool,
+        model_builder: ModelBuilder | None,
+    ) -> None:
+        self._flat = flat
+        self._optimizer = optimizer
+        self._momentum = momentum
+        self._resets_optimizer = resets_optimizer
+        self._model_builder = model_builder
+        self._known: KnownInfinities | None = None
+        self._has_warned = False
+        if model_builder is not None:
+            devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+            with torch.random.fork_rng(devices):  # training draws what it would draw without this look
+                self._build(model_builder)
+
+    def begin(self) -> None:
+        """Remember which infinities belong to the model; the policy starts."""
+        self._known = KnownInfinities(self._flat)
+
+    def may_be_given(self, snapshot: FlatBuffers) -> bool:
+        """Tell whether others may average this snapshot. The first time that they may not, warn and name the entry."""
+        name = self._infinities.unsound_entry(snapshot)
+        if name is not None and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%r holds values that are not finite: this rank gives its weights to nobody while that is so. "
+                "(Infinities that a buffer or a frozen parameter holds from the policy's start on are no obstacle.)",
+                name,
+            )
+        return name is None
+
+    def unsound_entry(self, mean: FlatBuffers) -> str | None:
+        """Name an entry of a mean that holds what is neither finite nor known here."""
+        return self._infinities.unsound_entry(mean)
+
+    def take(self, average: FlatBuffers) -> str:
+        """Put an average in place of the weights.
+
+        Returns:
+            What of this rank's own was not finite, so that nothing of it was kept: neither a part of the weights nor
+            the optimizer's state, whatever the options say. Else "".
+        """
+        trouble = self._own_trouble()
+        self._flat.load(average, momentum=0.0 if trouble else self._momentum)
+        if self._resets_optimizer or trouble:
+            reset_optimizer_state(self._optimizer)
+        return trouble
+
+    def take_fresh(self) -> None:
+        """Put what ``model_builder`` makes in place of the weights, and clear the optimizer's state."""
+        assert self._model_builder is not None, "reset_weights without model_builder was refused at the start"
+        fresh = self._build(self._model_builder)
+        buffers = fresh.new_buffers()
+        fresh.snapshot(buffers)
+        self._flat.load(buffers)
+        reset_optimizer_state(self._optimizer)
+
+    @property
+    def _infinities(self) -> KnownInfinities:
+        assert self._known is not None, "a policy that has not started"
+        return self._known
+
+    def _own_trouble(self) -> str:
+        """Say what of this rank's own is not finite, if some of it is to be kept; "" if nothing is."""
+        keeps_state = not self._resets_optimizer and bool(self._optimizer.state)
+        if (self._momentum or keeps_state) and (name := self._infinities.unsound_entry_of_model()) is not None:
+            return f"{name!r} was not finite"
+        if keeps_state and not all_finite(dict(self._optimizer.state)):
+            return "the optimizer's state was not finite"
+        return ""
+
+    def _build(self, model_builder: ModelBuilder) -> FlatState:
+        built = model_builder()
+        fresh = FlatState(built[0] if isinstance(built, tuple) else built)
+        difference = first_difference(self._flat.fingerprint, fresh.fingerprint)
+        if difference is not None:
+            raise ValueError(f"model_builder made another model than the policy's (here), {difference}")
+        return fresh

@@ -1,0 +1,180 @@
+"""Values that strain an average, in every policy: large, equal and infinite ones, and ranks that have diverged."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from scripts.population import sgd
+from torch import nn
+
+import asyncdist as ad
+from protocols import (
+    AsyncSelectiveAveragingPolicy,
+    AverageAllPolicy,
+    OneSidedSelectiveAveragingPolicy,
+    SpawnPolicy,
+    StepInfo,
+)
+
+RANKS = 4
+SELECTIVE: dict[str, Any] = {"average_every": 2, "replacement_ratio": 0.25}
+#: Of the selective policies, by name; their rank 0 is the worst, and is replaced by all the others.
+SELECTIVE_POLICIES: dict[str, Callable[..., SpawnPolicy]] = {
+    "selective": lambda *args, **options: AsyncSelectiveAveragingPolicy(*args, **SELECTIVE, **options),
+    "one-sided": lambda *args, **options: OneSidedSelectiveAveragingPolicy(
+        *args, **SELECTIVE, replacement_mode="worst_ratio", donor_count=3, **options
+    ),
+}
+POLICIES = SELECTIVE_POLICIES | {
+    "average-all": lambda *args, **_: AverageAllPolicy(*args, average_every=2),
+}
+
+
+class Masked(nn.Module):
+    """Weights of its own, weights that all ranks have, and a mask."""
+
+    def __init__(self, rank: int, mask: float) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.full((3,), float(rank)))
+        self.frozen = nn.Parameter(torch.randn(500, generator=torch.Generator().manual_seed(1)), requires_grad=False)
+        self.register_buffer("mask", torch.full((4, 4), mask).triu(1))
+
+
+def train(
+    policy_of: Callable[..., SpawnPolicy],
+    build: Callable[[int], nn.Module],
+    *,
+    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+    touch: Callable[[int, int, nn.Module, torch.optim.Optimizer], None] = lambda *_: None,
+    steps: int = 40,
+    **options: Any,
+) -> list[tuple[nn.Module, list[StepInfo]]]:
+    """Four ranks in lockstep, whose metric is their rank."""
+    barrier = asyncio.Barrier(RANKS)
+
+    async def main(world: ad.World) -> tuple[nn.Module, list[StepInfo]]:
+        model = build(world.rank)
+        optimizer = optimizer_of(model)
+        infos = []
+        async with policy_of(model, optimizer, **options) as policy:
+            for step in range(steps):
+                touch(world.rank, step, model, optimizer)
+                infos.append(await policy.step(float(world.rank)))
+                await barrier.wait()
+        return model, [info for info in infos if info]
+
+    return ad.run_local(main, ranks=RANKS, strict=True)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.3}, {"averaging_strategy": "weighted_mean"}])
+def test_equal_values_stay_and_a_mask_of_the_smallest_float_stays_finite(policy: str, options: dict[str, Any]) -> None:
+    """A mask of ``finfo.min`` became -inf in the first round, and from then on those ranks could give nothing."""
+    smallest = torch.finfo(torch.float32).min
+    members = train(POLICIES[policy], lambda rank: Masked(rank, smallest), **options)
+    assert len(members[0][1]) >= 3
+    for model, _ in members:
+        assert torch.equal(model.mask, Masked(0, smallest).mask)
+        assert torch.equal(model.frozen, Masked(0, 0.0).frozen)
+        assert model.own.isfinite().all()
+    assert (members[0][0].own > 0.5).all()
+
+
+# -- infinities that belong to the model ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", SELECTIVE_POLICIES)
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.3}, {"averaging_strategy": "weighted_mean"}])
+def test_a_mask_of_minus_infinity_does_not_keep_ranks_from_giving(
+    policy: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every donor declined, in silence, for the whole run."""
+    members = train(SELECTIVE_POLICIES[policy], lambda rank: Masked(rank, -math.inf), **options)
+    assert len(members[0][1]) >= 3
+    for model, infos in members:
+        assert torch.equal(model.mask, Masked(0, -math.inf).mask)
+        assert not any(info.recovered for info in infos)
+    assert (members[0][0].own > 0.5).all()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("policy", SELECTIVE_POLICIES)
+@pytest.mark.parametrize("change", ["moved", "nan", "weights"])
+def test_what_is_not_finite_and_no_part_of_the_model_is_named_once_for_each_rank(
+    policy: str, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def touch(rank: int, step: int, model: nn.Module, _: torch.optim.Optimizer) -> None:
+        if step == 0:
+            {"moved": model.mask, "nan": model.mask, "weights": model.own.data}[change].view(-1)[0] = (
+                math.nan if change == "nan" else -math.inf
+            )
+
+    members = train(SELECTIVE_POLICIES[policy], lambda rank: Masked(rank, -math.inf), touch=touch)
+    assert not any(infos for _, infos in members)
+    warned = [record.getMessage() for record in caplog.records if record.name == "protocols.own_state"]
+    assert 3 <= len(warned) <= RANKS
+    assert all(("'own'" if change == "weights" else "'mask'") in text for text in warned)
+
+
+@pytest.mark.parametrize("policy", SELECTIVE_POLICIES)
+def test_an_average_of_donors_that_differ_in_their_infinities_is_not_applied(policy: str) -> None:
+    reasons: list[str] = []
+
+    def build(rank: int) -> nn.Module:
+        return Masked(rank, -math.inf if rank == 2 else 0.0)
+
+    barrier = asyncio.Barrier(RANKS)
+
+    async def main(world: ad.World) -> bool:
+        model = build(world.rank)
+        async with SELECTIVE_POLICIES[policy](model, sgd(model)) as policy_:
+            for _ in range(40):
+                info = await policy_.step(float(world.rank))
+                if info.abandoned:
+                    reasons.append(info.abandoned)
+                await barrier.wait()
+        return torch.equal(model.mask, build(world.rank).mask)
+
+    assert ad.run_local(main, ranks=RANKS, strict=True) == [True] * RANKS
+    assert any("the donors differ in infinite values" in reason and "'mask'" in reason for reason in reasons)
+
+
+# -- ranks that have diverged -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", SELECTIVE_POLICIES)
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("spoiled", ["weights", "state", "both"])
+def test_a_rank_that_has_diverged_recovers(policy: str, momentum: float, spoiled: str) -> None:
+    """Adam's moments stayed NaN, or the mix with its own NaN did: it was replaced for ever."""
+
+    def touch(rank: int, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        (model.own**2).sum().backward()
+        optimizer.step()
+        if rank == 0 and step == 3:
+            if spoiled != "state":
+                model.own.data.fill_(math.nan)
+            if spoiled != "weights":
+                for state in optimizer.state.values():
+                    state["exp_avg"].fill_(math.nan)
+
+    members = train(
+        SELECTIVE_POLICIES[policy],
+        lambda rank: Masked(rank, 0.0),
+        optimizer_of=lambda model: torch.optim.Adam([model.own], lr=1e-3),
+        touch=touch,
+        momentum=momentum,
+    )
+    model, infos = members[0]
+    assert model.own.isfinite().all()
+    recoveries = [info for info in infos if info.recovered]
+    assert len(recoveries) == 1 and len(infos) > 1
+    expected = "the optimizer's state was not finite" if spoiled == "state" else "'own' was not finite"
+    assert recoveries[0].recovered in (expected, "'own' was not finite")
+    assert recoveries[0].recovered in str(recoveries[0])
