@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-#: Some ranks in their order, short also where there are thousands: the first and the last of those without a gap.
+#: Some ranks, or numbers, in their order, short also where there are thousands: the first and the last of those
+#: without a gap.
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Member to leader: I am about to start ``subject`` and these are my values."""
+    """Member to leader: I am about to start ``subject`` and these are my values.
+
+    Attributes:
+        taken: numbers that are in use here.
+    """
 
     subject: str
     values: tuple[tuple[str, str], ...]
-    proposal: int
+    taken: Runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +112,13 @@ def runs_of(ranks: tuple[int, ...]) -> Runs:
 def ranks_of(runs: Runs) -> set[int]:
     """All ranks of some runs."""
     return {rank for first, last in runs for rank in range(first, last + 1)}
+
+
+def first_free(taken: Iterable[Runs]) -> int:
+    """The smallest number, from 0, that is in none of them."""
+    free = 0
+    for first, last in sorted(run for runs in taken for run in runs):
+        if first > free:
+            break
+        free = max(free, last + 1)
+    return free

@@ -33,6 +33,7 @@ from asyncdist.agreement_messages import (
     Runs,
     Verdict,
     Withdraw,
+    first_free,
     ranks_of,
     runs_of,
 )
@@ -115,7 +116,7 @@ class Agreed:
     """What came of an agreement.
 
     Attributes:
-        number: the largest proposal.
+        number: the smallest that no member has taken.
         values: what all of them said; on a leader who said nothing, what the first member said.
         time: the how manieth time it was, failed ones included, from 1; equal on all ranks, whatever became of the
             others. What starts is to be numbered by it: who has missed a verdict would count one less than the rest.
@@ -159,7 +160,7 @@ class Agreements:
         *,
         timeout_s: float | None,
         leader: int | None = None,
-        proposal: int = 0,
+        taken: Runs = (),
         alone: bool = False,
         hold_s: float = 0.0,
         caller: Caller | None = None,
@@ -172,7 +173,7 @@ class Agreements:
             values: what must be equal on all ranks, by name. A leader who is no member may pass none.
             timeout_s: how long the leader waits for the last one; None for as long as it takes.
             leader: who compares; the first of ``ranks`` by default.
-            proposal: a number; the largest is what everyone gets.
+            taken: numbers that are in use here; the smallest that is in use nowhere is what everyone gets.
             alone: no rank starts anything else with ``alone`` meanwhile; the caller sees to that.
             hold_s: for how long a member that has come keeps its loop to itself while it waits for the verdict.
             caller: told how far it has come.
@@ -190,7 +191,7 @@ class Agreements:
         """
         leader = ranks[0] if leader is None else leader
         subject = _full(subject, ranks)
-        join = Join(self._next_time(subject), tuple(sorted(values.items())), proposal)
+        join = Join(self._next_time(subject), tuple(sorted(values.items())), taken)
         pending = Pending(join, tuple(ranks), leader)
         if caller is not None:
             caller.on_asked(pending)
@@ -277,6 +278,12 @@ class Agreements:
             if rank != self._rank:
                 self._send(Withdraw(full), rank)
 
+    def forget(self, ranks: Sequence[int], subject: str) -> None:
+        """No member starts ``subject`` any more, as all have said: nothing of it is kept."""
+        full = _full(subject, ranks)
+        self._counts.pop(full, None)
+        self._withdrawn.pop(full, None)
+
     def _send(self, message: Any, rank: int) -> None:
         """Send to ``rank``, unless it has left, or was lost: of that the transport knows a little earlier."""
         if rank not in self._gone:
@@ -312,7 +319,7 @@ class Agreements:
             waited_s=timeout_s or 0.0,
             gone=gone.ranks(),
             lost=tuple(rank for rank in gone.ranks() if rank in self._lost),
-            agreed=max(entry.proposal for entry in joins.values()),
+            agreed=first_free(entry.taken for entry in joins.values()),
         )
         for rank in joins:
             if rank != self._rank:

@@ -5,6 +5,8 @@ the counts when it leaves. One with a higher number is a collective in which the
 or waits in it gets ClosedError. One with a lower number goes on: the leaver has done its part, or does it in the
 background, whatever arrives first.
 
+A member that frees a group says the same of that group: to the others it is as if it had left.
+
 Of a lost member nobody knows what it has started, and the others find out at different times: one may have given up the
 collective in which the next one waits for it. So a loss ends, on each rank that hears of it, the collectives of all
 groups with that member, those under way and those to come, with RankLostError; also where somebody has left besides,
@@ -18,8 +20,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from asyncdist.errors import AsyncdistError, ClosedError, RankLostError
-from asyncdist.groups import Group
+from asyncdist.errors import AsyncdistError, ClosedError, DisagreementError, RankLostError, RemoteError
+from asyncdist.groups import Group, check_open, short
 
 
 @dataclass(eq=False, slots=True)
@@ -45,11 +47,14 @@ class Attendance:
     def __init__(self) -> None:
         self._started: Counter[int] = Counter()
         self._left: dict[int, Mapping[int, int]] = {}
+        self._freed: dict[int, dict[int, int]] = {}
+        self._spoiled: set[int] = set()
         self._lost: set[int] = set()
         self._under_way: dict[Participation, None] = {}  # in the order in which they began
 
     def begin(self, group: Group) -> int:
-        """Count one more collective of the group; returns its number."""
+        """Count one more collective of the group; returns its number. Raises ClosedError where it was freed here."""
+        check_open(group)
         self._started[group.tag] += 1
         return self._started[group.tag]
 
@@ -58,15 +63,16 @@ class Attendance:
         return tuple(self._started.items())
 
     def check(self, group: Group, number: int) -> None:
-        """Refuse a collective that can never complete.
+        """Refuse a collective that can never complete, and that this rank has not begun but for its number.
 
         Raises:
-            ClosedError: a member has left before it.
+            ClosedError: a member has left, or freed the group, before it.
             RankLostError: a member is lost.
         """
-        if self._left or self._lost:
+        if self._left or self._lost or self._freed:
             error = self._reason(group, number)
             if error is not None:
+                self._started[group.tag] -= 1  # so are those that were counted after it: they will be refused, too
                 raise error
 
     def enter(self, group: Group, number: int, stop: Callable[[AsyncdistError], None]) -> Participation:
@@ -86,8 +92,43 @@ class Attendance:
         entry = self.enter(group, number, stop)
         try:
             yield entry
+        except BaseException as error:
+            self.spoil(group, error)
+            raise
         finally:
             self.end(entry)
+
+    def spoil(self, group: Group, error: BaseException) -> None:
+        """A collective of the group has ended with an error: messages of it may still come, unless all had agreed."""
+        if not isinstance(error, (RemoteError, DisagreementError)):
+            self._spoiled.add(group.tag)
+
+    def is_spoiled(self, group: Group) -> bool:
+        """Whether messages of the group may still come after all members have ended all its collectives."""
+        return group.tag in self._spoiled
+
+    def is_under_way(self, group: Group) -> bool:
+        """Whether this rank is in a collective of the group."""
+        return any(entry.group is group for entry in self._under_way)
+
+    def started_of(self, group: Group) -> int:
+        """How many collectives of the group this rank has started."""
+        return self._started[group.tag]
+
+    def left_after(self, group: Group, rank: int) -> int | None:
+        """How many ``rank`` had started when it left; None where it has not, or is lost, so that nobody knows."""
+        return None if rank in self._lost or rank not in self._left else self._left[rank].get(group.tag, 0)
+
+    def on_freed(self, group: Group, rank: int, started: int) -> None:
+        """``rank`` has freed the group, having started so many collectives of it."""
+        self._freed.setdefault(group.tag, {})[rank] = started
+        self._stop_what_cannot_complete()
+
+    def reset(self, tag: int) -> None:
+        """No group has this tag any more, or a new one has."""
+        for known in (self._started, self._freed):
+            known.pop(tag, None)
+        self._spoiled.discard(tag)
 
     def on_lost(self, rank: int) -> None:
         """``rank`` has died: no collective of a group with it goes on."""
@@ -110,21 +151,23 @@ class Attendance:
             if entry.error is None:
                 entry.error = self._reason(entry.group, entry.number)
                 if entry.error is not None:
+                    self._spoiled.add(entry.group.tag)
                     entry.stop(entry.error)
 
     def _reason(self, group: Group, number: int) -> AsyncdistError | None:
         for rank in group.ranks if self._lost else ():
             if rank in self._lost:
-                return RankLostError(f"rank {rank} is gone, and with it the group {_short(group.ranks)}", rank=rank)
+                return RankLostError(f"rank {rank} is gone, and with it the group {short(group.ranks)}", rank=rank)
+        for rank, started in self._freed.get(group.tag, {}).items():
+            if started < number:
+                return ClosedError(
+                    f"rank {rank} has freed the group {short(group.ranks)} and takes no part in this collective of it",
+                    rank=rank,
+                )
         for rank in group.ranks if self._left else ():
             if rank in self._left and self._left[rank].get(group.tag, 0) < number:
                 return ClosedError(
-                    f"rank {rank} has left and takes no part in this collective of the group {_short(group.ranks)}",
+                    f"rank {rank} has left and takes no part in this collective of the group {short(group.ranks)}",
                     rank=rank,
                 )
         return None
-
-
-def _short(ranks: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, ranks[:16]))
-    return f"[{shown}]" if len(ranks) <= 16 else f"[{shown}, ...] of {len(ranks)}"

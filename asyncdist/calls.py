@@ -65,12 +65,12 @@ class CallBook:
         self._counts: dict[tuple[int, int, int], int] = {}
         self._open: dict[tuple[int, int, int], _First] = {}
 
-    def note(self, ranks: Sequence[int], tag: int, rank: int, call: CollectiveCall) -> None:
+    def note(self, ranks: Sequence[int], group_key: int, rank: int, call: CollectiveCall) -> None:
         """``rank`` calls its next collective of a group; told by whoever calls it, for the line of the user's code.
 
         Args:
-            ranks: the group's; no two groups with the same first rank have one tag.
-            tag: the group's.
+            ranks: the group's.
+            group_key: of the group, and of no other one with the same first rank.
             rank: of the world.
             call: what it calls.
 
@@ -79,9 +79,9 @@ class CallBook:
         """
         if len(ranks) == 1:
             return
-        member = ranks[0], tag, rank
+        member = ranks[0], group_key, rank
         number = self._counts[member] = self._counts.get(member, 0) + 1
-        key = ranks[0], tag, number
+        key = ranks[0], group_key, number
         first = self._open.get(key)
         if first is None:
             self._open[key] = _First(rank, call, _users_line(), len(ranks) - 1)
@@ -95,6 +95,12 @@ class CallBook:
         first.missing_count -= 1
         if not first.missing_count:
             del self._open[key]
+
+    def forget(self, ranks: Sequence[int], group_key: int, rank: int) -> None:
+        """``rank`` calls no collective of a group any more, since all have freed it; what was refused is forgotten."""
+        number = self._counts.pop((ranks[0], group_key, rank), 0)
+        while self._open.pop((ranks[0], group_key, number), None) is not None:
+            number -= 1
 
 
 def _users_line() -> str:

@@ -8,8 +8,8 @@ first. (A native reduction keeps the backend's own order.)
 Tensors are dense, of any dtype, layout and device: they travel as bytes through CPU memory. What a reduction means for
 each dtype says :mod:`asyncdist.reductions`. Members must pass equal shapes and dtypes.
 
-A member that leaves the world before it has started a collective takes no part in it: the others get ClosedError, on
-every transport, also while they wait (:mod:`asyncdist.attendance`). One that is lost ends
+A member that leaves the world, or frees the group, before it has started a collective takes no part in it: the others
+get ClosedError, on every transport, also while they wait (:mod:`asyncdist.attendance`). One that is lost ends
 all collectives of its groups: RankLostError.
 
 Members that call different collectives in each other's place, or pass different roots, reductions, shapes or dtypes,
@@ -295,6 +295,11 @@ class Collectives:
             await self._finish(group, self._gather_ragged, group, byte_view(send), sizes, receive, root)
         return receive
 
+    def is_busy(self, group: Group) -> bool:
+        """Whether a collective of the group is under way here, or waits for its turn."""
+        assert self._attendance is not None, "a sequence is part of what is under way"
+        return group.tag in self._newest or self._attendance.is_under_way(group)
+
     def start_sequence(self, group: Group, work: Callable[[Collectives], Coroutine[Any, Any, T]]) -> asyncio.Task[T]:
         """Start several collectives as one: after what this rank has started in the group, before whatever comes later.
 
@@ -321,7 +326,7 @@ class Collectives:
         if self._book is not None:
             dtype, shape = (None, None) if tensor is None else (tensor.dtype, tensor.shape)
             self._book.note(
-                group.ranks, group.tag, self._rank, CollectiveCall(operation, root, reduction, dtype, shape)
+                group.ranks, group.key, self._rank, CollectiveCall(operation, root, reduction, dtype, shape)
             )
 
     async def _native(self, group: Group, start: Callable[[], Request], what: str) -> None:
@@ -347,6 +352,8 @@ class Collectives:
             settle(waiter, error)
 
         def on_done(error: AsyncdistError | None) -> None:
+            if error is not None:
+                attendance.spoil(group, error)
             attendance.end(entry)
             settle(waiter, error)
 

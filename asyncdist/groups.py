@@ -1,35 +1,57 @@
 """Groups of ranks.
 
 A :class:`Group` is a list of ranks in the order in which they count, with the backend's communicator where it has one,
-and else a tag of its own for collectives. Making one is collective among its members, and only they take part.
+and else a tag of its own for collectives. Making one is collective among its members, and only they take part. Freeing
+one is each member's own affair (:mod:`asyncdist.group_ledger`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from asyncdist import tags
-from asyncdist.errors import LocalProtocolError
+from asyncdist.errors import ClosedError, LocalProtocolError
 from asyncdist.transports.base import GroupHandle
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """How long a group may be used.
+
+    Attributes:
+        serial: which group of these ranks it is, in this order of theirs; equal on all members, 0 where it cannot be
+            freed.
+        key: a number for these ranks and that serial, equal on all members.
+        give_back: ends it; None where it cannot be freed.
+        is_freed: whether this rank has freed it.
+        subjects: what its members agree on as long as they have it, and never again.
+    """
+
+    serial: int = 0
+    key: int = 0
+    give_back: Callable[[Group], Awaitable[None]] | None = None
+    is_freed: bool = False
+    subjects: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Group:
-    """Some ranks of the world, in their order.
+    """Some ranks of the world, in their order; as an asynchronous context manager it is freed at the end.
 
     Attributes:
         ranks: the members' ranks in the world.
         index: this rank's position among them; -1 where it is none of them, and may only read who they are.
         tag: of its collectives where there is no native communicator.
         native: the backend's communicator, None where it has none.
+        lease: how long it may be used.
     """
 
     ranks: tuple[int, ...]
     index: int
     tag: int
     native: GroupHandle | None
+    lease: Lease = field(default_factory=Lease, repr=False)
 
     @property
     def size(self) -> int:
@@ -40,6 +62,41 @@ class Group:
     def communicator(self) -> Any:
         """The backend's own object, an ``mpi4py.MPI.Comm`` under MPI; None where it has none."""
         return getattr(self.native, "comm", None)
+
+    @property
+    def key(self) -> int:
+        """Names this group among all that there ever are; its tag is used again when it was freed."""
+        return self.lease.key or self.tag
+
+    @property
+    def number(self) -> str:
+        """The same in words: a number that no other group of these ranks ever has."""
+        return f"{self.tag}.{self.lease.serial}"
+
+    async def free(self) -> None:
+        """Give the group back: its tag, and its communicator, which are limited. Once more does nothing.
+
+        A member need not wait for the others: it waits for the collectives that it has started itself, and tells them.
+        From then on a collective of the group raises ClosedError here, and on the others unless this member has taken
+        part in it. Tag and communicator are used again when all members have freed the group or have left. After a
+        failure of the job it does nothing.
+
+        **Cancellation**: the group is freed all the same, in the background.
+
+        Raises:
+            LocalProtocolError: it is the group of the whole world, or one that this rank only sees from outside.
+        """
+        if self.lease.give_back is None:
+            raise LocalProtocolError(f"the group {short(self.ranks)} was not made by new_group, and cannot be freed")
+        await self.lease.give_back(self)
+
+    async def __aenter__(self) -> Group:
+        """Use it. Raises ClosedError where it was freed."""
+        check_open(self)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.free()
 
     @classmethod
     def seen_from_outside(cls, ranks: Sequence[int]) -> Group:
@@ -53,14 +110,28 @@ def check_group(group: object) -> None:
         raise TypeError(f"group is {group!r:.200}; allowed: a Group, as await new_group(ranks) makes it, or None")
 
 
+def check_open(group: Group) -> None:
+    """Refuse a group that was freed here. Raises ClosedError."""
+    if group.lease.is_freed:
+        raise ClosedError(f"the group {short(group.ranks)} was freed on this rank", ranks=group.ranks[:16])
+
+
+def short(ranks: tuple[int, ...]) -> str:
+    """The ranks of a group in a message."""
+    shown = ", ".join(map(str, ranks[:16]))
+    return f"[{shown}]" if len(ranks) <= 16 else f"[{shown}, ...] of {len(ranks)}"
+
+
 def check_member(group: Group, rank: int) -> None:
     """Refuse what is no group, and a group of which ``rank`` is no member.
 
     Raises:
         TypeError: it is no :class:`Group`.
         LocalProtocolError: the caller stands outside.
+        ClosedError: the group was freed.
     """
     check_group(group)
+    check_open(group)
     if not 0 <= group.index < group.size or group.ranks[group.index] != rank:
         raise LocalProtocolError(
             f"rank {rank} is not in the group {list(group.ranks)}; only members may call its collectives", rank=rank
@@ -86,11 +157,3 @@ def check_ranks(ranks: Sequence[int], *, rank: int, size: int) -> tuple[int, ...
             f"rank {rank} is not in the group {list(members)}; only members make a group", rank=rank
         )
     return members
-
-
-def next_tag(tag: int) -> int:
-    """The proposal after ``tag`` has been agreed."""
-    if tag >= tags.COLLECTIVE_LAST:
-        count = tags.COLLECTIVE_LAST - tags.COLLECTIVE_FIRST + 1
-        raise LocalProtocolError(f"more than {count} groups on one rank", tag=tag)
-    return tag + 1

@@ -19,8 +19,8 @@ from types import MappingProxyType
 from typing import Any, Final, ParamSpec, TypeVar
 
 from asyncdist.collectives import shielded
-from asyncdist.errors import LocalProtocolError
-from asyncdist.groups import Group, check_group
+from asyncdist.errors import ClosedError, LocalProtocolError
+from asyncdist.groups import Group, check_group, check_open, short
 from asyncdist.starts import Start
 from asyncdist.world import World, current_world
 
@@ -66,7 +66,7 @@ class Axis:
     @property
     def subject(self) -> str:
         """What its ranks agree on before each operation."""
-        return f"axis {self.name!r} (group {self.group.tag})"
+        return f"axis {self.name!r} (group {self.group.number})"
 
     @property
     def size(self) -> int:
@@ -117,6 +117,7 @@ class Mesh:
     def __enter__(self) -> Mesh:
         """Make the axes known by name here, and in tasks that are started here."""
         self.check_member()
+        self._check_open()
         _open_meshes.set((*_open_meshes.get(), self))
         return self
 
@@ -125,13 +126,32 @@ class Mesh:
         assert newest is self, "meshes are left in the reverse order"
         _open_meshes.set(tuple(outer))
 
+    async def free(self) -> None:
+        """Give the groups of the axes back, as :meth:`Group.free` does; the mesh cannot be used any more.
+
+        Raises:
+            LocalProtocolError: the calling task runs on a rank for which this mesh was not made.
+        """
+        self.check_member()
+        for axis in self._axes.values():
+            if not axis.group.lease.is_freed:
+                self.world.agreements.withdraw(axis.group.ranks, axis.subject)
+            await axis.group.free()
+
+    def _check_open(self) -> None:
+        if any(axis.group.lease.is_freed for axis in self._axes.values()):
+            words = f"the mesh {_in_words(self.axes)} of ranks {short(self.ranks)} was freed on this rank"
+            raise ClosedError(words, ranks=self.ranks[:16])
+
     def axis(self, name: str) -> Axis:
         """The axis of that name.
 
         Raises:
+            ClosedError: the mesh was freed.
             LocalProtocolError: there is none, or the calling task runs on a rank for which this mesh was not made.
         """
         self.check_member()
+        self._check_open()
         found = self._axes.get(name)
         if found is None:
             raise LocalProtocolError(f"the mesh has no axis {name!r}; it has {_in_words(self.axes)}", axis_name=name)
@@ -215,6 +235,7 @@ async def new_mesh(
     world.check()
     group = world.group if group is None else group
     check_group(group)
+    check_open(group)
     if group.ranks[group.index] != world.rank:
         raise LocalProtocolError(f"rank {world.rank} is not in the mesh's group {list(group.ranks)}", rank=world.rank)
     with world.agreements.objecting(group.ranks, _SUBJECT):
@@ -228,13 +249,10 @@ async def new_mesh(
             first = group.index - group.index // stride % size * stride
             line = [group.ranks[first + place * stride] for place in range(size)]
             made[name] = Axis(name, world, await world.new_group(line, timeout_s=timeout_s), _Turn())
+            made[name].group.lease.subjects.append(made[name].subject)
         return Mesh(made, group.ranks, world)
 
-    return await world.start_together(make, _keep, name=_SUBJECT)
-
-
-async def _keep(mesh: Mesh) -> None:
-    del mesh
+    return await world.start_together(make, Mesh.free, name=_SUBJECT)
 
 
 def _calling_world() -> World | None:

@@ -142,14 +142,15 @@ async def new_parallel_groups(
         # A rank is in three groups; all make them in the same order, so nobody waits for somebody who waits elsewhere.
         return [await world.new_group(ranks) for ranks in layout.ranks_of(world.rank)]
 
-    model, pipeline, data = await world.start_together(make, _keep, name=_SUBJECT)
+    model, pipeline, data = await world.start_together(make, _free, name=_SUBJECT)
     groups = ParallelGroups(layout, model, pipeline, data)
     current_groups.set(groups)
     return groups
 
 
-async def _keep(groups: list[Group]) -> None:
-    del groups
+async def _free(groups: list[Group]) -> None:
+    for group in groups:
+        await group.free()
 
 
 def parallel_groups() -> ParallelGroups[Any]:

@@ -253,16 +253,13 @@ class DistributedContext:
         return self.my_rank == self.layout.coordinator
 
     async def cleanup(self) -> None:
-        """Free the groups, once all their members have come here. Again does nothing.
+        """Free the groups, as :meth:`asyncdist.Group.free` does: nobody is waited for. Again does nothing.
 
         From then on this rank is outside of all of them.
         """
         groups, self._groups = self._groups, {}
         for ranks in sorted(groups):
-            await self._world.collectives.barrier(groups[ranks])
-            native = groups[ranks].native
-            if native is not None:
-                native.free()
+            await groups[ranks].free()
 
     def _group(self, ranks: tuple[int, ...]) -> Group:
         return self._groups.get(ranks) or Group.seen_from_outside(ranks)
@@ -335,11 +332,7 @@ async def initialize_distributed_compute(
                 groups[ranks] = await world.new_group(ranks)
         return DistributedContext(world, plan, groups)
 
-    return await world.start_together(make, _keep, name=_SUBJECT)
-
-
-async def _keep(context: DistributedContext) -> None:
-    del context
+    return await world.start_together(make, DistributedContext.cleanup, name=_SUBJECT)
 
 
 #: The names that code for mpi4py uses: here one class and one function serve every transport.

@@ -25,7 +25,7 @@ from asyncdist.agreement_messages import Inquiry, Join, Objection, Reminder, Ver
 from asyncdist.agreements import Agreements
 from asyncdist.attendance import Attendance
 from asyncdist.channels import Channel, Envelope, Lane, Overflow
-from asyncdist.collectives import Collectives
+from asyncdist.collectives import Collectives, shielded
 from asyncdist.computing import Computing, VirtualClock
 from asyncdist.errors import (
     AsyncdistError,
@@ -35,7 +35,8 @@ from asyncdist.errors import (
     RankLostError,
     RemoteProtocolError,
 )
-from asyncdist.groups import Group, check_ranks, next_tag
+from asyncdist.group_ledger import Freed, GroupLedger
+from asyncdist.groups import Group, check_open, check_ranks, short
 from asyncdist.progress import PROGRESS_BUDGET_S, Engine, EngineStatistics, yield_to_loop
 from asyncdist.scratch import Scratch
 from asyncdist.starts import Start
@@ -137,10 +138,6 @@ def current_world() -> World:
         ) from None
 
 
-async def _keep(group: Group) -> None:
-    del group
-
-
 class World:
     """One rank of a running job. See the module's text.
 
@@ -189,13 +186,12 @@ class World:
         self._gone_listeners: list[Callable[[int], None]] = []
         self._failure_listeners: list[Callable[[int, str], None]] = []
         self._defect_listeners: list[Callable[[BaseException], None]] = []
-        self._next_group_tag = tags.COLLECTIVE_FIRST + 1
         self._making_a_group = asyncio.Lock()
         self._task_group: asyncio.TaskGroup | None = None
         self._services: set[asyncio.Task[Any]] = set()
         self._computing = Computing(self.rank, loop)
         self._system: Channel[Any] = self.open_channel(
-            Join | Verdict | Withdraw | Leave | Failed | Farewell | Objection | Reminder | Inquiry | Unheard,
+            Join | Verdict | Withdraw | Leave | Failed | Farewell | Objection | Reminder | Inquiry | Unheard | Freed,
             tag=tags.CONTROL,
             scope=wire.scope_of(group.ranks, "system", 0),
             name="system",
@@ -203,6 +199,7 @@ class World:
         )
         self.agreements = Agreements(engine, self._system, self.rank)
         self.attendance = Attendance()
+        self.group_ledger = GroupLedger(self.attendance, self._free_group, self._forget_group)
         self.collectives = Collectives(engine, self.rank, self.spawn_service, self.attendance)
         transport.set_loss_listener(self.mark_lost)
 
@@ -367,6 +364,8 @@ class World:
         """
         capacity = checks.count("capacity", capacity)
         name = name or str(getattr(message_type, "__name__", message_type))
+        if group is not None:
+            check_open(group)
         ranks = (group or self.group).ranks
         lane = self._lanes.get(tag)
         if lane is not None and not lane.channels():
@@ -467,6 +466,9 @@ class World:
     async def new_group(self, ranks: Sequence[int], *, timeout_s: float = _GROUP_TIMEOUT_S) -> Group:
         """Make a group. Collective among ``ranks``, which all pass the same list; the others take no part.
 
+        There is room for some 900 groups at a time, and each takes a communicator where the backend has them:
+        ``await group.free()``, or the group as an asynchronous context manager, gives them back.
+
         **Ordering**: a rank makes one group after the other, those that its tasks ask for together in the order in
         which they do. Ranks that are in several of them make these in the same order.
 
@@ -482,18 +484,16 @@ class World:
 
         async def make(start: Start[Group]) -> Group:
             async with self._making_a_group:  # two at once would be given one tag
-                agreed = await start.agree(
-                    members, "new group", {}, timeout_s=timeout_s, proposal=self._next_group_tag, alone=True
-                )
-                tag = agreed.number
-                self._next_group_tag = next_tag(tag)
+                taken = self.group_ledger.taken()
+                agreed = await start.agree(members, "new group", {}, timeout_s=timeout_s, taken=taken, alone=True)
+                tag = self.group_ledger.tag_of(agreed.number)
                 native = None
                 if self._transport.capabilities.native_collectives:
                     await self.assemble(members, "new communicator")
                     native = self._transport.new_group(members, tag)
-            return Group(members, members.index(self.rank), tag, native)
+                return self.group_ledger.open(members, self.rank, tag, agreed.time, native)
 
-        return await self.start_together(make, _keep, name=f"new group of {len(members)} ranks")
+        return await self.start_together(make, Group.free, name=f"new group of {len(members)} ranks")
 
     async def start_together(
         self,
@@ -514,6 +514,28 @@ class World:
         start = Start(self.agreements, give_back)
         task = self.spawn_service(start.run(work), name=name)
         return await start.result(task, is_held=is_held)
+
+    async def _free_group(self, group: Group) -> None:
+        """What :meth:`Group.free` does."""
+        if group.lease.is_freed or self.engine.failure is not None:
+            return
+        group.lease.is_freed = True
+        await shielded(self.spawn_service(self._end_group(group), name=f"the end of a group of {group.size} ranks"))
+
+    async def _end_group(self, group: Group) -> None:
+        what = f"the collectives of the group {short(group.ranks)} that this rank has started"
+        await self.engine.until(lambda: not self.collectives.is_busy(group), what)
+        freed = self.group_ledger.free(group)
+        for rank in group.ranks:
+            if rank != self.rank and rank not in self.gone:
+                with contextlib.suppress(RankLostError):
+                    self._system.send_nowait(freed, rank)
+
+    def _forget_group(self, group: Group) -> None:
+        for subject in group.lease.subjects:
+            self.agreements.forget(group.ranks, subject)
+        if self._transport.call_book is not None:
+            self._transport.call_book.forget(group.ranks, group.key, self.rank)
 
     async def assemble(self, ranks: Sequence[int], what: str) -> None:
         """Return when all ``ranks`` are here, and what follows at once may block until all of them have entered it.
@@ -554,6 +576,7 @@ class World:
             self.gone.add(rank)
             if not of_a_failure:
                 self.agreements.on_gone(rank, is_lost=is_lost)
+                self.group_ledger.on_gone()
             for listener in list(self._gone_listeners):
                 listener(rank)
             self.engine.recheck()  # now: what the listeners noted is waited for
@@ -582,6 +605,8 @@ class World:
                 self.agreements.on_inquiry(inquiry)
             case Withdraw(subject):
                 self.agreements.on_withdraw(subject, source)
+            case Freed() as freed:
+                self.group_ledger.on_freed(freed, source)
             case Leave(started, lost):
                 self._on_left(source, started, lost)
                 self.mark_gone(source)

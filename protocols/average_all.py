@@ -88,11 +88,14 @@ class AverageAllPolicy(SpawnPolicy):
         members = self._group.ranks
         await self._agree(leader=members[0], ranks=members)
         self._own_group = await self._world.new_group(members, timeout_s=self._start_timeout_s)
-        self._subject = f"averaging of policy {self._own_group.tag}"
+        self._subject = f"averaging of policy {self._own_group.number}"
+        self._own_group.lease.subjects.append(self._subject)
 
     async def _stop(self, error: BaseException | None) -> None:
         del error
         self._world.agreements.withdraw(self._group.ranks, self._subject)
+        await self._own_group.free()
+        self._world.scratch.forget(self.model)
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         del local_metric

@@ -29,6 +29,7 @@ from asyncdist import (
 )
 from asyncdist.agreements import Agreed
 from asyncdist.flat import Fingerprint, FlatState, first_difference
+from asyncdist.groups import check_open
 from asyncdist.starts import Start
 
 #: The metric given to ``step``, or something that yields it when it is due.
@@ -212,6 +213,7 @@ class SpawnPolicy(abc.ABC):
             )
         self._world = self._given_world or current_world()
         self._group = self._given_group or self._world.group
+        check_open(self._group)
         if self._world.rank not in self._group.ranks:
             raise LocalProtocolError(f"rank {self._world.rank} is not in the policy's group {list(self._group.ranks)}")
         self.is_alone = not self._has_company()

@@ -42,7 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("agreement_messages", "groups", "transports.gloo"),
     ("agreements",),
     ("attendance", "computing", "folding"),
-    ("host_folding",),
+    ("group_ledger", "host_folding"),
     (
         "collectives",
         "transports.backends",

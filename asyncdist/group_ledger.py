@@ -1,0 +1,140 @@
+"""Which groups a rank has, and their end: tags and communicators go back when all members have freed the group.
+
+A member frees a group by itself and tells the others how many collectives of it it has started. Each of them has then
+completed here, so when all members have said the same number no message of the group is under way, and tag and
+communicator are given back on each member as soon as it has heard that (MPI_Comm_free is local in practice: MPI-4.1
+section 7.4.3). Where the numbers differ a collective was left unfinished, and its messages may still come; where a
+member is lost nobody knows how many it had started. Such a group keeps its tag and its communicator to the end.
+
+Numbers of tags are agreed when a group is made: the smallest that no member has in use (:mod:`asyncdist.agreements`).
+So a tag tells apart the groups of one rank at one time, and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+from asyncdist import tags, wire
+from asyncdist.agreement_messages import Runs, runs_of
+from asyncdist.attendance import Attendance
+from asyncdist.errors import LocalProtocolError
+from asyncdist.groups import Group, Lease
+from asyncdist.transports.base import GroupHandle
+
+#: The world's group has the tag before them.
+_FIRST_TAG: Final = tags.COLLECTIVE_FIRST + 1
+_COUNT_MAX: Final = tags.COLLECTIVE_LAST - tags.COLLECTIVE_FIRST
+
+#: Some ranks, and which of their groups it is.
+_Key: TypeAlias = tuple[tuple[int, ...], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """Member to member: I have freed this group.
+
+    Attributes:
+        ranks: its members, in its order.
+        serial: which group of these ranks it is.
+        started: how many of its collectives this member has started, all of which have ended here.
+    """
+
+    ranks: Runs
+    serial: int
+    started: int
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    group: Group
+    freed: dict[int, int] = field(default_factory=dict)
+
+
+class GroupLedger:
+    """The groups of one rank.
+
+    Args:
+        attendance: counts their collectives.
+        give_back: what :meth:`Group.free` awaits.
+        forget: is told of a group that is over on all members.
+    """
+
+    def __init__(
+        self,
+        attendance: Attendance,
+        give_back: Callable[[Group], Awaitable[None]],
+        forget: Callable[[Group], None],
+    ) -> None:
+        self._attendance = attendance
+        self._give_back = give_back
+        self._forget = forget
+        self._entries: dict[_Key, _Entry] = {}
+        self._early: dict[tuple[Runs, int], dict[int, int]] = {}
+
+    def taken(self) -> Runs:
+        """The numbers that are in use here."""
+        return runs_of(tuple(sorted(entry.group.tag - _FIRST_TAG for entry in self._entries.values())))
+
+    def tag_of(self, number: int) -> int:
+        """The tag of an agreed number.
+
+        Raises:
+            LocalProtocolError: they have run out.
+        """
+        if number >= _COUNT_MAX:
+            raise LocalProtocolError(
+                f"more than {_COUNT_MAX} groups at a time on one rank; free those that are not needed any more",
+                number=number,
+            )
+        return _FIRST_TAG + number
+
+    def open(self, ranks: tuple[int, ...], rank: int, tag: int, serial: int, native: GroupHandle | None) -> Group:
+        """A group that all members have made."""
+        lease = Lease(serial, wire.scope_of(ranks, "group", serial), self._give_back)
+        group = Group(ranks, ranks.index(rank), tag, native, lease)
+        self._attendance.reset(tag)
+        entry = self._entries[ranks, serial] = _Entry(group)
+        for source, started in self._early.pop((runs_of(ranks), serial), {}).items():
+            self._note(entry, source, started)
+        return group
+
+    def free(self, group: Group) -> Freed:
+        """This rank has freed the group, and no collective of it is under way here: what the others are to hear."""
+        started = self._attendance.started_of(group)
+        self._note(self._entries[group.ranks, group.lease.serial], group.ranks[group.index], started)
+        return Freed(runs_of(group.ranks), group.lease.serial, started)
+
+    def on_freed(self, message: Freed, source: int) -> None:
+        """Another member has freed a group, which may still be being made here."""
+        ranks = tuple(rank for first, last in message.ranks for rank in range(first, last + 1))
+        entry = self._entries.get((ranks, message.serial))
+        if entry is None:
+            self._early.setdefault((message.ranks, message.serial), {})[source] = message.started
+        else:
+            self._note(entry, source, message.started)
+
+    def on_gone(self) -> None:
+        """A rank has left, and so freed all groups that it was in; or it is lost."""
+        for entry in list(self._entries.values()):
+            self._settle(entry)
+
+    def _note(self, entry: _Entry, rank: int, started: int) -> None:
+        entry.freed[rank] = started
+        if rank != entry.group.ranks[entry.group.index]:
+            self._attendance.on_freed(entry.group, rank, started)
+        self._settle(entry)
+
+    def _settle(self, entry: _Entry) -> None:
+        """Give the group's tag and communicator back, if nobody needs them any more and nothing is left on its way."""
+        group = entry.group
+        if group.ranks[group.index] not in entry.freed or self._attendance.is_spoiled(group):
+            return
+        counts = {entry.freed.get(rank, self._attendance.left_after(group, rank)) for rank in group.ranks}
+        if len(counts) == 1 and None not in counts:
+            del self._entries[group.ranks, group.lease.serial]
+            self._attendance.reset(group.tag)
+            if group.native is not None:
+                group.native.free()
+            self._forget(group)

@@ -1,0 +1,66 @@
+"""Groups and policies that are freed one after the other: more than there is room for at a time, on any transport."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+import torch
+from support.mpi import report
+from torch import nn
+
+import asyncdist as ad
+from protocols import AverageAllPolicy
+
+GROUP_COUNT = 950  # 899 have a tag at a time
+MODEL_COUNT = 20
+BLOCKED_S = 0.5
+
+
+def descriptor_count() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def main(world: ad.World) -> dict[str, Any]:
+    everybody = range(world.size)
+    found: dict[str, Any] = {"tags": set(), "sums": set()}
+    for i in range(GROUP_COUNT):
+        async with await ad.new_group(everybody) as group:
+            if i % 50 == 0:
+                found["sums"].add(int(await ad.all_reduce(torch.ones(1), group=group)))
+            found["tags"].add(group.tag)
+    found["sums"] = sorted(found["sums"])
+    found["tag count"] = len(found.pop("tags"))
+    # One that frees a group waits for nobody.
+    group = await ad.new_group(everybody)
+    await ad.barrier(group=group)
+    began_at = time.perf_counter()
+    if world.rank == 1:
+        time.sleep(BLOCKED_S)  # noqa: ASYNC251 the loop is blocked, too
+    await group.free()
+    found["waited"] = world.rank != 1 and time.perf_counter() - began_at >= BLOCKED_S
+    try:
+        await ad.barrier(group=group)
+    except ad.ClosedError as error:
+        found["after it"] = str(error.message)
+    # What a policy keeps of a model that goes on living goes with the policy.
+    models = [nn.Linear(256, 256) for _ in range(MODEL_COUNT)]
+    counts = []
+    for model in models:
+        async with AverageAllPolicy(model, torch.optim.SGD(model.parameters(), lr=0.1), average_every=1) as policy:
+            assert await policy.step()
+        await ad.barrier()
+        counts.append(descriptor_count())
+    found["descriptors"] = counts[-1] - counts[0]
+    await asyncio.sleep(0)
+    return found
+
+
+async def reporting(world: ad.World) -> None:
+    report(world.rank, await main(world))
+
+
+if __name__ == "__main__":
+    ad.run(reporting, strict=True)

@@ -1,0 +1,187 @@
+"""Groups that are freed: who may use them then, when their tags are used again, and what is kept of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from scripts import many_groups
+from support import mpi, torchrun
+from support.local import eventually, worlds
+
+import asyncdist as ad
+from asyncdist import World
+from asyncdist.errors import ClosedError, LocalProtocolError
+from asyncdist.groups import Group
+from asyncdist.world import Leave
+from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy
+
+WORDS = r"the group \[0, 1\] was freed on this rank"
+
+
+async def make(*made: World) -> list[Group]:
+    return list(await asyncio.gather(*(world.new_group([world.rank for world in made]) for world in made)))
+
+
+def nothing_is_kept(world: World) -> bool:
+    attendance = world.attendance
+    return not (world.group_ledger._entries or world.group_ledger._early or attendance._freed or attendance._spoiled)
+
+
+async def test_a_tag_is_used_again_when_all_members_have_freed_its_group() -> None:
+    async with worlds(2) as made:
+        first = await make(*made)
+        await first[0].free()
+        second = await make(*made)
+        assert second[0].tag == second[1].tag != first[0].tag, "rank 1 may still use the first one"
+        await first[1].free()
+        await first[1].free()  # again: nothing
+        await eventually(lambda: len(made[0].group_ledger._entries) == 1)
+        assert [group.tag for group in await make(*made)] == [first[0].tag] * 2
+
+
+async def test_what_was_freed_leaves_nothing() -> None:
+    async with worlds(3) as made:
+        for _ in range(3):
+            groups = await make(*made)
+            await asyncio.gather(
+                *(w.collectives.barrier(group) for w, group in zip(made, groups, strict=True)),
+            )
+            await asyncio.gather(*(group.free() for group in groups))
+            await eventually(lambda: all(map(nothing_is_kept, made)))
+        assert not any(world.attendance.started() for world in made)
+
+
+def of(model: torch.nn.Module) -> Any:
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_freed_group_is_refused_by_name_and_the_others_hear_who_has_freed_it(seed: int) -> None:
+    async def main(world: World) -> None:
+        group = await ad.new_group([0, 1])
+        waiting = asyncio.ensure_future(ad.barrier(group=group)) if world.rank == 1 else None
+        if world.rank == 0:
+            await world.sleep(1)
+            await group.free()
+            model = torch.nn.Linear(1, 1)
+            for call in (
+                ad.barrier(group=group),
+                ad.all_reduce(torch.ones(1), group=group),
+                ad.gather_from_all_ranks(lambda: 1, group=group),
+                ad.average_models(model, group),
+                ad.new_mesh({"DP": 2}, group=group),
+                AverageAllPolicy(*of(model), average_every=1, group=group).__aenter__(),
+                AsyncSelectiveAveragingPolicy(*of(model), average_every=1, group=group).__aenter__(),
+                group.__aenter__(),
+            ):
+                with pytest.raises(ClosedError, match=WORDS):
+                    await call
+            with pytest.raises(ClosedError, match=WORDS):
+                world.channel(ad.WorldStatistics, tag=100, group=group)
+        else:
+            assert waiting is not None
+            for call in (waiting, ad.barrier(group=group), ad.gather_from_all_ranks(lambda: 1, group=group)):
+                with pytest.raises(ClosedError, match=r"rank 0 has freed the group \[0, 1\]") as caught:
+                    await call
+                assert caught.value.facts["rank"] == 0
+        await group.free()
+        assert (await ad.new_group([0, 1])).tag != group.tag, "a message of that barrier may still come"
+
+    assert ad.simulate(main, ranks=2, seed=seed, strict=True).value() is None
+
+
+def test_a_collective_that_was_begun_before_the_group_was_freed_completes() -> None:
+    """Also one whose caller was cancelled: the others count on it."""
+
+    async def main(world: World) -> float:
+        group = await ad.new_group([0, 1])
+        values = torch.full((1000,), float(world.rank))
+        if world.rank == 1:
+            task = asyncio.ensure_future(ad.broadcast(values, 1, group=group))
+            await asyncio.sleep(0)
+            task.cancel()
+            await group.free()
+            return 1.0
+        await world.sleep(5)
+        result = await ad.broadcast(values, 1, group=group)
+        await group.free()
+        return float(result[-1])
+
+    assert ad.simulate(main, ranks=2, strict=True).results == (1.0, 1.0)
+
+
+async def test_who_leaves_the_world_has_freed_its_groups() -> None:
+    async with worlds(2) as made:
+        [group, _] = await make(*made)
+        made[1].announce(Leave())
+        await group.free()
+        await eventually(lambda: nothing_is_kept(made[0]))
+
+
+async def test_the_group_of_the_world_cannot_be_freed() -> None:
+    async with worlds(1) as [world]:
+        for group in (world.group, Group.seen_from_outside([1, 2])):
+            with pytest.raises(LocalProtocolError, match="cannot be freed"):
+                await group.free()
+
+
+def test_a_group_whose_start_was_cancelled_after_go_is_freed() -> None:
+    """The others would wait in it for a rank that does not know of it."""
+
+    async def main(world: World) -> str:
+        if world.rank == 1:
+            with pytest.raises(ad.StartTimeoutError):
+                await world.new_group([0, 1], timeout_s=1)
+            return ""
+        group = await world.new_group([0, 1])
+        with pytest.raises(ClosedError) as caught:
+            await ad.barrier(group=group)
+        return str(caught.value.message)
+
+    faults = [ad.simulation.Delay(source=0, dest=1, number=1, duration_s=20)]
+    said = ad.simulate(main, ranks=2, faults=faults, strict=True).results[0]
+    assert said.startswith(("rank 1 has freed the group [0, 1]", "rank 1 has left")), said
+
+
+def test_policies_and_meshes_one_after_the_other_keep_no_group_and_no_subject() -> None:
+    async def main(world: World) -> tuple[int, int, int]:
+        model = torch.nn.Linear(1, 1)
+        for i in range(5):
+            async with AverageAllPolicy(*of(model), average_every=1) as policy:
+                for _ in range(i):
+                    assert await policy.step()
+            mesh = await ad.new_mesh({"POP": 1, "DP": 2})
+            assert await ad.psum(torch.ones(1), "DP", mesh=mesh) == 2
+            await mesh.free()
+            await mesh.free()
+            with pytest.raises(ClosedError, match=r"the mesh 'POP': 1, 'DP': 2 of ranks \[0, 1\] was freed"):
+                await ad.psum(torch.ones(1), "DP", mesh=mesh)
+        while world.group_ledger.taken():
+            await world.safe_point()
+        subjects = set(world.agreements._counts) | set(world.agreements._withdrawn)
+        assert not [subject for subject in subjects if "axis" in subject or "averaging" in subject], subjects
+        return len(world.group_ledger._entries), len(subjects), len(world.scratch._kept)
+
+    assert ad.simulate(main, ranks=2, strict=True).results == ((0, 4, 0),) * 2
+
+
+@pytest.mark.parametrize(
+    "start",
+    [pytest.param(mpi.run_ranks, marks=pytest.mark.mpi, id="mpi"), pytest.param(torchrun.run_ranks, id="torch")],
+)
+def test_more_groups_than_there_is_room_for_at_a_time(start: Callable[..., Any]) -> None:
+    """The 899th was the last one for ever, and each policy kept a communicator and a descriptor."""
+    if start is mpi.run_ranks:
+        mpi.require_mpi()
+    reports = start(2, many_groups.__file__, timeout_s=100).check().reports
+    for rank in (0, 1):
+        found = reports[rank]
+        assert found["sums"] == [2]
+        assert 1 <= found["tag count"] <= 3, "one rank may hear a little later that both have freed it"
+        assert not found["waited"]
+        assert found["after it"] == "the group [0, 1] was freed on this rank"
+        assert found["descriptors"] <= 2
