@@ -202,6 +202,8 @@ def own_error(caught: BaseException, guard: PeerGuard | None, interrupts: Interr
     cause = interrupts.error(rank) or cause
     if cause is not None:
         _uncancel()
+    elif isinstance(caught, SystemExit) and isinstance(caught.code, int):
+        caught.code = launch.exit_code(caught.code)
     return cause or caught
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import sys
 import time
@@ -36,7 +37,7 @@ ARE_HERE: Final = sys.platform.startswith("linux")
 GRACE_S: Final = 0.5
 #: How long processes that were killed may take to be gone; only the kernel can hold them.
 _GONE_S: Final = 5.0
-_PERIOD_S: Final = 0.05
+_PERIOD_S: Final = 0.01
 # prctl(2)
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_DUMPABLE: Final = 4
@@ -65,6 +66,55 @@ def die_with_parent(parent: int) -> None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it has ended before the kernel was told
             os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every orphan below this process, so that all of it is below for good."""
+    if ARE_HERE:
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_children() -> None:
+    """Return when this process has no children left, also none that only become its own as their parents end.
+
+    Of a process that adopts orphans, and does nothing else any more. Elsewhere than on Linux, nothing.
+    """
+    told: set[int] = set()
+    deadline = time.monotonic() + GRACE_S
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error for a worker that is killed
+    while ARE_HERE and (late_s := time.monotonic() - deadline) < _GONE_S:
+        while _reap() is not None:
+            pass
+        children = [pid for pid, parent in _parents().items() if parent == os.getpid()]
+        if not children:
+            return
+        for pid in children:
+            if late_s >= 0 or pid not in told:
+                told.add(pid)
+                os.kill(pid, signal.SIGKILL if late_s >= 0 else signal.SIGTERM)  # it is there: nobody else reaps it
+        time.sleep(_PERIOD_S)
+
+
+def open_descendants(pid: int) -> list[int]:
+    """A pidfd of each process below ``pid``; elsewhere than on Linux, none."""
+    parents = _parents() if ARE_HERE else {}
+    found, pidfds = {pid}, []
+    while below := {child for child, parent in parents.items() if parent in found} - found:
+        found |= below
+        for child in below:
+            with contextlib.suppress(ProcessLookupError):
+                pidfds.append(os.pidfd_open(child))
+    return pidfds
+
+
+def kill_all(pidfds: list[int]) -> None:
+    """Kill these processes, return when they have ended, and close the pidfds."""
+    for pidfd in pidfds:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    for pidfd in pidfds:
+        select.select([pidfd], [], [], _GONE_S)
+        os.close(pidfd)
 
 
 def main(parent: int, command: list[str]) -> NoReturn:
@@ -103,7 +153,7 @@ def _guard(child: int, parent: int, *, passes_on: bool) -> NoReturn:
     if status is None:
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
-    _end_children()
+    end_children()
     _end_as(os.waitstatus_to_exitcode(status))
 
 
@@ -131,29 +181,12 @@ def _reap() -> tuple[int, int] | None:
     return (pid, status) if pid else None
 
 
-def _end_children() -> None:
-    """Return when this process has no children left, also none that only become its own as their parents end."""
-    told: set[int] = set()
-    deadline = time.monotonic() + GRACE_S
-    while (late_s := time.monotonic() - deadline) < _GONE_S:
-        while _reap() is not None:
-            pass
-        children = _children()
-        if not children:
-            return
-        for pid in children:
-            if late_s >= 0 or pid not in told:
-                told.add(pid)
-                os.kill(pid, signal.SIGKILL if late_s >= 0 else signal.SIGTERM)  # it is there: nobody else reaps it
-        signal.sigtimedwait({signal.SIGCHLD}, _PERIOD_S)
-
-
-def _children() -> list[int]:
-    own, found = os.getpid(), []
+def _parents() -> dict[int, int]:
+    """The parent of every process."""
+    found = {}
     for entry in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{entry}/stat", "rb") as file:
-            if int(file.read().rpartition(b")")[2].split()[1]) == own:  # the name in parentheses may hold anything
-                found.append(int(entry))
+            found[int(entry)] = int(file.read().rpartition(b")")[2].split()[1])  # a name may hold anything
     return found
 
 

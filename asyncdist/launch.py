@@ -688,7 +688,7 @@ def _run_script(script: str, arguments: Sequence[str]) -> None:
         code = error.code
         if code is not None and not isinstance(code, int):  # sys.exit("what went wrong")
             print(code, file=sys.stderr)
-            code = 1
+        code = exit_code(code)
         if code:
             _end_job(code)
         sys.exit(code)
@@ -698,6 +698,13 @@ def _run_script(script: str, arguments: Sequence[str]) -> None:
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
         _end_job(code)
         sys.exit(code)
+
+
+def exit_code(code: object) -> int:
+    """The exit code of ``sys.exit(code)``, but 1 where the system, which keeps 8 bits, would make a success of it."""
+    if not isinstance(code, int):
+        return 0 if code is None else 1
+    return code & 0xFF or int(code != 0)
 
 
 def explain_shadowing() -> None:

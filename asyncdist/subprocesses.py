@@ -5,7 +5,9 @@ A plain function finds a process group, a coroutine function is given a world. W
 - What can be wrong is found before a process is started: the config, and a function that does not pickle.
 - The first failure decides: its traceback is what the caller sees, and the others are stopped. A rank that failed only
   because it lost another one is not the first, whatever the order in which they tell.
-- No rank outlives the call, however it ends; nor, on Linux, the process that made it.
+- No rank outlives the call, however it ends; nor, on Linux, the process that made it. What a rank has started goes when
+  the rank does: by its process group, and on Linux also in a session of its own, unless something else has killed the
+  rank, since then nothing tells what was its.
 
 What travels to the children goes through multiprocessing, which pickles it: it comes from this program and goes to
 another copy of it. Threads and MPI do not survive a fork, so ranks are spawned, or forked by a server that has neither.
@@ -13,6 +15,8 @@ another copy of it. Threads and MPI do not survive a fork, so ranks are spawned,
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import contextvars
 import dataclasses
 import fcntl
@@ -20,19 +24,21 @@ import functools
 import inspect
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.util
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, Final, ParamSpec, cast
 
 import torch
 
-from asyncdist import launch, process_groups, runtime
+from asyncdist import guardians, launch, process_groups, runtime
 from asyncdist.errors import is_consequence
 from asyncdist.multiprocess_config import MultiprocessConfig
 from asyncdist.parallel import new_parallel_groups
@@ -46,6 +52,8 @@ P = ParamSpec("P")
 START_TIMEOUT_S: Final = 300.0
 #: How long children may take to stop when they are asked to.
 STOP_S: Final = 5.0
+#: Of what is to be done at a child's end: multiprocessing's own has 10 and less, not below -100.
+_LAST: Final = -1000
 
 
 # -- in a rank --------------------------------------------------------------------------------------------------------
@@ -258,6 +266,25 @@ def _check_reachable(func: Callable[..., Any]) -> None:
         raise TypeError(
             f"{func!r} was defined in an interactive session, which no other process can import: put it in a file"
         )
+    if getattr(func, "__module__", None) == "__main__" and file and os.path.exists(file) and _is_guarded(func, file):
+        raise TypeError(
+            f'{func!r} is defined under if __name__ == "__main__":, where no other process finds it: define it above'
+        )
+
+
+def _is_guarded(func: Callable[..., Any], file: str) -> bool:
+    """Whether a function stands in a part of the script that asks for the module's name."""
+    while isinstance(func, functools.partial):
+        func = func.func
+    code = getattr(func, "__code__", None)
+    guards = (
+        node
+        for node in ast.parse(Path(file).read_bytes()).body
+        if isinstance(node, ast.If) and any(getattr(name, "id", "") == "__name__" for name in ast.walk(node.test))
+    )
+    return code is not None and any(
+        guard.lineno <= code.co_firstlineno <= (guard.end_lineno or guard.lineno) for guard in guards
+    )
 
 
 @dataclass(slots=True)
@@ -272,6 +299,7 @@ class _Child:
         returned: whether its function has, or has called ``sys.exit(0)``.
         failure: what it told, or what became of it.
         kind: whether that failure can have come by itself.
+        rest: pidfds of what it had started when it was told to stop.
     """
 
     rank: int
@@ -281,6 +309,7 @@ class _Child:
     returned: bool = False
     failure: str | None = None
     kind: bytes = b"!"
+    rest: list[int] = field(default_factory=list)
 
     def read(self) -> None:
         """Take what has arrived."""
@@ -298,19 +327,35 @@ class _Child:
 
     def reap(self) -> bool:
         """Whether it has ended; then a failure that it could not tell is described."""
-        self.process.join(0)
-        code = self.process.exitcode
+        code = self.process.exitcode  # its sentinel may be in the hands of a child that it has forked
         if code is None:
             return False
+        self.end_rest()
         if not self.pipe.closed:
             self.read()
         if code and self.failure is None:
             how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
             hint = (
-                "" if self.started else ' before it ran: is launch_subprocesses called under if __name__ == "__main__"?'
+                ""
+                if self.started
+                else ' before it ran: is launch_subprocesses called under if __name__ == "__main__":, and what travels '
+                "defined above it?"
             )
             self.failure = how + hint
         return True
+
+    def stop(self) -> None:
+        """Ask it to stop; what it has started is known only while it lives."""
+        if self.process.pid is not None and self.process.exitcode is None:
+            self.rest = guardians.open_descendants(self.process.pid)
+            self.process.terminate()
+
+    def end_rest(self) -> None:
+        """It has ended: end all that it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses a group of zombies
+            os.killpg(cast("int", self.process.pid), signal.SIGKILL)
+        guardians.kill_all(self.rest)
+        self.rest = []
 
 
 _RETURNED: Final = b"."
@@ -318,6 +363,8 @@ _CAUSE: Final = b"!"
 #: What torch.distributed says of a peer that has died is a RuntimeError like any other.
 _PERHAPS: Final = b"?"
 _CONSEQUENCE: Final = b"-"
+#: A child that a rank has forked may keep the rank's end from being noticed by itself.
+_PERIOD_S: Final = 0.5
 #: How long one that failed so leaves another to tell its story, or to be found dead.
 _PATIENCE_S: Final = {_CAUSE: 0.0, _PERHAPS: 2.0, _CONSEQUENCE: 5.0}
 
@@ -370,7 +417,8 @@ def _wait_for_all(ranks: Sequence[_Child]) -> None:
 
 def _wait_for_news(living: Sequence[_Child], timeout_s: float | None) -> None:
     pipes = {child.pipe: child for child in living if not child.pipe.closed}
-    ready = multiprocessing.connection.wait([*pipes, *(child.process.sentinel for child in living)], timeout_s)
+    sentinels = [child.process.sentinel for child in living]
+    ready = multiprocessing.connection.wait([*pipes, *sentinels], min(_PERIOD_S, timeout_s or _PERIOD_S))
     for pipe in pipes.keys() & set(ready):
         pipes[pipe].read()
 
@@ -415,17 +463,17 @@ def _stop_all(ranks: Sequence[_Child]) -> None:
     """Leave none behind: ask, wait, kill."""
     try:
         for child in ranks:
-            if child.process.is_alive():
-                child.process.terminate()
+            child.stop()
         deadline = time.monotonic() + STOP_S
-        for child in ranks:
-            child.process.join(max(0.0, deadline - time.monotonic()))
+        while (living := [child for child in ranks if not child.reap()]) and time.monotonic() < deadline:
+            _wait_for_news(living, max(0.001, deadline - time.monotonic()))
     finally:  # also at a second Ctrl-C
         for child in ranks:
-            if child.process.is_alive():
+            if child.process.exitcode is None:
                 child.process.kill()
         for child in ranks:
             child.process.join()
+            child.end_rest()
             child.pipe.close()
 
 
@@ -436,6 +484,10 @@ def _be_child(
     pipe: Connection, func: Callable[..., Any], cfg: MultiprocessConfig, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
     """What a child runs: tell that it lives, be a rank, tell why it failed."""
+    os.setpgid(0, 0)
+    guardians.adopt_orphans()
+    # After multiprocessing has waited for those of its children that it waits for.
+    multiprocessing.util.Finalize(None, guardians.end_children, exitpriority=_LAST)
     _end_with_launcher()
     pipe.send_bytes(b"")
     threads = launch.threads_per_rank({**launch.environment(), "LOCAL_WORLD_SIZE": str(cfg.local_world_size)})
@@ -453,14 +505,14 @@ def _be_child(
         if not error.code:
             pipe.send_bytes(_RETURNED)
         story.tell(error)
-        sys.exit(error.code if error.code is None or isinstance(error.code, int) else 1)
-    except Exception as error:
+        sys.exit(launch.exit_code(error.code))
+    except BaseException as error:
         story.tell(error)
         sys.exit(1)
 
 
 def _end_with_launcher() -> None:
-    """Have the kernel kill this process when the launcher's end of a pipe closes; elsewhere than on Linux, nothing.
+    """Have the kernel kill this process group when the launcher's end of a pipe closes; except on Linux, nothing.
 
     The signal for a parent's death does not do: the parent may be the server that forks, and that lives until its last
     child has ended. Nor is it a thread's business to watch the pipe: a rank may fork, for the workers of a data loader.
@@ -468,7 +520,7 @@ def _end_with_launcher() -> None:
     parent = multiprocessing.parent_process()
     if not sys.platform.startswith("linux") or parent is None:
         return
-    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, -os.getpid())
     fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
     if not parent.is_alive():  # it has ended before the kernel was told
@@ -479,7 +531,7 @@ def _call(story: _Story, func: Callable[..., Any], *args: Any, **kwargs: Any) ->
     """Tell of a failure before the process group goes, which the others would notice first."""
     try:
         func(*args, **kwargs)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         story.tell(error)
         raise
 
@@ -496,7 +548,7 @@ class _Story:
             return
         kind = _CONSEQUENCE if is_consequence(error) else _PERHAPS if isinstance(error, RuntimeError) else _CAUSE
         if isinstance(error, SystemExit):
-            if error.code is None or isinstance(error.code, int):
+            if error.code is None or error.code == launch.exit_code(error.code):
                 return  # which the launcher sees
             text = f"exited with {error.code!r}"
         else:

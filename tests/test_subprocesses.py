@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import os
@@ -20,10 +21,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support import torchrun
+from support import mpi, torchrun
 
 import asyncdist as ad
-from asyncdist import launch, process_groups, runtime, subprocesses
+from asyncdist import guardians, launch, process_groups, runtime, subprocesses
 from asyncdist.errors import LocalProtocolError, RankLostError, TransportError
 from asyncdist.multiprocess_config import MultiprocessConfig
 from asyncdist.parallel import ParallelLayout
@@ -530,6 +531,63 @@ def test_a_failing_rank_is_the_error_and_the_others_are_stopped(
     assert [pid for pid in pids_in(tmp_path, 3) if is_alive(pid)] == []
 
 
+class Stop(BaseException):
+    """No Exception, as asyncio.CancelledError is none."""
+
+
+def stop(code: int | None) -> None:
+    if code is not None:
+        sys.exit(code)
+    raise Stop("story")
+
+
+@pytest.mark.parametrize(("code", "words"), [(None, "Stop: story"), (256, "rank 0 exited with 256")])
+def test_an_end_that_is_no_exception_or_looks_like_success_is_told(code: int | None, words: str) -> None:
+    """It was "exited with code 1" in place of the traceback, and 256 is 0 to the system."""
+    with pytest.raises(RuntimeError, match=words):
+        launch_here(stop, config(1), code)
+
+
+@pytest.mark.parametrize(("code", "expected"), [(None, 0), (0, 0), (3, 3), (256, 1), (-1, 255), (2**40, 1), ("no", 1)])
+def test_no_exit_code_of_a_failure_is_0(code: object, expected: int) -> None:
+    assert launch.exit_code(code) == expected
+
+
+def start_children(folder: str, how: str) -> None:
+    """Two that live on: in the rank's process group, where it holds all its files, and in a session of its own."""
+    if os.fork() == 0:
+        note_pid(folder)
+        time.sleep(600)
+    Path(folder, f"{subprocess.Popen(['sleep', '600'], start_new_session=True).pid}.pid").touch()
+    pids_in(Path(folder), 2)
+    if how == "raise":
+        raise ValueError("story")
+
+
+@pytest.mark.skipif(not guardians.ARE_HERE, reason="elsewhere only its process group ends with a rank")
+@pytest.mark.parametrize(("method", "how"), [("forkserver", "return"), ("spawn", "raise")])
+def test_what_a_rank_has_started_ends_with_it(tmp_path: Path, method: str, how: str) -> None:
+    launching = pytest.raises(RuntimeError, match="story") if how == "raise" else contextlib.nullcontext()
+    with launching:
+        launch_here(start_children, config(1, launch_method=method), str(tmp_path), how)
+    assert [pid for pid in pids_in(tmp_path, 2) if is_alive(pid)] == []
+
+
+def die_beside_a_child(folder: str) -> None:
+    if os.fork() == 0:
+        note_pid(folder)
+        time.sleep(600)
+    pids_in(Path(folder), 1)
+    os.kill(os.getpid(), 9)
+
+
+def test_a_killed_rank_is_told_though_its_child_lives(tmp_path: Path) -> None:
+    """With "spawn" the child held what tells of the rank's end, and the launcher waited for it."""
+    with pytest.raises(RuntimeError, match="rank 0 was killed by SIGKILL"):
+        launch_here(die_beside_a_child, config(1, launch_method="spawn"), str(tmp_path))
+    wait_gone(pids_in(tmp_path, 1))
+
+
 def vanish(folder: str) -> None:
     note_pid(folder)
     dist.barrier()
@@ -716,14 +774,17 @@ def test_a_rank_that_cannot_be_is_refused(func: Any, cfg: Any, words: str) -> No
 # -------------------------------------------------------------------------------------------- from a script of its own
 
 SCRIPT = """
-import pathlib, os, sys, time
+import pathlib, os, subprocess, sys, time
 import asyncdist as ad
 from asyncdist import subprocesses
 
 {top}
 
 def work(folder):
-    pathlib.Path(folder, f"{{os.getpid()}}.pid").touch()
+    inside = subprocess.Popen(["sleep", "600"]).pid
+    outside = subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+    for name in (f"{{inside}}.pid", f"{{outside}}.session", f"{{os.getpid()}}.pid"):
+        pathlib.Path(folder, name).touch()
     time.sleep(600)
 
 {guard}
@@ -752,21 +813,33 @@ def start_script(
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("to", ["terminal", "launcher", "launcher, killed"])
 def test_no_rank_outlives_its_launcher(tmp_path: Path, method: str, to: str) -> None:
-    """Ctrl-C reaches everybody in the terminal's foreground, or the launcher alone, which may be killed besides."""
+    """Nor does what it has started. Ctrl-C reaches all in the terminal's foreground, or the launcher alone."""
     process = start_script(tmp_path, method=method)
     try:
-        pids = pids_in(tmp_path, 2)
+        pids = pids_in(tmp_path, 4)
+        outside = [int(path.stem) for path in tmp_path.glob("*.session")]
         if to == "terminal":
             os.killpg(process.pid, signal.SIGINT)
         else:
             process.send_signal(signal.SIGKILL if "killed" in to else signal.SIGINT)
+        if "killed" in to:
+            wait_gone(pids)
+            for pid in outside:  # nothing is left that knows of them
+                os.kill(pid, signal.SIGKILL)
         _, error = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode != 0
         assert "killed" in to or "KeyboardInterrupt" in error
-        wait_gone(pids)
+        wait_gone(pids + outside)
     finally:
-        process.kill()
-        process.communicate()
+        mpi._kill_session(process.pid)
+        process.communicate(timeout=TIMEOUT_S)
+
+
+def test_a_function_under_the_main_guard_is_refused(tmp_path: Path) -> None:
+    """No child found it, and the launcher asked whether it was itself called under such a guard."""
+    guard = f"{GUARD}\n    def work(folder):\n        pass\n"
+    _, error = start_script(tmp_path, guard=guard).communicate(timeout=TIMEOUT_S)
+    assert 'is defined under if __name__ == "__main__":, where no other process finds it: define it above' in error
 
 
 @pytest.mark.parametrize(
