@@ -381,7 +381,12 @@ def _check_type(annotation: Any, where: str, holders: tuple[type[Any], ...]) -> 
             if argument is not Ellipsis:
                 _check_type(argument, where, holders)
     else:
-        raise TypeError(f"{where}: a value of type {annotation!r} cannot travel in a message")
+        name = annotation.__qualname__ if isinstance(annotation, type) else str(annotation)
+        raise TypeError(
+            f"{where}: a value of type {name} cannot travel in a message; allowed: bool, int, float, str, bytes, None, "
+            "unions, tuples (tuple[X, ...] in place of a list) and frozen dataclasses of these; send_stream carries "
+            "tensors, compute_and_broadcast and its like carry dicts, sets and arrays"
+        )
 
 
 def scope_of(group: Sequence[int], name: str, index: int) -> int:
