@@ -28,6 +28,7 @@ from asyncdist.errors import (
     RemoteProtocolError,
     StallError,
     StartTimeoutError,
+    TimeLimitError,
     TransportError,
     TruncationError,
 )
@@ -115,6 +116,7 @@ __all__ = [
     "SimReport",
     "StallError",
     "StartTimeoutError",
+    "TimeLimitError",
     "TransportError",
     "TruncationError",
     "World",

@@ -6,6 +6,7 @@ Wrong input is one line on standard error and exit code 2.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from typing import Final, NoReturn
@@ -15,7 +16,7 @@ from asyncdist._version import __version__
 
 #: Those with a value; the others are one word.
 _RUN_OPTIONS: Final = ("-n", "--ranks", "--transport", "--mpi", "--threads-per-rank", "--stall-s")
-_SIM_OPTIONS: Final = ("-n", "--ranks", "--seed", "--faults", "--explore", "--processes")
+_SIM_OPTIONS: Final = ("-n", "--ranks", "--seed", "--faults", "--explore", "--processes", "--until-s")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -34,6 +35,16 @@ def _whole(text: str) -> int:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return number
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -94,8 +105,8 @@ def _add_sim(commands: argparse._SubParsersAction[_Parser]) -> None:
         "sim",
         help="run a script on simulated ranks, in virtual time, every interleaving from a seed",
         usage=(
-            "asyncdist sim script.py --ranks RANKS [--seed SEED] [--faults FILE] [--explore COUNT [--processes P]] "
-            "[arguments]"
+            "asyncdist sim script.py --ranks RANKS [--seed SEED] [--faults FILE] [--until-s SECONDS] "
+            "[--explore COUNT [--processes P]] [arguments]"
         ),
         description="Run a script on simulated ranks of this process: its asyncdist.run becomes asyncdist.simulate.",
         epilog="What follows the first word that is no option here, or --, is passed to the script as it is.",
@@ -106,6 +117,12 @@ def _add_sim(commands: argparse._SubParsersAction[_Parser]) -> None:
     sim.add_argument("--seed", type=_whole, default=0, help="of everything that is drawn (default: 0)")
     sim.add_argument(
         "--faults", metavar="FILE", help='a JSON list of faults, as in [{"kind": "Kill", "rank": 1, "at_s": 0.5}]'
+    )
+    sim.add_argument(
+        "--until-s",
+        type=_seconds,
+        metavar="SECONDS",
+        help="of virtual time after which the run is a failure that says where each rank is (default: never)",
     )
     sim.add_argument(
         "--explore", type=_count, metavar="COUNT", help="run so many seeds, from --seed on, until one fails"
@@ -166,6 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     options, unknown = _parser().parse_known_args(words)
     if unknown:  # argparse itself would not say of which command
         _Parser(prog=f"asyncdist {options.command}").error(f"unrecognized arguments: {' '.join(unknown)}")
+    if options.command == "sim" and arguments is None:  # this process is the command's
+        launch.fix_hash_seed()
     with launch.heeding_children():
         sys.exit(_main(options, rest))
 
@@ -215,8 +234,8 @@ def _sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Returns the exit code."""
     try:
         return _run_sim(options, arguments)
-    except KeyboardInterrupt:
-        print("asyncdist sim: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"asyncdist sim: {interrupt.args[0] if interrupt.args else 'interrupted'}", file=sys.stderr)
         return 130
 
 
@@ -228,7 +247,7 @@ def _run_sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             raise scripts.ScriptError("--processes is for --explore")
         launch.check_script(options.script)
         faults = () if options.faults is None else scripts.read_faults(options.faults, options.ranks)
-        script = scripts.Script(options.script, tuple(arguments), options.ranks, faults)
+        script = scripts.Script(options.script, tuple(arguments), options.ranks, faults, options.until_s)
         if options.explore is None:
             return scripts.run_once(script, options.seed)
         return scripts.run_many(script, range(options.seed, options.seed + options.explore), options.processes)

@@ -65,6 +65,16 @@ class DeadlockError(AsyncdistError):
     report: Any = None
 
 
+class TimeLimitError(AsyncdistError, TimeoutError):
+    """A simulation has come to its ``until_s``, and some ranks had not ended.
+
+    The text says where each of them is. Carries ``seed``, and the SimReport of what came before as ``report``, which
+    does not travel between processes.
+    """
+
+    report: Any = None
+
+
 class StallError(AsyncdistError):
     """A rank has waited for its peers for as long as it was told to (``stall_s``). Carries ``rank``."""
 

@@ -525,6 +525,35 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+HASH_SEED_VARIABLE: Final = "PYTHONHASHSEED"
+
+
+def hash_seed(environ: Mapping[str, str] = os.environ) -> str | None:
+    """What makes the hashes of strings, and so the order of sets of them; None where each process has its own."""
+    number = environ.get(HASH_SEED_VARIABLE, "")
+    return number if number.isdecimal() and not sys.flags.ignore_environment else None
+
+
+def fix_hash_seed() -> None:
+    """Start this process again, with 0 as its hash seed, if it has none that another process could have."""
+    if hash_seed() is None and not sys.flags.ignore_environment:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, HASH_SEED_VARIABLE: "0"})
+
+
+@contextlib.contextmanager
+def variable_set(name: str, text: str) -> Iterator[None]:
+    """Until it ends, processes that are started have this variable."""
+    before = os.environ.get(name)
+    os.environ[name] = text
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
 def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
     """``environ`` for a job of its own: without what a launcher has set for this process, if it is a rank itself.
 

@@ -195,7 +195,7 @@ class Engine(Passes):
     # -- waiting ----------------------------------------------------------------------------------------------------
 
     def _new_waiter(self) -> asyncio.Future[None]:
-        return self.loop.create_future()
+        return asyncio.Future(loop=self.loop)  # the loop's own may be more than that, for users, and cost more
 
     def awaited(self, waiter: Any) -> str | None:
         """What ``waiter`` waits for, in words; None if it does not wait for this engine."""

@@ -159,8 +159,9 @@ _PACK: Final[dict[type, Callable[[Any, _Where, int], Any]]] = {
     bytearray: lambda value, where, depth: {_BYTEARRAY: bytes(value)},
     tuple: lambda value, where, depth: {_TUPLE: _pack_items(value, where, depth)},
     dict: _pack_dict,
-    set: lambda value, where, depth: {_SET: _pack_items(value, where, depth)},
-    frozenset: lambda value, where, depth: {_FROZENSET: _pack_items(value, where, depth)},
+    # The order of a set is another one in each process, where its items are strings: the bytes are to be the same.
+    set: lambda value, where, depth: {_SET: sorted(_pack_items(value, where, depth), key=repr)},
+    frozenset: lambda value, where, depth: {_FROZENSET: sorted(_pack_items(value, where, depth), key=repr)},
     torch.Tensor: _pack_tensor,
     np.ndarray: _pack_array,
 }

@@ -362,7 +362,7 @@ def _investigate(runner: Inline | Pool, scenario: Any, failed: _Failed) -> Failu
         faults=failed.faults,
         minimal_faults=minimal,
         shrink_run_count=attempts.count,
-        repeat=repeat_line(scenario, failed.seed, minimal if minimal != failed.faults else None),
+        repeat=repeat_line(scenario, failed.seed, minimal if minimal != failed.faults else None, runner.hash_seed),
         note=note,
     )
 

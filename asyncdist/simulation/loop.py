@@ -10,7 +10,7 @@ import contextvars
 import logging
 import types
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from typing import Any, Final, NoReturn, TypeVar
 
 from asyncdist.errors import LocalProtocolError
@@ -43,6 +43,15 @@ class SimTask(asyncio.Task[Any]):
         return self.number
 
 
+class SimFuture(asyncio.Future[Any]):
+    """A future that a set finds by its number; it gets one when it is first put into a set or dictionary."""
+
+    def __hash__(self) -> int:
+        loop: Any = self.get_loop()
+        number: int = loop.number_of(self)
+        return number
+
+
 class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its handles are no asyncio.Handle
     """The event loop of one rank.
 
@@ -50,7 +59,14 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         scheduler: shared by all ranks.
         rank: whose loop it is.
         before_turn, enter, background: see :class:`Turns`.
+
+    Attributes:
+        context: of the rank's main, with its world.
+        generators: lists the asynchronous generators that the rank has begun, and that still exist.
     """
+
+    context: contextvars.Context
+    generators: Callable[[RankLoop], list[AsyncGenerator[Any, Any]]]
 
     def __init__(
         self,
@@ -63,6 +79,7 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
     ) -> None:
         super().__init__(scheduler, rank, before_turn=before_turn, enter=enter, background=background)
         self._tasks: weakref.WeakSet[SimTask] = weakref.WeakSet()
+        self._numbered_count = 0
         self._exception_handler: Callable[[RankLoop, dict[str, Any]], object] | None = None
 
     def be_deaf(self, seconds: float) -> Awaitable[None]:
@@ -72,6 +89,17 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         """
         self.fall_deaf(seconds)
         return _fall_asleep()  # a future would cost as much again as all of this
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return SimFuture(loop=self)
+
+    def number_of(self, future: Any) -> int:
+        """The number of a future of this loop."""
+        number: int | None = getattr(future, "number", None)
+        if number is None:
+            self._numbered_count += 1
+            number = future.number = self._numbered_count
+        return number
 
     def create_task(  # type: ignore[override]
         self, coro: Coroutine[Any, Any, T], *, name: str | None = None, context: contextvars.Context | None = None
@@ -129,6 +157,15 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
 
     def set_default_executor(self, *args: Any, **kwargs: Any) -> NoReturn:
         refuse("a thread or process pool")
+
+    async def shutdown_asyncgens(self) -> None:
+        """As asyncio's, which does it when the rank's main has ended: close the generators that are left."""
+        left = self.generators(self)
+        results = await asyncio.gather(*[generator.aclose() for generator in left], return_exceptions=True)
+        for generator, result in zip(left, results, strict=True):
+            if isinstance(result, Exception):
+                message = f"an error occurred during closing of asynchronous generator {generator!r}"
+                self.call_exception_handler({"message": message, "exception": result, "asyncgen": generator})
 
     async def shutdown_default_executor(self) -> None:
         """There is none."""

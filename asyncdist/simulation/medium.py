@@ -270,6 +270,7 @@ class Medium:
         arrival = self._arrival(message, delay)
         scheduler = self._scheduler
         self._trace.add(scheduler.time(), "send", source, dest, tag, nbytes)
+        self._trace.add_content(message.data)
         scheduler.at(arrival, self._take_in, (message,))
         return message
 

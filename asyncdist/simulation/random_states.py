@@ -13,13 +13,16 @@ torch's modes are swapped with them (:mod:`asyncdist.torch_modes`).
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from threading import get_ident
 from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.random.bit_generator import ISeedSequence
 
+from asyncdist.simulation.entropy import entropy_from
 from asyncdist.torch_modes import FRESH, RankModes
 
 #: What may begin with the caller's state.
@@ -85,12 +88,34 @@ class RandomStates:
         self._torch.append(torch.get_rng_state())
         self._modes = RankModes(size, FRESH)
         self._generators.append(np.random.get_bit_generator())
-        self._numpy.append(np.random.mtrand._rand)
+        # The process's own one draws from the generator of the rank whose turn it is, also for other threads.
+        numpy_outside = np.random.RandomState(self._generators[-1])
+        numpy_outside.set_state(np.random.mtrand._rand.get_state(legacy=False))  # with its half of a pair of numbers
+        self._numpy.append(numpy_outside)
         self._random.append(random._inst)
-        self._numpy_outside = np.random.mtrand._rand.get_state(legacy=False)
+        self._entropy: dict[int, random.Random] = {}
+        self._seed = seed
+        self._thread = get_ident()
         self._names_outside: tuple[dict[str, Any], ...] = ()
         self._outside = size
         self.current = size
+
+    @contextmanager
+    def of_this_thread(self) -> Iterator[None]:
+        """Until it ends, the ranks run on this thread, and the system's random bytes are their own there."""
+        self._thread = get_ident()
+        with entropy_from(self._entropy_bytes):
+            yield
+
+    def _entropy_bytes(self, count: int) -> bytes | None:
+        """None where it is no rank's turn."""
+        rank = self.current
+        if rank == self._outside:
+            return None
+        generator = self._entropy.get(rank)
+        if generator is None:
+            generator = self._entropy[rank] = random.Random(f"{self._seed} entropy {rank}")
+        return generator.randbytes(count)
 
     def switch(self, rank: int) -> None:
         """The process's random state is ``rank``'s now."""
@@ -117,7 +142,8 @@ class RandomStates:
         """A function that calls that method of the instance whose turn it is."""
 
         def ask(*args: Any, **kwargs: Any) -> Any:
-            return getattr(instances[self.current], name)(*args, **kwargs)
+            is_ours = get_ident() == self._thread  # another thread draws what it would draw without a simulation
+            return getattr(instances[self.current if is_ours else self._outside], name)(*args, **kwargs)
 
         ask.__name__ = ask.__qualname__ = name
         ask.__doc__ = getattr(instances[-1], name).__doc__
@@ -127,7 +153,7 @@ class RandomStates:
         """The process gets back what it had."""
         if self.current != self._outside:
             self.switch(self._outside)
-            np.random.mtrand._rand.set_state(self._numpy_outside)  # with its half of a pair of normal numbers
+            np.random.mtrand._rand.set_state(self._numpy[-1].get_state(legacy=False))
         self._modes.restore()
         for module, names in zip((random, np.random), self._names_outside, strict=False):
             module.__dict__.update(names)

@@ -13,19 +13,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from asyncdist import launch
 from asyncdist.simulation.faults import Fault
 
 #: Folders in which any Python finds modules, and the one of its programs.
 _OWN_PATHS: Final = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
 
 
-def repeat_line(scenario: Any, seed: int, faults: Sequence[Fault] | None = None) -> str:
+def repeat_line(scenario: Any, seed: int, faults: Sequence[Fault] | None = None, hash_seed: str | None = None) -> str:
     """A line for the shell that runs one seed of a scenario, and fails if it does.
 
     Args:
         scenario: one with a method of this name is asked itself.
         seed: the seed.
         faults: the plan, or None for the seed's own.
+        hash_seed: the PYTHONHASHSEED of the process that ran it, if it had one.
     """
     own = getattr(scenario, "repeat_line", None)
     if own is not None:
@@ -39,7 +41,14 @@ def repeat_line(scenario: Any, seed: int, faults: Sequence[Fault] | None = None)
     statement = "; ".join([*imports, f"{name}({seed}{plan}).value()"])
     paths = _import_paths()
     prefix = f"PYTHONPATH={shlex.quote(os.pathsep.join(paths))} " if paths else ""
-    return f"{prefix}{python_command()} -c {shlex.quote(statement)}"
+    hashes = f"{launch.HASH_SEED_VARIABLE}={hash_seed} " if hash_seed is not None else ""
+    return f"{hashes}{prefix}{python_command()} -c {shlex.quote(statement)}"
+
+
+def hash_seed_prefix(default: str | None = None) -> str:
+    """Sets PYTHONHASHSEED for a command, if this process has one and it is not the command's ``default``."""
+    number = launch.hash_seed()
+    return "" if number in (None, default) else f"{launch.HASH_SEED_VARIABLE}={number} "
 
 
 def expression_of(fault: Fault) -> str:

@@ -1,8 +1,9 @@
 """A script in the simulator: ``asyncdist sim``.
 
 The script runs as ``__main__``, as ``python script.py`` would run it; its ``asyncdist.run`` simulates all ranks and
-returns rank 0's value. Python's, numpy's and torch's random states begin with the seed, so that a run is a function of
-script, arguments, ranks, seed and faults.
+returns rank 0's value. Python's, numpy's and torch's random states and the system's random bytes begin with the seed,
+and strings have the same hashes in each process (PYTHONHASHSEED is 0 unless it is given), so that a run is a function
+of script, arguments, ranks, seed and faults.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ import numpy as np
 import torch
 
 from asyncdist import launch
-from asyncdist.errors import DeadlockError
+from asyncdist.errors import DeadlockError, TimeLimitError
 from asyncdist.runtime import run_elsewhere
+from asyncdist.simulation.entropy import entropy_from
 from asyncdist.simulation.explore import (
     TAIL_EVENT_COUNT,
     ExploreReport,
@@ -40,10 +42,12 @@ from asyncdist.simulation.explore import (
     is_good_end,
 )
 from asyncdist.simulation.faults import Fault, Interrupt, Kill, check_plan
-from asyncdist.simulation.repeat import expression_of, fields_of, python_command
+from asyncdist.simulation.repeat import expression_of, fields_of, hash_seed_prefix, python_command
 from asyncdist.simulation.simulate import SimReport, simulate
 from asyncdist.tracebacks import format_error
 
+#: What a simulation raises that did not come to its end.
+_STOPPED: Final = (DeadlockError, TimeLimitError)
 _KINDS: Final = {kind.__name__: kind for kind in get_args(Fault)}
 #: Lines that the results of all ranks may take.
 _RESULT_LINE_COUNT: Final = 10
@@ -65,12 +69,14 @@ class Script:
         arguments: its own.
         ranks: how many to simulate.
         faults: the plan, for every seed.
+        until_s: see :func:`simulate`.
     """
 
     path: str
     arguments: tuple[str, ...]
     ranks: int
     faults: tuple[Fault, ...] = ()
+    until_s: float | None = None
 
     def __call__(self, seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
         """As :class:`asyncdist.simulation.Scenario`. A fault that does not fire is a failure."""
@@ -88,9 +94,10 @@ class Script:
         plan = self.faults if faults is None else faults
         options = ["--ranks", str(self.ranks), "--seed", str(seed)]
         options += ["--faults", format_faults(plan)] if plan else []
+        options += ["--until-s", f"{self.until_s!r}"] if self.until_s is not None else []
         if self.arguments and self.arguments[0].startswith("-"):  # it may be an option of ours
             options.append("--")
-        return f"{_command()} sim {shlex.join([self.path, *options, *self.arguments])}"
+        return f"{hash_seed_prefix(default='0')}{_command()} sim {shlex.join([self.path, *options, *self.arguments])}"
 
 
 def _command() -> str:
@@ -165,7 +172,7 @@ class _Ended:
 
     Attributes:
         error: what it raised, unless it ended well.
-        report: of its simulation, also of one that was a deadlock.
+        report: of its simulation, also of one that did not come to its end.
         has_run: whether it came to ``asyncdist.run``. One that only prints its usage exits before.
     """
 
@@ -198,6 +205,7 @@ class _Host:
                 seed=self._seed,
                 faults=self._faults,
                 strict=strict,
+                until_s=self._script.until_s,
                 inherited_random=self._seeded(),
             )
         except KeyboardInterrupt as interrupt:
@@ -233,7 +241,7 @@ def _execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
     error: BaseException | None = None
     token = run_elsewhere.set(host)
     try:
-        with _program(script):
+        with _program(script), entropy_from(random.Random(f"{seed} entropy").randbytes):
             number = random.Random(f"{seed} script").getrandbits(63)  # none that a script seeds with: it would not show
             random.seed(number)
             np.random.seed(number % 2**32)
@@ -257,7 +265,7 @@ def _execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
         raise _ran_twice(script)
     if isinstance(error, ScriptError):
         raise error
-    report = error.report if isinstance(error, DeadlockError) else host.report
+    report = error.report if isinstance(error, _STOPPED) else host.report
     return _Ended(error, report, bool(host.call_count))
 
 
@@ -307,7 +315,7 @@ def run_once(script: Script, seed: int) -> int:
     failed = _print_failures(report, error)
     idle: list[Fault] = []
     if report is not None:
-        results = [] if isinstance(error, DeadlockError) else _results(report)
+        results = [] if isinstance(error, _STOPPED) else _results(report)
         print(*results, *_summary(report), sep="\n")
         idle = [fault for fault, count in zip(report.faults, report.faults_fired, strict=True) if not count]
     if idle:
@@ -334,9 +342,9 @@ def _print_failures(report: SimReport | None, error: BaseException | None) -> bo
     if error is None:
         return False
     ranks = [rank for rank, result in failed.items() if result is error]
-    who = f"rank {ranks[0]}" if ranks else "the simulation" if isinstance(error, DeadlockError) else "the script"
+    who = f"rank {ranks[0]}" if ranks else "the simulation" if isinstance(error, _STOPPED) else "the script"
     print(f"asyncdist sim: {who} failed:", file=sys.stderr)
-    if isinstance(error, DeadlockError):
+    if isinstance(error, _STOPPED):
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
     elif isinstance(error, SystemExit):
         print(f"exit code {error.code}" if isinstance(error.code, int) else error.code, file=sys.stderr)

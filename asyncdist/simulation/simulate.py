@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import contextvars
 import functools
-import gc
 import inspect
 import logging
 import math
@@ -20,23 +19,26 @@ import sys
 import threading
 import types
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Generator, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from asyncdist import checks
-from asyncdist.errors import DeadlockError, is_consequence
+from asyncdist.errors import DeadlockError, TimeLimitError, is_consequence
 from asyncdist.notebooks import call_beside_loop, is_loop_running
 from asyncdist.progress import Engine
 from asyncdist.runtime import Outcome, host_rank, refuse_inside_a_world
 from asyncdist.simulation.clocks import virtual_clocks
 from asyncdist.simulation.faults import Fault, Interrupt, Kill, SlowRank, Stall, check_plan
+from asyncdist.simulation.generators import Generators, collecting_at_fixed_points
 from asyncdist.simulation.loop import RankLoop
 from asyncdist.simulation.medium import Medium, SimTransport
 from asyncdist.simulation.models import Compute, Network, check_number
+from asyncdist.simulation.one_at_a_time import one_at_a_time
 from asyncdist.simulation.outside import refused_outside
 from asyncdist.simulation.random_states import INHERITABLE, RandomStates
+from asyncdist.simulation.sets import ordered_sets
 from asyncdist.simulation.trace import Trace, TraceEvent, unpack
 from asyncdist.simulation.turns import Scheduler
 from asyncdist.supervision import Interrupts
@@ -61,10 +63,10 @@ class SimReport:
 
     Attributes:
         results: per rank what main returned, or the exception that ended it; None for a rank that was killed, or had
-            not ended when ``until_s`` was reached.
+            not ended when the simulation was stopped.
         seed: the run's.
         packed_trace: the last events; :attr:`trace` has them in words.
-        trace_digest: of all events, in hex; equal for equal arguments.
+        trace_digest: of all events and of what the messages held, in hex; equal for equal arguments.
         virtual_time_s: when the last rank ended.
         message_count: messages sent, frames and raw ones.
         byte_count: their bytes.
@@ -107,18 +109,6 @@ class SimReport:
             raise AssertionError(f"seed {self.seed}: these faults did not fire: {', '.join(map(repr, idle))}")
 
 
-@contextlib.contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Thousands of ranks are millions of objects that live to the end: looking through them takes half of the time."""
-    before = gc.get_threshold()
-    gc.set_threshold(100_000, 50, 1000)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
-@_rare_collections()  # around all of it: the collection that follows finds the simulation dead, and need not keep it
 def simulate(
     main: Callable[..., Coroutine[Any, Any, Any]],
     *args: Any,
@@ -134,7 +124,9 @@ def simulate(
 ) -> SimReport:
     """Run ``main(world, *args)`` on ``ranks`` simulated ranks.
 
-    Where a loop is running already, in a notebook, this takes a thread of its own, and that loop waits.
+    What comes of it is a function of the arguments and of PYTHONHASHSEED, on which the order of sets of strings
+    depends (``asyncdist sim`` sets it to 0). Where threads simulate at the same time, one waits for the other. Where a
+    loop is running already, in a notebook, this takes a thread of its own, and that loop waits.
 
     Args:
         main: the coroutine function that :func:`asyncdist.run` would get.
@@ -146,7 +138,8 @@ def simulate(
         faults: what is to go wrong. A killed rank ends without running another line; when the simulation is over, its
             ``finally`` blocks run all the same, with nobody to talk to.
         strict: as for :func:`asyncdist.run`.
-        until_s: stop at this virtual time, whoever is still running.
+        until_s: the virtual time, in seconds, by which all ranks must have ended. To stop early is what ``after_event``
+            is for.
         after_event: called after every event, to check what must always hold; what it raises is raised here, and if it
             returns something true, the simulation stops, whoever is still running.
         inherited_random: names among ``"random"``, ``"numpy"`` and ``"torch"``. Each rank begins with the caller's
@@ -155,7 +148,8 @@ def simulate(
 
     Raises:
         DeadlockError: nothing was left to happen, and some main had not returned: who waits for what.
-        KeyboardInterrupt: after SIGINT, between two events.
+        TimeLimitError: ``until_s`` was reached, and some ranks had not ended: where each of them is.
+        KeyboardInterrupt: after SIGINT, between two events; it says the same.
         LocalProtocolError: simulate inside a world or a simulation, or a task that loops without waiting. On a rank: a
             thread, a process, a socket or something else that would not follow from the seed.
         TypeError, ValueError: an argument is of the wrong kind or out of range.
@@ -179,15 +173,29 @@ def simulate(
     inherited: Any = inherited_random
     if isinstance(inherited, str) or not isinstance(inherited, Collection) or not set(inherited) <= INHERITABLE:
         checks.refuse("inherited_random", inherited, f"a list of names among {', '.join(sorted(INHERITABLE))}")
-    states = RandomStates(ranks, seed, inherited_random)
-    simulation = _Simulation(ranks, seed, network or Network(), compute or Compute(), tuple(faults), states)
+    plan = (ranks, seed, network or Network(), compute or Compute(), tuple(faults))
+    run = functools.partial(_Simulation.run, strict=strict, until_s=until_s, after_event=after_event)
+    with one_at_a_time():
+        return _run_alone(plan, inherited_random, lambda simulation: run(simulation, main, args))
 
-    def run() -> SimReport:
-        with refused_outside(), virtual_clocks():
-            return simulation.run(main, args, strict=strict, until_s=until_s, after_event=after_event)
+
+@collecting_at_fixed_points()  # around all of it: the collection that follows finds the simulation dead
+def _run_alone(
+    plan: tuple[int, int, Network, Compute, tuple[Fault, ...]],
+    inherited_random: Collection[str],
+    run: Callable[[_Simulation], SimReport],
+) -> SimReport:
+    """Simulate; no other thread does, and what is replaced in the process comes back."""
+    size, seed, *_ = plan
+    states = RandomStates(size, seed, inherited_random)
+    simulation = _Simulation(*plan, states)
+
+    def run_here() -> SimReport:
+        with refused_outside(), virtual_clocks(), ordered_sets(), states.of_this_thread():
+            return run(simulation)
 
     with simulation.interruptible():
-        return call_beside_loop(run)
+        return call_beside_loop(run_here)
 
 
 @types.coroutine
@@ -283,6 +291,8 @@ class _Simulation:
         self._outcomes: dict[int, Outcome] = {}
         self._worlds: dict[int, World] = {}
         self._killed: set[int] = set()
+        self._generators = Generators()
+        self._is_interrupted = False
 
     def run(
         self,
@@ -302,22 +312,32 @@ class _Simulation:
             elif isinstance(fault, (Kill, Interrupt, Stall, SlowRank)) and fault.at_s is not None:
                 self._scheduler.at(fault.at_s, self._strike, (index, fault))
         for rank, loop in enumerate(self._loops):
-            context = contextvars.copy_context()
+            context = loop.context = contextvars.copy_context()
+            loop.generators = self._generators.of
             call_soon = functools.partial(loop.call_soon, context=context)
             transport = SimTransport(self._medium, rank, call_soon)
             host = self._host(transport, main, args, strict=strict)
             self._hosts.append(loop.create_task(host, name=f"main of rank {rank}", context=context))
-        hooks = sys.get_asyncgen_hooks()
-        sys.set_asyncgen_hooks(firstiter=None, finalizer=_close_generator)
+        with self._generators.followed():
+            return self._run_all(until_s, after_event)
+
+    def _run_all(self, until_s: float | None, after_event: Callable[[], object] | None) -> SimReport:
         try:
             if not self._scheduler.run(until_s=math.inf if until_s is None else until_s, after_event=after_event):
-                deadlock = DeadlockError(self._deadlock(), seed=self._seed)
+                what = "nothing is left to happen"
+                deadlock = DeadlockError(self._whereabouts(what, "and these wait"), seed=self._seed)
                 deadlock.report = self._report()
                 raise deadlock
+            if self._is_interrupted:
+                raise KeyboardInterrupt(self._whereabouts(f"interrupted (seed {self._seed})", "where these are"))
+            if not self._scheduler.stopped:
+                what = f"until_s={until_s:g} is reached"
+                limit = TimeLimitError(self._whereabouts(what, "and these have not ended"), seed=self._seed)
+                limit.report = self._report()
+                raise limit
             return self._report()
         finally:
             self._clear()
-            sys.set_asyncgen_hooks(*hooks)
             self._states.restore()
 
     @contextlib.contextmanager
@@ -330,11 +350,9 @@ class _Simulation:
         if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             yield
             return
-        has_come = False
 
         def stop(number: int, _: types.FrameType | None) -> None:
-            nonlocal has_come
-            has_come = self._scheduler.stopped = True
+            self._is_interrupted = self._scheduler.stopped = True
             signal.signal(number, signal.default_int_handler)
 
         signal.signal(signal.SIGINT, stop)
@@ -342,7 +360,7 @@ class _Simulation:
             yield
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            if has_come:
+            if self._is_interrupted and not isinstance(sys.exception(), KeyboardInterrupt):
                 raise KeyboardInterrupt
 
     async def _host(self, transport: SimTransport, main: Any, args: tuple[Any, ...], *, strict: bool) -> None:
@@ -353,6 +371,7 @@ class _Simulation:
             world.virtual_clock = _Clock(self, self._loops[rank])
 
         outcome = await host_rank(main, args, transport, self._interrupts[rank], strict=strict, on_open=on_open)
+        await self._loops[rank].shutdown_asyncgens()
         if rank not in self._killed and not self._scheduler.stopped:
             self._outcomes[rank] = outcome
             self._trace.add(self._scheduler.now, "end", rank, 0, 0, 0)
@@ -419,8 +438,9 @@ class _Simulation:
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    def _deadlock(self) -> str:
-        lines = [f"nothing is left to happen at {self._scheduler.now:.9f} s of virtual time, and these wait:"]
+    def _whereabouts(self, what: str, of_whom: str) -> str:
+        """What has happened, and what each task of each rank waits for."""
+        lines = [f"{what} at {self._scheduler.now:.9f} s of virtual time, {of_whom}:"]
         for rank, loop in enumerate(self._loops):
             if rank in self._outcomes or rank in self._killed:
                 continue
@@ -494,10 +514,3 @@ class _Simulation:
 
 def _is_exit(result: Any) -> bool:
     return isinstance(result, SystemExit) and not result.code
-
-
-def _close_generator(generator: AsyncGenerator[Any, Any]) -> None:
-    """What asyncio does with an asynchronous generator that nobody iterates any more: run its ``finally``."""
-    loop = asyncio._get_running_loop()
-    if isinstance(loop, RankLoop) and not loop.dead:
-        loop.create_task(generator.aclose())

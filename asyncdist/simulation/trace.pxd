@@ -27,7 +27,12 @@ cdef class Trace:
     cdef bint _has_ended
     cdef object _hash
     cdef bytearray _pending
+    cdef object _contents_hash
+    cdef bytearray _contents
     cdef object _flushed
+
+    @cython.locals(contents=bytearray)
+    cpdef object add_content(self, object data)
 
     @cython.locals(pending=bytearray)
     cpdef object add(self, double time_s, object kind, object a, object b, object tag, object nbytes)

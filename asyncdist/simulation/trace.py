@@ -1,4 +1,7 @@
-"""What happened, in order: a digest over everything, and the last part of it in full."""
+"""What happened, in order: a digest over everything, and the last part of it in full.
+
+The digest covers what messages held, too; the events are only their sizes.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +50,8 @@ class Trace:
         self._has_ended = False
         self._hash = hashlib.blake2b(digest_size=16)
         self._pending = bytearray()
+        self._contents_hash = hashlib.blake2b(digest_size=16)
+        self._contents = bytearray()  # those not yet in the hash
         self._flushed: deque[bytes] = deque(maxlen=1 + KEPT_EVENT_COUNT * _EVENT.size // _FLUSH_NBYTES)
 
     def add(self, time_s: float, kind: str, a: int, b: int, tag: int, nbytes: int) -> None:
@@ -60,15 +65,32 @@ class Trace:
             self._flushed.append(bytes(pending))
             pending.clear()
 
+    def add_content(self, data: bytes | bytearray | memoryview) -> None:
+        """The bytes of the message that was sent last."""
+        if self._has_ended:
+            return
+        contents = self._contents
+        if len(data) <= _FLUSH_NBYTES:
+            contents += data
+            if len(contents) <= _FLUSH_NBYTES:
+                return
+            data = b""
+        self._contents_hash.update(contents)
+        contents.clear()
+        self._contents_hash.update(data)
+
     def end(self) -> None:
         """Take no more events."""
         self._has_ended = True
 
     @property
     def digest(self) -> str:
-        """Of everything so far, in hex."""
+        """Of everything so far, in hex: the events, and the contents of the messages."""
         copy = self._hash.copy()
         copy.update(self._pending)
+        contents = self._contents_hash.copy()
+        contents.update(self._contents)
+        copy.update(contents.digest())
         return copy.hexdigest()
 
     def tail(self) -> bytes:

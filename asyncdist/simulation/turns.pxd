@@ -16,6 +16,7 @@ cdef class Scheduler:
     cdef list _heap
     cdef list _now
     cdef Py_ssize_t _pushed_count
+    cdef Py_ssize_t _collect_at
     cdef Py_ssize_t _cancelled_count
     cdef Py_ssize_t _count_at_now
     cdef double _until_s
@@ -33,6 +34,7 @@ cdef class Scheduler:
     cpdef bint run(self, double until_s=*, object after_event=*) except -1
     @cython.locals(until_s=double, soon=list, heap=list, first=tuple, args=tuple, when=double)
     cdef bint _run(self) except -1
+    cdef object _collect(self)
     cdef bint _is_enough(self) except -1
     cdef object switch_loop(self, object loop)
     cdef bint go_on_until(self, double when) except -1

@@ -16,6 +16,7 @@ Nothing here knows of messages or of asyncdist's protocols. It is compiled where
 from __future__ import annotations
 
 import contextvars
+import gc
 import logging
 import math
 import random
@@ -39,6 +40,11 @@ TURN_COUNT_MAX: Final = 1_000_000
 IDLE_TURN_COUNT_MAX: Final = 100_000
 #: So many of these are each rank's own affair, where there are many.
 _IDLE_TURN_COUNT_OF_A_RANK: Final = 100
+#: Things that happen between two times at which garbage is collected: when Python itself would do it depends on what
+#: the process has done before.
+_COLLECT_EVERY: Final = 10_000
+#: So many collections of the youngest objects are followed by one of the middle generation.
+_MIDDLE_EVERY: Final = 16
 #: Cancelled timers are thrown out of the heap when they are more than this, and more than half of it; as asyncio does.
 _CANCELLED_COUNT_MIN: Final = 100
 #: A turn that follows another one comes up to so much later: turns take time, and messages arrive meanwhile.
@@ -74,6 +80,7 @@ class Scheduler:
         self._heap: list[tuple[float, float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._now: list[Callable[[], object]] = []
         self._pushed_count = 0
+        self._collect_at = _COLLECT_EVERY
         self._cancelled_count = 0  # timers in the heap that nothing will come of
         self._count_at_now = 0
         self._until_s = math.inf
@@ -132,6 +139,8 @@ class Scheduler:
         soon, heap = self._now, self._heap
         args: tuple[Any, ...]
         while not self.stopped:
+            if self.event_count >= self._collect_at:
+                self._collect()
             if soon:
                 action: Callable[..., object] = soon.pop(int(self.random() * len(soon)) if len(soon) > 1 else 0)
                 args = ()
@@ -161,6 +170,18 @@ class Scheduler:
             if self._is_enough():
                 self.stopped = True
         return True
+
+    def _collect(self) -> None:
+        """Collect garbage, outside of all ranks' turns: what is finalised then may do something.
+
+        All objects are looked through ever more rarely, since there may be millions that live to the end.
+        """
+        number = self._collect_at // _COLLECT_EVERY
+        while self._collect_at <= self.event_count:
+            self._collect_at += _COLLECT_EVERY
+        self.switch_loop(None)
+        is_power_of_four = number >= 64 and number & (number - 1) == 0 and number.bit_length() % 2 == 1
+        gc.collect(2 if is_power_of_four or number % 1024 == 0 else int(number % _MIDDLE_EVERY == 0))
 
     def _is_enough(self) -> bool:
         """An event has ended: whether the caller of :meth:`run`, who is in no rank's loop, has seen enough."""

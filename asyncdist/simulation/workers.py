@@ -21,6 +21,8 @@ from typing import Any, Final
 
 import torch
 
+from asyncdist import launch
+
 #: With a handler on it, warnings of a thousand seeds do not go to standard error for want of one.
 _log = logging.getLogger()
 
@@ -59,6 +61,7 @@ class Inline:
     window = 1
 
     def __init__(self, payload: bytes) -> None:
+        self.hash_seed = launch.hash_seed()
         self._payload = payload
         self._no_log = logging.NullHandler()
         _log.addHandler(self._no_log)
@@ -83,10 +86,14 @@ class Pool:
     None is left behind: those that are in the midst of something at the end are killed, and all die with their
     *lifeline*, a pipe that nobody writes to and that ends when this process does, in whatever way. SIGINT is blocked in
     them from their first moment on: the terminal sends it to all, and only this process is to answer.
+
+    Attributes:
+        hash_seed: the PYTHONHASHSEED of all of them: without one the order of sets of strings would be another in each.
     """
 
     def __init__(self, payload: bytes, process_count: int) -> None:
         self.window = 2 * process_count
+        self.hash_seed = launch.hash_seed() or "0"
         self._payload = payload
         self._start(process_count)
 
@@ -104,7 +111,7 @@ class Pool:
         """What ``function(payload, *args)`` will have returned, in one of the processes."""
         if len(self._processes) < self._process_count:  # they are started one by one, here
             others = set(multiprocessing.active_children())
-            with _sigint_blocked():
+            with _sigint_blocked(), launch.variable_set(launch.HASH_SEED_VARIABLE, self.hash_seed):
                 future = self._executor.submit(function, self._payload, *args)
                 self._processes |= set(multiprocessing.active_children()) - others
         else:

@@ -122,6 +122,20 @@ def test_the_line_repeats_the_failure_in_a_fresh_process() -> None:
     assert subprocess.run(passing, shell=True, capture_output=True, timeout=60, check=False).returncode == 0
 
 
+def in_hash_order(seed: int, faults: Sequence[Fault] | None = None) -> ad.SimReport:
+    raise AssertionError(f"the order is {list({'alpha', 'beta', 'gamma', 'delta', 'epsilon', 'zeta', 'eta', 'theta'})}")
+
+
+def test_processes_that_explore_have_one_order_of_sets_and_the_line_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    failure = explore(in_hash_order, range(1), processes=2, quiet=True).failure
+    assert failure is not None
+    assert failure.repeat.startswith("PYTHONHASHSEED=0 ")
+    assert "PYTHONHASHSEED" not in os.environ
+    again = subprocess.run(failure.repeat, shell=True, capture_output=True, text=True, timeout=60, check=False)
+    assert failure.message in again.stderr
+
+
 def test_a_plan_of_five_faults_is_shrunk_to_the_one_that_matters() -> None:
     failure = explore(one_fault_of_five, [3], processes=1, quiet=True).failure
     assert failure is not None

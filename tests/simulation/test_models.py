@@ -358,16 +358,31 @@ def test_results_are_values_or_exceptions_and_the_cause_is_raised() -> None:
     assert simulate(nothing, ranks=3).value() == 0
 
 
-def test_until_s_stops_and_tells_who_had_not_ended() -> None:
+def test_until_s_is_a_limit_that_says_where_each_rank_is() -> None:
     async def main(world: ad.World) -> str:
-        if world.rank:
+        while world.rank == 1:
+            await world.safe_point()
+        if world.rank == 2:
             await world.sleep(100.0)
         return "ended"
 
-    report = simulate(main, ranks=2, until_s=10.0)
-    assert report.results == (None, None), "rank 0 has returned, but leaves together with the others"
-    assert report.virtual_time_s == 10.0
-    assert simulate(main, ranks=2, until_s=1000.0).results == ("ended", "ended")
+    with pytest.raises(ad.TimeLimitError) as caught:
+        simulate(main, ranks=3, until_s=10.0)
+    assert isinstance(caught.value, TimeoutError)
+    first, *lines = str(caught.value).splitlines()
+    assert first == "until_s=10 is reached at 10.000000000 s of virtual time, and these have not ended:"
+    places = {line.partition(",")[0].strip(): line for line in lines}
+    assert "safe_point, in test_until_s" in places["rank 1"]
+    assert "sleep, in test_until_s" in places["rank 2"]
+    assert "the other ranks to come to their end" in places["rank 0"]
+    assert caught.value.report.results == (None, None, None), "rank 0 has returned, but leaves together with the others"
+    assert caught.value.report.virtual_time_s == 10.0
+
+    async def short(world: ad.World) -> str:
+        await world.sleep(100.0)
+        return "ended"
+
+    assert simulate(short, ranks=2, until_s=1000.0).results == ("ended", "ended")
 
 
 def test_strict_finds_what_is_left_over() -> None:

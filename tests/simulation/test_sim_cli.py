@@ -149,6 +149,45 @@ def test_equal_neighbours_and_many_ranks_are_abbreviated(sim: Sim, script: str) 
     assert different[2:12] == [*(f"rank {rank}: {rank * 10}" for rank in range(8)), "... 31 more ...", "rank 39: 390"]
 
 
+HASHING = """
+import os, uuid
+import numpy as np
+import asyncdist as ad
+
+drawn = [np.random.default_rng().random(), str(uuid.uuid4())]
+
+async def main(world):
+    await ad.compute_and_broadcast(lambda: [*drawn, *{f"word {number}" for number in range(20)}])
+    return drawn
+
+ad.run(main)
+"""
+
+
+def test_a_run_depends_neither_on_the_process_nor_on_the_system(tmp_path: Path) -> None:
+    """The order of a set of strings and the system's random bytes were others in each process."""
+    script = tmp_path / "hashing.py"
+    script.write_text(HASHING)
+    unset = {name: text for name, text in os.environ.items() if name != "PYTHONHASHSEED"}
+    own, other, given = (
+        subprocess.run(
+            [sys.executable, "-m", "asyncdist", "sim", script, "--ranks", "2"],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+        for environ in (unset, {**unset, "PYTHONHASHSEED": "random"}, {**unset, "PYTHONHASHSEED": "5"})
+    )
+    assert own == other
+    assert "\nrepeat it: PYTHONHASHSEED=5 " in given
+    assert "PYTHONHASHSEED" not in own
+    digests = [re.findall("digest of the trace: ([0-9a-f]+)", text) for text in (own, given)]
+    assert digests[0] != digests[1], "the digest covers what is sent"
+    assert own.splitlines()[0] == given.splitlines()[0], "what was drawn does not depend on the hash seed"
+
+
 def test_the_line_repeats_the_run_in_a_fresh_process(sim: Sim, script: str) -> None:
     first = sim(script, "--ranks", 3, "--seed", 7, "--", "--lr", "0.1 2")
     assert first.code == 0
@@ -475,7 +514,14 @@ def test_ctrl_c_ends_it_at_once_with_code_130(tmp_path: Path, process_count: int
     finally:
         process.kill()
     assert process.returncode == 130
-    assert error == "asyncdist sim: interrupted\n"
+    if process_count > 1:  # where the ranks of others are is not known here
+        assert error == "asyncdist sim: interrupted\n"
+    else:
+        first, *lines = error.splitlines()
+        place = r"asyncdist sim: interrupted \(seed 0\) at \d+\.\d+ s of virtual time, where these are:"
+        assert re.fullmatch(place, first)
+        assert all(any(f"rank {rank}, main of rank {rank}: " in line for line in lines) for rank in range(3))
+        assert any("endless.py:8" in line for line in lines), "the others may not have come so far"
     assert wait_until(lambda: not any(map(is_alive, pids)))
 
 

@@ -1,0 +1,83 @@
+"""The random bytes of the operating system, from the seed.
+
+``os.urandom``, ``secrets``, ``uuid.uuid4``, ``random.Random()``, ``random.SystemRandom``, ``random.seed()``,
+``numpy.random.default_rng()``, ``numpy.random.seed()`` and ``torch.seed()`` differ in each run of a program. While a
+simulation runs, they draw from a generator that follows from its seed and from the rank. A name imported from ``os``
+before (``from os import urandom``) stays what it was, and so does ``torch.Generator().seed()``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+
+#: What has the function, and its name there. ``random`` has its own, which ``secrets`` and numpy use.
+_NAMES: Final[tuple[tuple[Any, str], ...]] = (
+    (os, "urandom"),
+    (random, "_urandom"),
+    *([(os, "getrandom")] if hasattr(os, "getrandom") else []),
+)
+
+
+@contextlib.contextmanager
+def entropy_from(source: Callable[[int], bytes | None]) -> Iterator[None]:
+    """Until it ends, this thread gets random bytes from ``source``.
+
+    Args:
+        source: is asked for a number of bytes; None means that they come from where they came from before.
+    """
+    thread = threading.get_ident()
+    process = os.getpid()
+
+    def drawn(count: int) -> bytes | None:
+        is_ours = threading.get_ident() == thread and os.getpid() == process
+        return source(count) if is_ours else None
+
+    with contextlib.ExitStack() as stack:
+
+        def replace(owner: Any, name: str, by: Callable[..., Any]) -> None:
+            original = getattr(owner, name)
+            setattr(owner, name, functools.wraps(original)(by))
+            stack.callback(setattr, owner, name, original)
+
+        for module, name in _NAMES:
+            replace(module, name, _bytes_of(getattr(module, name), drawn))
+        replace(random.Random, "seed", _seeding(random.Random.seed, drawn))
+        for module in (torch, torch.random):
+            replace(module, "seed", _torch_seeding(module.seed, drawn))
+        yield
+
+
+def _bytes_of(original: Callable[..., bytes], drawn: Callable[[int], bytes | None]) -> Callable[..., bytes]:
+    def urandom(size: int, *flags: int) -> bytes:
+        found = drawn(size) if type(size) is int and size >= 0 else None
+        return original(size, *flags) if found is None else found
+
+    return urandom
+
+
+def _seeding(original: Callable[..., None], drawn: Callable[[int], bytes | None]) -> Callable[..., None]:
+    def seed(self: random.Random, a: Any = None, version: int = 2) -> None:
+        found = drawn(32) if a is None else None
+        original(self, a if found is None else int.from_bytes(found, "little"), version)
+
+    return seed
+
+
+def _torch_seeding(original: Callable[[], int], drawn: Callable[[int], bytes | None]) -> Callable[[], int]:
+    def seed() -> int:
+        found = drawn(8)
+        if found is None:
+            return original()
+        number = int.from_bytes(found, "little") >> 1  # torch's seeds have a sign
+        torch.manual_seed(number)
+        return number
+
+    return seed

@@ -1,0 +1,77 @@
+"""The asynchronous generators of all ranks, each with the rank that began it.
+
+asyncio closes one that nobody iterates any more, by a task on the loop that began it, when Python finds that out. In a
+reference cycle that is the garbage collector's doing, so that in a simulation it looks for garbage at fixed points (see
+:class:`asyncdist.simulation.turns.Scheduler`), and while another rank has its turn or none has: hence the owners.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import sys
+import weakref
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any, Final
+
+from asyncdist.simulation.loop import RankLoop
+
+#: Objects made since the last fixed point that make Python collect all the same, lest memory run out before the next.
+_OBJECT_COUNT_MAX: Final = 2_000_000
+
+
+class Generators:
+    """Which rank has begun which asynchronous generator."""
+
+    def __init__(self) -> None:
+        # By their addresses: when the collector finalises one, a weak reference does not lead to it any more.
+        self._begun: dict[int, tuple[RankLoop, weakref.ref[AsyncGenerator[Any, Any]]]] = {}
+        self._swept_count = 0
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Until it ends, those that this thread begins are known, and closed when nobody iterates them any more."""
+        hooks = sys.get_asyncgen_hooks()
+        sys.set_asyncgen_hooks(firstiter=self._on_first, finalizer=self._on_last)
+        try:
+            yield
+        finally:
+            sys.set_asyncgen_hooks(*hooks)
+            self._begun.clear()
+
+    def of(self, loop: RankLoop) -> list[AsyncGenerator[Any, Any]]:
+        """Those that ``loop`` has begun and that still exist, in the order in which it did."""
+        alive = ((owner, reference()) for owner, reference in self._begun.values())
+        return [generator for owner, generator in alive if owner is loop and generator is not None]
+
+    def _on_first(self, generator: AsyncGenerator[Any, Any]) -> None:
+        loop = asyncio._get_running_loop()
+        if not isinstance(loop, RankLoop):
+            return
+        self._begun.pop(id(generator), None)  # of one that has ended, and had the same address
+        self._begun[id(generator)] = loop, weakref.ref(generator)
+        if len(self._begun) > 2 * self._swept_count + 100:
+            self._begun = {key: entry for key, entry in self._begun.items() if entry[1]() is not None}
+            self._swept_count = len(self._begun)
+
+    def _on_last(self, generator: AsyncGenerator[Any, Any]) -> None:
+        loop, _ = self._begun.pop(id(generator), (None, None))
+        if loop is not None and not loop.dead:
+            loop.create_task(generator.aclose(), context=loop.context.copy())
+
+
+@contextlib.contextmanager
+def collecting_at_fixed_points() -> Iterator[None]:
+    """Until it ends, Python does not collect garbage by itself, unless very many objects are made at a time.
+
+    Thousands of ranks are millions of objects that live to the end: looking through them as often as Python does takes
+    half of the time.
+    """
+    before = gc.get_threshold()
+    gc.collect(0)  # what counts is what is made from now on
+    gc.set_threshold(_OBJECT_COUNT_MAX, 50, 1000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
