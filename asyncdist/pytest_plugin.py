@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import pytest
 
-from asyncdist.errors import AsyncdistError, DeadlockError, LocalProtocolError, RankLostError
+from asyncdist.errors import AsyncdistError, DeadlockError, LocalProtocolError, RankLostError, TimeLimitError
 from asyncdist.tags import CONTROL
 
 if TYPE_CHECKING:
@@ -188,8 +188,9 @@ def _make_plain(item: pytest.Function, injected: Sequence[str]) -> None:
             await test(**{name: values[name] for name in injected}, **arguments)
 
         ranks: Any = item.callspec.params[_RANKS] if plan.is_parametrized else plan.ranks[0]
-        for seed in plan.seeds:
-            record = item.stash[_RECORD] = _Record(ranks, seed, is_seed_chosen=True)
+        for index, seed in enumerate(plan.seeds):
+            record = _Record(ranks, seed, is_seed_chosen=True, earlier_seeds=plan.seeds[:index])
+            item.stash[_RECORD] = record
             report = _simulate(record, run_rank, (seed,), plan.settings)
             _check(record, report, test.__code__)
 
@@ -221,7 +222,8 @@ class _Record:
         faults: its plan.
         trace: what happens in it.
         report: what came of it, also of one that ended in a deadlock.
-        waiting: after a deadlock, who waited for what.
+        waiting: after a deadlock, and where the time was up, who waited for what.
+        earlier_seeds: those that the test ran before, with the same fixtures.
         returned: the ranks whose main returned.
         raised: what the main of a rank raised, and the virtual time when it did; the first to fail first.
     """
@@ -233,6 +235,7 @@ class _Record:
     trace: Trace | None = None
     report: SimReport | None = None
     waiting: Sequence[str] = ()
+    earlier_seeds: Sequence[int] = ()
     returned: set[int] = field(default_factory=set)
     raised: dict[int, tuple[BaseException, float]] = field(default_factory=dict)
 
@@ -286,7 +289,7 @@ def _simulate(record: _Record, main: Any, args: tuple[Any, ...], settings: dict[
     token = observer.set(record.begin)
     try:
         record.report = simulate(watched, *args, ranks=record.ranks, seed=record.seed, **settings)
-    except DeadlockError as error:
+    except (DeadlockError, TimeLimitError) as error:
         record.report = error.report
         record.waiting = [line.strip() for line in error.message.splitlines()[1:]]
         error.__traceback__ = None  # the simulator's own frames say nothing
@@ -415,7 +418,7 @@ def _lines(item: pytest.Item, record: _Record) -> Iterator[str]:
         title, events = _story(record, events)
         yield f"{title}{', its end' if len(events) > _EVENT_COUNT else ''}:"
         yield from [f"  {event}" for event in events[-_EVENT_COUNT:]] or ["  nothing"]
-    yield f"repeat: {_repeat_line(item, record)}"
+    yield from _repeat_lines(item, record)
 
 
 def _ends(errors: dict[int, BaseException]) -> list[str]:
@@ -452,8 +455,37 @@ def _story(record: _Record, events: tuple[TraceEvent, ...]) -> tuple[str, tuple[
     return f"trace until rank {rank} failed", events[:count]
 
 
-def _repeat_line(item: pytest.Item, record: _Record) -> str:
-    """The command that runs this test with this seed, from where pytest was started."""
+def _repeat_lines(item: pytest.Item, record: _Record) -> Iterator[str]:
+    """The command that repeats the failure: with this seed alone, unless fixtures held what earlier seeds left."""
+    scopes = _fixture_scopes(item)
+    shared = [f"{name} (scope: {scope})" for name, scope in scopes.items() if scope != "function"]
+    if shared:
+        yield f"other tests may have changed {', '.join(shared)} before; the line below does not run them"
+    seeds = item.config.getoption("sim_seeds")
+    if scopes and record.earlier_seeds:
+        count = len(record.earlier_seeds)
+        before = f"{count} seed{'s' * (count > 1)} before this one had the same {', '.join(scopes)}"
+        yield f"{before}, so the line below runs them, too; alone: {_command(item, f' --sim-seed {record.seed}')}"
+        yield f"repeat: {_command(item, '' if seeds is None else f' --sim-seeds {seeds}')}"
+    else:
+        yield f"repeat: {_command(item, f' --sim-seed {record.seed}' if record.is_seed_chosen else '')}"
+
+
+def _fixture_scopes(item: pytest.Item) -> dict[str, str]:
+    """The fixtures that the test asks for by name, each with its scope."""
+    asked = list(inspect.signature(getattr(item, "obj")).parameters)  # noqa: B009 - only some items have one
+    asked += [name for mark in item.iter_markers("usefixtures") for name in mark.args]
+    definitions: dict[str, Any] = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    own = ("sim_seed", "simulate", _RANKS)
+    found = {name: definitions[name][-1] for name in asked if name in definitions and name not in own}
+    return {name: definition.scope for name, definition in found.items() if name not in parameters}
+
+
+def _command(item: pytest.Item, options: str) -> str:
+    """The command that runs this test, from where pytest was started."""
     path = os.path.relpath(item.path, item.config.invocation_params.dir)
     name = shlex.quote(f"{path}::{item.nodeid.partition('::')[2]}")
-    return f"pytest {name}{f' --sim-seed {record.seed}' if record.is_seed_chosen else ''}"
+    from asyncdist.simulation.repeat import hash_seed_prefix
+
+    return f"{hash_seed_prefix()}pytest {name}{options}"

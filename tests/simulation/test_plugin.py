@@ -36,12 +36,16 @@ def run_tests(pytester: pytest.Pytester, source: str, *options: str, ini: str = 
     return pytester.runpytest_inprocess(*options)
 
 
+def sections(result: pytest.RunResult) -> list[str]:
+    """The sections ``simulation`` of the output, one for each test that failed."""
+    return re.findall(r"^-+ simulation -+\n(.*?^repeat: [^\n]*)$", result.stdout.str(), re.MULTILINE | re.DOTALL)
+
+
 def section(result: pytest.RunResult) -> list[str]:
-    """The lines of the only section ``simulation`` in the output."""
-    text = result.stdout.str()
-    found = re.findall(r"^-+ simulation -+\n(.*?^repeat: [^\n]*)$", text, re.MULTILINE | re.DOTALL)
-    assert len(found) == 1, text
-    return str(found[0]).splitlines()
+    """The lines of the only one."""
+    found = sections(result)
+    assert len(found) == 1, result.stdout.str()
+    return found[0].splitlines()
 
 
 def repeat_options(result: pytest.RunResult) -> list[str]:
@@ -269,7 +273,50 @@ def test_the_settings_reach_the_simulation(pytester: pytest.Pytester) -> None:
                 await world.safe_point()
                 assert world.time() <= 5.0
     """
-    run_tests(pytester, source).assert_outcomes(passed=2)
+    result = run_tests(pytester, source)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(
+        ["E *TimeLimitError: until_s=5 is reached at 5.0* s of virtual time, and these have not ended:"]
+    )
+
+
+def test_the_line_repeats_what_fixtures_held(pytester: pytest.Pytester) -> None:
+    """They are made once for all seeds, so that the failing seed alone passes."""
+    source = """
+        @pytest.fixture
+        def store():
+            return []
+
+        @pytest.fixture(scope="module")
+        def shared():
+            return []
+
+        @pytest.mark.sim(ranks=2, seeds=9)
+        async def test_store(world, store):
+            store.append(world.rank)
+            assert len(store) < 6
+
+        @pytest.mark.sim(ranks=2, seeds=9)
+        async def test_shared(world, shared, sim_seed):
+            assert sim_seed == 0
+
+        @pytest.mark.sim(ranks=2, seeds=9)
+        @pytest.mark.parametrize("number", [1])
+        async def test_without(world, sim_seed, number):
+            assert sim_seed == 0
+    """
+    store, shared, without = sections(run_tests(pytester, source))
+    name = "test_it.py::test"
+    assert store.endswith(f"\nrepeat: pytest {name}_store")
+    assert (
+        f"2 seeds before this one had the same store, so the line below runs them, too; alone: pytest {name}" in store
+    )
+    assert "\nother tests may have changed shared (scope: module) before; the line below does not run them\n" in shared
+    assert shared.endswith(f"\nrepeat: pytest {name}_shared")
+    assert "before" not in without
+    assert without.endswith(f"\nrepeat: pytest '{name}_without[1]' --sim-seed 1")
+    again = pytester.runpytest(*shlex.split(store.splitlines()[-1])[2:])
+    again.assert_outcomes(failed=1)
 
 
 def test_killed_ranks_and_those_who_lose_them(pytester: pytest.Pytester) -> None:
