@@ -480,6 +480,7 @@ class Collectives:
     def _forget(self, tag: int, task: asyncio.Task[Any]) -> None:
         if self._newest.get(tag) is task:  # its result is the caller's alone
             del self._newest[tag]
+            self._engine.recheck()  # whoever frees the group waits for that
 
     async def _in_turn(
         self,

@@ -117,7 +117,7 @@ class GroupLedger:
 
     def on_gone(self) -> None:
         """A rank has left, and so freed all groups that it was in; or it is lost."""
-        for entry in list(self._entries.values()):
+        for entry in list(self._entries.values()) if self._entries else ():
             self._settle(entry)
 
     def _note(self, entry: _Entry, rank: int, started: int) -> None:
