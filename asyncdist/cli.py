@@ -175,6 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Args:
         arguments: Without the program's name; the process's own by default.
     """
+    launch.open_standard_files()
     words = list(sys.argv[1:] if arguments is None else arguments)
     rest: list[str] = []
     if words[:1] in (["run"], ["sim"]):

@@ -57,6 +57,8 @@ _BACKEND_VARIABLE: Final = "ASYNCDIST_BACKEND"
 STALL_VARIABLE: Final = "ASYNCDIST_STALL_S"
 #: The process that is a rank of MPI, and what its launcher calls that rank, for its children.
 _RANK_VARIABLE: Final = "ASYNCDIST_RANK"
+#: What Python takes in a rank and the processes that start it, pages that they share not counted.
+_RANK_NBYTES: Final = 16 << 20
 # MPICH's mpirun ends a job that is to be aborted without reading what its ranks have written last.
 _LAST_WORDS_S: Final = 0.2
 # Slurm numbers its batch and interactive shells as steps of their own, from here upwards.
@@ -679,11 +681,51 @@ def heeding_children() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
 
+def open_standard_files() -> None:
+    """Open /dev/null in the place of standard files that are closed: what is opened later would take their numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
+
+
+def check_loopback() -> None:
+    """Raise ``LaunchError`` where ranks of this host cannot reach each other at 127.0.0.1, as in a bare namespace."""
+    with socket.socket() as listener:
+        try:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            socket.create_connection(listener.getsockname(), timeout=10).close()
+        except OSError as error:
+            raise LaunchError(
+                f"ranks of this host cannot reach each other at 127.0.0.1 ({error.strerror}): the loopback interface "
+                "is down; ip link set lo up"
+            ) from error
+
+
+def check_ranks(ranks: int) -> None:
+    """Raise ``LaunchError`` for more ranks than this host can hold: starting them would bring it down."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    most = memory // _RANK_NBYTES
+    if ranks > most:
+        raise LaunchError(
+            f"{ranks} ranks are too many for this host: each takes {_RANK_NBYTES >> 20} MiB before it imports "
+            f"anything, and {memory >> 30} GiB hold {most}"
+        )
+
+
 def check_script(script: str) -> None:
     """Raise ``LaunchError`` unless ``script`` is a file that can be read."""
     path = Path(script)
     if not path.exists():
-        raise LaunchError(f"the script {script!r} does not exist (looked in {Path.cwd()})")
+        try:
+            place = f"looked in {Path.cwd()}"
+        except FileNotFoundError:
+            place = "the current directory has been deleted"
+        raise LaunchError(f"the script {script!r} does not exist ({place})")
     if path.is_dir():
         raise LaunchError(f"{script!r} is a directory; name a Python script")
     if not os.access(path, os.R_OK):

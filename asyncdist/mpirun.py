@@ -10,6 +10,7 @@ import dataclasses
 import importlib.metadata
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -69,12 +70,14 @@ def run(
         launch.LaunchError: The script is no file, or there is not exactly one usable MPI.
     """
     launch.check_script(script)
+    launch.check_ranks(ranks)
     environ = launch.without_launchers(environ)
     installation = find_installation(environ)
     flavour = choose_flavour(installation, mpi)
     mpirun = installation.launchers[flavour]
+    if flavour == "openmpi" and len(socket.if_nameindex()) < 2:  # it takes any interface
+        launch.check_loopback()
     command = build_command(flavour, mpirun, script, arguments, ranks=ranks)
-    sys.stdout.flush()
     os.execve(mpirun, command, build_environment(flavour, environ, ranks=ranks, threads=threads))
 
 

@@ -64,6 +64,8 @@ def run(
         launch.LaunchError: the script is no file, or a process cannot be started.
     """
     launch.check_script(script)
+    launch.check_ranks(ranks)
+    launch.check_loopback()
     command = guardians.guarded(launch.rank_command(script, arguments), parent=os.getpid())
     environments = build_environments(environ, ranks=ranks, threads=threads)
     events: queue.SimpleQueue[_Event] = queue.SimpleQueue()  # the one queue whose put may interrupt its own get

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import os
 import signal
 import sys
@@ -135,8 +136,9 @@ def interrupt_error(number: int) -> BaseException:
 
 def exit_immediately(code: int) -> None:
     """Leave without MPI_Finalize, which can hang once something has gone wrong."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for file in filter(None, (sys.stdout, sys.stderr)):  # Python has none where the descriptor was closed
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            file.flush()
     os._exit(code)
 
 

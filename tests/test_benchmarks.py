@@ -65,6 +65,15 @@ def bench(runner: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     return bench
 
 
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    runner: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was told after an hour, with a traceback."""
+    with pytest.raises(SystemExit):
+        runner.main(["all", "--json", str(tmp_path / "none" / "results.json")])
+    assert f"there is no folder {tmp_path / 'none'}" in capsys.readouterr().err
+
+
 def results_of(name: str, out: Path, output: str) -> dict[str, Any]:
     assert f"{name}: medians" in output
     written = json.loads(out.read_text())

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -433,6 +434,8 @@ def test_mpich_yields_only_when_there_are_more_ranks_than_cores() -> None:
         (["run", "script.py", "-n", "2"], "what follows the script is passed to it; asyncdist run -n RANKS script.py"),
         (["run", "-n", "2", "no_such_script.py"], "'no_such_script.py' does not exist"),
         (["run", "-n", "2", "."], "'.' is a directory"),
+        (["run", "-n", "99999999", __file__], "99999999 ranks are too many for this host"),
+        (["run", "-n", "99999999", "--transport", "torch", __file__], "99999999 ranks are too many for this host"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(
@@ -444,6 +447,38 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     assert caught.value.code == 2
     assert words in error
     assert error.count("\n") == 1
+
+
+def test_a_missing_script_in_a_deleted_directory_is_one_line(tmp_path: Path) -> None:
+    """It was a traceback."""
+    source = "import os, sys; from asyncdist import cli; os.rmdir(os.getcwd()); cli.main(sys.argv[1:])"
+    command = [sys.executable, "-c", source, "run", "-n", "2", "script.py"]
+    environ = {**os.environ, "PYTHONPATH": str(Path(launch.__file__).parents[1])}
+    ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    said = "asyncdist run: the script 'script.py' does not exist (the current directory has been deleted)\n"
+    assert (ended.returncode, ended.stderr) == (2, said)
+
+
+def test_a_job_runs_with_its_standard_files_closed(tmp_path: Path) -> None:
+    """With stdout closed the launcher failed with an AttributeError before it had started anything."""
+    (tmp_path / "script.py").write_text("import sys; print('words'); sys.exit(7)")
+    command = f"'{sys.executable}' -m asyncdist run --transport torch -n 1 script.py <&- >&-"
+    ended = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (7, "asyncdist run: rank 0 ended with exit code 7\n")
+
+
+def test_a_host_without_loopback_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks waited a minute for their store, and then told of C++ frames."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise OSError(101, "Network is unreachable")
+
+    launch.check_loopback()
+    monkeypatch.setattr("socket.create_connection", refuse)
+    with pytest.raises(
+        launch.LaunchError, match=r"127\.0\.0\.1 \(Network is unreachable\): the loopback interface is down"
+    ):
+        launch.check_loopback()
 
 
 def test_no_mpi_at_all_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

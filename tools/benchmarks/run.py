@@ -75,7 +75,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results here")
     parser.add_argument("--quick", action="store_true", help="tiny settings: whether it works, not how fast")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a figure is missed")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.json is not None and not options.json.parent.is_dir():  # said now, not after an hour of measuring
+        parser.error(f"--json {options.json}: there is no folder {options.json.parent}")
+    return options
 
 
 def _measure(name: str, rank_counts: Sequence[int], *, transport: str, quick: bool) -> Results | None:
