@@ -12,10 +12,15 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from asyncdist import checks
 from asyncdist.simulation.samplers import LogNormalSampler
+
+#: How many times as long as it would have taken a computation lasts, at most, to overrun a timer.
+OVERRUN_STEP_COUNT: Final = 1000
+#: How far past the timer, in seconds.
+OVERRUN_S: Final = 1e-5
 
 
 def check_number(name: str, value: Any, *, above_zero: bool = False) -> None:
@@ -185,17 +190,23 @@ class Compute:
             :class:`SlowRank` has it.
         pause_probability: chance, per safe point, of a pause.
         pause_s: how long such a pause takes.
+        overrun_probability: chance, per safe point, that the computation lasts until just past a timer of the rank's
+            own that is due within :data:`OVERRUN_STEP_COUNT` times as long. So what has arrived and the deadline for it
+            meet when it ends. None is 0 where ``step_s`` is a number, and else 0.05 in one simulation of eight, drawn.
     """
 
     step_s: Duration = LogNormal(1e-3, 0.2)
     factors: Mapping[int, float] = field(default_factory=dict)
     pause_probability: float = 0.0
     pause_s: Duration = 1.0
+    overrun_probability: float | None = None
 
     def __post_init__(self) -> None:
         check_duration("step_s", self.step_s)
         check_duration("pause_s", self.pause_s)
         checks.fraction("pause_probability", self.pause_probability)
+        if self.overrun_probability is not None:
+            checks.fraction("overrun_probability", self.overrun_probability)
         factors: Any = self.factors
         if not isinstance(factors, Mapping):
             checks.refuse("factors", factors, "a dict from a rank to its factor", TypeError)
@@ -205,6 +216,12 @@ class Compute:
     def check_ranks(self, size: int) -> None:
         """Refuse factors of ranks that do not exist."""
         check_ranks("Compute.factors", list(self.factors), size)
+
+    def draw_overrun_probability(self, rng: random.Random) -> float:
+        """That of one simulation."""
+        if self.overrun_probability is not None:
+            return self.overrun_probability
+        return 0.05 if not isinstance(self.step_s, (float, int)) and rng.random() < 1 / 8 else 0.0
 
     def sampler(self, rank: int, rng: random.Random) -> Callable[[], float]:
         """A function that draws the seconds before a safe point of ``rank``."""

@@ -34,7 +34,7 @@ from asyncdist.simulation.faults import Fault, Interrupt, Kill, SlowRank, Stall,
 from asyncdist.simulation.generators import Generators, collecting_at_fixed_points
 from asyncdist.simulation.loop import RankLoop
 from asyncdist.simulation.medium import Medium, SimTransport
-from asyncdist.simulation.models import Compute, Network, check_number
+from asyncdist.simulation.models import OVERRUN_S, OVERRUN_STEP_COUNT, Compute, Network, check_number
 from asyncdist.simulation.one_at_a_time import one_at_a_time
 from asyncdist.simulation.outside import refused_outside
 from asyncdist.simulation.random_states import INHERITABLE, RandomStates
@@ -212,7 +212,7 @@ class _Clock:
         self._loop = loop
 
     def before_safe_point(self) -> Awaitable[None]:
-        seconds = self._simulation.draw_compute_s(self._loop.rank)
+        seconds = self._simulation.draw_deaf_s(self._loop)
         if seconds:
             return self._loop.be_deaf(seconds)
         self._loop.has_computed()
@@ -254,6 +254,8 @@ class _Simulation:
         # Generators of their own, so that one more message does not change every later compute time.
         self._compute_samplers = [compute.sampler(r, random.Random(f"{seed} compute {r}")) for r in range(size)]
         self._slowdowns = [1.0] * size
+        self._overruns = random.Random(f"{seed} overruns")
+        self._overrun_probability = compute.draw_overrun_probability(self._overruns)
         self._scheduler = Scheduler(random.Random(f"{seed} ties"))
         self._trace = Trace()
         self._medium = Medium(
@@ -376,6 +378,16 @@ class _Simulation:
             self._outcomes[rank] = outcome
             self._trace.add(self._scheduler.now, "end", rank, 0, 0, 0)
             self._stop_if_over()
+
+    def draw_deaf_s(self, loop: RankLoop) -> float:
+        """The same before a safe point, which may come only when one of the rank's timers is overdue."""
+        seconds = self.draw_compute_s(loop.rank)
+        if self._overrun_probability and self._overruns.random() < self._overrun_probability:
+            now = loop.time()
+            due = loop.timers_due(now + seconds, now + OVERRUN_STEP_COUNT * seconds)
+            if due:
+                return self._overruns.choice(due) - now + OVERRUN_S * self._overruns.random()
+        return seconds
 
     def draw_share(self) -> float:
         """A number from 0 to 1."""

@@ -216,6 +216,10 @@ class Scheduler:
         """Whether nothing is to come but turns of ranks that go on by themselves."""
         return not self._now and not any(_may_wake(action, args) for _, _, _, action, args in self._heap)
 
+    def entries(self) -> list[tuple[float, float, int, Callable[..., object], tuple[Any, ...]]]:
+        """What is to happen, with the time as the first entry and the action and its arguments as the last ones."""
+        return self._heap
+
     @property
     def pending_count(self) -> int:
         """Things that will happen, and timers that were cancelled and are still kept."""
@@ -580,6 +584,15 @@ class Turns:
     def call_later(self, delay: float, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Handle:
         """As asyncio's."""
         return self.call_at(self._scheduler.time() + delay, callback, *args, context=context)
+
+    def timers_due(self, after_s: float, until_s: float) -> list[float]:
+        """When the rank's timers fire that fire within that time, in order."""
+        due = [
+            entry[0]
+            for entry in self._scheduler.entries()
+            if after_s < entry[0] <= until_s and entry[3] is self._take_timer and not entry[4][0].cancelled()
+        ]
+        return sorted(due)
 
     def call_at(self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Handle:
         """As asyncio's."""

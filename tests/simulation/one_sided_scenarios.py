@@ -200,7 +200,7 @@ async def _main(world: ad.World, watch: Watch) -> int:
                 on_event=watch.listener(world.rank, model),
             )
             await stack.enter_async_context(policy)
-        except (ad.ClosedError, ad.StartTimeoutError):
+        except (ad.ClosedError, ad.RankLostError, ad.StartTimeoutError):
             assert any(isinstance(fault, (Kill, Corrupt)) for fault in plan.faults)
             watch.seen["starts that a loss ended"] += 1
             return 0

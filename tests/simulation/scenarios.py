@@ -141,7 +141,7 @@ def draw_plan(seed: int) -> Plan:
         policies=policies,
         exits=exits,
         network=network,
-        compute=_draw_compute(rng, ranks, step_s),
+        compute=replace(_draw_compute(rng, ranks, step_s), overrun_probability=_draw_overruns(seed)),
         faults=tuple(_draw_faults(rng, ranks, steps, step_s, policies, network)),
         chunk_nbytes=rng.choice((32, 64, 256, 4096)),
         phases=phases,
@@ -168,7 +168,7 @@ def _calmed(plan: Plan) -> Plan:
         steps=max(plan.steps, 50) if plan.phases == 1 and plan.ranks <= 8 else plan.steps,
         exits={},
         network=Network(),
-        compute=Compute(),
+        compute=Compute(overrun_probability=0.0),
         faults=(),
         habits=tuple(habit for habit in plan.habits if habit != "nan"),
     )
@@ -261,6 +261,11 @@ def _draw_compute(rng: random.Random, ranks: int, step_s: float) -> Compute:
         pause_probability=rng.choice((0.005, 0.05)) if rng.random() < 0.2 else 0.0,
         pause_s=rng.choice((50 * step_s, Exponential(500 * step_s))),
     )
+
+
+def _draw_overruns(seed: int) -> float:
+    """Of a generator of its own: what else is drawn does not change with it."""
+    return random.Random(f"overruns of scenario {seed}").choice((0.0, 0.0, 0.0, 0.05))
 
 
 def _draw_faults(
@@ -764,7 +769,7 @@ def _starting(watch: Watch) -> Iterator[None]:
     """A policy whose start a loss has ended is done without."""
     try:
         yield
-    except (ad.ClosedError, ad.StartTimeoutError):
+    except (ad.ClosedError, ad.RankLostError, ad.StartTimeoutError):
         if watch.plan.loses_nothing:
             raise
         watch.seen["starts that a loss ended"] += 1
@@ -812,9 +817,9 @@ async def _train(
             member.weights = member.replica.to_bytes()
         try:
             await member.step(_draw_metric(rng))
-        except ad.ClosedError:
-            watch.check(member.plan.kind == "all", f"{member} got ClosedError")
-            watch.seen["ClosedError of average_all"] += 1
+        except (ad.ClosedError, ad.RankLostError) as error:
+            watch.check(member.plan.kind == "all", f"{member} got {error!r}")
+            watch.seen["member gone from average_all"] += 1
             mine.remove((member, stack))
             await stack.aclose()
     if "sleep" in habits and rng.random() < 0.1:
@@ -909,6 +914,7 @@ def _check_that_averages_come(watch: Watch) -> None:
     """Where nothing is in the way, somebody has been replaced in the end."""
     plan = watch.plan
     in_the_way = plan.faults or plan.exits or plan.compute.factors or plan.compute.pause_probability
+    in_the_way = in_the_way or plan.compute.overrun_probability
     if in_the_way or "nan" in plan.habits or isinstance(plan.network.link.latency_s, (Uniform, Exponential)):
         return
     replaced: Counter[int] = Counter()

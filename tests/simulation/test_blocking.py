@@ -89,6 +89,17 @@ def test_clocks_tell_virtual_time() -> None:
     assert {name: getattr(time, name) for name in dir(time)} == before
 
 
+def test_code_that_waits_by_reading_a_clock_waits_for_so_long() -> None:
+    async def main(world: ad.World) -> float:
+        deadline = time.monotonic() + 0.5
+        while time.monotonic() < deadline:
+            pass
+        assert world.time() == pytest.approx(0.5, abs=CLOSE_S)
+        return world.time()
+
+    assert simulate(main, ranks=1).value() == pytest.approx(0.5, abs=CLOSE_S)
+
+
 def test_clocks_of_libraries_and_of_whoever_looks_on_are_the_machines() -> None:
     looked: list[float] = []
 

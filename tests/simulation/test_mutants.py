@@ -59,7 +59,10 @@ def test_every_defect_has_a_mutant_or_a_reason(table: Any) -> None:
 
 def test_every_scenario_exists(table: Any) -> None:
     files = {"scenarios": "tools/mutations/scenarios.py"}
-    files |= {f"simulation.{name}": f"tests/simulation/{name}.py" for name in ("scenarios", "one_sided_scenarios")}
+    files |= {
+        f"simulation.{name}": f"tests/simulation/{name}.py"
+        for name in ("scenarios", "one_sided_scenarios", "deadline_scenarios")
+    }
     for mutant in table.MUTANTS:
         module, _, function = mutant.scenario.partition(":")
         tree = ast.parse((TOP / files[module]).read_text())

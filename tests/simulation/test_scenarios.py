@@ -101,7 +101,7 @@ LEFT_OUT = (
 KILLED = ("killed coordinator", "killed donor mid-stream", "killed replacer mid-exchange")
 OTHER = (
     "recovered",
-    "ClosedError of average_all",
+    "member gone from average_all",
     "starts that a loss ended",
     "dropped: CRC mismatch",
     "dropped: closed scope",

@@ -20,6 +20,7 @@ FAREWELL: Final = "scenarios:farewell"
 LEAVING: Final = "scenarios:leaving"
 SUBGROUP: Final = "scenarios:subgroup"
 ABSENT: Final = "scenarios:absent"
+AVERAGES: Final = "simulation.deadline_scenarios:averages"
 ONE_SIDED: Final = "simulation.one_sided_scenarios:scenario"
 
 
@@ -302,6 +303,15 @@ MUTANTS: Final = (
         "        message = of_source.popleft()",
         "        message = of_source.popleft() if wanted != ANY_SOURCE else of_source.pop()",
         TROUBLE,
+    ),
+    Mutant(
+        "given-up-after-go",
+        "deadline",
+        "a member whose time is up when the leader has said go leaves the others alone in the average",
+        "asyncdist/starts.py",
+        "        elif self._pending is None:\n            task.cancel()",
+        "        elif True:\n            task.cancel()",
+        AVERAGES,
     ),
     Mutant(
         "dropped-deadline",

@@ -1,0 +1,23 @@
+"""Deadlines that pass, unseen, while a rank computes: see ``deadline_scenarios.py`` for what is drawn and checked."""
+
+from __future__ import annotations
+
+from asyncdist.simulation import explore
+from simulation.deadline_scenarios import averages, run_averages, run_starts, starts
+
+SEED_COUNT = 40
+
+
+def test_what_all_have_agreed_to_start_is_begun_by_all_of_them_or_by_nobody() -> None:
+    """A member that gave up between the verdict and its being seen left the others in a blocking call for ever."""
+    explore(starts, range(SEED_COUNT), processes=1, quiet=True).check()
+    seen = [run_starts(seed)[1] for seed in range(5)]
+    assert sum(made.made_count for made in seen) > 5
+    assert sum(len(made.entered) for made in seen) > 5
+    assert sum(made.late_count for made in seen) > 20
+
+
+def test_synchronous_averages_stay_in_step_whatever_deadline_a_member_sets_itself() -> None:
+    """A member that was cancelled after "go" skipped the average: ranks were out of step, or waited for ever."""
+    explore(averages, range(SEED_COUNT), processes=1, quiet=True).check()
+    assert sum(run_averages(seed)[1].late_count for seed in range(5)) > 20
