@@ -80,8 +80,8 @@ MUTANTS: Final = (
         4,
         "nobody keeps the request of send_nowait",
         "asyncdist/channels.py",
-        '            self._engine.watch(request, f"{self.name}: send to {dest}", self._on_sent)',
-        "            self._sending_count -= 1",
+        '        self._engine.watch(request, f"{self.name}: send to {dest}", on_left)',
+        "        on_left(None)",
         FAREWELL,
     ),
     Mutant(
