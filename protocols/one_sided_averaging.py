@@ -291,6 +291,8 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
                 await self._world.engine.until(self._is_quiet, "the end of its own reads", deadline=deadline)
         finally:
             self._states.clear()
+            if not self._leftovers():  # it would keep model and buffers for the life of the world
+                self._world.leftover_probes.remove(self._leftovers)
             if not self._is_publishing:  # else when the device has written the last of it
                 await self._exposure.close(deadline)
 
@@ -314,7 +316,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             return NOTHING
         await self._world.progress()
         info = self._act() if self._needs_step else NOTHING
-        is_due = (self.iteration + 1) % self.average_every == 0
+        is_due = self._is_due()
         if (is_due or self._step_count >= self._dies_at) and not info:
             if is_due:
                 self._publish(self._read_metric(local_metric))

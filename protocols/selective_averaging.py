@@ -355,6 +355,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             self._control.close()
             self._reports.close()
             self._world.off_gone(self._on_gone)
+            if not self._leftovers():  # it would keep model and buffers for the life of the world
+                self._world.leftover_probes.remove(self._leftovers)
 
     def _is_quiet(self) -> bool:
         """Whether nothing of a round is left: no role, no stream of ours, nothing being discarded."""
@@ -380,7 +382,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             return NOTHING
         await self._world.progress()
         info = self._act() if self._needs_step else NOTHING
-        if (self.iteration + 1) % self.average_every == 0:
+        if self._is_due():
             self._report(local_metric)
         return info
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import abc
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+import sys
+import warnings
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, ClassVar, Final, Literal, Self, TypeAlias
@@ -31,6 +33,7 @@ from asyncdist.agreements import Agreed
 from asyncdist.flat import Fingerprint, FlatState, first_difference
 from asyncdist.groups import check_open
 from asyncdist.starts import Start
+from protocols.wrappers import check_not_inside, check_not_wrapped
 
 #: The metric given to ``step``, or something that yields it when it is due.
 Metric: TypeAlias = float | int | torch.Tensor
@@ -182,8 +185,13 @@ class SpawnPolicy(abc.ABC):
         self.average_every = checks.count("average_every", average_every)
         self.name = name
         self.iteration = 0
+        self._restarted_at = 0  # the iteration that the caller counts as 0
+        self._is_overdue = False
+        self._has_stepped = False
+        self._first_call: tuple[str, int] | None = None
         self._metric = metric
-        self._flat = FlatState(model)
+        self._flat = FlatState(model)  # which refuses what is no module
+        check_not_wrapped(model)
         self._flat.check_optimizer(optimizer)
         self._given_group = group
         self._given_world = world
@@ -218,6 +226,7 @@ class SpawnPolicy(abc.ABC):
             raise LocalProtocolError(f"rank {self._world.rank} is not in the policy's group {list(self._group.ranks)}")
         self.is_alone = not self._has_company()
         if not self.is_alone:
+            check_not_inside(self.model)
             await self._world.start_together(self._begin, self._end, name="the start of a policy")
         self._stage = "open"
         return self
@@ -238,8 +247,11 @@ class SpawnPolicy(abc.ABC):
         self._stage = "closed"
         if not self.is_alone:
             await self._stop(error)
+        if error is None and self._first_call is not None and not self._has_stepped:
+            text = "no step of this policy was ever awaited, so nothing was averaged: write await policy.step(...)"
+            warnings.warn_explicit(text, RuntimeWarning, *self._first_call)
 
-    async def step(self, local_metric: MetricSource = None) -> StepInfo:
+    def step(self, local_metric: MetricSource = None) -> Coroutine[Any, Any, StepInfo]:
         """Make progress, and change the model's weights if it is time. The only place where they change.
 
         Call it once per training step, from the task that trains.
@@ -258,16 +270,22 @@ class SpawnPolicy(abc.ABC):
             RankLostError: a peer has failed, and with it the job.
             TypeError, ValueError: the metric is due and is no number.
         """
+        if self._first_call is None:
+            self._first_call = _line_of_caller()
+        return self._guarded_step(local_metric)
+
+    async def _guarded_step(self, local_metric: MetricSource) -> StepInfo:
+        self._has_stepped = True
         if self._stepping or self._stage != "open" or self._world.is_computing:
             self._refuse()
         self._stepping = True
         try:
             return await self._step(local_metric)
         finally:
-            self._stepping = False
+            self._stepping = self._is_overdue = False
             self.iteration += 1
 
-    async def __call__(
+    def __call__(
         self,
         iteration: int,
         model: nn.Module,
@@ -276,11 +294,13 @@ class SpawnPolicy(abc.ABC):
         *,
         group: Any = None,
         expose_params: bool | None = None,
-    ) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+    ) -> Coroutine[Any, Any, tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]]:
         """The call of torchgfn's policies, for porting: ``step`` with the caller's own iteration number.
 
         Args:
-            iteration: counts as this policy's own from now on.
+            iteration: a whole number, of numpy or a 0-d tensor too. It may start again, as at each epoch: what is due
+                follows the caller's number, while the policy's own ``iteration`` goes on. A call that skips a due
+                iteration is due itself, so calls at every 100th iteration are enough for ``average_every=100``.
             model: the policy's.
             optimizer: the policy's.
             local_metric: as for :meth:`step`.
@@ -291,8 +311,21 @@ class SpawnPolicy(abc.ABC):
             The same model and optimizer, and the fields of :class:`StepInfo` as a dict.
 
         Raises:
-            ValueError: one of these is another than the policy's.
+            ValueError: one of these is another than the policy's, or ``iteration`` is no whole number.
         """
+        if self._first_call is None:
+            self._first_call = _line_of_caller()
+        return self._ported_step(iteration, model, optimizer, local_metric, group, expose_params)
+
+    async def _ported_step(
+        self,
+        iteration: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        local_metric: MetricSource,
+        group: Any,
+        expose_params: bool | None,
+    ) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
         if model is not self.model or optimizer is not self.optimizer:
             raise ValueError(
                 "this policy was made for another model or optimizer; it changes weights in place, pass the same ones"
@@ -303,8 +336,10 @@ class SpawnPolicy(abc.ABC):
             )
         if expose_params not in (None, True):
             raise ValueError(f"expose_params is {expose_params!r:.80}; allowed: None, True; average_every says when")
-        self.iteration = iteration
-        info = await self.step(local_metric)
+        number = checks.count("iteration", iteration, least=0)
+        if not self._stepping:
+            self._go_to(number)
+        info = await self._guarded_step(local_metric)
         return model, optimizer, {field: getattr(info, field) for field in StepInfo.__dataclass_fields__}
 
     # -- for subclasses ---------------------------------------------------------------------------------------------
@@ -330,7 +365,18 @@ class SpawnPolicy(abc.ABC):
         return self._group.size > 1
 
     def _is_due(self) -> bool:
-        return (self.iteration + 1) % self.average_every == 0
+        return (self.iteration - self._restarted_at + 1) % self.average_every == 0 or self._is_overdue
+
+    def _go_to(self, number: int) -> None:
+        """Take the caller's number of this iteration. The own one only grows: reports and ages are counted by it."""
+        expected = self.iteration - self._restarted_at
+        if number == expected - 1:  # the last number is given again
+            self._restarted_at += 1
+            return
+        if number < expected:  # an epoch has begun
+            self._restarted_at, expected = self.iteration, 0
+        self.iteration += number - expected
+        self._is_overdue = self._has_stepped and number // self.average_every > expected // self.average_every
 
     def _read_metric(self, given: MetricSource) -> float:
         if type(given) is float:  # most are, and it is asked for at every report
@@ -402,6 +448,12 @@ class SpawnPolicy(abc.ABC):
         if self._stepping:
             raise BusyError("another task of this rank is inside step(); one task trains a model")
         raise BusyError("step() while world.compute(...) runs: it may be changing weights")
+
+
+def _line_of_caller() -> tuple[str, int]:
+    """Return file and line of the code that has called a method of a policy."""
+    frame = sys._getframe(2)
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 def check_callable(name: str, value: Any, allowed: str) -> None:

@@ -1,0 +1,159 @@
+"""How a policy is called and left: ported calls, a forgotten await, wrapped models, and what stays in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scripts.population import Mixed, sgd
+from torch import nn
+
+import asyncdist as ad
+from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedSelectiveAveragingPolicy, SpawnPolicy
+
+POLICIES: dict[str, Callable[..., SpawnPolicy]] = {
+    "selective": AsyncSelectiveAveragingPolicy,
+    "one-sided": lambda *args, **options: OneSidedSelectiveAveragingPolicy(
+        *args, replacement_mode="worst_ratio", **options
+    ),
+    "average-all": AverageAllPolicy,
+}
+
+
+def ported(policy_of: Callable[..., SpawnPolicy], numbers: list[Any], **options: Any) -> list[int]:
+    """The iterations, by place, at which rank 0 of two changed its weights; in lockstep."""
+    barrier = asyncio.Barrier(2)
+
+    async def main(world: ad.World) -> list[int]:
+        model = Mixed(float(world.rank))
+        optimizer, applied = sgd(model), []
+        async with policy_of(model, optimizer, **options) as policy:
+            for place, number in enumerate(numbers):
+                _, _, info = await policy(number, model, optimizer, float(world.rank))
+                if info["averaged_this_iteration"]:
+                    applied.append(place)
+                await barrier.wait()
+        return applied
+
+    return ad.run_local(main, ranks=2, strict=True)[0]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("threshold", [None, 0.5])
+def test_averaging_goes_on_when_iterations_start_again_at_each_epoch(policy: str, threshold: float | None) -> None:
+    """19, 2, 2 and 2 replacements in four epochs; 5, 0, 0 and 0 with a threshold."""
+    if threshold is not None and policy != "selective":
+        pytest.skip("an option of selective averaging")
+    options = {} if threshold is None else {"threshold": threshold, "cooldown": 8}
+    applied = ported(POLICIES[policy], [*range(60)] * 4, average_every=2, **options)
+    counts = np.bincount([place // 60 for place in applied], minlength=4)
+    assert min(counts) >= 0.7 * max(counts) >= 2, counts
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", [np.int64, np.int32, torch.tensor])
+def test_iterations_may_be_of_numpy_or_tensors(policy: str, kind: Any) -> None:
+    assert ported(POLICIES[policy], [kind(number) for number in range(40)], average_every=2)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_calls_at_multiples_of_the_cadence_are_due(policy: str) -> None:
+    """Iteration i is due when i + 1 is a multiple: none of them ever was, without a word."""
+    assert len(ported(POLICIES[policy], [*range(0, 400, 10)], average_every=10)) >= 5
+
+
+def test_what_is_due_is_the_same_as_before_where_no_iteration_is_skipped() -> None:
+    assert ported(AverageAllPolicy, [*range(10), *range(7), 6, 7, 8], average_every=4) == [3, 7, 13, 18]
+
+
+@pytest.mark.parametrize("number", [-1, 1.5, "3", None, True])
+def test_what_is_no_iteration_is_refused(number: Any) -> None:
+    with pytest.raises(ValueError, match=r"iteration is .*; allowed: a whole number of 0 or more"):
+        ported(AverageAllPolicy, [number], average_every=1)
+
+
+@pytest.mark.parametrize("call", ["step", "ported"])
+def test_a_policy_whose_steps_are_never_awaited_says_so_with_the_line(call: str) -> None:
+    """Exit code 0, and no averaging for the whole run."""
+
+    async def main(world: ad.World) -> None:
+        model = Mixed(float(world.rank))
+        optimizer = sgd(model)
+        async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=1) as policy:
+            for number in range(3):
+                coroutine: Any = policy.step(1.0) if call == "step" else policy(number, model, optimizer, 1.0)
+                coroutine.close()  # or Python warns too, of each
+
+    with pytest.warns(RuntimeWarning, match="no step of this policy was ever awaited") as caught:
+        ad.run_local(main, ranks=2)
+    lines = Path(__file__).read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, 1) if "coroutine: Any = policy" in text)
+    assert {(warning.filename, warning.lineno) for warning in caught} == {(__file__, line)}
+
+
+def test_a_policy_without_any_step_warns_of_nothing() -> None:
+    async def main(world: ad.World) -> None:
+        model = Mixed(float(world.rank))
+        async with AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1):
+            pass
+
+    ad.run_local(main, ranks=2, strict=True)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_that_has_been_left_keeps_neither_model_nor_buffers(policy: str) -> None:
+    """Each one stayed for the life of the world, with its model, snapshots and accumulators."""
+
+    async def use(world: ad.World) -> list[weakref.ref[Any]]:
+        model = Mixed(float(world.rank))
+        policy_ = POLICIES[policy](model, sgd(model), average_every=1)
+        async with policy_:
+            for _ in range(40):
+                await policy_.step(float(world.rank))
+                await world.safe_point()
+        return [weakref.ref(model), weakref.ref(policy_), weakref.ref(model.embed.weight)]
+
+    async def main(world: ad.World) -> list[bool]:
+        references = await use(world)
+        await ad.barrier()
+        for _ in range(20):
+            await world.safe_point()
+        gc.collect()
+        return [reference() is None for reference in references]
+
+    assert ad.run_local(main, ranks=2, strict=True) == [[True] * 3] * 2
+
+
+class Wrapped(nn.parallel.DistributedDataParallel):
+    """DDP without the process group that it needs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_model_that_ddp_keeps_equal_is_refused(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas diverged without a word. Trainers wrap models silently: the module inside is refused too."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    wrapped = Wrapped(model)
+    for outer in (wrapped, nn.Sequential(wrapped)):
+        with pytest.raises(ValueError, match="model is wrapped in DistributedDataParallel: it keeps"):
+            POLICIES[policy](outer, sgd(model), average_every=1)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+
+    async def main(world: ad.World) -> None:
+        inside = model if world.rank == 0 else nn.Sequential(nn.Linear(2, 2))
+        async with POLICIES[policy](inside, sgd(inside), average_every=1, start_timeout_s=5.0):
+            pass
+
+    with pytest.raises(ad.LocalProtocolError, match="model is inside DistributedDataParallel: it keeps its replicas"):
+        ad.run_local(main, ranks=2)
+    assert wrapped.module is model
