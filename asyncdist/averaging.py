@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncdist.api import place
+from asyncdist.byte_views import check_writable
 from asyncdist.collectives import Collectives
 from asyncdist.errors import DisagreementError
 from asyncdist.flat import Fingerprint, FlatBuffers, FlatState, accumulate_dtype, first_difference
@@ -245,6 +246,8 @@ class _Gradients:
                 raise ValueError(
                     f"the gradient of {name!r} is sparse ({parameter.grad.layout}); allowed: dense gradients"
                 )
+            if parameter.grad is not None and 0 in parameter.grad.stride():
+                check_writable(parameter.grad, f"the gradient of {name!r}")
         self._parameters = [parameter for _, parameter in named]
         self.fingerprint = Fingerprint(
             tuple(((name,), tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named)

@@ -45,19 +45,23 @@ def check_dense(tensor: Any, name: str = "tensor") -> None:
         raise TypeError(f"{name} is {oddity}; allowed: a dense tensor")
 
 
-def check_writable(tensor: Any) -> None:
+def check_writable(tensor: Any, name: str = "tensor") -> None:
     """Refuse what no values can be written into.
+
+    Args:
+        tensor: anything.
+        name: how it is called in the message.
 
     Raises:
         TypeError: it is no dense tensor.
         ValueError: some of its elements are one in memory, as those of an expanded tensor are.
     """
-    check_dense(tensor)
+    check_dense(tensor, name)
     shape, strides = tuple(tensor.shape), tensor.stride()
     if tensor.numel() and any(size > 1 and not stride for size, stride in zip(shape, strides, strict=True)):
         raise ValueError(
-            f"tensor has shape {shape} and stride {strides}, as an expanded one: several elements are one in memory, "
-            "and each gets a value of its own; pass tensor.clone()"
+            f"{name} has shape {shape} and stride {strides}, as an expanded tensor: several elements are one in "
+            "memory, and each gets a value of its own; clone it first"
         )
 
 

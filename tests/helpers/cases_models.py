@@ -222,6 +222,9 @@ async def case_what_cannot_be_averaged_is_told_to_all(world: ad.World) -> None:
     if world.rank == last:
         sparse(torch.tensor([1])).sum().backward()
     await failure(world, last, lambda: ad.average_gradients(sparse), "'weight' is sparse")
+    expanded = nn.Linear(2, 2)
+    expanded.bias.grad = torch.ones(1).expand(2) if world.rank == last else torch.ones(2)
+    await failure(world, last, lambda: ad.average_gradients(expanded), "'bias' has shape (2,) and stride (0,)")
     odd = nn.Linear(2, 2) if world.rank != last else nn.Sequential()
     await failure(world, last, lambda: ad.average_models(odd), "neither parameters nor persistent buffers")
     await failure(world, last, lambda: ad.average_gradients(odd), "no parameters")
