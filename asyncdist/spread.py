@@ -38,6 +38,8 @@ class Spread:
             self._sizes = [size for size in self._sizes if size]
         self._tensors = [tensor for tensor, _ in pairs]
         self._views = [view for _, view in pairs]
+        # Autograd leaves gradients of complex parameters conjugated, which no copy of many tensors takes.
+        self._are_lazy = any(tensor.is_conj() or tensor.is_neg() for tensor in self._tensors)
         self._starts = [0, *itertools.accumulate(self._sizes)]
         self._filled_count = self._stored_count = 0
         self._given_up = False
@@ -51,7 +53,7 @@ class Spread:
             return
         low, high = self._whole(start, end)
         if low < high:
-            torch._foreach_copy_(self._views[low:high], self._tensors[low:high])
+            self._copy(self._views[low:high], self._tensors[low:high])
         for index, first, last in self._cut(start, end):
             tensor, view = self._tensors[index], self._views[index]
             if tensor.is_contiguous():
@@ -73,7 +75,7 @@ class Spread:
         if low < high:
             inside = values[self._starts[low] - start : self._starts[high] - start]
             shaped = _unflatten_dense_tensors(inside, self._views[low:high])  # type: ignore[no-untyped-call]
-            torch._foreach_copy_(self._tensors[low:high], shaped)
+            self._copy(self._tensors[low:high], shaped)
         for index, first, last in self._cut(start, end):
             at = self._starts[index] - start
             self._store_part(self._tensors[index], first, values[at + first : at + last])
@@ -91,7 +93,14 @@ class Spread:
         self._given_up = True
         touched = bisect.bisect_left(self._starts, self._stored_count)  # what begins before
         if touched:
-            torch._foreach_copy_(self._tensors[:touched], self._views[:touched])
+            self._copy(self._tensors[:touched], self._views[:touched])
+
+    def _copy(self, into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        if self._are_lazy:
+            for tensor, value in zip(into, values, strict=True):
+                tensor.copy_(value)
+        else:
+            torch._foreach_copy_(list(into), list(values))
 
     def _store_part(self, tensor: Tensor, first: int, part: Tensor) -> None:
         if tensor.is_contiguous():

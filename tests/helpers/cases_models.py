@@ -216,6 +216,20 @@ async def case_models_that_differ_are_named_everywhere(world: ad.World) -> None:
     await ad.average_models(nn.Linear(2, 2))
 
 
+async def case_gradients_that_autograd_leaves_conjugated(world: ad.World) -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    model.bias = nn.Parameter(torch.zeros(2))
+    (model.weight.conj() @ torch.full((3,), 1 + world.rank * 1j)).real.backward()
+    model.bias.grad = torch.full((2,), 1 + 1j * world.rank).conj().imag
+    assert model.weight.grad.is_conj() and model.bias.grad.is_neg()  # type: ignore[union-attr]
+    own = model.weight.grad.resolve_conj().clone()  # type: ignore[union-attr]
+    every = await ad.all_gather(own)
+    await ad.average_gradients(model)
+    assert torch.allclose(model.weight.grad, torch.stack(every).mean(0))  # type: ignore[arg-type]
+    assert torch.allclose(model.bias.grad, torch.full((2,), -(world.size - 1) / 2))  # type: ignore[arg-type]
+
+
 async def case_what_cannot_be_averaged_is_told_to_all(world: ad.World) -> None:
     last = world.size - 1
     sparse = nn.Embedding(5, 2, sparse=True)
