@@ -837,7 +837,7 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path, method: str, to: str) -> 
 
 def test_a_function_under_the_main_guard_is_refused(tmp_path: Path) -> None:
     """No child found it, and the launcher asked whether it was itself called under such a guard."""
-    guard = f"{GUARD}\n    def work(folder):\n        pass\n"
+    guard = f"{GUARD}\n    def inside():\n        pass\n\n    ad.launch_subprocesses(inside)\n"
     _, error = start_script(tmp_path, guard=guard).communicate(timeout=TIMEOUT_S)
     assert 'is defined under if __name__ == "__main__":, where no other process finds it: define it above' in error
 
