@@ -29,8 +29,11 @@ def extensions(scratch: str) -> list[Extension]:
     """One for each module, named after the place where it is looked for; none where Cython is missing or fails."""
     compiled = load_compiled()
     place = compiled.folder()
-    if not compiled.is_wanted():
+    # pip runs this file three times for one installation, and two of these ask for metadata only.
+    if not compiled.is_wanted() or {"egg_info", "dist_info"} & set(sys.argv):
         return []
+    if "editable_wheel" in sys.argv and compiled.reason_against() is None:
+        return []  # for another environment of this checkout it has been done
     try:
         from Cython.Build import cythonize
         from Cython.Compiler.Errors import CompileError
@@ -76,6 +79,7 @@ class BuildExtensions(build_ext):
         if is_editable:
             for module in load_compiled().MODULES:  # nothing makes folders there
                 place.joinpath(*module.split(".")).parent.mkdir(parents=True, exist_ok=True)
+        self.parallel = True  # as many compilers at once as there are cores
         super().run()
         compiled = place.parent if is_editable else Path(self.build_lib, "asyncdist", place.parent.name)
         for folder in compiled.glob(f"{sys.implementation.cache_tag.replace('-', '_')}_*"):
