@@ -23,6 +23,7 @@ from typing import Any, Generic, TypeVar
 from asyncdist.agreements import Agreed, Agreements, Pending
 from asyncdist.collectives import ended
 from asyncdist.errors import AsyncdistError, StartTimeoutError
+from asyncdist.progress import yield_to_loop
 
 T = TypeVar("T")
 
@@ -78,7 +79,9 @@ class Start(Generic[T]):
     async def result(self, task: asyncio.Task[None], *, is_held: bool) -> T:
         """What came of the work, for the caller. ``task``: the one of :meth:`run`; :mod:`asyncdist.waits` reads it."""
         try:
-            return await self._outcome
+            result = await self._outcome
+            await yield_to_loop()  # the task has ended; this rank forgets it now
+            return result
         except asyncio.CancelledError:
             await self._give_up(task, is_held=is_held)
             raise
