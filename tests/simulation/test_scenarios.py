@@ -41,8 +41,8 @@ FOUND: dict[int, tuple[str, tuple[str, ...]]] = {
         ("fault Kill", "killed anybody"),
     ),
     331: (
-        "a rank that died after its main had returned was noticed by nobody who waited",
-        ("fault Kill", "killed coordinator"),
+        "a rank that died after its main had returned was noticed by nobody who waited; its fault comes too late now",
+        (),
     ),
     3864: (
         "an average applied after its round's time was up did not count once a second round was overdue",
