@@ -27,8 +27,8 @@ from asyncdist.transports.base import GroupHandle
 _FIRST_TAG: Final = tags.COLLECTIVE_FIRST + 1
 _COUNT_MAX: Final = tags.COLLECTIVE_LAST - tags.COLLECTIVE_FIRST
 
-#: Some ranks, and which of their groups it is.
-_Key: TypeAlias = tuple[tuple[int, ...], int]
+#: Some ranks in their order, and which of their groups it is.
+_Key: TypeAlias = tuple[Runs, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,17 @@ class Freed:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
+    """A group of this rank.
+
+    Attributes:
+        group: it.
+        freed: how many collectives each member that has freed it had started.
+        done_count: so many members, the first in the group's order, are known to have freed it or to have left.
+    """
+
     group: Group
     freed: dict[int, int] = field(default_factory=dict)
+    done_count: int = 0
 
 
 class GroupLedger:
@@ -71,7 +80,7 @@ class GroupLedger:
         self._give_back = give_back
         self._forget = forget
         self._entries: dict[_Key, _Entry] = {}
-        self._early: dict[tuple[Runs, int], dict[int, int]] = {}
+        self._early: dict[_Key, dict[int, int]] = {}
 
     def taken(self) -> Runs:
         """The numbers that are in use here."""
@@ -95,21 +104,20 @@ class GroupLedger:
         lease = Lease(serial, wire.scope_of(ranks, "group", serial), self._give_back)
         group = Group(ranks, ranks.index(rank), tag, native, lease)
         self._attendance.reset(tag)
-        entry = self._entries[ranks, serial] = _Entry(group)
-        for source, started in self._early.pop((runs_of(ranks), serial), {}).items():
+        entry = self._entries[_key_of(group)] = _Entry(group)
+        for source, started in self._early.pop(_key_of(group), {}).items():
             self._note(entry, source, started)
         return group
 
     def free(self, group: Group) -> Freed:
         """This rank has freed the group, and no collective of it is under way here: what the others are to hear."""
         started = self._attendance.started_of(group)
-        self._note(self._entries[group.ranks, group.lease.serial], group.ranks[group.index], started)
+        self._note(self._entries[_key_of(group)], group.ranks[group.index], started)
         return Freed(runs_of(group.ranks), group.lease.serial, started)
 
     def on_freed(self, message: Freed, source: int) -> None:
         """Another member has freed a group, which may still be being made here."""
-        ranks = tuple(rank for first, last in message.ranks for rank in range(first, last + 1))
-        entry = self._entries.get((ranks, message.serial))
+        entry = self._entries.get((message.ranks, message.serial))
         if entry is None:
             self._early.setdefault((message.ranks, message.serial), {})[source] = message.started
         else:
@@ -131,10 +139,23 @@ class GroupLedger:
         group = entry.group
         if group.ranks[group.index] not in entry.freed or self._attendance.is_spoiled(group):
             return
-        counts = {entry.freed.get(rank, self._attendance.left_after(group, rank)) for rank in group.ranks}
+        while entry.done_count < group.size:  # each member is heard once: to look at all of them then is cubic in a job
+            if self._started_by(entry, group.ranks[entry.done_count]) is None:
+                return
+            entry.done_count += 1
+        counts = {self._started_by(entry, rank) for rank in group.ranks}
         if len(counts) == 1 and None not in counts:
-            del self._entries[group.ranks, group.lease.serial]
+            del self._entries[_key_of(group)]
             self._attendance.reset(group.tag)
             if group.native is not None:
                 group.native.free()
             self._forget(group)
+
+    def _started_by(self, entry: _Entry, rank: int) -> int | None:
+        """How many collectives of the group ``rank`` had started when it freed the group or left; None if unknown."""
+        started = entry.freed.get(rank)
+        return self._attendance.left_after(entry.group, rank) if started is None else started
+
+
+def _key_of(group: Group) -> _Key:
+    return runs_of(group.ranks), group.lease.serial
