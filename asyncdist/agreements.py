@@ -228,6 +228,11 @@ class Agreements:
         full = _full(subject, ranks)
         self._object(Objection(self._next_time(full), runs_of(tuple(ranks)), *words_of(error)), ranks[0])
 
+    def stay_away(self, ranks: Sequence[int], subject: str) -> None:
+        """In place of :meth:`agree`: this rank was cancelled before it came, and will not come to this one any more."""
+        join = Join(self._next_time(_full(subject, ranks)), (), ())
+        self._ask_to_go(Pending(join, tuple(ranks), ranks[0]))
+
     @contextlib.contextmanager
     def objecting(self, ranks: Sequence[int], subject: str) -> Iterator[None]:
         """Check what is passed to a collective, before :meth:`agree`: a mistake is raised here, and told the others."""

@@ -3,8 +3,9 @@
 Every ``average_every`` steps all members meet, and each goes on with the mean of all of them (local SGD, or federated
 averaging with equal weights: McMahan et al., 2017). The slowest member sets the pace.
 
-A step that is cancelled while it waits asks the first member to average without this rank, and hears the answer before
-the cancellation is raised: an average that all have agreed on is applied first.
+A step that is cancelled while it waits asks the first member to let it go, and hears the answer before the cancellation
+is raised: an average that all have agreed on is applied first. Otherwise nobody averages in this step, also where it is
+cancelled before it has waited: the others get RemoteError, and the members meet again when the next step is due.
 
 The members agree over the control channel before they enter a collective, so one that has left raises ClosedError in
 the others instead of hanging them. Each policy has a communicator of its own. The average itself is that of
@@ -13,6 +14,7 @@ the others instead of hanging them. Each policy has a communicator of its own. T
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -80,6 +82,7 @@ class AverageAllPolicy(SpawnPolicy):
         self._snapshots = SnapshotPool(self._flat)
         self._layout = self._flat.new_buffers(accumulate=True, device="meta")
         self._round = 0
+        self._has_come = False
 
     def _options(self) -> Mapping[str, Any]:
         return {"average_every": self.average_every, "resets_optimizer": self._resets_optimizer}
@@ -102,12 +105,20 @@ class AverageAllPolicy(SpawnPolicy):
         if self.is_alone or not self._is_due():
             await self._world.safe_point()
             return NOTHING
-        await self._world.safe_point()
-        self._flat.tensors(self._layout)  # raises where the model has been changed since
-        # A member that stopped after go would leave the others in the average, and be out of step with them for good.
-        return await self._world.start_together(self._meet, _keep, name="average of all", is_held=True)
+        self._has_come = False
+        try:
+            await self._world.safe_point()
+            self._flat.tensors(self._layout)  # raises where the model has been changed since
+            # A member that stopped after go would leave the others in the average, and be out of step with them for
+            # good.
+            return await self._world.start_together(self._meet, _keep, name="average of all", is_held=True)
+        except asyncio.CancelledError:
+            if not self._has_come:  # the step counts all the same, and the others would meet a later one of this rank
+                self._world.agreements.stay_away(self._group.ranks, self._subject)
+            raise
 
     async def _meet(self, start: Start[StepInfo]) -> StepInfo:
+        self._has_come = True
         began_at = self._world.time()
         await start.agree(self._group.ranks, self._subject, {}, timeout_s=None)
         self._round += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -118,6 +119,36 @@ def test_a_step_of_average_all_that_is_cancelled_before_it_hears_go_averages_fir
     report = simulate(main, ranks=2, faults=[Delay(source=0, dest=1, number=3, duration_s=60)], strict=True)
     report.check_faults()
     assert report.results == ((False, [0.5, 1.5, 2.5]), (True, [0.5, 1.5, 2.5]))
+
+
+@pytest.mark.parametrize("gives_up", [0, 1])
+@pytest.mark.parametrize("moment", range(1, 9))
+def test_a_step_of_average_all_that_is_cancelled_at_any_moment_leaves_the_members_in_step(
+    moment: int, gives_up: int
+) -> None:
+    """Cancelled before it had come, it was counted all the same: the others averaged with a later step of that rank."""
+
+    async def main(world: World) -> tuple[list[float], int]:
+        model = torch.nn.Linear(1, 1, bias=False)
+        values = []
+        async with AverageAllPolicy(model, torch.optim.SGD(model.parameters()), average_every=2) as policy:
+            for i in range(6):
+                torch.nn.init.constant_(model.weight, float(2 * i + world.rank))
+                step = asyncio.ensure_future(policy.step())
+                if i == 1 and world.rank == gives_up:
+                    await yields(moment)
+                    step.cancel()
+                with contextlib.suppress(asyncio.CancelledError, RemoteError):
+                    await step
+                values.append(model.weight.item())
+            return values, policy._round
+
+    one, two = simulate(main, ranks=2, seed=moment, strict=True).results
+    rounds = one[1]
+    assert rounds == two[1] in (2, 3)
+    averaged = [2.5] if rounds == 3 else [2.0, 3.0]
+    assert {one[0][1], two[0][1]} == set(averaged)
+    assert one[0][3::2] == two[0][3::2] == [6.5, 10.5]
 
 
 async def test_who_is_interrupted_does_not_wait_for_the_leaders_word() -> None:
