@@ -199,6 +199,7 @@ class Lane:
             raise LocalProtocolError(f"tag {self.tag}: {channel.name} is open already", tag=self.tag)
         self._channels[channel.scope] = channel
         for (key, stamp), decode in channel.known_by():
+            self.inlet.close(key)  # to those who came before, see detach
             self.inlet.routes[key] = stamp, channel.inbox, decode
         early, self._early = self._early, deque()
         self._early_from = set()
@@ -206,13 +207,13 @@ class Lane:
         for source, frame in early:
             self.inlet.deliver(frame, frame.nbytes, source)
 
-    def detach(self, channel: Channel[Any]) -> None:
-        """The scope is closed: what still comes for it is dropped and counted."""
+    def detach(self, channel: Channel[Any], *, keeps_routes: bool) -> None:
+        """The scope is closed: what still comes for it is dropped and counted, or goes to the channel's handler."""
         if self._channels.pop(channel.scope, None) is not None:
             counts = channel.statistics()
             self._closed_sent_count += counts.sent_count
             self._closed_received_count += counts.received_count
-            for (key, _), _ in channel.known_by():
+            for (key, _), _ in () if keeps_routes else channel.known_by():
                 self.inlet.close(key)
         self._closed_scopes.add(channel.scope)
         self.inlet.resume(channel.inbox)
@@ -467,11 +468,21 @@ class Channel(Generic[MessageT]):
         self.inbox.failure = error
         self._wake_all()
 
-    def close(self) -> None:
-        """Receive no more. Whoever waits gets ClosedError, once the mailbox is empty."""
+    def close(self, *, afterwards: Callable[[Envelope[MessageT]], None] | None = None) -> None:
+        """Receive no more. Whoever waits gets ClosedError, once the mailbox is empty.
+
+        Args:
+            afterwards: called with each message that nobody has received, and with each that still comes until the
+                scope is opened again: its sender may wait for an answer. Without it, what still comes is dropped and
+                counted.
+        """
         if not self.inbox.is_closed:
             self.inbox.is_closed = self._outbox.is_closed = True
-            self.lane.detach(self)
+            self.lane.detach(self, keeps_routes=afterwards is not None)
+            if afterwards is not None:
+                self.inbox.handler = afterwards
+                while self.inbox.mailbox:
+                    afterwards(self.inbox.mailbox.popleft())
             self._wake_all()
 
     def _wake_all(self) -> None:

@@ -65,14 +65,14 @@ from protocols.replay_messages import (
     Welcome,
     Withdraw,
 )
-from protocols.replay_server import declare, declared, scopes
+from protocols.replay_server import declare, declared, refuse_grant, scopes
 from protocols.replay_store import Batch, RowLayout
 
 _REQUEST_COUNT: Final = 1 << 32  # they travel in the frames' round
 #: After so long a client knocks again, then after twice as long, and so on: where a buffer has ended, and the next one
 #: has not begun, nobody hears; one that begins late finds all knocks at once, and its mailbox is bounded.
 _KNOCK_PERIOD_S: Final = 0.25
-#: How long a server that has left may be waited for to have said why.
+#: How long a server that has left, or gives items up, may be waited for to have said why.
 _LAST_WORDS_S: Final = 1.0
 
 
@@ -256,7 +256,7 @@ class ReplayBuffer:
             with contextlib.suppress(RankLostError):
                 self._channel.send_nowait(Bye(), self._server)
         self._world.off_gone(self._on_gone)
-        self._channel.close()
+        self._channel.close(afterwards=self._refuse_grant)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -431,8 +431,13 @@ class ReplayBuffer:
             self._send(Grant(stream.slot, drawn.nbytes, CHUNK_NBYTES), round=drawn.request)
             try:
                 await stream.whole()
-            except StreamAborted as error:
-                failure: AsyncdistError | None = self._error  # it may have come meanwhile
+            except StreamAborted as error:  # the server says why on another tag, which may be slower
+                await world.engine.until(
+                    lambda: self._error is not None,
+                    f"the last words of the replay buffer {self._name!r}",
+                    deadline=world.time() + _LAST_WORDS_S,
+                )
+                failure: AsyncdistError | None = self._error
                 raise failure or error from error
         world.stream_received_nbytes += drawn.nbytes
         return buffer
@@ -450,6 +455,7 @@ class ReplayBuffer:
 
     def _on_message(self, envelope: Envelope[ReplayMessage]) -> None:
         if envelope.source != self._server or not (self._welcome or isinstance(envelope.message, Welcome | Refused)):
+            self._refuse_grant(envelope)
             return  # a stranger, or an answer to somebody who was here before
         match envelope.message:
             case Welcome() as welcome if welcome.entry == self._entry:
@@ -473,6 +479,11 @@ class ReplayBuffer:
             case Ended(kind, text):
                 self._fail(self._ended(kind, text))
         self._world.engine.recheck()
+
+    def _refuse_grant(self, envelope: Envelope[ReplayMessage]) -> None:
+        """For items that nobody here will send any more, since the block was left."""
+        if envelope.source == self._server:
+            refuse_grant(self._world, envelope)
 
     def _on_declare(self, message: Declare) -> None:
         try:

@@ -13,6 +13,7 @@ A client that does what none of ours does is refused; the others are served on.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections import Counter, deque
@@ -167,6 +168,16 @@ def declared(message: Declare) -> RowLayout:
     return RowLayout(message.form, tuple(fields))  # type: ignore[arg-type]  # checked above
 
 
+def refuse_grant(world: World, envelope: Envelope[ReplayMessage]) -> None:
+    """Answer a grant that has come too late with an abort: its receiver waits for that, or for items, for ever."""
+    message = envelope.message
+    if isinstance(message, Grant):
+        with contextlib.suppress(RemoteProtocolError):  # there is no such slot, so nobody waits
+            check_grant(message, envelope.source)
+            stream = OutboundStream(world.engine, [], envelope.source, message.slot)
+            world.spawn_service(stream.abort(), name=f"abort to rank {envelope.source}")
+
+
 class _Server:
     def __init__(
         self,
@@ -223,7 +234,7 @@ class _Server:
             for client in self._clients.values():
                 self._finish(client)
             self._world.off_gone(self._on_gone)
-            channel.close()
+            channel.close(afterwards=functools.partial(refuse_grant, self._world))
         return ReplayStatistics(
             added={rank: self._added[rank] for rank in self._clients},
             drawn={rank: self._drawn[rank] for rank in self._clients},
@@ -273,6 +284,7 @@ class _Server:
                     f"rank {envelope.source} is no client of {self._name!r} on rank {self._world.rank}: {assigned} are"
                 )
                 self._send_nowait(envelope.source, Refused(envelope.message.entry, reason))
+            refuse_grant(self._world, envelope)
         elif isinstance(envelope.message, Open):
             self._admit(client, envelope.message.entry)
         elif client.is_refused and isinstance(envelope.message, Bye):
@@ -393,6 +405,8 @@ class _Server:
             )
 
     async def _receive(self, client: _Client, message: Add | Update) -> None:
+        if not client.is_open:  # it has left in this moment, and what came again has requests of the same numbers
+            return
         cancel = functools.partial(self._cancel, client.rank)
         try:
             buffer = np.empty(message.nbytes, np.uint8)

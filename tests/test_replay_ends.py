@@ -170,6 +170,48 @@ def test_leaving_while_large_items_come(seed: int, fails: bool) -> None:
     assert report.results[0] == 50_000
 
 
+def test_a_large_add_of_a_client_that_has_left_keeps_nobody_waiting() -> None:
+    """The server's grant comes to a block that has been left by an exception; the server once waited for its answer."""
+
+    async def main(world: ad.World) -> Any:
+        if world.rank == 0:
+            return (await serve_replay_buffer([1, 2], capacity=5)).size
+        with contextlib.suppress(KeyError):
+            async with ReplayBuffer(0) as buffer:
+                if world.rank == 2:
+                    await world.sleep(0.1)
+                    return None
+                adding = asyncio.create_task(buffer.add(torch.zeros(1, 30_000)))
+                await asyncio.sleep(0)
+                raise KeyError
+        with pytest.raises(ad.ClosedError, match="was left"):
+            await adding
+        return None
+
+    for seed in range(10):
+        ad.simulate(main, ranks=3, seed=seed, strict=True).value()
+    assert ad.run_local(main, ranks=3, strict=True)[0] == 0
+
+
+def test_a_draw_that_a_server_grants_no_more_is_told_that_it_has_ended() -> None:
+    """The client's grant comes when the server has been cancelled; the client once waited for its items for ever."""
+
+    async def main(world: ad.World, until_s: float) -> None:
+        if world.rank == 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(until_s):
+                    await serve_replay_buffer([1], capacity=5)
+            return
+        with pytest.raises(ad.ClosedError, match="ended before its clients"):
+            async with ReplayBuffer(0) as buffer:
+                await buffer.add(torch.zeros(5, 5000))
+                while True:
+                    await buffer.sample(5)
+
+    for seed in range(20):
+        ad.simulate(main, 0.002 + 0.00013 * seed, ranks=2, seed=seed, strict=True).value()
+
+
 def test_clients_of_a_server_that_gives_up_are_told_why() -> None:
     """With an error of another rank's, so that a job that ends with it shows the traceback of the cause alone."""
 
