@@ -56,7 +56,8 @@ def extensions(scratch: str) -> list[Extension]:
         )
     except CompileError as error:
         print(f"asyncdist: Cython failed, so nothing is compiled: {error}", file=sys.stderr)
-        place.mkdir(parents=True, exist_ok=True)  # it has been tried: tools/setup need not try again
+        place.mkdir(parents=True, exist_ok=True)
+        (place / compiled.FAILED).touch()  # tools/setup need not try again
         made = []
     for extension in made:
         extension.optional = True  # Cython would forget it if it were said before
@@ -75,12 +76,15 @@ class BuildExtensions(build_ext):
     def run(self) -> None:
         """Compile, and tidy up."""
         is_editable = self.inplace or self.editable_mode
-        place = load_compiled().folder()
+        modules = load_compiled()
+        place = modules.folder()
         if is_editable:
-            for module in load_compiled().MODULES:  # nothing makes folders there
+            for module in modules.MODULES:  # nothing makes folders there
                 place.joinpath(*module.split(".")).parent.mkdir(parents=True, exist_ok=True)
         self.parallel = True  # as many compilers at once as there are cores
         super().run()
+        if is_editable and modules.reason_against() is not None:
+            (place / modules.FAILED).touch()
         compiled = place.parent if is_editable else Path(self.build_lib, "asyncdist", place.parent.name)
         for folder in compiled.glob(f"{sys.implementation.cache_tag.replace('-', '_')}_*"):
             if folder.name != place.name:

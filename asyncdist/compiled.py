@@ -33,6 +33,8 @@ MODULES: Final = (
     "simulation.medium",
 )
 PURE_VARIABLE: Final = "ASYNCDIST_PURE"
+#: A file in the folder, where compiling has come to its end without making all of them.
+FAILED: Final = "failed"
 
 _PACKAGE: Final = Path(__file__).resolve().parent
 
@@ -70,12 +72,19 @@ def search_path(package: str = "") -> list[str]:
 def reason_against() -> str | None:
     """Why the modules would run interpreted though compiled ones are wanted, and what to do about it."""
     place = folder()
-    if not place.is_dir():
-        return "not compiled since their sources changed: pip install -e . (or ./tools/setup) compiles them"
-    for module in MODULES:
-        if not place.joinpath(*module.split(".")).with_suffix(EXTENSION_SUFFIXES[0]).is_file():
-            return "could not be compiled here: install gcc and Python's headers, then pip install -e ."
-    return None
+    if all(place.joinpath(*module.split(".")).with_suffix(EXTENSION_SUFFIXES[0]).is_file() for module in MODULES):
+        return None
+    if (place / FAILED).is_file():
+        return "could not be compiled here: install gcc and Python's headers, then pip install -e ."
+    return "not compiled since their sources changed: pip install -e . (or ./tools/setup) compiles them"
+
+
+def is_settled() -> bool:
+    """Whether there is nothing to compile: it has been done or has failed, or nobody wants it.
+
+    An attempt that is under way, or was interrupted, has made some of the modules at most, and has not failed either.
+    """
+    return not is_wanted() or reason_against() is None or (folder() / FAILED).is_file()
 
 
 def describe() -> str:
@@ -86,5 +95,5 @@ def describe() -> str:
     return "yes" if reason is None else f"no, {reason}"
 
 
-if __name__ == "__main__":  # tools/setup: has it been tried?
-    sys.exit(not folder().is_dir())
+if __name__ == "__main__":  # tools/setup asks
+    sys.exit(not is_settled())

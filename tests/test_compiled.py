@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -249,7 +250,7 @@ def test_what_was_compiled_in_part_is_not_used(tmp_path: Path, monkeypatch: pyte
     pretend_to_compile(copy)
     random.choice(list(copy.folder().rglob("*.so"))).unlink()
     assert copy.search_path() == []
-    assert "install gcc" in copy.describe()
+    assert "not compiled" in copy.describe()
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("", True), ("0", True), ("1", False), ("yes", False)])
@@ -283,9 +284,33 @@ def test_an_installation_does_without_a_compiler(tmp_path: Path) -> None:
     earlier = copy.folder().with_name(f"{copy.folder().name[:-8]}00000000")
     earlier.mkdir(parents=True)
     build_without_compiler(tmp_path, "--inplace")
-    assert copy.folder().is_dir(), "tools/setup would try again each time"
+    assert copy.is_settled(), "tools/setup would try again each time"
     assert "install gcc" in copy.describe()
     assert not earlier.exists()
+
+
+def test_compiling_that_was_interrupted_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its empty folders passed for an attempt that had failed: tools/setup saw nothing to do, also while it went on."""
+    monkeypatch.setenv(compiled.PURE_VARIABLE, "")
+    copy = checkout(tmp_path)
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\nkill -KILL $(cat builder)\n")
+    compiler.chmod(0o755)
+    builder = "import os, runpy; open('builder', 'w').write(str(os.getpid())); runpy.run_path('setup.py')"
+    ended = subprocess.run(
+        [sys.executable, "-c", builder, "-q", "build_ext", "--inplace"],
+        cwd=tmp_path,
+        env={**os.environ, "CC": str(compiler)},
+        capture_output=True,
+        timeout=100,
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert copy.folder().is_dir(), "it was interrupted too early to say anything"
+    asked = [sys.executable, "-I", str(tmp_path / "asyncdist" / "compiled.py")]
+    assert subprocess.run(asked, timeout=100).returncode == 1
+    assert "tools/setup" in copy.describe()
+    monkeypatch.setenv(compiled.PURE_VARIABLE, "1")
+    assert subprocess.run(asked, timeout=100).returncode == 0, "compiled again at each set-up, in vain"
 
 
 def test_a_wheel_of_a_checkout_leaves_what_its_editable_installation_uses(
