@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Final, NamedTuple
 
 import torch
@@ -108,6 +110,15 @@ def _users_line() -> str:
     inner = sys._getframe(2)
     while (frame := inner.f_back) is not None:
         if not str(frame.f_globals.get("__name__")).startswith(_OURS):
-            return f" ({inner.f_code.co_name} at {frame.f_code.co_filename}:{frame.f_lineno})"
+            return f" ({inner.f_code.co_name} at {_file_of(frame)}:{frame.f_lineno})"
         inner = frame
     return ""
+
+
+def _file_of(frame: FrameType) -> str:
+    """The path below the folder in which Python found it.
+
+    Peers are sent it, and a simulation sends the same bytes wherever its program lies.
+    """
+    name = str(frame.f_globals.get("__name__"))
+    return "/".join(Path(frame.f_code.co_filename).parts[-1 - name.count(".") :])

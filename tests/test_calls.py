@@ -44,10 +44,32 @@ def test_calls_that_differ_are_both_named_with_their_lines(one: str, other: str,
     error = next(result for result in report.results if isinstance(result, ad.DisagreementError))
     said = str(error)
     assert 1 in error.ranks
-    place = rf"\(\w+ at {re.escape(str(Path(__file__)))}:\d+\)"
+    place = r"\(\w+ at tests/test_calls\.py:\d+\)"
     assert re.search(rf"rank 1 (calls )?{re.escape(other)} {place}", said), said
     assert re.search(rf"rank [02] (calls )?{re.escape(one)} {place}", said), said
     assert "each as its collective number 3 of one group" in said
+
+
+def test_the_words_for_calls_that_differ_are_the_same_wherever_the_program_lies(tmp_path: Path) -> None:
+    """Peers are sent them, so they are in the digest, and their length is in the count of bytes."""
+    source = """
+import torch
+import asyncdist as ad
+
+async def main(world):
+    await (ad.barrier() if world.rank else ad.all_gather(torch.zeros(3)))
+"""
+    reports = []
+    for folder in (tmp_path / "here", tmp_path / "somewhere" / "else"):
+        path = folder / "package" / "program.py"
+        path.parent.mkdir(parents=True)
+        path.write_text(source)
+        namespace: dict[str, Any] = {"__name__": "package.program"}
+        exec(compile(source, path, "exec"), namespace)
+        reports.append(ad.simulate(namespace["main"], ranks=2))
+    one, other = reports
+    assert all("(barrier at package/program.py:6)" in str(error) for error in one.results)
+    assert (one.byte_count, one.trace_digest) == (other.byte_count, other.trace_digest)
 
 
 @pytest.mark.parametrize("seed", range(20))
