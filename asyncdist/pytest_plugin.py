@@ -258,18 +258,25 @@ class _Record:
         """The errors that fail the test, those that are not the loss of another rank first.
 
         When a rank is killed, the others cannot end well: the last barrier lacks it, and the first of them to find out
-        ends the job. So the loss of a killed rank is a failure of those whose main raised it, and of no others.
+        ends the job. So the loss of a killed rank is a failure of those whose main raised it, and of no others. A rank
+        that gets a signal of the plan ends with it, and ends the job: its exit and its loss are no failures.
         """
         from asyncdist.simulation import Kill
+        from asyncdist.simulation.explore import interrupted_ranks
 
         errors = self.errors()
+        interrupted = interrupted_ranks(self.report) if self.report is not None else set()
         has_kill = any(isinstance(fault, Kill) for fault in self.faults)
 
         def is_failure(rank: int, error: BaseException) -> bool:
+            if isinstance(error, (SystemExit, KeyboardInterrupt)) and rank in interrupted:
+                return False
             if isinstance(error, SystemExit):
                 return bool(error.code)
-            if isinstance(error, RankLostError) and has_kill:
+            if isinstance(error, RankLostError) and (has_kill or interrupted):
                 lost: Any = error.facts.get("rank")
+                if lost in interrupted:
+                    return False
                 return rank not in self.returned and not isinstance(errors.get(lost), RankLostError)
             return True
 

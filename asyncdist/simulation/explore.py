@@ -241,14 +241,19 @@ def check_ranks_ended_well(report: SimReport) -> None:
     """Raise what ended a rank, unless it is the loss of another, ``sys.exit(0)`` or a signal of the fault plan."""
     if not isinstance(report, SimReport):
         raise TypeError(f"the scenario returned {report!r}; it must return the SimReport of its simulation")
-    fired = zip(report.faults, report.faults_fired, strict=True)
-    interrupted = {fault.rank for fault, count in fired if isinstance(fault, Interrupt) and count}
+    interrupted = interrupted_ranks(report)
     for rank, result in enumerate(report.results):
         if rank in interrupted and isinstance(result, (SystemExit, KeyboardInterrupt)):
             continue
         if isinstance(result, BaseException) and not is_good_end(result):
             result.add_note(f"This ended rank {rank}.")
             raise result
+
+
+def interrupted_ranks(report: SimReport) -> set[int]:
+    """Those that have got a signal of the fault plan."""
+    fired = zip(report.faults, report.faults_fired, strict=True)
+    return {fault.rank for fault, count in fired if isinstance(fault, Interrupt) and count}
 
 
 def is_good_end(error: BaseException) -> bool:

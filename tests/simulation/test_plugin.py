@@ -24,7 +24,7 @@ import dataclasses
 import pytest
 import torch
 import asyncdist as ad
-from asyncdist.simulation import Compute, Kill, Link, Network, Stall
+from asyncdist.simulation import Compute, Interrupt, Kill, Link, Network, Stall
 
 """
 
@@ -317,6 +317,50 @@ def test_the_line_repeats_what_fixtures_held(pytester: pytest.Pytester) -> None:
     assert without.endswith(f"\nrepeat: pytest '{name}_without[1]' --sim-seed 1")
     again = pytester.runpytest(*shlex.split(store.splitlines()[-1])[2:])
     again.assert_outcomes(failed=1)
+
+
+def test_ranks_that_get_a_signal_and_those_who_hear_of_it(pytester: pytest.Pytester) -> None:
+    """The signal of the plan is no failure, and Ctrl-C on a simulated rank does not end the session."""
+    source = """
+        @pytest.mark.sim(ranks=3, seeds=2, faults=[Interrupt(1, at_s=0.005)])
+        async def test_term(world):
+            await world.sleep(1.0)
+
+        @pytest.mark.sim(ranks=3, seeds=2, faults=[Interrupt(1, at_s=0.005, signal="SIGINT")])
+        async def test_int(world):
+            while True:
+                await world.safe_point()
+                await ad.barrier()
+
+        @pytest.mark.sim(ranks=3, seeds=2, faults=[Interrupt(1, at_s=0.005), Interrupt(1, at_s=0.006)])
+        async def test_twice(world):
+            try:
+                await world.sleep(1.0)
+            finally:
+                await asyncio.sleep(1.0)
+
+        @pytest.mark.sim(ranks=3, seeds=2, faults=[Interrupt(1, at_s=0.005)])
+        async def test_fails_while_it_tidies_up(world):
+            try:
+                await world.sleep(1.0)
+            finally:
+                assert world.rank != 1
+
+        @pytest.mark.sim(ranks=2, seeds=2, faults=[Interrupt(1, at_s=500.0)])
+        async def test_never_comes(world):
+            if world.rank == 1:
+                raise SystemExit(143)
+    """
+    result = run_tests(pytester, source, "-rA")
+    result.stdout.fnmatch_lines_random(
+        [
+            "PASSED test_it.py::test_term",
+            "PASSED test_it.py::test_int",
+            "PASSED test_it.py::test_twice",
+            "FAILED test_it.py::test_fails_while_it_tidies_up - *assert 1 != 1*",
+            "FAILED test_it.py::test_never_comes - SystemExit: 143",
+        ]
+    )
 
 
 def test_killed_ranks_and_those_who_lose_them(pytester: pytest.Pytester) -> None:
