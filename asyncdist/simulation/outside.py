@@ -3,7 +3,8 @@
 The event loop refuses its own ways out. What user code begins without it is refused where it begins, before anything
 has been made, for as long as the simulation lasts and on its thread alone: :data:`_ENTRIES` has all of it. Libraries
 that compute may have threads and processes of their own, whose results do follow (a compiler's, the workers of a
-``DataLoader``, which hand out their batches in order): they are told by who calls, the standard library apart.
+``DataLoader``, which hand out their batches in order), and a progress bar has one that looks after its display: they
+are told by who calls, the standard library apart.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ _ENTRIES: Final[tuple[tuple[Any, str, str], ...]] = (
     *((os, name, f"os.{name}") for name in ("fork", "forkpty", "posix_spawn", "posix_spawnp", "system")),
 )
 #: Top-level packages that may.
-TRUSTED: Final = frozenset({"numpy", "torch"})
-#: Modules that start a process only because their caller asks for one; this one is between an entry and the next.
-_SERVANTS: Final = ("torch.multiprocessing", "torch.distributed", __name__)
+TRUSTED: Final = frozenset({"numpy", "torch", "tqdm"})
+#: Modules that start a process or a thread only because their caller asks for it; this one is between an entry and the
+#: next.
+_SERVANTS: Final = ("torch.multiprocessing", "torch.distributed", "tqdm.contrib", __name__)
 
 
 def refuse(what: str) -> NoReturn:

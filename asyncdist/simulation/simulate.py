@@ -339,8 +339,10 @@ class _Simulation:
                 raise limit
             return self._report()
         finally:
-            self._clear()
-            self._states.restore()
+            try:
+                self._clear()
+            finally:  # also where an interrupt has come out of a task that was being cleared away
+                self._states.restore()
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -373,7 +375,13 @@ class _Simulation:
             world.virtual_clock = _Clock(self, self._loops[rank])
 
         outcome = await host_rank(main, args, transport, self._interrupts[rank], strict=strict, on_open=on_open)
-        await self._loops[rank].shutdown_asyncgens()
+        try:
+            await self._loops[rank].shutdown_asyncgens()
+        except asyncio.CancelledError:
+            error = self._interrupts[rank].error(rank)
+            if error is None:
+                raise
+            outcome = Outcome(error=error)  # a signal ends the rank, whose main has returned
         if rank not in self._killed and not self._scheduler.stopped:
             self._outcomes[rank] = outcome
             self._trace.add(self._scheduler.now, "end", rank, 0, 0, 0)

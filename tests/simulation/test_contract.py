@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import io
 import itertools
 import multiprocessing
 import os
@@ -26,6 +27,8 @@ from typing import Any
 import pytest
 import torch
 from scripts.population import Mixed, sgd
+from tqdm import tqdm
+from tqdm.contrib.concurrent import thread_map
 
 import asyncdist as ad
 from asyncdist.progress import yield_to_loop
@@ -1039,6 +1042,45 @@ def test_threads_of_torch_and_numpy_are_theirs() -> None:
         return [int(batch.sum()) for batch in loader]
 
     assert simulate(main, ranks=1).value() == [6, 22]
+
+
+def test_an_interrupt_while_a_simulation_is_cleared_away_leaves_nothing_replaced() -> None:
+    """A second Ctrl-C, say: the functions of random asked the rank that had run last from then on."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    async def main(world: ad.World) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            asyncio.get_running_loop().call_soon(interrupt)
+            await asyncio.sleep(1.0)
+
+    before = random.random, torch.get_rng_state().tolist()
+    with pytest.raises(KeyboardInterrupt):
+        simulate(main, ranks=2)
+    assert (random.random, torch.get_rng_state().tolist()) == before
+
+
+@pytest.mark.filterwarnings("error::tqdm.TqdmMonitorWarning")
+def test_progress_bars_have_the_thread_that_looks_after_them_and_their_pools_are_refused() -> None:
+    """Without it tqdm warned in each simulation, and had none in the process for ever after."""
+    tqdm.monitor, interval = None, tqdm.monitor_interval
+
+    async def main(world: ad.World) -> int:
+        return sum(tqdm(range(4), file=io.StringIO()))
+
+    async def pooled(world: ad.World) -> list[int]:
+        pooled: list[int] = thread_map(int, range(4), file=io.StringIO())
+        return pooled
+
+    assert simulate(main, ranks=2).value() == 6
+    assert tqdm.monitor is not None and tqdm.monitor_interval == interval
+    tqdm.monitor.exit()
+    tqdm.monitor = None
+    with pytest.raises(ad.LocalProtocolError, match="starting a thread is refused in a simulation"):
+        simulate(pooled, ranks=1).value()
 
 
 def test_what_is_called_after_each_event_runs_in_no_loop_and_each_rank_in_its_own() -> None:

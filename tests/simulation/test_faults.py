@@ -7,7 +7,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -390,6 +390,26 @@ def test_a_signal_waits_until_what_blocks_the_rank_is_over() -> None:
     with quiet():
         simulate(main, ranks=1, faults=[Interrupt(0, at_s=1.0)]).check_faults()
     assert cancelled_at == pytest.approx([5.0], abs=CLOSE_S)
+
+
+def test_a_signal_ends_a_rank_that_closes_what_main_has_left() -> None:
+    """It was never heard of again: the others had ended, and the simulation was a deadlock in which nobody waited."""
+
+    async def numbers() -> AsyncIterator[int]:
+        try:
+            yield 1
+        finally:
+            await asyncio.sleep(1.0)
+
+    async def main(world: ad.World) -> int:
+        left.append(numbers())
+        return await anext(left[-1])
+
+    left: list[AsyncIterator[int]] = []
+    report = simulate(main, ranks=2, faults=[Interrupt(1, at_s=0.5)])
+    report.check_faults()
+    assert report.results[0] == 1
+    assert isinstance(report.results[1], SystemExit) and report.results[1].code == 143
 
 
 def test_a_second_signal_ends_the_process() -> None:
