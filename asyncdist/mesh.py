@@ -244,12 +244,14 @@ async def new_mesh(
     async def make(start: Start[Mesh]) -> Mesh:
         await start.agree(group.ranks, _SUBJECT, {"axes": _in_words(sizes)}, timeout_s=timeout_s)
         strides = _strides(tuple(sizes.values()))
-        made = {}
-        for (name, size), stride in zip(sizes.items(), strides, strict=True):
+        lines = []
+        for size, stride in zip(sizes.values(), strides, strict=True):
             first = group.index - group.index // stride % size * stride
-            line = [group.ranks[first + place * stride] for place in range(size)]
-            made[name] = Axis(name, world, await world.new_group(line, timeout_s=timeout_s), _Turn())
-            made[name].group.lease.subjects.append(made[name].subject)
+            lines.append([group.ranks[first + place * stride] for place in range(size)])
+        groups = await world.new_groups(lines, timeout_s=timeout_s)
+        made = {name: Axis(name, world, line, _Turn()) for name, line in zip(sizes, groups, strict=True)}
+        for axis in made.values():
+            axis.group.lease.subjects.append(axis.subject)
         return Mesh(made, group.ranks, world)
 
     return await world.start_together(make, Mesh.free, name=_SUBJECT)

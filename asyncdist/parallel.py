@@ -140,7 +140,7 @@ async def new_parallel_groups(
     async def make(start: Start[list[Group]]) -> list[Group]:
         await start.agree(everybody, _SUBJECT, numbers, timeout_s=_TIMEOUT_S)
         # A rank is in three groups; all make them in the same order, so nobody waits for somebody who waits elsewhere.
-        return [await world.new_group(ranks) for ranks in layout.ranks_of(world.rank)]
+        return await world.new_groups(layout.ranks_of(world.rank))
 
     model, pipeline, data = await world.start_together(make, _free, name=_SUBJECT)
     groups = ParallelGroups(layout, model, pipeline, data)

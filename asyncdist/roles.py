@@ -326,11 +326,9 @@ async def initialize_distributed_compute(
             plan = RankLayout.by_host(hosts, num_remote_buffers, num_agent_groups, coordinator=coordinator)
         elif plan is None:
             plan = RankLayout.arithmetic(world.size, num_remote_buffers, num_agent_groups, coordinator=coordinator)
-        groups = {}
-        for ranks in sorted({plan.training_ranks, plan.buffer_ranks, *plan.agent_groups}):
-            if world.rank in ranks:
-                groups[ranks] = await world.new_group(ranks)
-        return DistributedContext(world, plan, groups)
+        lists = sorted({plan.training_ranks, plan.buffer_ranks, *plan.agent_groups})
+        own = [ranks for ranks in lists if world.rank in ranks]
+        return DistributedContext(world, plan, dict(zip(own, await world.new_groups(own), strict=True)))
 
     return await world.start_together(make, DistributedContext.cleanup, name=_SUBJECT)
 

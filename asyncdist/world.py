@@ -13,7 +13,7 @@ import functools
 import logging
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, ParamSpec, TypeVar
@@ -494,6 +494,22 @@ class World:
                 return self.group_ledger.open(members, self.rank, tag, agreed.time, native)
 
         return await self.start_together(make, Group.free, name=f"new group of {len(members)} ranks")
+
+    async def new_groups(self, lists: Iterable[Sequence[int]], *, timeout_s: float = _GROUP_TIMEOUT_S) -> list[Group]:
+        """Make several groups, one after the other. Where one cannot be made, those before it are freed.
+
+        Raises:
+            AsyncdistError: as :meth:`new_group`.
+        """
+        made: list[Group] = []
+        try:
+            for ranks in lists:
+                made += [await self.new_group(ranks, timeout_s=timeout_s)]
+        except AsyncdistError:
+            for group in made:
+                await group.free()
+            raise
+        return made
 
     async def start_together(
         self,

@@ -15,7 +15,7 @@ from support.local import eventually, worlds
 import asyncdist as ad
 from asyncdist import World
 from asyncdist.attendance import Attendance
-from asyncdist.errors import ClosedError, LocalProtocolError
+from asyncdist.errors import ClosedError, LocalProtocolError, StartTimeoutError
 from asyncdist.groups import Group
 from asyncdist.scratch import MODEL_COUNT_MAX, Scratch
 from asyncdist.world import Leave
@@ -55,6 +55,32 @@ async def test_what_was_freed_leaves_nothing() -> None:
             await asyncio.gather(*(group.free() for group in groups))
             await eventually(lambda: all(map(nothing_is_kept, made)))
         assert not any(world.attendance.started() for world in made)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(lambda: ad.new_mesh({"POP": 2, "DP": 2}), id="mesh"),
+        pytest.param(lambda: ad.new_parallel_groups(2), id="parallel groups"),
+    ],
+)
+def test_where_the_second_of_several_groups_cannot_be_made_the_first_is_given_back(start: Callable[[], Any]) -> None:
+    async def main(world: World) -> tuple[str, bool]:
+        elsewhere = asyncio.ensure_future(world.new_group([1, 2], timeout_s=500)) if world.rank == 1 else None
+        await world.sleep(1)
+        try:
+            await start()
+            came_to = "made"
+        except StartTimeoutError as error:
+            came_to = f"waited for {error.missing}"
+        if elsewhere is not None:
+            with pytest.raises(StartTimeoutError):
+                await elsewhere
+        await world.sleep(2000 - world.time())
+        return came_to, bool(world.group_ledger.taken())
+
+    results = ad.simulate(main, ranks=4, strict=True).results
+    assert all(came_to.startswith("waited for") and not holds_one for came_to, holds_one in results), results
 
 
 def test_what_a_free_costs_grows_with_the_members_and_not_with_their_square(monkeypatch: pytest.MonkeyPatch) -> None:
