@@ -699,14 +699,6 @@ def test_a_world_inside_a_world_is_refused() -> None:
     assert asyncio.run(outer()) == 1
 
 
-def test_run_inside_a_running_loop() -> None:
-    async def main() -> None:
-        with pytest.raises(RuntimeError, match=r"async with asyncdist\.open_world"):
-            ad.run(nothing)
-
-    asyncio.run(main())
-
-
 # -- a user's own protocols.py ----------------------------------------------------------------------------------------
 
 

@@ -352,6 +352,7 @@ async def test_what_a_group_has_mapped_goes_with_the_group() -> None:
         for _ in range(3):
             groups = await asyncio.gather(*(world.new_group([0, 1]) for world in made))
             await mean_of_all(made, spreads, groups)
+            await asyncio.gather(*(group.free() for group in groups))
             del groups
             spreads = [spread_over(spread, [torch.ones(9)]) for spread in spreads]
             gc.collect()
