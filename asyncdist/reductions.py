@@ -2,7 +2,8 @@
 
 - Booleans: "sum" and "max" are "or", "prod" and "min" are "and", as in numpy and in torch's NCCL backend. In bytes, as
   elsewhere in torch, 256 ranks that all say True would add up to 0.
-- Integers keep their dtype and wrap: 128 + 128 is 0 in uint8.
+- Integers keep their dtype and wrap: 128 + 128 is 0 in uint8. Sums of 8 and 16 bits are made in int32, since
+  Open MPI 5.0.11 adds these with saturation where its vector instructions reach, and wraps in the elements behind.
 - float16, bfloat16 and float8 are reduced in float32 and rounded once, complex32 in complex64.
 - The minimum and maximum of floating numbers is NaN where any rank has NaN, and -0 is below +0. MPI says nothing about
   NaN in MPI_MIN and MPI_MAX: with it in the input of one of four ranks, Open MPI 5.0.11 gave all of them the result of
@@ -34,6 +35,7 @@ _WIDE: Final = {
     torch.complex32: torch.complex64,
     torch.bool: torch.uint8,
 }
+_WIDE_SUM: Final = {**_WIDE, **dict.fromkeys((torch.int8, torch.uint8, torch.int16, torch.uint16), torch.int32)}
 _OF_BOOLEANS: Final[dict[ReduceOp, ReduceOp]] = {"sum": "max", "prod": "min", "max": "max", "min": "min"}
 
 
@@ -55,7 +57,7 @@ def to_numbers(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp]:
     Returns:
         A contiguous tensor in CPU memory, of a dtype that numpy and MPI know. It may be the tensor's own memory.
     """
-    numbers = to_host(tensor).to(_WIDE[tensor.dtype])
+    numbers = to_host(tensor).to((_WIDE_SUM if op == "sum" else _WIDE)[tensor.dtype])
     if tensor.dtype == torch.bool:
         return numbers, _OF_BOOLEANS[op]
     if numbers.is_floating_point() and op in ("min", "max"):
