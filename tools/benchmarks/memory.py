@@ -67,7 +67,7 @@ class TensorCounter(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:  # which has a size and no memory
                 self._note(tensor.untyped_storage())
         return result
 
