@@ -292,7 +292,7 @@ def test_an_exception_ends_the_job_everywhere() -> None:
 
 def test_messages_that_nobody_receives_do_not_hold_the_end() -> None:
     result = run_ranks(3, ENDS, "leaves_all_kinds_of_work", "truthful").check()
-    assert "request: left over" in result.stderr
+    assert "2 requests: left over" in result.stderr
 
 
 def test_a_rank_that_dies_in_the_middle_of_a_bulk_stream_is_named() -> None:
