@@ -244,9 +244,10 @@ def test_beside_a_process_group_of_the_user_under_torchrun(order: str) -> None:
 
 
 def test_beside_distributed_data_parallel() -> None:
-    """DDP reduces gradients inside the ranks' group while a policy averages weights beside it, in the same objects.
+    """DDP trains one model in the ranks' group while a policy averages another one beside it, in the same objects.
 
-    Gradients and averages are equal on all ranks, so the weights must be, and must be those of training alone.
+    DDP's model must be that of training alone, the other one that of local SGD: both computed with plain torch on every
+    rank. The policy refuses DDP's model, and the module inside it, which DDP keeps equal on all ranks.
     """
     source = """
         import os
@@ -258,6 +259,9 @@ def test_beside_distributed_data_parallel() -> None:
         import asyncdist as ad
 
         STEPS, EVERY = 12, 4
+
+        def sgd(model):
+            return torch.optim.SGD(model.parameters(), lr=0.1)
 
         def train_step(model, optimizer, samples):
             optimizer.zero_grad()
@@ -271,32 +275,66 @@ def test_beside_distributed_data_parallel() -> None:
         def samples_of(rank, step):
             return torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
 
-        async def main(world):
-            model = DistributedDataParallel(new_model())
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            averages = 0
-            async with AverageAllPolicy(model, optimizer, average_every=EVERY) as policy:
-                for step in range(STEPS):
-                    train_step(model, optimizer, samples_of(world.rank, step))
-                    averages += bool(await policy.step(0.0))
-            alone = new_model()
-            optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+        def flat(model):
+            return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+
+        def train_alone(size):
+            model = new_model()
+            optimizer = sgd(model)
             for step in range(STEPS):
-                train_step(alone, optimizer, torch.cat([samples_of(rank, step) for rank in range(world.size)]))
-            flat = torch.nn.utils.parameters_to_vector
-            ours, theirs = flat(model.module.parameters()), flat(alone.parameters())
-            moved = (theirs - flat(new_model().parameters())).abs().max()
-            return [averages, (ours - theirs).abs().max().item(), moved.item(), ours.tolist()]
+                train_step(model, optimizer, torch.cat([samples_of(rank, step) for rank in range(size)]))
+            return flat(model)
+
+        def train_locally(size):
+            models = [new_model() for _ in range(size)]
+            optimizers = [sgd(model) for model in models]
+            for step in range(STEPS):
+                for rank in range(size):
+                    train_step(models[rank], optimizers[rank], samples_of(rank, step))
+                if (step + 1) % EVERY == 0:
+                    mean = torch.stack([flat(model) for model in models]).mean(0)
+                    for model in models:
+                        torch.nn.utils.vector_to_parameters(mean.clone(), model.parameters())
+            return flat(models[0])
+
+        async def refusal(model):
+            try:
+                async with AverageAllPolicy(model, sgd(model), average_every=EVERY):
+                    return "none"
+            except (ValueError, ad.LocalProtocolError) as error:
+                return f"{type(error).__name__}: {str(error).partition(':')[0]}"
+
+        async def main(world):
+            replicated, local = DistributedDataParallel(new_model()), new_model()
+            optimizers = [sgd(replicated), sgd(local)]
+            objects = [id(parameter) for model in (replicated, local) for parameter in model.parameters()]
+            refusals = [await refusal(replicated), await refusal(replicated.module)]
+            averages = 0
+            async with AverageAllPolicy(local, optimizers[1], average_every=EVERY) as policy:
+                for step in range(STEPS):
+                    for model, optimizer in zip((replicated, local), optimizers):
+                        train_step(model, optimizer, samples_of(world.rank, step))
+                    averages += bool(await policy.step(0.0))
+            kept = objects == [id(parameter) for model in (replicated, local) for parameter in model.parameters()]
+            alone, locally = train_alone(world.size), train_locally(world.size)
+            off = [(flat(replicated) - alone).abs().max().item(), (flat(local) - locally).abs().max().item()]
+            apart = [(alone - flat(new_model())).abs().max().item(), (alone - locally).abs().max().item()]
+            weights = flat(replicated).tolist() + flat(local).tolist()
+            return [refusals, averages, kept, max(off), min(apart), weights]
 
         dist.init_process_group("gloo")
         report(int(os.environ["RANK"]), ad.run(main))
         dist.destroy_process_group()
     """
     reports = run_source(3, source).check().reports
-    for averages, off, moved, weights in reports.values():
-        assert averages == 3
-        assert off < 1e-12 < 1e-3 < moved
-        assert weights == reports[0][3]
+    for refusals, averages, kept, off, apart, weights in reports.values():
+        assert refusals == [
+            "ValueError: model is wrapped in DistributedDataParallel",
+            "LocalProtocolError: model is inside DistributedDataParallel",
+        ]
+        assert averages == 3 and kept
+        assert off < 1e-12 < 1e-5 < apart
+        assert weights == reports[0][5]
 
 
 def test_a_group_without_variables_is_enough() -> None:
