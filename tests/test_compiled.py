@@ -125,13 +125,15 @@ async def main(world, rounds):
         return f"{number} {total} {type(error).__name__}"
     return total
 
+# Each fault happens on every seed: the quickest one computes nothing and lasts 3 ms, and each rank sends 13 or 14 messages.
+# Rank 2's first frame to rank 0 says that it leaves; its last words, the second one, say so too.
 PLANS = (
     [],
-    [Kill(1, at_s=0.02)],
+    [Kill(1, at_s=0.002)],
     [Kill(2, at_turn=60)],
     [Kill(0, at_message=10)],
     [Delay(0, 1, 5, 0.01), Stall(2, 0.0, 0.2), SlowRank(1, 0.0, 3.0)],
-    [Partition((1,), 0.001, 0.05), SlowLink(0, 2, 0.0, 50.0), Corrupt(2, 0, 2, 30)],
+    [Partition((1,), 0.001, 0.05), SlowLink(0, 2, 0.0, 50.0), Corrupt(2, 0, 1, 30)],
 )
 LINKS = (Link(), Link(latency_s=Exponential(1e-4), bandwidth_nbytes_per_s=10**6), Link(latency_s=1e-5))
 
@@ -219,7 +221,8 @@ def test_compiled_and_interpreted_simulations_are_equal() -> None:
     assert compiled_lines == lines
     assert len(lines) == len({line[0] for line in lines}) == 37
     for plan in range(1, 6):
-        assert any(line[1] and all(line[1]) for line in lines[6 * plan : 6 * plan + 6]), f"plan {plan} did not happen"
+        for line in lines[6 * plan : 6 * plan + 6]:
+            assert line[1] and all(line[1]), f"plan {plan} did not happen: {line}"
     assert "RankLostError" in str(lines)
     assert "took 1001 turns in a row" in lines[-1][1]
 
