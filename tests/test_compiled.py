@@ -125,8 +125,8 @@ async def main(world, rounds):
         return f"{number} {total} {type(error).__name__}"
     return total
 
-# Each fault happens on every seed: the quickest one computes nothing and lasts 3 ms, and each rank sends 13 or 14 messages.
-# Rank 2's first frame to rank 0 says that it leaves; its last words, the second one, say so too.
+# Each fault happens on every seed: the quickest run computes nothing and takes 3 ms, and each rank sends 13 messages or
+# more. Rank 2's first frame to rank 0 says that it leaves; its last words, the second one, say so too.
 PLANS = (
     [],
     [Kill(1, at_s=0.002)],
