@@ -7,6 +7,7 @@ rank. A policy that gives one rank other weights breaks both without an error: t
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from typing import Final
 
 import torch
@@ -28,7 +29,7 @@ def check_not_wrapped(model: nn.Module) -> None:
     Raises:
         ValueError: it does.
     """
-    found = next((name for module in model.modules() if (name := _wrapper_of(type(module)))), None)
+    found = next((name for module in model.modules() if (name := _wrapper_name(type(module)))), None)
     if found is not None:
         raise ValueError(f"model is wrapped in {found}: {_WHY}")
 
@@ -36,8 +37,8 @@ def check_not_wrapped(model: nn.Module) -> None:
 def check_not_inside(model: nn.Module) -> None:
     """Refuse a model that somebody else has wrapped, as transformers' Trainer does: the model does not show it.
 
-    All objects of the process are looked at, but only where torch.distributed has been started, which both wrappers
-    need.
+    The whole process is searched, but only where torch.distributed has been started, which both wrappers need. A
+    wrapper in a reference cycle that nobody can reach, that of a trainer which was deleted, is no obstacle.
 
     Raises:
         LocalProtocolError: such a wrapper exists.
@@ -45,13 +46,44 @@ def check_not_inside(model: nn.Module) -> None:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     own = set(map(id, model.modules()))
-    for thing in gc.get_objects():
-        found = _wrapper_of(type(thing))
-        if found and any(id(module) in own for module in thing.modules()):
-            raise LocalProtocolError(f"model is inside {found}: {_WHY}")
+    if not _wrapper_around(own):
+        return
+    gc.collect()
+    if found := _wrapper_around(own):
+        raise LocalProtocolError(f"model is inside {found}: {_WHY}")
 
 
-def _wrapper_of(kind: type) -> str:
+def _wrapper_around(own: set[int]) -> str:
+    """Return the name of a wrapper in this process that holds one of the modules with these ids, or ""."""
+    # Instances refer to their class. With five million objects the collector finds them in 0.10 s, where a look at each
+    # object took 0.69 s and a list of 40 MB.
+    kinds = [kind for kind in _subclasses(nn.Module) if _wrapper_name(kind)]
+    for thing in gc.get_referrers(*kinds):
+        found = _wrapper_name(type(thing))
+        if found and any(id(module) in own for module in _modules_of(thing)):
+            return found
+    return ""
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    for found in type.__subclasses__(kind):
+        yield found
+        yield from _subclasses(found)
+
+
+def _modules_of(outer: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and those below it, as ``outer.modules()`` does; one whose constructor has not run has none."""
+    seen: set[int] = set()
+    waiting = [outer]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield module
+            waiting += [child for child in getattr(module, "_modules", {}).values() if child is not None]
+
+
+def _wrapper_name(kind: type) -> str:
     """Return the name of the wrapper that a class is, or ""."""
     if not issubclass(kind, nn.Module):
         return ""

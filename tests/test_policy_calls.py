@@ -157,3 +157,73 @@ def test_a_model_that_ddp_keeps_equal_is_refused(policy: str, monkeypatch: pytes
     with pytest.raises(ad.LocalProtocolError, match="model is inside DistributedDataParallel: it keeps its replicas"):
         ad.run_local(main, ranks=2)
     assert wrapped.module is model
+
+
+def start_beside(model: nn.Module) -> None:
+    """Two ranks start a policy, the first one with this model."""
+
+    async def main(world: ad.World) -> None:
+        own = model if world.rank == 0 else nn.Linear(2, 2)
+        async with AverageAllPolicy(own, sgd(own), average_every=1, start_timeout_s=5.0):
+            pass
+
+    ad.run_local(main, ranks=2)
+
+
+class Trainer:
+    """Wraps a model and refers to itself, as trainers with callbacks do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.wrapped = Wrapped(nn.Sequential(model))
+        self.callbacks = [self]
+
+
+def test_a_model_whose_trainer_was_deleted_is_no_longer_inside_a_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer lay in a reference cycle, and the model was refused until the collector happened to run."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    model = nn.Linear(2, 2)
+    gc.disable()
+    try:
+        trainer = Trainer(model)
+        with pytest.raises(ad.LocalProtocolError, match="model is inside DistributedDataParallel"):
+            start_beside(model)
+        wrapped = weakref.ref(trainer.wrapped)
+        del trainer
+        assert wrapped() is not None, "it is in a cycle"
+        start_beside(model)
+    finally:
+        gc.enable()
+
+
+def test_wrappers_whose_constructor_has_not_run_are_looked_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have no modules yet, and every start of a policy raised AttributeError beside them."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    bare = Wrapped.__new__(Wrapped)
+    half = Wrapped(nn.Linear.__new__(nn.Linear))
+    start_beside(nn.Linear(2, 2))
+    model = nn.Linear(2, 2)
+    half.other = nn.Sequential(model)
+    with pytest.raises(ad.LocalProtocolError, match="model is inside DistributedDataParallel"):
+        start_beside(model)
+    assert type(bare) is Wrapped
+
+
+def test_the_process_is_searched_for_wrappers_once_at_each_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    searches = 0
+
+    def search(*kinds: type) -> list[Any]:
+        nonlocal searches
+        searches += 1
+        assert nn.parallel.DistributedDataParallel in kinds
+        return []
+
+    async def main(world: ad.World) -> None:
+        model = nn.Linear(2, 2)
+        async with AverageAllPolicy(model, sgd(model), average_every=2) as policy:
+            for _ in range(6):
+                await policy.step(0.0)
+
+    monkeypatch.setattr(gc, "get_referrers", search)
+    ad.run_local(main, ranks=2)
+    assert searches == 2
