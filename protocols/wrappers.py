@@ -66,7 +66,8 @@ def _wrapper_around(own: set[int]) -> str:
 
 
 def _subclasses(kind: type) -> Iterator[type]:
-    for found in type.__subclasses__(kind):
+    known: list[type] = type.__subclasses__(kind)
+    for found in known:
         yield found
         yield from _subclasses(found)
 
