@@ -21,7 +21,7 @@ import pytest
 TOP = Path(__file__).resolve().parents[2]
 DEFECTS = set(range(1, 16))
 #: Two of selective averaging, one of the network and one of the synchronous average.
-QUICK = ("own-rank-unheard", "overtaking-network", "world-size-divisor")
+QUICK = ("own-rank-unheard", "overtaking-network", "stream-forgotten-with-its-slot", "world-size-divisor")
 
 
 def run_tool(top: Path, *options: str) -> subprocess.CompletedProcess[str]:

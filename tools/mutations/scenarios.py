@@ -451,14 +451,17 @@ def run_setting(setting: Setting, seed: int) -> tuple[SimReport, Watch]:
     assert not late, f"after {LIMIT_S} s ranks {late} have not ended"
     check_dropped(report)
     if setting.chunk_nbytes is None:
-        check_bulk(report, Mixed())
+        check_bulk(report, Mixed(0.0, setting.width))
     return report, watch
 
 
 def longest_absence_s(setting: Setting) -> float:
-    """A bound on how long one rank computes between two safe points."""
+    """A bound on how long a rank computes before a task of it sees that its time is up.
+
+    It may pause twice: the timer is late by one pause, and the task that it wakes may have its turn after the next one.
+    """
     factor = math.prod(max(1.0, fault.factor) for fault in setting.faults if isinstance(fault, SlowRank))
-    pause_s = _PAUSE_S if setting.compute is not None else 0.0
+    pause_s = 2 * _PAUSE_S if setting.compute is not None else 0.0
     return factor * (0.004 + pause_s + sum(fault.duration_s for fault in setting.faults if isinstance(fault, Stall)))
 
 
@@ -573,8 +576,8 @@ def slow_words(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
 def asked_again(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
     """A donor that does not come to its safe point in time is left out, and the replacer asks the others anew.
 
-    They may have computed since they sent their snapshots, which needed a receiver: so they hear of the second grant
-    before they know that the first stream has left, and the slot of both is the same.
+    They may have computed since they sent their snapshots, too large to leave without a receiver: so they hear of the
+    second grant, which is small, before they know that the first stream has left. The slot of both is the same.
     """
     rng = random.Random(f"asked_again {seed}")
     ranks = rng.randint(4, 6)
@@ -588,9 +591,10 @@ def asked_again(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
         ranks=ranks,
         steps=(150,) * ranks,
         metrics=tuple(sign * (0.0 if rank == replacer else 1.0 + rng.random()) for rank in range(ranks)),
+        width=64,
         options=options,
-        compute=Compute(pause_probability=0.05, pause_s=Uniform(0.01, _PAUSE_S)),
-        network=Network(eager_nbytes=0),
+        compute=Compute(pause_probability=0.2, pause_s=Uniform(0.01, _PAUSE_S)),
+        network=Network(eager_nbytes=256),
         faults=tuple(faults or ()),
     )
     return run_setting(setting, seed)[0]
