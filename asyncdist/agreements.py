@@ -58,6 +58,8 @@ MEMBER_PATIENCE_S: Final = 5.0
 REMIND_AFTER_S: Final = 1.0
 #: Of thousands that are missing so many are told: one of them that sees what is wrong suffices.
 _REMINDED_COUNT_MAX: Final = 16
+#: Why a rank does not come, as the others are told.
+_CANCELLED: Final = ("CancelledError", "it was cancelled while it waited for the others")
 #: Between a subject and how often it was started.
 _TIME: Final = ", time "
 
@@ -87,24 +89,29 @@ class _Alone:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pending:
-    """A start of this rank that has not been decided as far as it knows.
+class Meeting:
+    """One start of this rank: it is to come, or to say that it stays away.
 
     Attributes:
-        join: what it has said.
+        subject: what starts, with the number of this time.
         ranks: who is to start it.
         leader: who decides.
+        began_at: when the start was asked for, on the loop's clock.
     """
 
-    join: Join
+    subject: str
     ranks: tuple[int, ...]
     leader: int
+    began_at: float
+
+    def __str__(self) -> str:
+        return repr(_without_time(self.subject))
 
 
 class Caller(Protocol):
     """Is told how far a start has come, and may give it up meanwhile: :class:`asyncdist.starts.Start`."""
 
-    def on_asked(self, pending: Pending) -> None:
+    def on_asked(self) -> None:
         """This rank has said that it has come, or is about to."""
 
     def on_time_up(self, error: StartTimeoutError) -> None:
@@ -144,6 +151,7 @@ class Agreements:
         self._verdicts: dict[str, Verdict] = {}
         self._over: dict[str, _Over] = {}
         self._counts: Counter[str] = Counter()
+        self._ahead: set[str] = set()  # meetings that this rank has counted, and has not come to
         self._gone: set[int] = set()
         self._lost: set[int] = set()
         self._withdrawn: dict[str, set[int]] = {}
@@ -161,9 +169,7 @@ class Agreements:
         timeout_s: float | None,
         leader: int | None = None,
         taken: Runs = (),
-        alone: bool = False,
         hold_s: float = 0.0,
-        caller: Caller | None = None,
     ) -> Agreed:
         """Wait until all ``ranks`` are about to start the same thing.
 
@@ -174,9 +180,7 @@ class Agreements:
             timeout_s: how long the leader waits for the last one; None for as long as it takes.
             leader: who compares; the first of ``ranks`` by default.
             taken: numbers that are in use here; the smallest that is in use nowhere is what everyone gets.
-            alone: no rank starts anything else with ``alone`` meanwhile; the caller sees to that.
             hold_s: for how long a member that has come keeps its loop to itself while it waits for the verdict.
-            caller: told how far it has come.
 
         Raises:
             StartTimeoutError: naming the ranks that did not come.
@@ -189,23 +193,54 @@ class Agreements:
         **Cancellation**: the others get RemoteError, unless all had come: then they count on this rank. So what follows
         go is to be started by a task that only a failure of the job cancels (:mod:`asyncdist.starts`).
         """
-        leader = ranks[0] if leader is None else leader
-        subject = _full(subject, ranks)
-        join = Join(self._next_time(subject), tuple(sorted(values.items())), taken)
-        pending = Pending(join, tuple(ranks), leader)
+        meeting = self.next_meeting(ranks, subject, leader)
+        return await self.meet(meeting, values, timeout_s=timeout_s, taken=taken, hold_s=hold_s)
+
+    def next_meeting(self, ranks: Sequence[int], subject: str, leader: int | None = None) -> Meeting:
+        """Count one more start of ``subject``; :meth:`meet` or :meth:`stay_away` must follow.
+
+        Ranks tell repetitions apart by their number. It is drawn when the start is asked for, and not when its turn
+        comes, so that a start which is given up meanwhile is the same one on all ranks.
+        """
+        timed = self._next_time(_full(subject, ranks))
+        self._ahead.add(timed)
+        return Meeting(timed, tuple(ranks), ranks[0] if leader is None else leader, self._engine.loop.time())
+
+    async def meet(
+        self,
+        meeting: Meeting,
+        values: Mapping[str, str],
+        *,
+        timeout_s: float | None,
+        taken: Runs = (),
+        alone: bool = False,
+        hold_s: float = 0.0,
+        caller: Caller | None = None,
+    ) -> Agreed:
+        """As :meth:`agree`, for a start that was counted before. Its timeout runs from then on.
+
+        Args:
+            meeting: of :meth:`next_meeting`.
+            values, timeout_s, taken, hold_s: see :meth:`agree`.
+            alone: no rank starts anything else with ``alone`` meanwhile; the caller sees to that.
+            caller: told how far it has come.
+        """
+        ranks, leader, subject = meeting.ranks, meeting.leader, _without_time(meeting.subject)
+        self._ahead.discard(meeting.subject)
+        join = Join(meeting.subject, tuple(sorted(values.items())), taken)
         if caller is not None:
-            caller.on_asked(pending)
+            caller.on_asked()
         gone = _Gone(ranks, self._gone, self._withdrawn.setdefault(subject, set()))
         try:
             with self._starting_alone(join, ranks) if alone else contextlib.nullcontext() as start:
                 if self._rank == leader:
-                    verdict, first = await self._lead(ranks, join, gone, timeout_s)
+                    verdict, first = await self._lead(meeting, join, gone, timeout_s)
                 else:
-                    verdict, first = await self._follow(pending, gone, timeout_s, hold_s, caller), join
+                    verdict, first = await self._follow(meeting, join, gone, timeout_s, hold_s, caller), join
         except asyncio.CancelledError:
             if self._verdicts.pop(join.subject, None) is None:
                 self._forsaken.add(join.subject)
-                self._ask_to_go(pending)
+                self._ask_to_go(meeting)
             raise
         if start is not None and start.rival is not None:
             self._object_to_rival(*start.rival, verdict)
@@ -228,10 +263,10 @@ class Agreements:
         full = _full(subject, ranks)
         self._object(Objection(self._next_time(full), runs_of(tuple(ranks)), *words_of(error)), ranks[0])
 
-    def stay_away(self, ranks: Sequence[int], subject: str) -> None:
-        """In place of :meth:`agree`: this rank was cancelled before it came, and will not come to this one any more."""
-        join = Join(self._next_time(_full(subject, ranks)), (), ())
-        self._ask_to_go(Pending(join, tuple(ranks), ranks[0]))
+    def stay_away(self, meeting: Meeting, error: Exception | None = None) -> None:
+        """In place of :meth:`meet`: this rank does not come, because of ``error``, or since it was cancelled."""
+        self._ahead.discard(meeting.subject)
+        self._ask_to_go(meeting, words_of(error) if error is not None else _CANCELLED)
 
     @contextlib.contextmanager
     def objecting(self, ranks: Sequence[int], subject: str) -> Iterator[None]:
@@ -248,23 +283,22 @@ class Agreements:
         else:
             self._send(objection, leader)
 
-    def give_up(self, pending: Pending) -> bool:
+    def give_up(self, meeting: Meeting) -> bool:
         """The caller of a start does not want it any more: ask the leader to go on without this rank.
 
         Returns:
             Whether it is too late, since the leader has said go. Else its verdict may still say so.
         """
         self._engine.poll()  # it may have come while something blocked the loop
-        verdict = self._verdicts.get(pending.join.subject)
+        verdict = self._verdicts.get(meeting.subject)
         if verdict is None:
-            self._ask_to_go(pending)
+            self._ask_to_go(meeting)
         return verdict is not None and _is_go(verdict)
 
-    def _ask_to_go(self, pending: Pending) -> None:
+    def _ask_to_go(self, meeting: Meeting, words: tuple[str, str] = _CANCELLED) -> None:
         if not self.is_ending:
-            words = "CancelledError", "it was cancelled while it waited for the others"
             with contextlib.suppress(AsyncdistError):  # nobody is left to be told
-                self._object(Objection(pending.join.subject, runs_of(pending.ranks), *words), pending.leader)
+                self._object(Objection(meeting.subject, runs_of(meeting.ranks), *words), meeting.leader)
             self._engine.recheck()  # the leader itself waits, too
 
     @property
@@ -300,15 +334,14 @@ class Agreements:
         self._counts[subject] += 1
         return f"{subject}{_TIME}{self._counts[subject]}"
 
-    async def _lead(
-        self, ranks: Sequence[int], join: Join, gone: _Gone, timeout_s: float | None
-    ) -> tuple[Verdict, Join]:
+    async def _lead(self, meeting: Meeting, join: Join, gone: _Gone, timeout_s: float | None) -> tuple[Verdict, Join]:
+        ranks = meeting.ranks
         over = self._come_late(join.subject, self._rank)
         if over is not None:
             return over, join
         joins = self._joins.setdefault(join.subject, {})
         joins[self._rank] = join
-        await self._until_all_have_come(ranks, join.subject, joins, gone, timeout_s)
+        await self._until_all_have_come(meeting, joins, gone, timeout_s)
         over = self._verdicts.pop(join.subject, None)
         if over is not None:
             return over, join
@@ -333,15 +366,16 @@ class Agreements:
         return verdict, joins[said[0]]
 
     async def _until_all_have_come(
-        self, ranks: Sequence[int], subject: str, joins: Mapping[int, Join], gone: _Gone, timeout_s: float | None
+        self, meeting: Meeting, joins: Mapping[int, Join], gone: _Gone, timeout_s: float | None
     ) -> None:
         """Or it is clear that they never will, or time is up."""
+        ranks, subject = meeting.ranks, meeting.subject
 
         def is_over() -> bool:
             return len(joins) == len(ranks) or subject in self._verdicts or bool(gone.ranks())
 
         loop = self._engine.loop
-        deadline = None if timeout_s is None else loop.time() + timeout_s
+        deadline = None if timeout_s is None else meeting.began_at + timeout_s
         timer: asyncio.TimerHandle | None = None
 
         def remind() -> None:
@@ -361,10 +395,16 @@ class Agreements:
                 timer.cancel()
 
     async def _follow(
-        self, pending: Pending, gone: _Gone, timeout_s: float | None, hold_s: float, caller: Caller | None
+        self,
+        meeting: Meeting,
+        join: Join,
+        gone: _Gone,
+        timeout_s: float | None,
+        hold_s: float,
+        caller: Caller | None,
     ) -> Verdict:
-        join, leader = pending.join, pending.leader
-        deadline = None if timeout_s is None else self._engine.loop.time() + timeout_s
+        leader = meeting.leader
+        deadline = None if timeout_s is None else meeting.began_at + timeout_s
 
         def is_over() -> bool:
             return join.subject in self._verdicts or leader in gone.ranks()
@@ -376,7 +416,7 @@ class Agreements:
         is_told = await self._engine.until(is_over, what, deadline=deadline)
         if not is_told and deadline is not None and timeout_s is not None:
             with contextlib.suppress(AsyncdistError):  # a leader that cannot be asked does not listen
-                self._send(Inquiry(join.subject, runs_of(pending.ranks), timeout_s), leader)
+                self._send(Inquiry(join.subject, runs_of(meeting.ranks), timeout_s), leader)
             is_told = await self._engine.until(is_over, what, deadline=deadline + MEMBER_PATIENCE_S)
         if not is_told:
             silent = Verdict(join.subject, missing=(leader,), waited_s=timeout_s or 0.0)
@@ -464,7 +504,7 @@ class Agreements:
 
     def _has_led(self, subject: str) -> bool:
         """Whether this rank has come to what it leads, and gone on."""
-        is_counted = _time_of(subject) <= self._counts[_without_time(subject)]
+        is_counted = _time_of(subject) <= self._counts[_without_time(subject)] and subject not in self._ahead
         return is_counted and self._rank not in self._joins.get(subject, {})
 
     def _keep_for(self, absent: Iterable[int], verdict: Verdict) -> None:

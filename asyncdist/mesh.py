@@ -242,19 +242,19 @@ async def new_mesh(
         sizes = _checked(axes, group)
 
     async def make(start: Start[Mesh]) -> Mesh:
-        await start.agree(group.ranks, _SUBJECT, {"axes": _in_words(sizes)}, timeout_s=timeout_s)
+        await start.agree({"axes": _in_words(sizes)}, timeout_s=timeout_s)
         strides = _strides(tuple(sizes.values()))
         lines = []
         for size, stride in zip(sizes.values(), strides, strict=True):
             first = group.index - group.index // stride % size * stride
             lines.append([group.ranks[first + place * stride] for place in range(size)])
-        groups = await world.new_groups(lines, timeout_s=timeout_s)
+        groups = await world.new_groups(lines, timeout_s=start.left_s(timeout_s))
         made = {name: Axis(name, world, line, _Turn()) for name, line in zip(sizes, groups, strict=True)}
         for axis in made.values():
             axis.group.lease.subjects.append(axis.subject)
         return Mesh(made, group.ranks, world)
 
-    return await world.start_together(make, Mesh.free, name=_SUBJECT)
+    return await world.start_together(group.ranks, _SUBJECT, make, Mesh.free, name=_SUBJECT)
 
 
 def _calling_world() -> World | None:

@@ -138,11 +138,11 @@ async def new_parallel_groups(
     numbers = {name: str(getattr(layout, name)) for name in ("model_parallelism", "pipeline_parallelism")}
 
     async def make(start: Start[list[Group]]) -> list[Group]:
-        await start.agree(everybody, _SUBJECT, numbers, timeout_s=_TIMEOUT_S)
+        await start.agree(numbers, timeout_s=_TIMEOUT_S)
         # A rank is in three groups; all make them in the same order, so nobody waits for somebody who waits elsewhere.
-        return await world.new_groups(layout.ranks_of(world.rank))
+        return await world.new_groups(layout.ranks_of(world.rank), timeout_s=start.left_s(_TIMEOUT_S))
 
-    model, pipeline, data = await world.start_together(make, _free, name=_SUBJECT)
+    model, pipeline, data = await world.start_together(everybody, _SUBJECT, make, _free, name=_SUBJECT)
     groups = ParallelGroups(layout, model, pipeline, data)
     current_groups.set(groups)
     return groups

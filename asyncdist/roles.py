@@ -319,7 +319,7 @@ async def initialize_distributed_compute(
     options |= {"placement": placement, "layout": "none" if layout is None else _in_words(layout)}
 
     async def make(start: Start[DistributedContext]) -> DistributedContext:
-        await start.agree(everybody, _SUBJECT, options, timeout_s=_TIMEOUT_S)
+        await start.agree(options, timeout_s=_TIMEOUT_S)
         plan = layout
         if plan is None and placement == "host":
             hosts = await _all_hosts(world, world.hostname if hostname is None else hostname)
@@ -328,9 +328,10 @@ async def initialize_distributed_compute(
             plan = RankLayout.arithmetic(world.size, num_remote_buffers, num_agent_groups, coordinator=coordinator)
         lists = sorted({plan.training_ranks, plan.buffer_ranks, *plan.agent_groups})
         own = [ranks for ranks in lists if world.rank in ranks]
-        return DistributedContext(world, plan, dict(zip(own, await world.new_groups(own), strict=True)))
+        groups = await world.new_groups(own, timeout_s=start.left_s(_TIMEOUT_S))
+        return DistributedContext(world, plan, dict(zip(own, groups, strict=True)))
 
-    return await world.start_together(make, DistributedContext.cleanup, name=_SUBJECT)
+    return await world.start_together(everybody, _SUBJECT, make, DistributedContext.cleanup, name=_SUBJECT)
 
 
 #: The names that code for mpi4py uses: here one class and one function serve every transport.

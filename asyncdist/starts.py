@@ -7,7 +7,8 @@ the leader has said meanwhile.
 
 So the work is done by a task of its own, which nothing but a failure of the job cancels. A caller that gives up
 
-- before this rank has said that it comes, is cancelled at once, and so is the work;
+- before this rank has said that it comes, is cancelled at once, and so is the work; the others are told that this rank
+  stays away;
 - while the verdict is not known, asks the leader to go on without this rank, and is cancelled at once, or when the
   leader has answered (``is_held``). Should the answer be go, the work is done all the same, and what came of it is
   given back;
@@ -17,10 +18,10 @@ So the work is done by a task of its own, which nothing but a failure of the job
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Generic, TypeVar
 
-from asyncdist.agreements import Agreed, Agreements, Pending
+from asyncdist.agreements import MEMBER_PATIENCE_S, Agreed, Agreements, Meeting
 from asyncdist.collectives import ended
 from asyncdist.errors import AsyncdistError, StartTimeoutError
 from asyncdist.progress import yield_to_loop
@@ -33,25 +34,32 @@ class Start(Generic[T]):
 
     Args:
         agreements: this rank's.
+        meeting: what it is to agree on.
         give_back: what is done with the result where the caller does not want it any more.
     """
 
-    def __init__(self, agreements: Agreements, give_back: Callable[[T], Awaitable[object]]) -> None:
+    def __init__(self, agreements: Agreements, meeting: Meeting, give_back: Callable[[T], Awaitable[object]]) -> None:
+        self.meeting = meeting
         self._agreements = agreements
         self._give_back = give_back
-        self._outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._pending: Pending | None = None
+        self._loop = asyncio.get_running_loop()
+        self._outcome: asyncio.Future[T] = self._loop.create_future()
+        self._has_come = False
         self._is_on = False
 
-    async def agree(self, ranks: Sequence[int], subject: str, values: Mapping[str, str], **options: Any) -> Agreed:
-        """As :meth:`Agreements.agree`: what the work begins with. From go on it is done whatever the caller does."""
-        agreed = await self._agreements.agree(ranks, subject, values, caller=self, **options)
+    async def agree(self, values: Mapping[str, str], **options: Any) -> Agreed:
+        """As :meth:`Agreements.meet`: what the work begins with. From go on it is done whatever the caller does."""
+        agreed = await self._agreements.meet(self.meeting, values, caller=self, **options)
         self._is_on = True
         return agreed
 
-    def on_asked(self, pending: Pending) -> None:
+    def left_s(self, timeout_s: float) -> float:
+        """How much of the caller's time is left for what follows go; not less than 5 s, since all members are there."""
+        return max(round(self.meeting.began_at + timeout_s - self._loop.time(), 3), MEMBER_PATIENCE_S)
+
+    def on_asked(self) -> None:
         """This rank says that it comes."""
-        self._pending = pending
+        self._has_come = True
 
     def on_time_up(self, error: StartTimeoutError) -> None:
         """The caller has waited for long enough; the work goes on, until the leader has said what is to be."""
@@ -63,6 +71,8 @@ class Start(Generic[T]):
         try:
             result = await work(self)
         except Exception as error:
+            if not self._has_come:
+                self._agreements.stay_away(self.meeting, error)
             if not self._outcome.done():
                 self._outcome.set_exception(error)
             elif not isinstance(error, AsyncdistError):
@@ -90,9 +100,10 @@ class Start(Generic[T]):
         if not self._outcome.cancelled():  # the work was done in the moment of the cancellation
             if self._outcome.exception() is None:
                 await self._give_back(self._outcome.result())
-        elif self._pending is None:
+        elif not self._has_come:
+            self._agreements.stay_away(self.meeting)
             task.cancel()
-        elif not self._agreements.is_ending and (self._is_on or self._agreements.give_up(self._pending) or is_held):
+        elif not self._agreements.is_ending and (self._is_on or self._agreements.give_up(self.meeting) or is_held):
             await _until_it_has_ended(task)
 
 

@@ -13,7 +13,7 @@ import functools
 import logging
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, ParamSpec, TypeVar
@@ -34,6 +34,7 @@ from asyncdist.errors import (
     LocalProtocolError,
     RankLostError,
     RemoteProtocolError,
+    StartTimeoutError,
 )
 from asyncdist.group_ledger import Freed, GroupLedger
 from asyncdist.groups import Group, check_open, check_ranks, short
@@ -186,7 +187,7 @@ class World:
         self._gone_listeners: list[Callable[[int], None]] = []
         self._failure_listeners: list[Callable[[int, str], None]] = []
         self._defect_listeners: list[Callable[[BaseException], None]] = []
-        self._making_a_group = asyncio.Lock()
+        self._group_starts: list[Start[Group]] = []  # the first one has its turn
         self._task_group: asyncio.TaskGroup | None = None
         self._services: set[asyncio.Task[Any]] = set()
         self._computing = Computing(self.rank, loop)
@@ -472,10 +473,15 @@ class World:
         **Ordering**: a rank makes one group after the other, those that its tasks ask for together in the order in
         which they do. Ranks that are in several of them make these in the same order.
 
+        Args:
+            ranks: the members, this rank among them.
+            timeout_s: how long to wait for this rank's turn and for the last member.
+
         Raises:
             LocalProtocolError: the list is no group, or this rank is not in it.
             DisagreementError: two ranks wait for each other with different lists, or in another order.
-            StartTimeoutError: some members did not come in time.
+            StartTimeoutError: some members did not come in time, or this rank was still making another group; then the
+                others get RemoteError.
 
         **Cancellation**: while members are missing, the others get RemoteError. Once all have come the group is made,
         and given back, before the cancellation is raised.
@@ -483,9 +489,9 @@ class World:
         members = check_ranks(ranks, rank=self.rank, size=self.size)
 
         async def make(start: Start[Group]) -> Group:
-            async with self._making_a_group:  # two at once would be given one tag
+            async with self._turn(start, timeout_s):  # two at once would be given one tag
                 taken = self.group_ledger.taken()
-                agreed = await start.agree(members, "new group", {}, timeout_s=timeout_s, taken=taken, alone=True)
+                agreed = await start.agree({}, timeout_s=timeout_s, taken=taken, alone=True)
                 tag = self.group_ledger.tag_of(agreed.number)
                 native = None
                 if self._transport.capabilities.native_collectives:
@@ -493,18 +499,43 @@ class World:
                     native = self._transport.new_group(members, tag)
                 return self.group_ledger.open(members, self.rank, tag, agreed.time, native)
 
-        return await self.start_together(make, Group.free, name=f"new group of {len(members)} ranks")
+        return await self.start_together(
+            members, "new group", make, Group.free, name=f"new group of {len(members)} ranks"
+        )
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, start: Start[Group], timeout_s: float) -> AsyncIterator[None]:
+        """Wait until this rank has made the groups that it was asked for before."""
+        starts = self._group_starts
+        starts.append(start)
+        try:
+            what = f"the turn of {start.meeting}, behind {starts[0].meeting}"
+            deadline = start.meeting.began_at + timeout_s
+            if not await self.engine.until(lambda: starts[0] is start, what, deadline=deadline):
+                raise StartTimeoutError(
+                    f"{start.meeting}: rank {self.rank} waited for {timeout_s:g} s to finish {starts[0].meeting} first",
+                    missing=(),
+                )
+            yield
+        finally:
+            starts.remove(start)
+            self.engine.recheck()
 
     async def new_groups(self, lists: Iterable[Sequence[int]], *, timeout_s: float = _GROUP_TIMEOUT_S) -> list[Group]:
         """Make several groups, one after the other. Where one cannot be made, those before it are freed.
+
+        Args:
+            lists: the members of each, this rank among them.
+            timeout_s: for all of them together.
 
         Raises:
             AsyncdistError: as :meth:`new_group`.
         """
         made: list[Group] = []
+        give_up_at = self.time() + timeout_s
         try:
             for ranks in lists:
-                made += [await self.new_group(ranks, timeout_s=timeout_s)]
+                made += [await self.new_group(ranks, timeout_s=round(give_up_at - self.time(), 3))]
         except AsyncdistError:
             for group in made:
                 await group.free()
@@ -513,21 +544,25 @@ class World:
 
     async def start_together(
         self,
+        ranks: Sequence[int],
+        subject: str,
         work: Callable[[Start[T]], Coroutine[Any, Any, T]],
         give_back: Callable[[T], Awaitable[object]],
         *,
         name: str,
+        leader: int | None = None,
         is_held: bool = False,
     ) -> T:
         """Do what the ranks have agreed to do together, to its end; see :mod:`asyncdist.starts`.
 
         Args:
+            ranks, subject, leader: what they agree on, see :meth:`Agreements.agree`.
             work: is given the start, and first awaits its :meth:`Start.agree`.
             give_back: is given what came of the work where the caller has given up.
             name: of the task that does it, for reports.
             is_held: whether a caller that gives up hears the leader's word first, since it must not be done later.
         """
-        start = Start(self.agreements, give_back)
+        start = Start(self.agreements, self.agreements.next_meeting(ranks, subject, leader), give_back)
         task = self.spawn_service(start.run(work), name=name)
         return await start.result(task, is_held=is_held)
 

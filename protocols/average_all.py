@@ -82,15 +82,15 @@ class AverageAllPolicy(SpawnPolicy):
         self._snapshots = SnapshotPool(self._flat)
         self._layout = self._flat.new_buffers(accumulate=True, device="meta")
         self._round = 0
-        self._has_come = False
 
     def _options(self) -> Mapping[str, Any]:
         return {"average_every": self.average_every, "resets_optimizer": self._resets_optimizer}
 
     async def _start(self) -> None:
         members = self._group.ranks
-        await self._agree(leader=members[0], ranks=members)
-        self._own_group = await self._world.new_group(members, timeout_s=self._start_timeout_s)
+        await self._agree()
+        left_s = self._joint_start.left_s(self._start_timeout_s)
+        self._own_group = await self._world.new_group(members, timeout_s=left_s)
         self._subject = f"averaging of policy {self._own_group.number}"
         self._own_group.lease.subjects.append(self._subject)
 
@@ -105,22 +105,20 @@ class AverageAllPolicy(SpawnPolicy):
         if self.is_alone or not self._is_due():
             await self._world.safe_point()
             return NOTHING
-        self._has_come = False
+        world, members = self._world, self._group.ranks
         try:
-            await self._world.safe_point()
-            self._flat.tensors(self._layout)  # raises where the model has been changed since
-            # A member that stopped after go would leave the others in the average, and be out of step with them for
-            # good.
-            return await self._world.start_together(self._meet, _keep, name="average of all", is_held=True)
-        except asyncio.CancelledError:
-            if not self._has_come:  # the step counts all the same, and the others would meet a later one of this rank
-                self._world.agreements.stay_away(self._group.ranks, self._subject)
+            await world.safe_point()
+        except asyncio.CancelledError:  # the step counts: the others would meet a later one of this rank
+            world.agreements.stay_away(world.agreements.next_meeting(members, self._subject))
             raise
+        self._flat.tensors(self._layout)  # raises where the model has been changed since
+        # A member that stopped after go would leave the others in the average, and be out of step with them for good.
+        name = "average of all"
+        return await world.start_together(members, self._subject, self._meet, _keep, name=name, is_held=True)
 
     async def _meet(self, start: Start[StepInfo]) -> StepInfo:
-        self._has_come = True
         began_at = self._world.time()
-        await start.agree(self._group.ranks, self._subject, {}, timeout_s=None)
+        await start.agree({}, timeout_s=None)
         self._round += 1
         nbytes = await self._average()
         size = self._group.size

@@ -265,7 +265,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
     async def _start(self) -> None:
         world, members = self._world, self._group.ranks
         self._own.begin()
-        agreed = await self._agree(leader=members[0], ranks=members)
+        agreed = await self._agree()
         scope = wire.scope_of(members, f"{type(self).__name__} {self.name or '(none)'}", agreed.time)
         self._random = world.generator(f"policy {scope}")
         self._exposure = await open_exposure(

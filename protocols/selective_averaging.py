@@ -306,12 +306,15 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         """A reserved coordinator waits for a lone member too, and serves until it has left."""
         return super()._has_company() or self._coordinator_rank not in (None, *self._group.ranks)
 
+    def _choose_leader(self) -> int:
+        return super()._choose_leader() if self._coordinator_rank is None else self._coordinator_rank
+
     async def _start(self) -> None:
         world, members = self._world, self._group.ranks
         self._own.begin()
-        self._leader = members[0] if self._coordinator_rank is None else self._coordinator_rank
-        ranks = members if self._leader in members else (*members, self._leader)
-        scopes = PolicyScopes(ranks, await self._agree(leader=self._leader, ranks=ranks))
+        meeting = self._joint_start.meeting
+        self._leader = meeting.leader
+        scopes = PolicyScopes(meeting.ranks, await self._agree())
         if world.rank == self._leader:
             safe_points = safe_point_count(self._flat.nbytes)
             self._coordinator = Coordinator(world, members, self._rules, scopes, stream_safe_points=safe_points)

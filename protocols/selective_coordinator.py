@@ -31,6 +31,7 @@ from protocols.messages import (
 )
 from protocols.selective_core import SelectiveRules
 from protocols.selective_rounds import CoordinatorStatistics, RoundCoordinator, Send
+from protocols.spawn_policy import START
 
 
 async def coordinate(
@@ -50,9 +51,7 @@ async def coordinate(
     """
     world = world or current_world()
     ranks = (*members, world.rank)
-    agreed = await world.agreements.agree(
-        ranks, "the start of a policy", {}, leader=world.rank, timeout_s=start_timeout_s
-    )
+    agreed = await world.agreements.agree(ranks, START, {}, leader=world.rank, timeout_s=start_timeout_s)
     options = {
         key.removeprefix("option "): json.loads(value)
         for key, value in agreed.values.items()

@@ -132,6 +132,8 @@ class AverageApplied:
 PolicyEvent: TypeAlias = SnapshotTaken | AverageApplied
 _Stage: TypeAlias = Literal["new", "open", "closed"]
 
+#: What the members, and a reserved coordinator, agree on.
+START: Final = "the start of a policy"
 #: A name travels in one message, with what else members agree on.
 _NAME_LENGTH_MAX: Final = 200
 
@@ -227,7 +229,9 @@ class SpawnPolicy(abc.ABC):
         self.is_alone = not self._has_company()
         if not self.is_alone:
             check_not_inside(self.model)
-            await self._world.start_together(self._begin, self._end, name="the start of a policy")
+            members, leader = self._group.ranks, self._choose_leader()
+            ranks = members if leader in members else (*members, leader)
+            await self._world.start_together(ranks, START, self._begin, self._end, name=START, leader=leader)
         self._stage = "open"
         return self
 
@@ -403,7 +407,11 @@ class SpawnPolicy(abc.ABC):
             ) from None
         return number
 
-    async def _agree(self, *, leader: int, ranks: tuple[int, ...]) -> Agreed:
+    def _choose_leader(self) -> int:
+        """The rank that compares what the members say: one of them, or the reserved coordinator."""
+        return self._group.ranks[0]
+
+    async def _agree(self) -> Agreed:
         values = {
             "class": type(self).__name__,
             "name": self.name or "(none)",
@@ -411,9 +419,7 @@ class SpawnPolicy(abc.ABC):
             **{f"option {key}": json.dumps(value) for key, value in self._options().items()},
         }
         try:
-            return await self._joint_start.agree(
-                ranks, "the start of a policy", values, leader=leader, timeout_s=self._start_timeout_s
-            )
+            return await self._joint_start.agree(values, timeout_s=self._start_timeout_s)
         except DisagreementError as error:
             if error.facts.get("difference") == "model":
                 raise await self._explain_models(error) from None

@@ -15,7 +15,7 @@ from support.local import eventually, worlds
 import asyncdist as ad
 from asyncdist import World
 from asyncdist.attendance import Attendance
-from asyncdist.errors import ClosedError, LocalProtocolError, StartTimeoutError
+from asyncdist.errors import ClosedError, LocalProtocolError, RemoteError, StartTimeoutError
 from asyncdist.groups import Group
 from asyncdist.scratch import MODEL_COUNT_MAX, Scratch
 from asyncdist.world import Leave
@@ -73,6 +73,8 @@ def test_where_the_second_of_several_groups_cannot_be_made_the_first_is_given_ba
             came_to = "made"
         except StartTimeoutError as error:
             came_to = f"waited for {error.missing}"
+        except RemoteError:
+            came_to = "waited for rank 1, which waited for its turn"
         if elsewhere is not None:
             with pytest.raises(StartTimeoutError):
                 await elsewhere

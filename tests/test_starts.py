@@ -155,17 +155,22 @@ async def test_who_is_interrupted_does_not_wait_for_the_leaders_word() -> None:
     async with worlds(2) as (_, member):
 
         async def work(start: Any) -> None:
-            await start.agree((0, 1), "an average", {}, timeout_s=None)
+            await start.agree({}, timeout_s=None)
 
         async def keep(_: None) -> None: ...
 
-        started = asyncio.ensure_future(member.start_together(work, keep, name="an average", is_held=True))
+        def begin() -> asyncio.Task[None]:
+            return asyncio.ensure_future(
+                member.start_together((0, 1), "an average", work, keep, name="an average", is_held=True)
+            )
+
+        started = begin()
         await yields(5)
         started.cancel()
         await yields(5)
         assert not started.done(), "the leader may have said go"
         member.agreements.is_interrupted = lambda: True
-        again = asyncio.ensure_future(member.start_together(work, keep, name="an average", is_held=True))
+        again = begin()
         await yields(5)
         again.cancel()
         await yields(5)
@@ -184,3 +189,96 @@ def test_what_main_waits_for_in_a_start_is_said() -> None:
 
     with pytest.raises(ad.DeadlockError, match=r"main of rank 0: averaging of policy .*: the other ranks, in "):
         simulate(main, ranks=2).value()
+
+
+# -- starts that are given up before this rank has come ----------------------------------------------------------------
+
+
+def test_the_wait_for_another_start_of_the_rank_counts_in_the_timeout_and_the_others_are_told() -> None:
+    """Rank 1 was called back when rank 0 had come, 18 s later, and rank 2 waited for a minute."""
+
+    async def main(world: World) -> tuple[str, float]:
+        if world.rank == 0:
+            await world.sleep(18)
+        first = asyncio.ensure_future(world.new_group([0, 1])) if world.rank < 2 else None
+        came_to, at_s = "", 0.0
+        if world.rank > 0:
+            await asyncio.sleep(0)
+            with pytest.raises((StartTimeoutError, RemoteError)) as caught:
+                await world.new_group([1, 2], timeout_s=3 if world.rank == 1 else 60)
+            came_to, at_s = str(caught.value), world.time()
+        if first is not None:
+            assert (await first).ranks == (0, 1)
+        if world.rank > 0:
+            assert (await world.new_group([1, 2])).ranks == (1, 2)
+        return came_to, at_s
+
+    _, (here, here_s), (there, there_s) = simulate(main, ranks=3, strict=True).results
+    words = "'new group on ranks 1-2': rank 1 waited for 3 s to finish 'new group on ranks 0-1' first"
+    assert words in here and f"rank 1 failed: asyncdist.errors.StartTimeoutError: {words}" in there
+    assert 3 <= here_s < 3.1 and 3 <= there_s < 3.1
+
+
+@pytest.mark.parametrize("gives_up", [0, 1, 2])
+@pytest.mark.parametrize("how", ["cancelled", "time is up"])
+def test_a_start_that_is_given_up_in_the_queue_is_the_same_one_on_all_ranks(gives_up: int, how: str) -> None:
+    """Rank 1, which leads in one case and follows in the other, makes three groups of a kind; one is given up."""
+
+    async def main(world: World, ranks: list[int]) -> list[str]:
+        if world.rank == 0:
+            await world.sleep(18)
+            await world.new_group([0, 1])
+            return []
+        starts = [asyncio.ensure_future(world.new_group([0, 1]))] if world.rank == 1 else []
+        for i in range(3):
+            timeout_s = 3 if how == "time is up" and i == gives_up and world.rank == 1 else 60
+            starts += [asyncio.ensure_future(world.new_group(ranks, timeout_s=timeout_s))]
+            await world.safe_point()
+        if how == "cancelled" and world.rank == 1:
+            starts[1 + gives_up].cancel()
+        found = await asyncio.gather(*starts, return_exceptions=True)
+        return [group.number if isinstance(group, Group) else type(group).__name__ for group in found[-3:]]
+
+    for ranks in ([1, 2], [2, 1]):
+        _, here, there = simulate(main, ranks, ranks=3, strict=True).results
+        assert here.pop(gives_up) == ("CancelledError" if how == "cancelled" else "StartTimeoutError")
+        assert there.pop(gives_up) == "RemoteError"
+        assert here == there and len(set(here)) == 2 and all("." in number for number in here)
+
+
+async def enter_average_all(world: World) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    async with AverageAllPolicy(model, optimizer, average_every=1, start_timeout_s=8, group=await pair(world)):
+        pass
+
+
+async def enter_mesh(world: World) -> None:
+    await ad.new_mesh({"DP": 2}, group=await pair(world), timeout_s=8)
+
+
+async def pair(world: World) -> Group:
+    """The group of ranks 1 and 2, before rank 1 goes on to wait for rank 0."""
+    group = await world.new_group([1, 2])
+    if world.rank == 1:
+        world.spawn(world.new_group([0, 1]))
+        await world.sleep(0.1)
+    return group
+
+
+@pytest.mark.parametrize("start", [enter_average_all, enter_mesh])
+def test_a_start_that_needs_a_group_ends_in_time_where_another_group_is_being_made(start: Any) -> None:
+    """Its time was counted anew for each group that it makes, and did not run while it waited for its turn."""
+
+    async def main(world: World) -> tuple[str, float]:
+        if world.rank == 0:
+            await world.sleep(40)
+            await world.new_group([0, 1])
+            return "", 0.0
+        with pytest.raises((StartTimeoutError, RemoteError)) as caught:
+            await start(world)
+        return type(caught.value).__name__, world.time()
+
+    _, (here, here_s), (there, there_s) = simulate(main, ranks=3, strict=True).results
+    assert here == "StartTimeoutError" and there in ("StartTimeoutError", "RemoteError")
+    assert max(here_s, there_s) < 8.5

@@ -309,8 +309,8 @@ MUTANTS: Final = (
         "deadline",
         "a member whose time is up when the leader has said go leaves the others alone in the average",
         "asyncdist/starts.py",
-        "        elif self._pending is None:\n            task.cancel()",
-        "        elif True:\n            task.cancel()",
+        "        elif not self._has_come:\n            self._agreements.stay_away(self.meeting)\n",
+        "        elif True:\n            self._agreements.stay_away(self.meeting)\n",
         AVERAGES,
     ),
     Mutant(
