@@ -120,7 +120,8 @@ async def serve_replay_buffer(
         prioritized: draw items in proportion to priority^alpha (Schaul et al. 2016); else uniformly.
         alpha: how much priorities count; 0 means not at all.
         score: called with each batch that is added; what it returns is what ``add`` returns to the sender. It runs on
-            this rank's loop: while it does, nobody is served.
+            this rank's loop: while it does, nobody is served. What it raises, this raises, and the clients get
+            RemoteError.
         in_flight_max: adds and updates of one client that may be unanswered, and as many draws; its next one waits.
         seed: of what is drawn.
         name: tells buffers of one rank apart.
@@ -129,6 +130,7 @@ async def serve_replay_buffer(
     Raises:
         ValueError, TypeError: an argument is out of range; no client; a score that is no number.
         LocalProtocolError: this rank serves a buffer of that name already.
+        BaseException: what ``score`` raised.
     """
     world = world or current_world()
     _check_clients(clients, world)
@@ -197,6 +199,8 @@ class _Server:
         self._row_nbytes = 0
         self._has_lost_one = False
         self._has_warned = False
+        self._has_ended = False
+        self._failure: Exception | None = None
         self._added: Counter[int] = Counter()
         self._drawn: Counter[int] = Counter()
         self._stale_update_count = 0
@@ -222,6 +226,8 @@ class _Server:
                 while not self._is_finished() and (envelope := channel.receive_nowait()) is not None:
                     self._hear(envelope)
                 self._has_lost_one = False
+                if self._failure is not None:
+                    raise self._failure
                 self._answer_all()
                 if not self._is_finished():
                     await self._wait_for_clients()
@@ -231,6 +237,7 @@ class _Server:
                 self._tell(client, ended)
             raise
         finally:
+            self._has_ended = True
             for client in self._clients.values():
                 self._finish(client)
             self._world.off_gone(self._on_gone)
@@ -256,7 +263,7 @@ class _Server:
         return all(client.is_done for client in self._clients.values())
 
     def _has_work(self) -> bool:
-        return self._channel.is_ready or self._has_lost_one or self._is_finished()
+        return self._channel.is_ready or self._has_lost_one or self._failure is not None or self._is_finished()
 
     def _on_gone(self, rank: int) -> None:
         if rank in self._clients:  # whoever leaves in order has its answers, and has said so
@@ -416,7 +423,7 @@ class _Server:
                 self._channel.send_nowait(grant, client.rank, round=message.request)
                 await stream.whole()
             self._world.stream_received_nbytes += message.nbytes
-            self._store_payload(client, message, buffer)
+            self._store_received(client, message, buffer)
         except StreamAborted:
             self._fail(client, message.request, "withdrawn")
         except (BusyError, MemoryError) as error:
@@ -430,6 +437,16 @@ class _Server:
             client.is_receiving = False
         self._receive_next(client)
         self._answer_all()
+
+    def _store_received(self, client: _Client, message: Add | Update, buffer: npt.NDArray[np.uint8]) -> None:
+        """Store what has come as a stream. What ``score`` raises ends the server, not this task: nobody awaits that."""
+        try:
+            self._store_payload(client, message, buffer)
+        except Exception as error:
+            if self._has_ended:
+                raise
+            self._failure = self._failure or error
+            self._world.engine.recheck()
 
     def _cancel(self, rank: int, slot: int) -> None:
         self._send_nowait(rank, Cancel(slot))

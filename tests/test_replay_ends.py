@@ -212,8 +212,14 @@ def test_a_draw_that_a_server_grants_no_more_is_told_that_it_has_ended() -> None
         ad.simulate(main, 0.002 + 0.00013 * seed, ranks=2, seed=seed, strict=True).value()
 
 
-def test_clients_of_a_server_that_gives_up_are_told_why() -> None:
-    """With an error of another rank's, so that a job that ends with it shows the traceback of the cause alone."""
+@pytest.mark.parametrize("row_count", [1, 100_000])
+@pytest.mark.parametrize("on", [ad.run_local, ad.simulate])
+def test_clients_of_a_server_that_gives_up_are_told_why(on: Any, row_count: int) -> None:
+    """With an error of another rank's, so that a job that ends with it shows the traceback of the cause alone.
+
+    What ``score`` raised of a large batch, which comes as a stream, was raised in a task of the server's and ended the
+    job, where that of a small one could be caught.
+    """
 
     async def main(world: ad.World) -> None:
         if world.rank == 1:
@@ -224,10 +230,10 @@ def test_clients_of_a_server_that_gives_up_are_told_why() -> None:
         else:
             with pytest.raises(ad.RemoteError, match="ended before its clients: ZeroDivisionError: division by zero"):
                 async with ReplayBuffer(1) as buffer:
-                    await buffer.add(torch.zeros(1))
+                    await buffer.add(torch.zeros(row_count))
         await ad.barrier()
 
-    ad.run_local(main, ranks=2)
+    on(main, ranks=2)
 
 
 @pytest.mark.parametrize("seed", range(20))
