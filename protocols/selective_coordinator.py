@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, assert_never
 
-from asyncdist import Envelope, RankLostError, World, current_world, tags, wire
+from asyncdist import Envelope, RankLostError, World, checks, current_world, tags, wire
 from asyncdist.agreements import Agreed
 from asyncdist.channels import Channel
 from protocols.messages import (
@@ -47,9 +47,13 @@ async def coordinate(
         start_timeout_s: how long the start waits for the last member.
 
     Raises:
+        TypeError, ValueError: ``members`` is no list of ranks, names one twice or this one, or is empty; the timeout is
+            out of range.
         StartTimeoutError, DisagreementError: as the policy's start on the members.
     """
     world = world or current_world()
+    _check_members(members, world)
+    checks.seconds("start_timeout_s", start_timeout_s)
     ranks = (*members, world.rank)
     agreed = await world.agreements.agree(ranks, START, {}, leader=world.rank, timeout_s=start_timeout_s)
     options = {
@@ -170,3 +174,12 @@ class Coordinator:
                 self._control.send_nowait(send.message, send.dest, round=send.round)
             except RankLostError:
                 self._gone.append(send.dest)
+
+
+def _check_members(members: Any, world: World) -> None:
+    others = f"the ranks of a policy's group, from 0 to {world.size - 1}, each once and without rank {world.rank}"
+    if isinstance(members, str) or not isinstance(members, Sequence):
+        checks.refuse("members", members, others, TypeError)
+    wrong = [rank for rank in members if type(rank) is not int or not 0 <= rank < world.size or rank == world.rank]
+    if wrong or not members or len(set(members)) != len(members):
+        checks.refuse("members", members, others)

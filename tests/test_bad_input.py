@@ -406,6 +406,27 @@ def test_models_that_differ_under_a_reserved_coordinator() -> None:
     assert "model is " in texts[2], texts
 
 
+def test_members_that_cannot_be_coordinated_are_refused_before_anything_is_sent() -> None:
+    """No member was a KeyError, and others came to a timeout after a minute."""
+    wrong: list[tuple[Any, type[Exception]]] = [
+        *(([], ValueError), ([0, 0], ValueError), ([0, 2], ValueError), ([0, -1], ValueError), ([0, 1], ValueError)),
+        *((["0"], ValueError), ([0.0], ValueError), (0, TypeError), ("0", TypeError), (None, TypeError)),
+    ]
+
+    async def main(world: ad.World) -> None:
+        if world.rank == 1:
+            for members, kind in wrong:
+                words = f"members is {members!r}; allowed: the ranks of a policy's group, from 0 to 1, each once and "
+                with pytest.raises(kind, match=re.escape(f"{words}without rank 1")):
+                    await protocols.coordinate(members)
+            with pytest.raises(ValueError, match="start_timeout_s is -1"):
+                await protocols.coordinate([0], start_timeout_s=-1)
+            assert not world.statistics().sent_count
+        await ad.barrier()
+
+    run(main, 2)
+
+
 @pytest.mark.parametrize("kind", [AsyncSelectiveAveragingPolicy, AverageAllPolicy])
 @pytest.mark.parametrize("who", [0, 2])
 @pytest.mark.parametrize("is_caught", [False, True])
