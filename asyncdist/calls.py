@@ -110,7 +110,8 @@ def _users_line() -> str:
     inner = sys._getframe(2)
     while (frame := inner.f_back) is not None:
         if not str(frame.f_globals.get("__name__")).startswith(_OURS):
-            return f" ({inner.f_code.co_name} at {_file_of(frame)}:{frame.f_lineno})"
+            name = inner.f_code.co_name.removeprefix("_")  # all_gather() returns a coroutine of _all_gather
+            return f" ({name} at {_file_of(frame)}:{frame.f_lineno})"
         inner = frame
     return ""
 
