@@ -11,11 +11,16 @@ chunks begin nor on the width of vector instructions. Two rules go beyond that:
   have given, the mean is the last one's value. (The float32 sum x + x + x, divided by 3, misses x by one unit in the
   last place for one x in seven.) Where the values differ and the quotient is the same, this too is within rounding.
 
+Only the ratios of weights matter. They are scaled by a power of two, which changes no bit of a mean, so that the sum of
+products neither underflows nor overflows where the values do not: with weights near 1e-6, products of values near 1e-33
+had lost most of their digits. A weight below 2^-100 of the largest one counts as 2^-100 of it.
+
 Complex values are averaged as their real and imaginary parts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -29,6 +34,9 @@ _LARGEST: Final = {dtype: torch.finfo(dtype).max for dtype in (torch.float32, to
 #: Sums of up to 2^20 values of this size stay finite.
 _SAFE: Final = {dtype: largest * 2.0**-20 for dtype, largest in _LARGEST.items()}
 _INTEGERS: Final = {torch.float32: torch.int32, torch.float64: torch.int64}
+#: Weights may be 2^20 times the first one before the sums are scaled down.
+_WEIGHT_EXPONENT_MAX: Final = 20
+_WEIGHT_MIN: Final = 2.0**-100
 
 
 class WeightedMean:
@@ -47,8 +55,9 @@ class WeightedMean:
     def __init__(self, *, keeps_equal: bool = True) -> None:
         self._keeps_equal = keeps_equal
         self.is_agreed = True
-        self._weights: list[float] = []
-        self._weight = 1.0
+        self._weights: list[float] = []  # scaled by 2^-exponent
+        self._exponent = 0
+        self._shrinking = 1.0  # of the sums so far, before the current tensor is added
         self._is_last = False
         self._is_careful = False
         self._scaled: dict[int, Tensor] = {}  # by accumulator, where it lies: which of its sums are scaled
@@ -60,8 +69,15 @@ class WeightedMean:
             weight: finite and above 0.
             is_last: whether it completes the mean.
         """
-        self._weights.append(weight)
-        self._weight = weight
+        exponent = math.frexp(weight)[1] - 1
+        self._shrinking = 1.0
+        if not self._weights:
+            self._exponent = exponent
+        elif exponent - self._exponent > _WEIGHT_EXPONENT_MAX:
+            self._shrinking = max(_WEIGHT_MIN, math.ldexp(1.0, self._exponent - exponent))
+            self._weights = [max(_WEIGHT_MIN, each * self._shrinking) for each in self._weights]
+            self._exponent = exponent
+        self._weights.append(max(_WEIGHT_MIN, math.ldexp(weight, -self._exponent)))
         self._is_last = is_last
 
     def add(self, into: Tensor, chunk: Tensor | None = None) -> None:
@@ -81,15 +97,18 @@ class WeightedMean:
             if count:
                 self._add_piece(into, values)
             return
-        for start in range(0, count, _PIECE_COUNT):
-            self._add_piece(into[start : start + _PIECE_COUNT], values[start : start + _PIECE_COUNT])
+        pieces = into.split(_PIECE_COUNT)
+        for piece, its_values in zip(pieces, pieces if values is into else values.split(_PIECE_COUNT), strict=True):
+            self._add_piece(piece, its_values)
 
     def _add_piece(self, into: Tensor, values: Tensor) -> None:
-        weight, is_first = self._weight, len(self._weights) == 1
+        weight, is_first = self._weights[-1], len(self._weights) == 1
         if is_first and self._is_last:  # the mean of one tensor is that tensor, whatever its weight
             if values is not into:
                 into.copy_(values)
             return
+        if self._shrinking != 1.0:
+            into.mul_(self._shrinking)
         wide = values if values.dtype == into.dtype else values.to(into.dtype)
         product = wide if weight == 1.0 else wide * weight
         # Once a value is too large, all later sums are watched. Before that no sum can have overflowed.
@@ -102,8 +121,8 @@ class WeightedMean:
             into.copy_(product)
         if self._is_last:
             self._divide(into)
-            if self._keeps_equal and (len(self._weights) > 2 or set(self._weights) != {1.0}):  # (x + x) / 2 is exact
-                _prefer_last(into, wide, self._weights)
+            if self._keeps_equal:
+                _prefer_last(into, wide, self._weights, is_careful=self._is_careful)
 
     def _add_carefully(self, into: Tensor, wide: Tensor, product: Tensor) -> None:
         """Add, and scale the sums of finite values that leave the range of the dtype."""
@@ -120,7 +139,7 @@ class WeightedMean:
             return
         scaled = self._scaled_sums(into, make=True)
         assert scaled is not None, "it was made"
-        careful = wide * (self._weight * _SCALE)
+        careful = wide * (self._weights[-1] * _SCALE)
         if is_first:
             scaled.copy_(leaves)
         else:
@@ -171,8 +190,7 @@ def mean_into(result: Tensor, parts: Sequence[Tensor]) -> None:
         _mean_one_by_one(result, parts, [1.0] * len(parts), WeightedMean())
         return
     divide(result, len(parts))
-    if len(parts) > 2:  # (x + x) / 2 is exact
-        _prefer_last(result, parts[-1], [1.0] * len(parts))
+    _prefer_last(result, parts[-1], [1.0] * len(parts), is_careful=False)
 
 
 def divide(total: Tensor, divisor: float) -> None:
@@ -189,29 +207,42 @@ def _mean_one_by_one(result: Tensor, parts: Sequence[Tensor], weights: Sequence[
         mean.add(result, part)
 
 
-def _prefer_last(mean: Tensor, last: Tensor, weights: Sequence[float]) -> None:
+def _prefer_last(mean: Tensor, last: Tensor, weights: Sequence[float], *, is_careful: bool) -> None:
     """Write the last tensor's value where the mean is the one that equal tensors would have.
 
-    Two or three cheap passes tell that there is no such element nearly always: means of equal values are few units in
-    the last place apart, and consecutive floats have consecutive bit patterns.
+    Comparisons that give booleans, and `where`, take ten times as long as arithmetic on the elements' bits.
     """
-    integers = _INTEGERS[mean.dtype]
-    distance = (mean.view(integers) - last.view(integers)).abs_()
-    nearest = 2 * len(weights) + 8
-    if distance.min().item() > nearest:
+    if len(weights) == 2 and weights[0] == weights[1] == 1.0:  # (x + x) / 2 is exact
         return
-    where = ((distance <= nearest) & (mean != last)).nonzero().view(-1)
-    if not len(where):
-        return
-    values = last[where]
-    of_equal = torch.empty_like(values)
-    _mean_one_by_one(of_equal, [values] * len(weights), weights, WeightedMean(keeps_equal=False))
-    agrees = mean[where] == of_equal
-    mean[where[agrees]] = values[agrees]
+    if is_careful:
+        of_equal = torch.empty_like(last)
+        _mean_one_by_one(of_equal, [last] * len(weights), weights, WeightedMean(keeps_equal=False))
+    else:
+        of_equal = _mean_of_equal(last, weights)
+    bits, last_bits = mean.view(_INTEGERS[mean.dtype]), last.view(_INTEGERS[mean.dtype])
+    of_equal_bits = of_equal.view(bits.dtype)
+    is_equal = torch.eq(bits, of_equal_bits, out=of_equal_bits)
+    if is_equal.max():
+        bits += is_equal.mul_(last_bits - bits)
+
+
+def _mean_of_equal(values: Tensor, weights: Sequence[float]) -> Tensor:
+    """Return what sum and quotient make of tensors that all hold these values, where no sum overflows."""
+    if weights[0] == weights[1] == 1.0:
+        total, others = values + values, weights[2:]
+    else:
+        total, others = values * weights[0], weights[1:]
+    for weight in others:
+        total += values if weight == 1.0 else values * weight
+    divide(total, sum(weights))
+    return total
 
 
 def _is_within(values: Tensor, bound: float) -> bool:
-    """Tell whether all values are finite and no larger than ``bound``; NaN passes through both extremes."""
+    """Tell whether all values are finite and no larger than ``bound``, which is above the root of the largest value."""
+    # The sum of squares takes a fifth of the time, and is finite for all values up to 1e18 and for no NaN.
+    if math.isfinite(torch.dot(values, values).item()):
+        return True
     low, high = torch.aminmax(values)
     return -bound <= low.item() and high.item() <= bound
 
