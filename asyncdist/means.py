@@ -97,8 +97,9 @@ class WeightedMean:
             if count:
                 self._add_piece(into, values)
             return
-        pieces = into.split(_PIECE_COUNT)
-        for piece, its_values in zip(pieces, pieces if values is into else values.split(_PIECE_COUNT), strict=True):
+        pieces = torch.split(into, _PIECE_COUNT)
+        values_pieces = pieces if values is into else torch.split(values, _PIECE_COUNT)
+        for piece, its_values in zip(pieces, values_pieces, strict=True):
             self._add_piece(piece, its_values)
 
     def _add_piece(self, into: Tensor, values: Tensor) -> None:
