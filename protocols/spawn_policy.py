@@ -130,7 +130,7 @@ class AverageApplied:
 
 
 PolicyEvent: TypeAlias = SnapshotTaken | AverageApplied
-_Stage: TypeAlias = Literal["new", "open", "closed"]
+_Stage: TypeAlias = Literal["new", "starting", "open", "closed"]
 
 #: What the members, and a reserved coordinator, agree on.
 START: Final = "the start of a policy"
@@ -200,6 +200,7 @@ class SpawnPolicy(abc.ABC):
         self._start_timeout_s = checks.seconds("start_timeout_s", start_timeout_s)
         self._stage: _Stage = "new"
         self._stepping = False
+        self._is_beginning = False
         self._world: World
         self._group: Group
         self._joint_start: Start[None]
@@ -213,10 +214,18 @@ class SpawnPolicy(abc.ABC):
         Raises:
             StartTimeoutError: naming the members that did not come.
             DisagreementError: naming the first difference in class, name, options or model.
+            BusyError: another task is entering it, or a start that was given up still waits to hear what was decided.
+                Where it was not started it may be entered again after that.
 
         **Cancellation**: while members are missing, the others get RemoteError. Once all have come this rank starts,
         and leaves the policy again, before the cancellation is raised.
         """
+        if self._stage == "starting":
+            raise BusyError(
+                f"this {type(self).__name__} is being started, by another task or by a start that was given up and "
+                "waits for the first member's word; make a new one",
+                state=self._stage,
+            )
         if self._stage != "new":
             raise LocalProtocolError(
                 f"this {type(self).__name__} was entered before; make a new one", state=self._stage
@@ -231,14 +240,32 @@ class SpawnPolicy(abc.ABC):
             check_not_inside(self.model)
             members, leader = self._group.ranks, self._choose_leader()
             ranks = members if leader in members else (*members, leader)
-            await self._world.start_together(ranks, START, self._begin, self._end, name=START, leader=leader)
+            self._stage = "starting"
+            try:
+                await self._world.start_together(ranks, START, self._begin, self._end, name=START, leader=leader)
+            except BaseException:
+                self._forget_start()
+                raise
         self._stage = "open"
         return self
 
+    def _forget_start(self) -> None:
+        """A start has failed. Where it was given up after it had begun, :meth:`_begin` says what came of it."""
+        if self._stage == "starting" and not self._is_beginning:
+            self._stage = "new"
+
     async def _begin(self, start: Start[None]) -> None:
-        """Go through with the start, which :meth:`_agree` begins."""
+        """Go through with the start, which :meth:`_agree` begins; also when the caller has given up."""
         self._joint_start = start
-        await self._start()
+        self._is_beginning = True
+        try:
+            await self._start()
+        except BaseException:
+            self._stage = "new"
+            raise
+        finally:
+            self._is_beginning = False
+        self._stage = "open"
 
     async def _end(self, _: None) -> None:
         """The start was cancelled when the others had come: they count on this rank, until they hear that it left."""

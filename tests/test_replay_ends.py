@@ -233,7 +233,9 @@ def test_clients_of_a_server_that_gives_up_are_told_why(on: Any, row_count: int)
                     await buffer.add(torch.zeros(row_count))
         await ad.barrier()
 
-    on(main, ranks=2)
+    results = on(main, ranks=2)
+    if on is ad.simulate:
+        results.value()
 
 
 @pytest.mark.parametrize("seed", range(20))

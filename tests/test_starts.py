@@ -17,7 +17,7 @@ from asyncdist import World
 from asyncdist.errors import RemoteError, StartTimeoutError
 from asyncdist.groups import Group
 from asyncdist.simulation import Delay, simulate
-from protocols import AverageAllPolicy
+from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy
 
 SCRIPT = "tests/scripts/cancelled_starts.py"
 
@@ -282,3 +282,73 @@ def test_a_start_that_needs_a_group_ends_in_time_where_another_group_is_being_ma
     _, (here, here_s), (there, there_s) = simulate(main, ranks=3, strict=True).results
     assert here == "StartTimeoutError" and there in ("StartTimeoutError", "RemoteError")
     assert max(here_s, there_s) < 8.5
+
+
+def test_a_policy_is_not_entered_again_while_a_start_of_it_that_was_given_up_still_waits() -> None:
+    """Both starts went on, and the first one's end closed the policy of the second."""
+
+    async def main(world: World) -> list[str]:
+        model = torch.nn.Linear(1, 1)
+        policy = AsyncSelectiveAveragingPolicy(model, torch.optim.SGD(model.parameters()), average_every=1)
+        policy._start_timeout_s = 1
+        found = []
+        for pause_s in (0, 20):
+            await world.sleep(pause_s * world.rank)
+            try:
+                async with policy:
+                    found.append("entered")
+                    await world.sleep(40)
+                    break
+            except ad.AsyncdistError as error:
+                found.append(f"{type(error).__name__}: {error}")
+                if "StartTimeoutError" in found[-1]:
+                    with pytest.raises(ad.BusyError, match="is being started, by another task or by a start that was"):
+                        await policy.__aenter__()
+        return found
+
+    made, gave_up = late_verdict(main)
+    assert made == ["entered"]
+    assert gave_up[0].startswith("StartTimeoutError") and "was entered before" in gave_up[1]
+
+
+def test_a_policy_that_could_not_be_started_may_be_entered_again() -> None:
+    async def main(world: World) -> int:
+        model = torch.nn.Linear(1, 1)
+        policy = AverageAllPolicy(model, torch.optim.SGD(model.parameters()), average_every=1, start_timeout_s=1)
+        await world.sleep(3 * world.rank)
+        failed_count = 0
+        while True:
+            try:
+                async with policy:
+                    assert await policy.step()
+                    return failed_count
+            except StartTimeoutError:
+                failed_count += 1
+                await world.sleep(10 - world.time())
+
+    assert simulate(main, ranks=2, strict=True).results == (1, 1)
+
+
+@pytest.mark.parametrize("moment", range(1, 5))
+def test_a_policy_whose_leaving_is_cancelled_keeps_nothing_of_its_model(moment: int) -> None:
+    """What is kept between its averages, twice the model, stayed for as long as the model lived."""
+
+    async def main(world: World) -> int:
+        model = torch.nn.Linear(1, 1)
+
+        async def train() -> None:
+            async with AverageAllPolicy(model, torch.optim.SGD(model.parameters()), average_every=1) as policy:
+                await policy.step()
+                assert len(world.scratch._kept) == 1
+                leaving.set()
+
+        leaving = asyncio.Event()
+        training = asyncio.ensure_future(train())
+        await leaving.wait()
+        await yields(moment - 1)
+        training.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await training
+        return len(world.scratch._kept)
+
+    assert simulate(main, ranks=2, seed=moment, strict=True).results == (0, 0)
