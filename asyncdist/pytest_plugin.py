@@ -239,7 +239,7 @@ class _Record:
     returned: set[int] = field(default_factory=set)
     raised: dict[int, tuple[BaseException, float]] = field(default_factory=dict)
 
-    def begin(self, faults: Sequence[Fault], trace: Trace) -> None:
+    def begin(self, faults: Sequence[Fault], trace: Trace, _: object) -> None:
         """The arguments are right, and the simulation begins."""
         self.faults, self.trace = faults, trace
 
@@ -262,10 +262,9 @@ class _Record:
         that gets a signal of the plan ends with it, and ends the job: its exit and its loss are no failures.
         """
         from asyncdist.simulation import Kill
-        from asyncdist.simulation.explore import interrupted_ranks
 
         errors = self.errors()
-        interrupted = interrupted_ranks(self.report) if self.report is not None else set()
+        interrupted = self.report.interrupted_ranks() if self.report is not None else set()
         has_kill = any(isinstance(fault, Kill) for fault in self.faults)
 
         def is_failure(rank: int, error: BaseException) -> bool:

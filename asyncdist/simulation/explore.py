@@ -23,7 +23,8 @@ from typing import Any, Final, Protocol
 
 from asyncdist import launch
 from asyncdist.errors import RankLostError
-from asyncdist.simulation.faults import Fault, Interrupt
+from asyncdist.runtime import Outcome
+from asyncdist.simulation.faults import Fault
 from asyncdist.simulation.repeat import expression_of, repeat_line
 from asyncdist.simulation.shrink import shrink
 from asyncdist.simulation.simulate import SimReport, observer
@@ -217,15 +218,15 @@ class _Failed:
 
 
 def _attempt(scenario: Callable[..., Any], seed: int, faults: Sequence[Fault] | None = None) -> _Passed | _Failed:
-    seen: list[tuple[tuple[Fault, ...], Trace]] = []
-    token = observer.set(lambda plan, trace: seen.__setitem__(slice(None), [(plan, trace)]))
+    seen: list[tuple[tuple[Fault, ...], Trace, Mapping[int, Outcome]]] = []
+    token = observer.set(lambda *simulation: seen.__setitem__(slice(None), [simulation]))
     try:
         report = scenario(seed) if faults is None else scenario(seed, faults=tuple(faults))
         check_ranks_ended_well(report)
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:  # also SystemExit, and pytest.fail
-        plan, trace = seen[-1] if seen else ((), None)
+        plan, trace, outcomes = seen[-1] if seen else ((), None, {})
+        if isinstance(error, KeyboardInterrupt) and all(error is not outcome.error for outcome in outcomes.values()):
+            raise  # not the end of a simulated rank, but that of this process
         tail = () if trace is None else tuple(map(str, trace.events()[-TAIL_EVENT_COUNT:]))
         kind = type(error).__qualname__
         return _Failed(seed, kind, str(error), signature_of(error), format_error(error), tail, plan)
@@ -241,19 +242,21 @@ def check_ranks_ended_well(report: SimReport) -> None:
     """Raise what ended a rank, unless it is the loss of another, ``sys.exit(0)`` or a signal of the fault plan."""
     if not isinstance(report, SimReport):
         raise TypeError(f"the scenario returned {report!r}; it must return the SimReport of its simulation")
-    interrupted = interrupted_ranks(report)
     for rank, result in enumerate(report.results):
-        if rank in interrupted and isinstance(result, (SystemExit, KeyboardInterrupt)):
-            continue
-        if isinstance(result, BaseException) and not is_good_end(result):
+        if isinstance(result, BaseException) and not is_good_end(result) and not report.is_exit_by_signal(rank):
             result.add_note(f"This ended rank {rank}.")
             raise result
 
 
-def interrupted_ranks(report: SimReport) -> set[int]:
-    """Those that have got a signal of the fault plan."""
-    fired = zip(report.faults, report.faults_fired, strict=True)
-    return {fault.rank for fault, count in fired if isinstance(fault, Interrupt) and count}
+def is_end_by_signal(report: SimReport, rank: int) -> bool:
+    """Whether a signal of the fault plan ended that rank: its own, or that of the rank whose loss ended it.
+
+    A signal ends the whole job, which nothing that a program does can prevent. It may well survive a killed rank.
+    """
+    result, interrupted = report.results[rank], report.interrupted_ranks()
+    if isinstance(result, RankLostError) and result.rank is not None and interrupted:
+        return result.rank in interrupted or isinstance(report.results[result.rank], RankLostError)
+    return report.is_exit_by_signal(rank)
 
 
 def is_good_end(error: BaseException) -> bool:

@@ -39,6 +39,7 @@ from asyncdist.simulation.explore import (
     ExploreReport,
     check_ranks_ended_well,
     explore,
+    is_end_by_signal,
     is_good_end,
 )
 from asyncdist.simulation.faults import Fault, Interrupt, Kill, check_plan
@@ -79,10 +80,13 @@ class Script:
     until_s: float | None = None
 
     def __call__(self, seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
-        """As :class:`asyncdist.simulation.Scenario`. A fault that does not fire is a failure."""
+        """As :class:`asyncdist.simulation.Scenario`.
+
+        A fault that does not fire is a failure; that the script's run raises what a signal of the plan asks for is not.
+        """
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             ended = _execute(self, seed, self.faults if faults is None else tuple(faults))
-        if ended.error is not None:
+        if ended.error is not None and not _is_end_by_signal(ended.error, ended.report):
             raise ended.error
         if ended.report is None:
             raise _never_ran(self)
@@ -267,6 +271,11 @@ def _execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
         raise error
     report = error.report if isinstance(error, _STOPPED) else host.report
     return _Ended(error, report, bool(host.call_count))
+
+
+def _is_end_by_signal(error: BaseException, report: SimReport | None) -> bool:
+    """Whether the script has let through what a signal of the fault plan ended rank 0 with."""
+    return report is not None and error is report.results[0] and is_end_by_signal(report, 0)
 
 
 @contextlib.contextmanager

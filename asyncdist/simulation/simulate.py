@@ -19,7 +19,7 @@ import sys
 import threading
 import types
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -49,8 +49,10 @@ logger = logging.getLogger("asyncdist.simulation")
 
 T = TypeVar("T")
 
-#: Is given the fault plan and the trace of every simulation as it begins, for whoever must tell of one that raised.
-observer: ContextVar[Callable[[tuple[Fault, ...], Trace], None] | None] = ContextVar("observer", default=None)
+#: Is given the fault plan, the trace and how ranks end, of every simulation as it begins, to tell of one that raised.
+observer: ContextVar[Callable[[tuple[Fault, ...], Trace, Mapping[int, Outcome]], None] | None] = ContextVar(
+    "observer", default=None
+)
 
 #: Things that clearing away killed ranks may take, together, before their tasks are dropped as they are.
 _CLEARING_EVENT_COUNT: Final = 100_000
@@ -95,12 +97,27 @@ class SimReport:
     def value(self) -> Any:
         """Rank 0's value. Raises the first failure, if any rank failed: a cause before what it brought about.
 
+        What a signal of the fault plan ends a rank with comes after the failures that the plan does not ask for.
         ``sys.exit(0)`` is a way to return, without a value.
         """
-        failures = [result for result in self.results if isinstance(result, BaseException) and not _is_exit(result)]
+        failures = {
+            rank: result
+            for rank, result in enumerate(self.results)
+            if isinstance(result, BaseException) and not _is_exit(result)
+        }
         if failures:
-            raise next((error for error in failures if not is_consequence(error)), failures[0])
+            planned = set(filter(self.is_exit_by_signal, failures))
+            raise failures[min(failures, key=lambda rank: (is_consequence(failures[rank]), rank in planned))]
         return None if _is_exit(self.results[0]) else self.results[0]
+
+    def interrupted_ranks(self) -> set[int]:
+        """The ranks that have got a signal of the fault plan."""
+        fired = zip(self.faults, self.faults_fired, strict=True)
+        return {fault.rank for fault, count in fired if isinstance(fault, Interrupt) and count}
+
+    def is_exit_by_signal(self, rank: int) -> bool:
+        """Whether ``rank`` ended with what a signal of the fault plan asks it to raise."""
+        return isinstance(self.results[rank], (SystemExit, KeyboardInterrupt)) and rank in self.interrupted_ranks()
 
     def check_faults(self) -> None:
         """Raise AssertionError naming the faults of the plan that did not happen: what they were to test, was not."""
@@ -307,7 +324,7 @@ class _Simulation:
     ) -> SimReport:
         observe = observer.get()
         if observe is not None:
-            observe(self._faults, self._trace)
+            observe(self._faults, self._trace, self._outcomes)
         for index, fault in enumerate(self._faults):
             if isinstance(fault, (Stall, SlowRank)) and not fault.at_s:
                 self._strike(index, fault)  # before the rank begins

@@ -26,6 +26,7 @@ from asyncdist.simulation import (
     Delay,
     ExploreReport,
     Fault,
+    Interrupt,
     Kill,
     Link,
     Network,
@@ -199,6 +200,37 @@ async def ends_well(world: ad.World, with_barrier: bool) -> None:
         await ad.barrier()
     elif world.rank == 3:
         sys.exit(0)
+
+
+async def sleeps(world: ad.World, fails: bool) -> None:
+    await world.sleep(0.5 if world.rank == 2 else 9.0)
+    assert not fails, "rank 2 fails by itself"
+
+
+def gets_a_signal(seed: int, faults: Sequence[Fault] | None = None) -> ad.SimReport:
+    plan = [Interrupt(0, 0.5, "SIGINT")] if faults is None else faults
+    return simulate(sleeps, seed > 0, ranks=3, seed=seed, faults=plan)
+
+
+def raises_what_ended_a_rank(seed: int, faults: Sequence[Fault] | None = None) -> ad.SimReport:
+    report = gets_a_signal(0, faults)
+    report.value()
+    return report
+
+
+def test_a_failure_is_told_before_the_exit_that_a_signal_asks_for() -> None:
+    failure = explore(gets_a_signal, range(9), processes=1, quiet=True).failure
+    assert failure is not None
+    assert (failure.seed, failure.kind) == (1, "AssertionError")
+    again = subprocess.run(failure.repeat, shell=True, capture_output=True, text=True, timeout=60, check=False)
+    assert "AssertionError: rank 2 fails by itself" in again.stderr
+
+
+def test_a_scenario_that_raises_the_ctrl_c_of_a_rank_does_not_end_exploring() -> None:
+    failure = explore(raises_what_ended_a_rank, range(3), processes=1, quiet=True).failure
+    assert failure is not None
+    assert (failure.seed, failure.kind) == (0, "KeyboardInterrupt")
+    assert failure.minimal_faults == (Interrupt(0, 0.0, "SIGINT"),)
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -343,6 +343,23 @@ def test_exploring_in_processes_shrinks_the_plan(sim: Sim, script: str) -> None:
     assert '--faults \'[{"kind": "Kill", "rank": 2, "at_s": 0.0}]\' ranks' in result.repeat
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [
+        [Interrupt(0, 0.0)],
+        [Interrupt(0, 0.0, "SIGINT")],
+        [Interrupt(1, 0.0)],
+        [Interrupt(2, 0.0), Interrupt(2, 1e-7)],
+    ],
+    ids=["SIGTERM", "SIGINT", "another rank", "twice"],
+)
+def test_exploring_goes_on_where_a_signal_of_the_plan_ends_the_job(sim: Sim, script: str, plan: list[Fault]) -> None:
+    """The first seed failed with the very exit that the plan asks for, and after SIGINT exploring was "interrupted"."""
+    result = sim(script, "--ranks", 3, "--faults", format_faults(plan), "--explore", 4, "--processes", 1, "ranks")
+    assert (result.code, result.err) == (0, "")
+    assert result.out.startswith("4 seeds in ") and f"Interrupt {4 * len(plan)}" in result.out
+
+
 def test_a_fault_that_did_not_fire_fails_the_seed(sim: Sim, script: str) -> None:
     plan = format_faults([SlowRank(2, 0.0, 5.0), Stall(1, 9.0, 0.5)])
     result = sim(script, "--ranks", 3, "--faults", plan, "--explore", 8, "--processes", 1)
