@@ -151,7 +151,7 @@ class ReadWindow(Protocol):
         """This rank writes and reads it no more; the others may go on, and its own memory stays as it is.
 
         Giving memory back is collective, and nobody is to wait for that: it happens when all members have retired the
-        window and next make one of the same group, or when the transport closes.
+        window and next make one, of this group or of another one of the same ranks, or when the transport closes.
         """
 
 

@@ -169,6 +169,7 @@ class MpiTransport(Transport):
         self._repeated: dict[tuple[int, int, int], RepeatedSend] = {}
         self._lost: set[int] = set()
         self._windows: list[_MpiWindow] = []
+        self._windows_of: dict[tuple[int, ...], _Windows] = {}
         self._world_group = self._group(self._comm, range(self.size))
         self._end_group = self._group(self._end_comm, range(self.size))
 
@@ -213,12 +214,15 @@ class MpiTransport(Transport):
         assert isinstance(group, _MpiGroup), f"{group!r} is no group of this transport"
         if not group.is_on_one_host():
             return None
-        window = group.new_window(nbytes)
+        windows = self._windows_of.setdefault(tuple(sorted(group.ranks)), _Windows())
+        windows.give_retired_back(self._mpi, group.comm)
+        window = _MpiWindow(self._mpi, group.comm, nbytes, self._fail)
+        windows.append(window)
         self._windows = [*(kept for kept in self._windows if not kept.is_freed), window]
         return window
 
     def _group(self, comm: Any, ranks: Sequence[int]) -> _MpiGroup:
-        return _MpiGroup(self._mpi, comm, ranks, self._fail, self._fail_collective)
+        return _MpiGroup(self._mpi, comm, ranks, self._fail_collective)
 
     def said_by_rank_0(self, text: str) -> str:
         """What rank 0 passed, at most 256 bytes. Blocks; all ranks enter it at the same time, before the world."""
@@ -345,6 +349,30 @@ class _MpiWindow:
             self._win.Free()
 
 
+class _Windows:
+    """The windows of some ranks, oldest first, on whichever of their communicators they were made.
+
+    Groups come and go, and a window outlives the communicator that it was made on.
+    """
+
+    def __init__(self) -> None:
+        self._windows: list[_MpiWindow] = []
+        self._freed_count = 0
+
+    def give_retired_back(self, mpi: Any, comm: Any) -> None:
+        """Free those that every member has retired. Collective, and blocks."""
+        in_use = (number for number, window in enumerate(self._windows) if not window.is_retired)
+        oldest = array("q", [self._freed_count + next(in_use, len(self._windows))])
+        comm.Allreduce(mpi.IN_PLACE, oldest, mpi.MIN)
+        while self._freed_count < oldest[0]:
+            self._windows.pop(0).free()
+            self._freed_count += 1
+
+    def append(self, window: _MpiWindow) -> None:
+        """All members have made one more."""
+        self._windows.append(window)
+
+
 class _MpiGroup:
     """Nonblocking collectives of one communicator (MPI-4.1 chapter 6.12)."""
 
@@ -353,17 +381,13 @@ class _MpiGroup:
         mpi: Any,
         comm: Any,
         ranks: Sequence[int],
-        fail: Callable[[BaseException, Any, Any, int], NoReturn],
         fail_collective: Callable[[BaseException, str], NoReturn],
     ) -> None:
         self._mpi = mpi
         self.comm = comm
-        self._ranks = ranks
-        self._fail_read = fail
+        self.ranks = ranks
         self._fail_collective = fail_collective
         self._ops = {"sum": mpi.SUM, "min": mpi.MIN, "max": mpi.MAX, "prod": mpi.PROD}
-        self._windows: list[_MpiWindow] = []
-        self._freed_window_count = 0
 
     def barrier(self) -> Request:
         return self._start(self.comm.Ibarrier)
@@ -398,17 +422,6 @@ class _MpiGroup:
         host.Free()
         return is_whole
 
-    def new_window(self, nbytes: int) -> _MpiWindow:
-        """Make one, and give those back that every member has retired. Collective, and blocks."""
-        in_use = (number for number, window in enumerate(self._windows) if not window.is_retired)
-        oldest = array("q", [self._freed_window_count + next(in_use, len(self._windows))])
-        self.comm.Allreduce(self._mpi.IN_PLACE, oldest, self._mpi.MIN)
-        while self._freed_window_count < oldest[0]:
-            self._windows.pop(0).free()
-            self._freed_window_count += 1
-        self._windows.append(_MpiWindow(self._mpi, self.comm, nbytes, self._fail_read))
-        return self._windows[-1]
-
     def _start(self, collective: Callable[..., Any], *args: Any) -> Request:
         try:
             request = collective(*args)
@@ -417,4 +430,4 @@ class _MpiGroup:
         return _CollectiveRequest(request, args, self._fail, collective.__name__)
 
     def _fail(self, error: BaseException, name: str) -> NoReturn:
-        self._fail_collective(error, f"{name} of the group {list(self._ranks)}")
+        self._fail_collective(error, f"{name} of the group {list(self.ranks)}")

@@ -196,14 +196,19 @@ async def asleep(world: ad.World, folder: str) -> dict[str, Any]:
 
 
 async def again(world: ad.World) -> dict[str, Any]:
-    """One policy after the other: the memory of those that all have left is given back."""
+    """One policy after the other: memory that all have left is given back, also where its group was freed."""
     counts = []
-    for _ in range(4):
+    for i in range(4):
         model = Mixed(float(world.rank))
-        async with OneSidedSelectiveAveragingPolicy(model, sgd(model), average_every=1, age_range=(2, 2)) as policy:
+        group = await ad.new_group(range(world.size)) if i < 3 else world.group
+        async with OneSidedSelectiveAveragingPolicy(
+            model, sgd(model), average_every=1, age_range=(2, 2), group=group
+        ) as policy:
             everybody = Everybody(world)
             while everybody.goes_on(enough=policy.statistics().num_replacements > 0):
                 await policy.step(1.0)
+        if i < 3:
+            await group.free()
         counts.append(len(world.engine.transport._windows))  # type: ignore[attr-defined]
         await ad.barrier()
     return {"windows": counts}
