@@ -12,8 +12,9 @@ A rank of ``asyncdist run`` has two guardians above it, small processes that do 
 - When what is above a guardian has ended, it kills the rank at once and does the same.
 - Each of the two does all of this, so that either may be killed. mpirun kills the process group of the one that it
   knows; the inner one is in a group of its own. Only a kill of both at once leaves more than the rank to itself.
-- The rank is in the group of the outer one, since mpirun sends all signals to that. PARENT is the launcher's pid where
-  it sends signals to the outer guardian alone, to be passed on; 0 under mpirun, where they reach the rank.
+- A signal to a guardian is passed on to the rank. The rank is in the group of the outer one, since mpirun sends all
+  signals to that group: what comes from mpirun, or from a terminal, reaches the rank without the outer guardian. PARENT
+  is the launcher's pid where it sends signals to the outer guardian alone, and 0 under mpirun.
 
 Only the standard library is imported, as in :mod:`asyncdist.launch`, and little of it: a rank is up 20 ms later for it.
 """
@@ -122,9 +123,9 @@ def main(parent: int, command: list[str]) -> NoReturn:
     group = os.getpgrp()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    outer = _stand_guard(parent or os.getppid(), passes_on=parent != 0)
+    outer = _stand_guard(parent or os.getppid(), signals_group=parent == 0)
     os.setpgid(0, 0)
-    inner = _stand_guard(outer, passes_on=True)
+    inner = _stand_guard(outer, signals_group=False)
     with contextlib.suppress(OSError):  # the outer one has been killed, and so will this process be
         os.setpgid(0, group)
     die_with_parent(inner)
@@ -132,24 +133,24 @@ def main(parent: int, command: list[str]) -> NoReturn:
     os.execv(command[0], command)
 
 
-def _stand_guard(parent: int, *, passes_on: bool) -> int:
+def _stand_guard(parent: int, *, signals_group: bool) -> int:
     """Fork; this process stays behind as a guardian and never returns. Returns the guardian's pid in the child.
 
     Args:
         parent: what started this process; the guardian acts when it is gone.
-        passes_on: whether the child is sent the signals that come to the guardian.
+        signals_group: whether the parent sends its signals to the group of guardian and rank.
     """
     own = os.getpid()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGCHLD)  # wakes the guardian, which then looks
     child = os.fork()
     if child != 0:
-        _guard(child, parent, passes_on=passes_on)
+        _guard(child, parent, signals_group=signals_group)
     return own
 
 
-def _guard(child: int, parent: int, *, passes_on: bool) -> NoReturn:
-    status = _wait(child, parent, passes_on=passes_on)
+def _guard(child: int, parent: int, *, signals_group: bool) -> NoReturn:
+    status = _wait(child, parent, signals_group=signals_group)
     if status is None:
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
@@ -157,18 +158,18 @@ def _guard(child: int, parent: int, *, passes_on: bool) -> NoReturn:
     _end_as(os.waitstatus_to_exitcode(status))
 
 
-def _wait(child: int, parent: int, *, passes_on: bool) -> int | None:
+def _wait(child: int, parent: int, *, signals_group: bool) -> int | None:
     """Returns how the child has ended; None if it is to be ended."""
     while os.getppid() == parent:
-        number = signal.sigwaitinfo(signal.valid_signals()).si_signo
-        if number == end_signal():
+        came = signal.sigwaitinfo(signal.valid_signals())
+        if came.si_signo == end_signal():
             return None
-        if number == signal.SIGCHLD:
+        if came.si_signo == signal.SIGCHLD:
             ended = dict(iter(_reap, None))
             if child in ended:
                 return ended[child]
-        elif passes_on:
-            os.kill(child, number)
+        elif not (signals_group and (came.si_pid == parent or came.si_code > 0)):  # above 0: from the kernel
+            os.kill(child, came.si_signo)
     return None
 
 

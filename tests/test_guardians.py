@@ -130,12 +130,25 @@ def test_a_launcher_s_signals_are_passed_on_and_at_one_of_them_all_ends(tmp_path
 def test_signals_of_mpirun_reach_the_rank_once_by_its_group(tmp_path: Path) -> None:
     with guarded(tmp_path, WAITS) as process:
         assert int(fields(rank_of(tmp_path))[2]) == process.pid
-        process.send_signal(signal.SIGUSR1)  # is not passed on: it would be heard twice
+        process.send_signal(signal.SIGUSR1)  # of its parent, which is mpirun: passed on, it would be heard twice
         os.killpg(process.pid, signal.SIGUSR1)
         assert process.stdout is not None and process.stdout.readline() == "heard\n"
         os.killpg(process.pid, signal.SIGTERM)
         output, _ = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, output) == (-signal.SIGTERM, "")
+
+
+@pytest.mark.parametrize("guardian", ["outer", "inner"])
+def test_a_signal_that_somebody_else_sends_to_a_guardian_reaches_the_rank(tmp_path: Path, guardian: str) -> None:
+    """SIGTERM to the outer guardian under mpirun, as from ``kill`` with the first pid that ps shows, did nothing."""
+    with guarded(tmp_path, WAITS) as process:
+        inner = int(fields(rank_of(tmp_path))[1])
+        told = str(process.pid if guardian == "outer" else inner)
+        subprocess.run(["kill", "-USR1", told], check=True)
+        assert process.stdout is not None and process.stdout.readline() == "heard\n"
+        subprocess.run(["kill", "-TERM", told], check=True)
+        assert process.wait(TIMEOUT_S) == -signal.SIGTERM
+        assert living(tmp_path) == []
 
 
 def test_a_rank_has_the_signals_and_the_files_that_it_was_given(tmp_path: Path) -> None:

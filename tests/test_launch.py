@@ -546,6 +546,10 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, output, error
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def is_alive(pid: int) -> bool:
     """Whether a process runs; a zombie that nobody has reaped does not."""
     try:
@@ -652,8 +656,9 @@ def test_a_failing_rank_ends_the_others_with_its_exit_code(
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_launcher_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_launcher_or_to_a_guardian_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    """UCX, in both MPIs, took a SIGHUP that reached the rank for a wish to debug."""
     process = start(
         tmp_path,
         "import os, pathlib, sys, time\nfrom mpi4py import MPI\n"
@@ -662,7 +667,8 @@ def test_a_signal_to_the_launcher_leaves_no_process(tmp_path: Path, number: sign
     )
     assert wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 3), finish(process)
     pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
-    process.send_signal(number)
+    is_for_rank = number == signal.SIGHUP and guardians.ARE_HERE
+    os.kill(parent_of(parent_of(pids[0])) if is_for_rank else process.pid, number)
     code, _, _ = finish(process)
     assert code != 0
     assert wait_until(lambda: not any(is_alive(pid) for pid in pids), 5)
