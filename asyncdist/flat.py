@@ -298,7 +298,10 @@ class FlatState:
                         _mix(tensor, view, momentum)
                 exact = [place for place, entry in enumerate(self.entries) if not entry.averaged]
                 tensors, views = [tensors[place] for place in exact], [views[place] for place in exact]
-            if tensors:
+            if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):  # which the one call refuses to write
+                for tensor, view in zip(tensors, views, strict=True):
+                    tensor.copy_(view)
+            elif tensors:
                 torch._foreach_copy_(tensors, views)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -417,7 +420,7 @@ def is_finite(tensor: Tensor) -> bool:
     Smallest and largest value tell it exactly: NaN passes through both. 64 MiB of float32 took 2.3 ms in one thread,
     where `isfinite().all()` took 96 ms; a sum is as fast, but may overflow over values that are finite.
     """
-    real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    real = _as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     if real.itemsize >= 2:
         return real.numel() == 0 or _bounds_are_finite(real)
     pieces = torch.split(real.reshape(-1), _PIECE_COUNT)
@@ -486,7 +489,9 @@ def _mix(tensor: Tensor, average: Tensor, momentum: float) -> None:
     """Move one entry towards the average, in pieces along its longest dimension, so that temporaries stay small."""
     tensor, wide = tensor.detach(), accumulate_dtype(tensor.dtype)
     if tensor.is_complex():  # as pairs of real numbers, which have an order
-        tensor, average, wide = torch.view_as_real(tensor), torch.view_as_real(average), wide.to_real()
+        if tensor.is_conj():
+            average = average.conj().resolve_conj()
+        tensor, average, wide = _as_real(tensor), torch.view_as_real(average), wide.to_real()
     if tensor.ndim == 0:
         tensor, average = tensor.view(1), average.view(1)
     dim = max(range(tensor.ndim), key=lambda index: tensor.shape[index])
@@ -498,6 +503,11 @@ def _mix(tensor: Tensor, average: Tensor, momentum: float) -> None:
         before = own.to(device=other.device, dtype=wide)
         mixed = (before * momentum).add_(other * (1.0 - momentum))
         own.copy_(mixed.clamp_(torch.minimum(before, other), torch.maximum(before, other)))
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor's memory as pairs of real numbers: for a conjugated one those that it stores."""
+    return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
 
 
 def _is_averaged(dtype: torch.dtype) -> bool:

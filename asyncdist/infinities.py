@@ -8,7 +8,8 @@ come, gone or moved since.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -57,17 +58,33 @@ class KnownInfinities:
 
 
 def all_finite(values: Any) -> bool:
-    """Tell whether all tensors in nested dicts, lists and tuples are finite, such as an optimizer's state."""
+    """Tell whether all tensors in nested mappings, sequences and sets are finite, such as an optimizer's state.
+
+    Whatever is no tensor passes. Momentum of a sparse gradient is a sparse tensor: what it stores is looked at.
+    """
     if isinstance(values, Tensor):
-        return not (values.is_floating_point() or values.is_complex()) or is_finite(values)
-    if isinstance(values, dict):
+        if not (values.is_floating_point() or values.is_complex()) or values.is_meta:
+            return True
+        return all(map(is_finite, _stored(values)))
+    if isinstance(values, Mapping):
         return all(map(all_finite, values.values()))
-    return not isinstance(values, (list, tuple)) or all(map(all_finite, values))
+    return not isinstance(values, (list, tuple, deque, Set)) or all(map(all_finite, values))
+
+
+def _stored(tensor: Tensor) -> Sequence[Tensor]:
+    """Return dense tensors with all that a tensor stores."""
+    if tensor.is_nested:
+        return torch.unbind(tensor)
+    if tensor.layout == torch.strided:
+        return [tensor]
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._values()]
+    return [tensor.to_dense() if tensor.is_mkldnn else tensor.values()]
 
 
 @torch.no_grad()
 def _infinities(tensor: Tensor) -> Tensor:
     """Return the infinite values, and zeros in place of the others."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     wide = real.detach().to(device="cpu", dtype=torch.float32 if real.itemsize < 4 else real.dtype)
     return torch.where(wide.isinf(), wide, 0.0)

@@ -68,6 +68,8 @@ def check_supported(name: str, tensor: Tensor) -> None:
         trouble = "is not initialised; run one forward pass first"
     elif tensor.is_meta:
         trouble = "is on the meta device and has no values"
+    elif tensor.is_inference() and not torch.is_inference_mode_enabled():
+        trouble = "was made in inference mode, so that nothing can be written to it outside; clone it"
     elif tensor.is_quantized:
         trouble = "is quantised"
     elif tensor.layout != torch.strided or tensor.is_nested:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, ClassVar, Final, Literal, Self, TypeAlias
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -425,12 +426,14 @@ class SpawnPolicy(abc.ABC):
                 )
             return float(value.detach())
         try:
-            if isinstance(value, (str, bytes, bytearray)):
+            if isinstance(value, (str, bytes, bytearray)) or np.iscomplexobj(value):  # numpy drops imaginary parts
                 raise TypeError
+            if isinstance(value, np.ndarray):
+                value = value.reshape(())
             number = float(value)
         except (TypeError, ValueError, OverflowError):
             raise TypeError(
-                f"metric is {value!r}; allowed: a number, a 0-d tensor, or a callable that returns one"
+                f"metric is {value!r:.80}; allowed: a number, a 0-d tensor, or a callable that returns one"
             ) from None
         return number
 

@@ -224,8 +224,22 @@ def test_a_builder_that_later_makes_another_model_is_refused_before_a_weight_has
         (torch.tensor(1j), ["complex64", "one real number"]),
         (lambda: None, ["metric is None", "a number"]),
         (10**400, ["metric is 1000", "a number"]),
+        (np.complex64(1j), ["metric is", "1j", "a number"]),
+        (np.ones(2), ["metric is array([1., 1.])", "a number"]),
     ],
-    ids=["none", "text", "object", "list", "vector", "empty", "complex", "callable-none", "huge"],
+    ids=[
+        "none",
+        "text",
+        "object",
+        "list",
+        "vector",
+        "empty",
+        "complex",
+        "callable-none",
+        "huge",
+        "numpy-complex",
+        "numpy-vector",
+    ],
 )
 def test_a_metric_that_is_no_number_is_refused_when_it_is_due_and_not_before(metric: Any, words: list[str]) -> None:
     async def main(world: ad.World) -> None:

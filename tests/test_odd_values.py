@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from scripts.population import sgd
 from torch import nn
 
 import asyncdist as ad
+from asyncdist.infinities import all_finite
 from protocols import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
@@ -178,3 +181,101 @@ def test_a_rank_that_has_diverged_recovers(policy: str, momentum: float, spoiled
     expected = "the optimizer's state was not finite" if spoiled == "state" else "'own' was not finite"
     assert recoveries[0].recovered in (expected, "'own' was not finite")
     assert recoveries[0].recovered in str(recoveries[0])
+
+
+# -- values in odd tensors --------------------------------------------------------------------------------------------
+
+
+class Views(nn.Module):
+    """Complex weights that are stored conjugated, real ones that are stored negated, and a mask of both kinds."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        values = torch.full((3,), complex(rank, -rank))
+        self.conjugated = nn.Parameter(values.conj())
+        self.negated = nn.Parameter(values.clone().conj().imag)
+        self.register_buffer("mask", torch.tensor([complex(-math.inf, 2.0), 1j]).conj())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("momentum", [0.0, 0.25])
+def test_conjugated_and_negated_weights_are_averaged_as_values(policy: str, momentum: float) -> None:
+    """Torch writes to such views one by one, and shows no real parts of them: steps raised RuntimeError."""
+    members = train(POLICIES[policy], Views, momentum=momentum)
+    (model, infos), expected = members[0], 1.5 if policy == "average-all" else 2.0
+    assert len(infos) >= 3
+    assert model.conjugated.is_conj() and model.negated.is_neg() and model.mask.is_conj()
+    assert torch.equal(model.mask, Views(0).mask)
+    values = torch.cat([model.conjugated.real, model.conjugated.imag, model.negated]).detach()
+    assert torch.allclose(values, torch.tensor(expected), rtol=momentum**3)
+
+
+def sparse(*values: float) -> torch.Tensor:
+    """A vector with repeated indices: its values are not added up yet."""
+    return torch.sparse_coo_tensor(torch.zeros(1, len(values), dtype=torch.int64), torch.tensor(values), (4,))
+
+
+def nested(*values: float, layout: torch.layout = torch.strided) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.tensor(values)], layout=layout)
+
+
+FINITE: list[Callable[[], dict[str, Any]]] = [
+    lambda: {"step": torch.tensor(3.0), "closure": None, "history": [None, (None, torch.ones(2))]},
+    lambda: {"step": torch.tensor(3), "mask": torch.tensor([True]), "count": 7, "name": "adam"},
+    lambda: {"momentum_buffer": sparse(1.0, 2.0)},
+    lambda: {"momentum_buffer": sparse()},
+    lambda: {"momentum_buffer": torch.eye(3).to_sparse_csr()},
+    lambda: {"nested": nested(1.0)},
+    lambda: {"moments": torch.ones(2, dtype=torch.complex64).conj()},
+    lambda: {"moments": torch.empty(0), "rows": torch.empty(0, 2, dtype=torch.complex64)},
+    lambda: {"moments": torch.empty(1, device="meta")},
+]
+NOT_FINITE: list[Callable[[], dict[str, Any]]] = [
+    lambda: {"step": torch.tensor(math.nan)},
+    lambda: {"history": [None, (torch.ones(2), {"d": torch.tensor([math.inf])})]},
+    lambda: {"history": deque([torch.tensor(math.nan)])},
+    lambda: {"history": MappingProxyType({"d": torch.tensor(math.nan)})},
+    lambda: {"momentum_buffer": sparse(math.inf, -math.inf)},
+    lambda: {"momentum_buffer": torch.tensor([[math.nan, 0.0]]).to_sparse_csc()},
+    lambda: {"nested": nested(math.nan)},
+    lambda: {"nested": nested(math.inf, layout=torch.jagged)},
+    lambda: {"moments": torch.full((2,), complex(0.0, math.nan)).conj()},
+    lambda: {"scale": torch.tensor(math.nan).to(torch.float8_e4m3fn)},
+]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse|The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("is_finite", [True, False])
+def test_an_optimizer_s_state_of_every_kind_is_looked_over(is_finite: bool) -> None:
+    """Sparse and nested tensors, and conjugated ones, raised in the step that was to take an average."""
+    found = [all_finite({torch.ones(1): make()}) for make in (FINITE if is_finite else NOT_FINITE)]
+    assert found == [is_finite] * len(found)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("policy", SELECTIVE_POLICIES)
+def test_a_rank_with_momentum_of_sparse_gradients_takes_averages(policy: str) -> None:
+    def touch(_: int, __: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.tensor([1, 2])).square().mean().backward()
+        optimizer.step()
+
+    members = train(
+        SELECTIVE_POLICIES[policy],
+        lambda _: nn.Embedding(6, 3, sparse=True),
+        optimizer_of=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        touch=touch,
+    )
+    assert members[0][1] and not members[0][1][0].recovered
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_buffer_that_was_made_in_inference_mode_is_refused_by_name(policy: str) -> None:
+    """It cannot be written outside of that mode: the first average raised RuntimeError."""
+    model = nn.Linear(2, 2)
+    with torch.inference_mode():
+        model.register_buffer("scale", torch.ones(2))
+    with pytest.raises(ValueError, match="'scale' was made in inference mode, so that nothing can be written"):
+        POLICIES[policy](model, sgd(model))
+    with torch.inference_mode():
+        POLICIES[policy](model, sgd(model))
