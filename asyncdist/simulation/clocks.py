@@ -3,7 +3,8 @@
 Blocking code takes time: after ``time.sleep(1)`` the rank is a second later, and none of its tasks, timers or callbacks
 has run meanwhile. What the callback does after it has blocked, it does at the later time: messages that it sends leave
 then. It does not see what has arrived for it in the meantime before it awaits something. Time passes also for code
-that reads a clock again and again until it is late enough.
+that reads a clock, the loop's too, again and again until it is late enough. Code that goes on so for some hundred
+thousand reads is refused.
 
 The functions are replaced for as long as the simulation lasts, and ask which rank's turn it is: outside of the ranks'
 turns, in other threads and in processes forked from here they are what they were. Libraries too, the standard one and
@@ -63,7 +64,7 @@ def _reading(original: Callable[[], Any], start_s: float, of_seconds: Callable[[
     @functools.wraps(original)
     def clock() -> Any:
         loop = _calling_rank()
-        return original() if loop is None else of_seconds(start_s + loop.read_clock())
+        return original() if loop is None else of_seconds(start_s + loop.time())
 
     return clock
 

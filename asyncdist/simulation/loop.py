@@ -21,11 +21,6 @@ logger = logging.getLogger("asyncdist.simulation")
 
 T = TypeVar("T")
 
-#: Clocks may be read so often at one and the same virtual time before a further read takes time.
-_FREE_READ_COUNT: Final = 1000
-#: How long that takes, in seconds.
-_READ_S: Final = 1e-5
-
 
 @types.coroutine
 def _fall_asleep() -> Generator[None, None, None]:
@@ -83,8 +78,6 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         background: Callable[..., None],
     ) -> None:
         super().__init__(scheduler, rank, before_turn=before_turn, enter=enter, background=background)
-        self._read_at = -1.0
-        self._read_count = 0
         self._tasks: weakref.WeakSet[SimTask] = weakref.WeakSet()
         self._numbered_count = 0
         self._exception_handler: Callable[[RankLoop, dict[str, Any]], object] | None = None
@@ -116,21 +109,6 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         task = SimTask(coro, number, loop=self, name=name or f"task {number}", context=context)
         self._tasks.add(task)
         return task
-
-    def read_clock(self) -> float:
-        """What a clock tells user code, in virtual seconds.
-
-        Code that asks for it very often, and does nothing else, waits for the time to pass: so it does.
-        """
-        now = self.time()
-        if now != self._read_at:
-            self._read_count = 0
-        self._read_count += 1
-        if self._read_count > _FREE_READ_COUNT:
-            self.block(_READ_S)
-            now = self.time()
-        self._read_at = now
-        return now
 
     def unfinished_tasks(self) -> list[SimTask]:
         """Those that are not done, in the order in which they were made."""

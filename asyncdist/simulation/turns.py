@@ -20,6 +20,7 @@ import gc
 import logging
 import math
 import random
+import sys
 from asyncio import Future
 from asyncio.events import _set_running_loop as set_running_loop
 from collections.abc import Callable
@@ -40,11 +41,19 @@ TURN_COUNT_MAX: Final = 1_000_000
 IDLE_TURN_COUNT_MAX: Final = 100_000
 #: So many of these are each rank's own affair, where there are many.
 _IDLE_TURN_COUNT_OF_A_RANK: Final = 100
+#: Clocks may be read so often in one callback before a further read takes time.
+_FREE_READ_COUNT: Final = 1000
+#: How long the next so many reads take, each, in seconds; those after them twice as long, and so on.
+_READ_S: Final = 1e-5
+#: Reads of clocks in one callback before it is taken to be caught in a loop; they take 450 s of virtual time.
+READ_COUNT_MAX: Final = 300_000
 #: Things that happen between two times at which garbage is collected: when Python itself would do it depends on what
 #: the process has done before.
 _COLLECT_EVERY: Final = 10_000
 #: So many collections of the youngest objects are followed by one of the middle generation.
 _MIDDLE_EVERY: Final = 16
+#: Modules through which user code reads a clock.
+_READERS: Final = ("asyncdist.", "asyncio.")
 #: Cancelled timers are thrown out of the heap when they are more than this, and more than half of it; as asyncio does.
 _CANCELLED_COUNT_MIN: Final = 100
 #: A turn that follows another one comes up to so much later: turns take time, and messages arrive meanwhile.
@@ -353,6 +362,7 @@ class Turns:
         self._has_turn = False
         self._running = False
         self._turns_in_a_row = 0
+        self._read_count = 0  # of clocks, in the callback that is running
         self._take_turn = self._turn  # one bound method for all turns
         self._take_up = self._resume
         self._take_timer = self._fire
@@ -450,6 +460,7 @@ class Turns:
         ):
             self._enter(self.rank)
             scheduler.user_rank = self.rank
+        self._read_count = 0
         try:
             if handle.args:
                 handle.context.run(callback, *handle.args)
@@ -558,8 +569,27 @@ class Turns:
     # -- what asyncio needs on each turn ----------------------------------------------------------------------------
 
     def time(self) -> float:
-        """Virtual seconds since the start."""
+        """Virtual seconds since the start.
+
+        A callback that asks for them very often waits for the time to pass: so it does.
+        """
+        self._read_count += 1
+        if self._read_count > _FREE_READ_COUNT and self._running:
+            if self._read_count > READ_COUNT_MAX:
+                self._refuse_endless_reads()
+            self.block(_READ_S * (self._read_count // _FREE_READ_COUNT))
         return self._scheduler.time()
+
+    def _refuse_endless_reads(self) -> None:
+        self._read_count = 0  # what is done about the error reads clocks, too
+        frame = sys._getframe()
+        while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_READERS):
+            frame = frame.f_back
+        raise LocalProtocolError(
+            f"rank {self.rank} read clocks {READ_COUNT_MAX} times without awaiting anything, until "
+            f"{self._scheduler.time():g} s of virtual time: line {frame.f_lineno} of {frame.f_code.co_filename} loops",
+            rank=self.rank,
+        )
 
     def get_debug(self) -> bool:
         """As asyncio's, which asks for every future and task."""

@@ -100,6 +100,38 @@ def test_code_that_waits_by_reading_a_clock_waits_for_so_long() -> None:
     assert simulate(main, ranks=1).value() == pytest.approx(0.5, abs=CLOSE_S)
 
 
+def test_code_that_waits_by_reading_its_loops_clock_waits_for_so_long() -> None:
+    """It never ended: only the clocks of the module time went on."""
+
+    async def main(world: ad.World) -> float:
+        loop = asyncio.get_running_loop()
+        while loop.time() < 60.0:
+            pass
+        return world.time()
+
+    assert simulate(main, ranks=1).value() == pytest.approx(60.0, abs=0.01)
+
+
+@pytest.mark.parametrize("clock", ["time.monotonic", "loop.time", "world.time"])
+def test_code_that_reads_a_clock_for_ever_is_named(clock: str) -> None:
+    """Neither a limit of virtual time nor one of turns in a row ends what never returns to its loop."""
+
+    async def main(world: ad.World) -> None:
+        loop = asyncio.get_running_loop()
+        read = {"time.monotonic": time.monotonic, "loop.time": loop.time, "world.time": world.time}[clock]
+        while world.rank == 1:
+            read()
+        await world.sleep(1.0)
+
+    report = simulate(main, ranks=2, until_s=10_000.0)
+    error = report.results[1]
+    assert isinstance(error, ad.LocalProtocolError)
+    assert "rank 1 read clocks 300000 times without awaiting anything" in str(error)
+    first = main.__code__.co_firstlineno
+    assert f"line {first + 4} of {__file__} loops" in str(error)
+    assert isinstance(report.results[0], ad.RankLostError)
+
+
 def test_clocks_of_libraries_and_of_whoever_looks_on_are_the_machines() -> None:
     looked: list[float] = []
 
