@@ -149,7 +149,8 @@ def _split_run(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def _split_sim(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words of ``asyncdist sim`` itself, and those of the script.
 
-    Options may stand before and after the script's name: a script's own begin where no more of ours do.
+    Options may stand before and after the script's name: a script's own begin where no more of ours do. After ``--``
+    none of ours follow: the script's name, if it has not come, and its words.
     """
     own: list[str] = []
     words = list(arguments)
@@ -157,7 +158,7 @@ def _split_sim(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     while words:
         word = words[0]
         if word == "--":
-            return own, words[1:]
+            return (own, words[1:]) if has_script else (own + words[:2], words[2:])
         if word in _SIM_OPTIONS:
             own += words[:2]
             del words[:2]

@@ -79,6 +79,7 @@ class Facts:
         is_unallowed_root: this is root, and what Open MPI's mpirun wants to be told then is not set.
         path_mpirun: the ``mpirun`` that a shell finds, and its flavour.
         mpi: what came of starting MPI.
+        is_srun: srun has started this process.
         has_home: HOME is set, without which Open MPI does not start.
         host_cores: cores of this host.
         own_cores: those that this process may use.
@@ -101,6 +102,7 @@ class Facts:
     is_unallowed_root: bool = False
     path_mpirun: tuple[str, launch.Flavour | None] | None = None
     mpi: Mpi = Mpi()
+    is_srun: bool = False
     has_home: bool = True
     host_cores: int = 1
     own_cores: int = 1
@@ -179,7 +181,7 @@ def _mpi_problems(facts: Facts) -> list[Problem]:
         cure = "start with the mpirun of the library that mpi4py loads: asyncdist run finds it"
         if not facts.has_home:
             cure = "set HOME to a directory"
-        elif facts.started.source in launch.SLURM_SOURCES:
+        elif facts.is_srun:
             cure = f"start with {launch.srun_for(library)} (srun --mpi=list says what this Slurm has), or with mpirun"
         problems.append(Problem(facts.mpi.error, cure))
     return problems
@@ -329,6 +331,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
         is_unallowed_root=os.geteuid() == 0 and any(environ.get(name) != "1" for name in mpirun.ROOT_VARIABLES),
         path_mpirun=None if ours is None else (ours, mpirun.launcher_flavour(ours)),
         mpi=_start_mpi(started, installation, environ),
+        is_srun=launch.is_sruns(started.source, environ),
         has_home=bool(environ.get("HOME")),
         host_cores=os.cpu_count() or 1,
         own_cores=launch.available_cores(),

@@ -386,6 +386,17 @@ def library_flavour(version: str) -> Flavour | None:
     return "mpich" if "MPICH" in version else None
 
 
+def is_sruns(source: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether srun started what this variable tells of; with pmi2 it sets the variables of MPICH's mpirun.
+
+    That mpirun may itself use srun, to start one proxy for each host.
+    """
+    if source != "PMI_SIZE" or any(name.startswith("HYDI_") for name in environ):
+        return source in SLURM_SOURCES
+    names = (("PMI_SIZE", "SLURM_STEP_NUM_TASKS"), ("PMI_RANK", "SLURM_PROCID"))
+    return all(environ.get(pmi) == environ.get(slurm) for pmi, slurm in names)
+
+
 def srun_for(library: Flavour | None) -> str:
     """How Slurm's srun starts the ranks of that library, where its plugin is not the default one."""
     return {"openmpi": "srun --mpi=pmix", "mpich": "srun --mpi=pmi2"}.get(
@@ -393,7 +404,9 @@ def srun_for(library: Flavour | None) -> str:
     )
 
 
-def check_world_size(expected: int | None, actual: int, library: str, *, source: str = "") -> None:
+def check_world_size(
+    expected: int | None, actual: int, library: str, *, source: str = "", environ: Mapping[str, str] = os.environ
+) -> None:
     """Refuse a world whose size is not what the launcher started: N worlds of one rank, mostly.
 
     Args:
@@ -401,13 +414,14 @@ def check_world_size(expected: int | None, actual: int, library: str, *, source:
         actual: Ranks by the MPI library.
         library: What the library calls itself.
         source: Which variable told of the launcher.
+        environ: the environment that has it.
 
     Raises:
         TransportError: They differ; says which mpirun goes with which library, and how to mend it.
     """
     if expected is None or expected == actual:
         return
-    if source in SLURM_SOURCES:
+    if is_sruns(source, environ):
         from asyncdist.errors import TransportError
 
         raise TransportError(

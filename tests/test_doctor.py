@@ -99,7 +99,7 @@ def test_all_is_well(facts: Facts) -> None:
         ),
         (replace(UNDER_MPIRUN, mpi=Mpi(error="a world of 1")), "a world of 1", "asyncdist run"),
         (
-            replace(WELL, started=Launch("mpi", 4, 0, "SLURM_STEP_NUM_TASKS"), mpi=Mpi(error="a world of 1")),
+            replace(WELL, started=Launch("mpi", 4, 0, "PMI_SIZE"), is_srun=True, mpi=Mpi(error="a world of 1")),
             "a world of 1",
             "srun --mpi=pmix",
         ),

@@ -287,6 +287,16 @@ def test_singleton_worlds_of_srun_name_the_plugin_that_joins_them(library: str, 
     assert (caught.value.expected, caught.value.actual) == (4, 1)
 
 
+def test_open_mpi_under_the_plugin_of_mpich_is_told_which_one_is_its_own() -> None:
+    """pmi2 sets the variables of MPICH's mpirun, so the error spoke of two mpiruns where there was none."""
+    environ, started = RECORDED["srun --mpi=pmi2 -n 2"]
+    with pytest.raises(TransportError, match=r"srun started 2 ranks.*srun --mpi=pmix -n 2 ") as caught:
+        launch.check_world_size(2, 1, "Open MPI v5.0.11", source=started.source, environ=environ)
+    assert "different MPIs" not in str(caught.value)
+    for hydra in (HYDRA, environ | {"HYDI_CONTROL_FD": "7"}, environ | {"SLURM_STEP_NUM_TASKS": "1"}):
+        assert not launch.is_sruns("PMI_SIZE", hydra)
+
+
 def test_mpich_under_open_mpis_mpirun_is_refused_before_it_can_abort() -> None:
     version = "MPICH Version:      5.0.2\nMPICH Release date: Fri Sep 25 2026\nMPICH ABI:          18:2:6\n\x00"
     said = r"Open MPI's mpirun started 4 ranks.*\(MPICH Version: 5\.0\.2\)"

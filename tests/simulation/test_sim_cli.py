@@ -142,6 +142,13 @@ def test_options_may_stand_before_the_script(sim: Sim, script: str) -> None:
     assert (result.code, result.digest) == (0, sim(script, "-n", 5, "--seed", 7, "ranks").digest)
 
 
+def test_the_script_may_follow_two_dashes_as_with_run(sim: Sim, script: str) -> None:
+    """It was refused: the script was taken for its own first argument."""
+    result = sim("-n", 5, "--seed", 7, "--", script, "ranks", "--seed", "9", "--", "x")
+    assert result.out.splitlines()[0] == "arguments ['ranks', '--seed', '9', '--', 'x'] found"
+    assert result.digest == sim(script, "-n", 5, "--seed", 7, "ranks", "--seed", "9", "--", "x").digest
+
+
 def test_equal_neighbours_and_many_ranks_are_abbreviated(sim: Sim, script: str) -> None:
     alike = sim(script, "--ranks", 12)
     assert "\nranks 0 to 11: (" in alike.out
