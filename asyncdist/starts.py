@@ -100,6 +100,8 @@ class Start(Generic[T]):
         if not self._outcome.cancelled():  # the work was done in the moment of the cancellation
             if self._outcome.exception() is None:
                 await self._give_back(self._outcome.result())
+        elif task.done():  # it was refused in that moment, and there is nothing to give up
+            return
         elif not self._has_come:
             self._agreements.stay_away(self.meeting)
             task.cancel()

@@ -66,6 +66,21 @@ async def test_a_group_whose_start_is_cancelled_at_any_moment_is_made_by_all_or_
             assert not (agreements._over or agreements._joins or agreements._verdicts or agreements._forsaken)
 
 
+async def test_a_leader_whose_caller_is_cancelled_when_a_member_has_objected_keeps_nothing() -> None:
+    """It objected itself, to what was over, and kept that for members who had been told and never came again."""
+    async with worlds(2) as (leader, member):
+        starting = asyncio.ensure_future(leader.new_group([0, 1]))
+        await yields(5)
+        member.agreements.object((0, 1), "new group", ValueError("no"))
+        while not leader.agreements._verdicts:
+            leader.engine.poll()
+            if not leader.agreements._verdicts:
+                await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.wait([starting])
+        assert starting.cancelled() and not leader.agreements._over
+
+
 def late_verdict(main: Callable[[World], Any]) -> Any:
     """Run it on two ranks; what rank 0 says first, its verdict, comes after 20 s."""
     report = simulate(main, ranks=2, faults=[Delay(source=0, dest=1, number=1, duration_s=20)], strict=True)
