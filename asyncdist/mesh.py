@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, ParamSpec, TypeVar
 
+from asyncdist import checks
 from asyncdist.collectives import shielded
 from asyncdist.errors import ClosedError, LocalProtocolError
 from asyncdist.groups import Group, check_group, check_open, short
@@ -222,8 +223,8 @@ async def new_mesh(
 
     Raises:
         TypeError: a name is no text, or a size is no int; a RemoteError on the others.
-        ValueError: no axes, an empty name, a size below 1, or sizes that do not multiply to the number of ranks; a
-            RemoteError on the others.
+        ValueError: no axes, an empty name, a size below 1, sizes that do not multiply to the number of ranks, or a
+            timeout that is no finite number of seconds above 0; a RemoteError on the others.
         LocalProtocolError: this rank is not in the group.
         DisagreementError: ranks pass different axes; the first difference is named.
         StartTimeoutError: naming the ranks that did not come in time.
@@ -240,6 +241,7 @@ async def new_mesh(
         raise LocalProtocolError(f"rank {world.rank} is not in the mesh's group {list(group.ranks)}", rank=world.rank)
     with world.agreements.objecting(group.ranks, _SUBJECT):
         sizes = _checked(axes, group)
+        checks.seconds("timeout_s", timeout_s)
 
     async def make(start: Start[Mesh]) -> Mesh:
         await start.agree({"axes": _in_words(sizes)}, timeout_s=timeout_s)

@@ -479,6 +479,7 @@ class World:
 
         Raises:
             LocalProtocolError: the list is no group, or this rank is not in it.
+            ValueError: the timeout is no finite number of seconds above 0.
             DisagreementError: two ranks wait for each other with different lists, or in another order.
             StartTimeoutError: some members did not come in time, or this rank was still making another group; then the
                 others get RemoteError.
@@ -487,6 +488,7 @@ class World:
         and given back, before the cancellation is raised.
         """
         members = check_ranks(ranks, rank=self.rank, size=self.size)
+        checks.seconds("timeout_s", timeout_s)
 
         async def make(start: Start[Group]) -> Group:
             async with self._turn(start, timeout_s):  # two at once would be given one tag
@@ -535,7 +537,7 @@ class World:
         give_up_at = self.time() + timeout_s
         try:
             for ranks in lists:
-                made += [await self.new_group(ranks, timeout_s=round(give_up_at - self.time(), 3))]
+                made += [await self.new_group(ranks, timeout_s=max(round(give_up_at - self.time(), 3), 0.001))]
         except AsyncdistError:
             for group in made:
                 await group.free()

@@ -420,6 +420,18 @@ def test_models_that_differ_under_a_reserved_coordinator() -> None:
     assert "model is " in texts[2], texts
 
 
+@pytest.mark.parametrize("timeout_s", [None, 0, -1.0, math.inf, math.nan, "3"])
+def test_a_timeout_that_is_none_is_refused_by_each_start(timeout_s: Any) -> None:
+    async def main(world: ad.World) -> None:
+        words = re.escape(f"timeout_s is {timeout_s!r}; allowed: a finite number of seconds above 0")
+        with pytest.raises(ValueError, match=words):
+            await world.new_group([0, 1], timeout_s=timeout_s)
+        with pytest.raises(ValueError, match=words):
+            await ad.new_mesh({"DP": 2}, timeout_s=timeout_s)
+
+    run(main, 2)
+
+
 def test_members_that_cannot_be_coordinated_are_refused_before_anything_is_sent() -> None:
     """No member was a KeyError, and others came to a timeout after a minute."""
     wrong: list[tuple[Any, type[Exception]]] = [
