@@ -180,6 +180,22 @@ async def case_equal_values_stay_and_finite_ones_stay_finite(world: ad.World) ->
             assert torch.equal(parameter.grad, gradient)
 
 
+async def case_equal_values_of_every_exponent_stay(world: ad.World) -> None:
+    """Drawn as random bits, so that subnormal values and the largest ones are among them."""
+    draw = np.random.default_rng(5)
+    model, values = nn.ParameterList(), []
+    for dtype in (*FLOATS, torch.complex64):
+        drawn = torch.from_numpy(draw.integers(0, 256, 20_000 * dtype.itemsize, dtype=np.uint8)).view(dtype)
+        values.append(drawn[drawn.isfinite()])
+        model.append(nn.Parameter(values[-1].clone()))
+        model[-1].grad = values[-1].flip(0)
+    await ad.average_models(model)
+    await ad.average_gradients(model)
+    for parameter, value in zip(model, values, strict=True):
+        assert torch.equal(parameter.detach().view(torch.uint8), value.view(torch.uint8)), value.dtype
+        assert torch.equal(parameter.grad.view(torch.uint8), value.flip(0).view(torch.uint8)), value.dtype
+
+
 async def case_groups_divide_by_their_own_size(world: ad.World) -> None:
     parity = world.rank % 2
     ranks = list(range(parity, world.size, 2))
