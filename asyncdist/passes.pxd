@@ -10,6 +10,7 @@ cdef class Operation:
     cdef readonly object what
     cdef public object on_done
     cdef readonly object error
+    cdef public bint disowned
 
     cpdef object finish(self, object error)
 
@@ -20,6 +21,8 @@ cdef class Passes:
     cdef readonly object failure
     cdef tuple _inlets
     cdef readonly list _operations
+    cdef readonly list _in_test
+    cdef public bint _has_disowned
     cdef readonly dict _waiters
     cdef readonly dict _conditions
     cdef bint _in_pass
@@ -44,7 +47,7 @@ cdef class Passes:
 
     @cython.locals(inlet=Inlet, completed=Py_ssize_t)
     cpdef Py_ssize_t poll(self) except -1
-    @cython.locals(operations=list, pending=list, operation=Operation, position=Py_ssize_t, completed=Py_ssize_t)
+    @cython.locals(operations=list, pending=list, left=list, operation=Operation, position=Py_ssize_t, completed=Py_ssize_t)
     cdef Py_ssize_t _test_operations(self) except -1
     cpdef object give_core(self)
     cpdef object watch(self, object request, object what, object on_done=*)

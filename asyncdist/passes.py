@@ -56,14 +56,16 @@ class Operation:
         request: the transport's.
         what: for reports: e.g. ``"receive from 3, tag 8001"``.
         on_done: called once with the error, or None.
+        disowned: it is not tested any more.
     """
 
-    __slots__ = ("error", "on_done", "request", "what")
+    __slots__ = ("disowned", "error", "on_done", "request", "what")
 
     def __init__(self, request: Request, what: str, on_done: Callable[[AsyncdistError | None], None] | None) -> None:
         self.request = request
         self.what = what
         self.on_done = on_done
+        self.disowned = False
         self.error: AsyncdistError | None = None
 
     def finish(self, error: AsyncdistError | None) -> None:
@@ -90,6 +92,8 @@ class Passes:
         self.failure: BaseException | None = None
         self._inlets: tuple[Inlet, ...] = ()
         self._operations: list[Operation] = []
+        self._in_test: list[Operation] = []  # those of the pass that is under way
+        self._has_disowned = False  # some of these
         self._waiters: dict[asyncio.Future[None], str] = {}
         self._conditions: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._in_pass = False
@@ -137,11 +141,14 @@ class Passes:
 
     def _test_operations(self) -> int:
         operations, self._operations = self._operations, []
+        self._in_test = operations
         pending = []
-        position = 0
+        position = completed = 0
         try:
             for operation in operations:
                 position += 1
+                if operation.disowned:
+                    continue
                 try:
                     if not operation.request.test():
                         pending.append(operation)
@@ -152,10 +159,15 @@ class Passes:
                 except BaseException:  # an interrupt
                     pending.append(operation)
                     raise
+                completed += 1
                 operation.finish(error)
         finally:  # also where that raised: what has not completed is kept
-            self._operations = pending + operations[position:] + self._operations
-        completed = len(operations) - len(pending)
+            left = pending + operations[position:]
+            if self._has_disowned:
+                left = [operation for operation in left if not operation.disowned]
+            self._has_disowned = False
+            self._in_test = []
+            self._operations = left + self._operations
         if completed and self._has_threads:
             self._transferred_at = time.perf_counter()
         self._request_count += completed

@@ -120,11 +120,14 @@ class Engine(Passes):
     def disown(self, request: Request) -> None:
         """Never wait for ``request`` again: it cannot complete, since a peer that it needs has left.
 
-        It is kept with its buffer, not tested, and not counted as under way.
+        It is kept with its buffer, not tested, and not counted as under way. A completion in the midst of a pass may
+        disown others of that pass, those that have been tested in it already as well.
         """
-        waited = [operation for operation in self._operations if operation.request is request]
+        waited = [operation for operation in (*self._in_test, *self._operations) if operation.request is request]
         for operation in waited:
-            self._operations.remove(operation)
+            operation.disowned = True
+        self._has_disowned = True
+        self._operations[:] = [operation for operation in self._operations if not operation.disowned]
         self._disowned += waited or [Operation(request, "a request that nobody waits for", None)]
 
     async def send(self, buffer: Buffer, dest: int, tag: int) -> None:

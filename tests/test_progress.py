@@ -216,6 +216,32 @@ async def test_a_defect_in_a_transport_loses_no_other_request(engine: Engine) ->
     assert engine.poll() == 3
 
 
+@pytest.mark.parametrize("completes", [True, False], ids=["would complete in that pass", "never completes"])
+async def test_what_a_completion_disowns_in_its_pass_is_under_way_no_more(engine: Engine, completes: bool) -> None:
+    """It went on being tested and counted, so that the end of the rank waited for it."""
+    told: list[str] = []
+    before, failing, after = ScriptedRequest(), ScriptedRequest(), ScriptedRequest()
+
+    def disown_others(_: AsyncdistError | None) -> None:
+        engine.disown(before)
+        engine.disown(after)
+        told.append("failed")
+
+    engine.watch(before, "before", lambda _: told.append("before"))
+    engine.watch(failing, "failing", disown_others)
+    engine.watch(after, "after", lambda _: told.append("after"))
+    failing.error = RankLostError("rank 1 is gone", rank=1)
+    after.done = completes
+    assert engine.poll() == 1
+    assert engine.is_idle
+    assert engine.outstanding() == ()
+    counts = before.test_count, after.test_count
+    before.done = after.done = True
+    assert engine.poll() == 0
+    assert (before.test_count, after.test_count) == counts
+    assert told == ["failed"]
+
+
 async def test_wait_raises_the_error_of_its_request(engine: Engine) -> None:
     request = ScriptedRequest()
     task = asyncio.ensure_future(engine.wait(request, "x"))
