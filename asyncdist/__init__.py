@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any, Final
 
-from asyncdist import compiled, launch
+from asyncdist import compiled, environment
 from asyncdist._version import __version__
 from asyncdist.errors import (
     AsyncdistError,
@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     from asyncdist.timing_report import report_load_imbalance, report_time_info
     from asyncdist.world import World, WorldStatistics, current_world
 
-launch.explain_shadowing()
+environment.explain_shadowing()
 
 __all__ = [
     "DP_AXIS_NAME",

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final, NoReturn
 
-from asyncdist import launch, mpirun, processes
+from asyncdist import environment, mpirun, processes
 from asyncdist._version import __version__
 
 #: Those with a value; the others are one word.
@@ -72,9 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--transport",
         metavar="mpi|torch|torch:BACKEND",
-        help=f"what they talk over (default: {launch.TRANSPORT_VARIABLE}, else mpi); torch means torch:gloo",
+        help=f"what they talk over (default: {environment.TRANSPORT_VARIABLE}, else mpi); torch means torch:gloo",
     )
-    run.add_argument("--mpi", choices=launch.FLAVOURS, help="which MPI, where two are installed")
+    run.add_argument("--mpi", choices=environment.FLAVOURS, help="which MPI, where two are installed")
     run.add_argument(
         "--threads-per-rank",
         type=_count,
@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Args:
         arguments: Without the program's name; the process's own by default.
     """
-    launch.open_standard_files()
+    environment.open_standard_files()
     words = list(sys.argv[1:] if arguments is None else arguments)
     rest: list[str] = []
     if words[:1] in (["run"], ["sim"]):
@@ -186,8 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if unknown:  # argparse itself would not say of which command
         _Parser(prog=f"asyncdist {options.command}").error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command == "sim" and arguments is None:  # this process is the command's
-        launch.fix_hash_seed()
-    with launch.heeding_children():
+        environment.fix_hash_seed()
+    with environment.heeding_children():
         sys.exit(_main(options, rest))
 
 
@@ -201,7 +201,7 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
         return doctor.run()
     try:
         return _run(options, rest)
-    except launch.LaunchError as error:
+    except environment.LaunchError as error:
         print(f"asyncdist {options.command}: {error}", file=sys.stderr)
         return 2
 
@@ -212,23 +212,23 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if ranks is None:
         is_behind = any(word.partition("=")[0] in ("-n", "--ranks") for word in arguments)
         hint = f": what follows the script is passed to it; asyncdist run -n RANKS {script}" if is_behind else ""
-        raise launch.LaunchError(f"the following arguments are required before the script: -n/--ranks{hint}")
-    environ = launch.environment()
+        raise environment.LaunchError(f"the following arguments are required before the script: -n/--ranks{hint}")
+    environ = environment.environment()
     try:
-        transport, backend, environ = launch.choose_transport(options.transport, environ)
-        if backend != launch.TORCH_BACKEND:
+        transport, backend, environ = environment.choose_transport(options.transport, environ)
+        if backend != environment.TORCH_BACKEND:
             from asyncdist import opening  # imports torch, to say what is wrong
 
             opening.check_torch_backend(backend)
         if options.stall_s is not None:
-            launch.seconds(options.stall_s, "--stall-s")
-            environ = {**environ, launch.STALL_VARIABLE: options.stall_s}
+            environment.seconds(options.stall_s, "--stall-s")
+            environ = {**environ, environment.STALL_VARIABLE: options.stall_s}
     except ValueError as error:
-        raise launch.LaunchError(str(error)) from error
+        raise environment.LaunchError(str(error)) from error
     if transport == "mpi":
         mpirun.run(script, arguments, ranks=ranks, mpi=options.mpi, threads=threads, environ=environ)
     if options.mpi is not None:
-        raise launch.LaunchError(f"--mpi {options.mpi} is for --transport mpi")
+        raise environment.LaunchError(f"--mpi {options.mpi} is for --transport mpi")
     return processes.run(script, arguments, ranks=ranks, threads=threads, environ=environ)
 
 
@@ -247,12 +247,12 @@ def _run_sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     try:
         if options.processes is not None and options.explore is None:
             raise scripts.ScriptError("--processes is for --explore")
-        launch.check_script(options.script)
+        environment.check_script(options.script)
         faults = () if options.faults is None else scripts.read_faults(options.faults, options.ranks)
         script = scripts.Script(options.script, tuple(arguments), options.ranks, faults, options.until_s)
         if options.explore is None:
             return scripts.run_once(script, options.seed)
         return scripts.run_many(script, range(options.seed, options.seed + options.explore), options.processes)
-    except (scripts.ScriptError, launch.LaunchError) as error:
+    except (scripts.ScriptError, environment.LaunchError) as error:
         print(f"asyncdist sim: {error}", file=sys.stderr)
         return 2

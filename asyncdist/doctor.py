@@ -21,10 +21,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
-from asyncdist import compiled, direct_writes, launch, mpirun
+from asyncdist import compiled, direct_writes, environment, mpirun
 from asyncdist._version import __version__
+from asyncdist.environment import Launch
 from asyncdist.errors import TransportError
-from asyncdist.launch import Launch
 from asyncdist.mpirun import Installation
 
 _STARTERS: Final[Mapping[str, str]] = {
@@ -100,7 +100,7 @@ class Facts:
     detection_error: str | None = None
     override: str | None = None
     is_unallowed_root: bool = False
-    path_mpirun: tuple[str, launch.Flavour | None] | None = None
+    path_mpirun: tuple[str, environment.Flavour | None] | None = None
     mpi: Mpi = Mpi()
     is_srun: bool = False
     has_home: bool = True
@@ -156,7 +156,7 @@ def _mpi_problems(facts: Facts) -> list[Problem]:
     problems = []
     try:
         mpirun.choose_flavour(facts.installation, None)
-    except launch.LaunchError as error:
+    except environment.LaunchError as error:
         what, _, cure = str(error).rpartition(": ")
         problems.append(Problem(what, cure))
     library = facts.installation.library
@@ -182,7 +182,9 @@ def _mpi_problems(facts: Facts) -> list[Problem]:
         if not facts.has_home:
             cure = "set HOME to a directory"
         elif facts.is_srun:
-            cure = f"start with {launch.srun_for(library)} (srun --mpi=list says what this Slurm has), or with mpirun"
+            cure = (
+                f"start with {environment.srun_for(library)} (srun --mpi=list says what this Slurm has), or with mpirun"
+            )
         problems.append(Problem(facts.mpi.error, cure))
     return problems
 
@@ -290,12 +292,12 @@ def run() -> int:
         gone = Problem("the directory that this runs in has been deleted", "cd to one that is there")
         print("\n".join(format_problems([gone])), flush=True)
         return 1
-    environ = launch.environment()
+    environ = environment.environment()
     facts = gather(environ)
     problems = find_problems(facts)
     if facts.started.rank == 0:
         print(format_report(facts, problems), flush=True)
-    elif problems and not launch.local_rank(environ):  # also one that nobody counts among those of its host
+    elif problems and not environment.local_rank(environ):  # also one that nobody counts among those of its host
         head = f"rank {facts.started.rank} on {socket.gethostname()}: "
         print(head + "\n".join(format_problems(problems)), flush=True)
     return 1 if problems else 0
@@ -305,20 +307,22 @@ def gather(environ: Mapping[str, str]) -> Facts:
     """Look at everything. Under an MPI launcher a child of this process starts MPI, as a run would."""
     started, detection_error = Launch("local", 1, 0, "no launcher"), None
     try:
-        started = launch.detect(environ)
+        started = environment.detect(environ)
     except ValueError as error:
         detection_error = str(error)
     installation = mpirun.find_installation(environ)
     ours = shutil.which("mpirun", path=environ.get("PATH", os.defpath))
-    notes = [note for note in (launch.oversubscription_hint(environ), launch.find_shadowing()) if note is not None]
+    notes = [
+        note for note in (environment.oversubscription_hint(environ), environment.find_shadowing()) if note is not None
+    ]
     backends, gpus, torch_version = _ask_torch()
     local_size = None
     with contextlib.suppress(ValueError):  # detection has said so
-        local_size = launch.local_size(environ)
+        local_size = environment.local_size(environ)
     return Facts(
         started=started,
         detection_error=detection_error,
-        override=environ.get(launch.TRANSPORT_VARIABLE) or None,
+        override=environ.get(environment.TRANSPORT_VARIABLE) or None,
         versions={
             "Python": f"{platform.python_version()} ({sys.executable})",
             "asyncdist": __version__,
@@ -331,10 +335,10 @@ def gather(environ: Mapping[str, str]) -> Facts:
         is_unallowed_root=os.geteuid() == 0 and any(environ.get(name) != "1" for name in mpirun.ROOT_VARIABLES),
         path_mpirun=None if ours is None else (ours, mpirun.launcher_flavour(ours)),
         mpi=_start_mpi(started, installation, environ),
-        is_srun=launch.is_sruns(started.source, environ),
+        is_srun=environment.is_sruns(started.source, environ),
         has_home=bool(environ.get("HOME")),
         host_cores=os.cpu_count() or 1,
-        own_cores=launch.available_cores(),
+        own_cores=environment.available_cores(),
         local_size=local_size,
         omp_threads=environ.get("OMP_NUM_THREADS") or None,
         backends=backends,
@@ -423,10 +427,10 @@ def _start_mpi_here(started: Launch) -> Mpi:
     from mpi4py import MPI
 
     library = MPI.Get_library_version()
-    launch.check_library(started, library)  # one that does not fit would end this process in MPI_Init
+    environment.check_library(started, library)  # one that does not fit would end this process in MPI_Init
     MPI.Init_thread(MPI.THREAD_FUNNELED)
     name = library.split(",")[0].splitlines()[0]
-    launch.check_world_size(started.expected_size, MPI.COMM_WORLD.size, name, source=started.source)
+    environment.check_world_size(started.expected_size, MPI.COMM_WORLD.size, name, source=started.source)
     levels = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE)
     return Mpi(level=levels.index(MPI.Query_thread()))
 
@@ -449,7 +453,7 @@ def _check_torch(started: Launch, environ: Mapping[str, str]) -> str | None:
 
     try:
         opening.check_torch_backend(started.backend)
-        launch.torch_rendezvous(environ)
+        environment.torch_rendezvous(environ)
     except ValueError as error:
         return str(error)
     return None

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from types import FrameType
 from typing import Final
 
-from asyncdist import launch
+from asyncdist import environment
 from asyncdist.errors import DisagreementError, RankLostError, RemoteError, has_cause_here, is_consequence
 from asyncdist.supervision import (
     SIGNALS,
@@ -154,8 +154,8 @@ def refuse(error: BaseException, caller: FrameType) -> None:
     Where it ends them, the first one shows a traceback and the others a line, which names the caller's. So do children
     of ranks, which know nothing of one another.
     """
-    local_rank = launch.local_rank()
-    is_child = multiprocessing.parent_process() is not None or launch.rank_above() is not None
+    local_rank = environment.local_rank()
+    is_child = multiprocessing.parent_process() is not None or environment.rank_above() is not None
     if local_rank or is_child:
         place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
         who = f"{'a child of ' * is_child}local rank {local_rank or 0}"
@@ -203,7 +203,7 @@ def own_error(caught: BaseException, guard: PeerGuard | None, interrupts: Interr
     if cause is not None:
         _uncancel()
     elif isinstance(caught, SystemExit) and isinstance(caught.code, int):
-        caught.code = launch.exit_code(caught.code)
+        caught.code = environment.exit_code(caught.code)
     return cause or caught
 
 

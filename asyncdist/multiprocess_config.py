@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from asyncdist import checks, launch, process_groups
+from asyncdist import environment, process_groups, validation
 from asyncdist.parallel import ParallelLayout
 
 LAUNCH_METHODS: Final = ("forkserver", "spawn")
@@ -72,9 +72,9 @@ class MultiprocessConfig:
     def _check_places(self) -> None:
         for name in ("world_size", "local_world_size"):
             if getattr(self, name) is not None:
-                checks.count(name, getattr(self, name))
+                validation.count(name, getattr(self, name))
         for name in ("model_parallelism", "pipeline_parallelism"):
-            checks.count(name, getattr(self, name))
+            validation.count(name, getattr(self, name))
         if self.world_size is not None and (self.local_world_size or 0) > self.world_size:
             raise ValueError(
                 f"local_world_size is {self.local_world_size}; world_size={self.world_size} is the most it can be"
@@ -117,7 +117,7 @@ class MultiprocessConfig:
                 f"master_port is missing: {size} ranks, {local_size} of them on this host, must all be told the same"
             )
         if size > 1 and self.init_method == "env://":
-            launch.check_address("master_addr", self.master_addr)
+            environment.check_address("master_addr", self.master_addr)
         rank = 0 if size == 1 else self.rank
         return dataclasses.replace(
             self,
@@ -125,5 +125,5 @@ class MultiprocessConfig:
             local_rank=rank % local_size if self.local_rank is None and rank is not None else self.local_rank,
             world_size=size,
             local_world_size=local_size,
-            master_port=self.master_port or launch.find_free_port(),
+            master_port=self.master_port or environment.find_free_port(),
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from asyncdist import launch, tags
+from asyncdist import environment, tags
 from asyncdist.errors import TransportError
 from asyncdist.transports.base import Transport
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("asyncdist.opening")
 
 
-def detect(transport: str) -> launch.Launch:
+def detect(transport: str) -> environment.Launch:
     """What started this process, the program's own process group included.
 
     Raises:
@@ -34,10 +34,10 @@ def detect(transport: str) -> launch.Launch:
     group = None
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         group = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return launch.detect(wanted=transport, group=group)
+    return environment.detect(wanted=transport, group=group)
 
 
-def open_transport(name: str, bulk: str | None, started: launch.Launch) -> Transport:
+def open_transport(name: str, bulk: str | None, started: environment.Launch) -> Transport:
     """The rank's transport.
 
     Args:
@@ -50,7 +50,7 @@ def open_transport(name: str, bulk: str | None, started: launch.Launch) -> Trans
         ValueError: a backend of torch.distributed that cannot carry this.
     """
     own = name, started.backend
-    other = own if bulk is None else launch.split_transport(bulk)
+    other = own if bulk is None else environment.split_transport(bulk)
     if name == "torch":
         check_torch_backend(started.backend)
     if other[0] == "torch":
@@ -72,27 +72,27 @@ def open_transport(name: str, bulk: str | None, started: launch.Launch) -> Trans
     return TwoPlaneTransport(control, bulk_plane, tags.BULK)
 
 
-def _open_mpi(started: launch.Launch) -> MpiTransport:
+def _open_mpi(started: environment.Launch) -> MpiTransport:
     """MPI, with launcher and library known to belong together, in the process that the launcher has started."""
     from asyncdist.transports.mpi import MpiTransport
 
-    is_worker = multiprocessing.parent_process() is not None and started.source != launch.NO_LAUNCHER
-    rank_pid = launch.rank_above()
+    is_worker = multiprocessing.parent_process() is not None and started.source != environment.NO_LAUNCHER
+    rank_pid = environment.rank_above()
     if rank_pid is not None or (is_worker and started.transport == "mpi"):
         above = "a rank" if rank_pid is None else f"the rank with pid {rank_pid}"
         raise TransportError(
             f"this process is a child of {above} and has its variables, with which MPI would take it for that rank: "
             "open the world there, or start this program as a job of its own, with asyncdist run"
         )
-    transport = MpiTransport(functools.partial(launch.check_library, started))
+    transport = MpiTransport(functools.partial(environment.check_library, started))
     if started.transport == "mpi":
-        launch.check_world_size(started.expected_size, transport.size, transport.describe(), source=started.source)
-        if transport.size == 1 and started.source == launch.NO_LAUNCHER:
-            launch.check_alone()
-        hint = launch.oversubscription_hint()
+        environment.check_world_size(started.expected_size, transport.size, transport.describe(), source=started.source)
+        if transport.size == 1 and started.source == environment.NO_LAUNCHER:
+            environment.check_alone()
+        hint = environment.oversubscription_hint()
         if hint is not None and transport.rank == 0:
             logger.warning("%s", hint)
-    launch.become_rank()
+    environment.become_rank()
     return transport
 
 
@@ -105,17 +105,17 @@ def _open_torch(mpi: MpiTransport | None, backend: str, control: Transport | Non
     from asyncdist.transports.torch import open_bulk, open_transport
 
     place = None if is_group_initialised() else _torch_rendezvous(mpi)
-    local_rank = launch.local_rank()
-    if control is None or backend == launch.TORCH_BACKEND:
+    local_rank = environment.local_rank()
+    if control is None or backend == environment.TORCH_BACKEND:
         return open_transport(place, granted_tags=tags.BULK, backend=backend, local_rank=local_rank)
     return open_bulk(control, tags.BULK_ENTRIES, place, backend=backend, local_rank=local_rank)
 
 
-def _torch_rendezvous(mpi: MpiTransport | None) -> launch.TorchRendezvous:
-    if mpi is None or launch.names_torch_rendezvous():
-        return launch.torch_rendezvous()
-    address, port = mpi.said_by_rank_0(f"{mpi.own_address()} {launch.find_free_port()}").split()
-    return launch.TorchRendezvous(mpi.rank, mpi.size, address, int(port), is_store_served=False)
+def _torch_rendezvous(mpi: MpiTransport | None) -> environment.TorchRendezvous:
+    if mpi is None or environment.names_torch_rendezvous():
+        return environment.torch_rendezvous()
+    address, port = mpi.said_by_rank_0(f"{mpi.own_address()} {environment.find_free_port()}").split()
+    return environment.TorchRendezvous(mpi.rank, mpi.size, address, int(port), is_store_served=False)
 
 
 def check_torch_backend(backend: str, *, what: Literal["transport", "bulk"] = "transport") -> None:
@@ -136,6 +136,6 @@ def check_bulk(bulk: str | None, transport: str) -> None:
     """Raise ValueError for a ``bulk`` that names no transport, or has none beside it."""
     if bulk is None:
         return
-    launch.split_transport(bulk, what="bulk", allowed=("mpi", "torch"))
+    environment.split_transport(bulk, what="bulk", allowed=("mpi", "torch"))
     if transport == "local":
         raise ValueError(f"bulk={bulk!r} needs a transport between processes, not 'local'")

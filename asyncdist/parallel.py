@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
-from asyncdist import checks
+from asyncdist import validation
 from asyncdist.errors import LocalProtocolError
 from asyncdist.groups import Group
 from asyncdist.starts import Start
@@ -49,7 +49,7 @@ class ParallelLayout:
 
     def __post_init__(self) -> None:
         for name in ("world_size", "model_parallelism", "pipeline_parallelism"):
-            object.__setattr__(self, name, checks.count(name, getattr(self, name)))
+            object.__setattr__(self, name, validation.count(name, getattr(self, name)))
         replica_size = self.model_parallelism * self.pipeline_parallelism
         if self.world_size % replica_size:
             raise ValueError(

@@ -6,12 +6,12 @@ import gc
 
 import torch
 
-from asyncdist import launch
+from asyncdist import environment
 
 
 def limit_threads() -> None:
     """Ranks that share a host share its cores: torch would give every one of them all."""
-    threads = launch.threads_per_rank()
+    threads = environment.threads_per_rank()
     if threads is not None:
         torch.set_num_threads(threads)
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from asyncdist import checks, launch
+from asyncdist import environment, validation
 from asyncdist.errors import LocalProtocolError, TransportError
 from asyncdist.parallel import ParallelGroups, ParallelLayout, current_groups
 from asyncdist.transports.meeting import await_listener
@@ -41,7 +41,7 @@ def get_distributed_backend() -> dist.Backend:
     Raises:
         ValueError: the one that was set is not available.
     """
-    return dist.Backend(check_backend(launch.backend_name() or default_backend()))
+    return dist.Backend(check_backend(environment.backend_name() or default_backend()))
 
 
 def set_distributed_backend(backend: str) -> None:
@@ -53,7 +53,7 @@ def set_distributed_backend(backend: str) -> None:
     Raises:
         ValueError: torch has no such backend, or was built without it.
     """
-    launch.set_backend_name(check_backend(backend))
+    environment.set_backend_name(check_backend(backend))
 
 
 def available_backends() -> list[str]:
@@ -151,7 +151,7 @@ def init_dist(
     check_place(rank, local_rank, world_size, local_world_size, master_port)
     if dist.is_initialized():
         raise RuntimeError("torch.distributed has a default process group already; destroy_process_group() ends it")
-    launch.set_variables(
+    environment.set_variables(
         {
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
@@ -201,8 +201,8 @@ def end_dist() -> None:
 
 def check_place(rank: int, local_rank: int, world_size: int, local_world_size: int, master_port: int) -> None:
     """Raise TypeError or ValueError, naming it, for a number that does not fit the others."""
-    checks.count("world_size", world_size)
-    checks.count("local_world_size", local_world_size)
+    validation.count("world_size", world_size)
+    validation.count("local_world_size", local_world_size)
     if local_world_size > world_size:
         raise ValueError(f"local_world_size is {local_world_size}; world_size={world_size} is the most it can be")
     for name, value, size in (("rank", rank, world_size), ("local_rank", local_rank, local_world_size)):

@@ -26,7 +26,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal, TypeAlias
 
-from asyncdist import guardians, launch
+from asyncdist import environment as launch
+from asyncdist import guardians
 
 #: How long ranks that were asked to stop may take.
 STOP_S: Final = 10.0

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
-from asyncdist import checks
+from asyncdist import validation
 from asyncdist.everyday import compute_and_broadcast, gather_from_all_ranks
 from asyncdist.groups import Group
 from asyncdist.opening import check_torch_backend
@@ -49,12 +49,12 @@ class RankLayout:
     coordinator: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "world_size", checks.count("world_size", self.world_size))
+        object.__setattr__(self, "world_size", validation.count("world_size", self.world_size))
         groups = _tuple("agent_groups", self.agent_groups, "groups of ranks")
         groups = tuple(_tuple(f"agent_groups[{index}]", group, "ranks") for index, group in enumerate(groups))
         object.__setattr__(self, "agent_groups", groups)
         if not isinstance(self.clients, Mapping):
-            checks.refuse("clients", self.clients, "a dict, from buffer rank to training ranks", TypeError)
+            validation.refuse("clients", self.clients, "a dict, from buffer rank to training ranks", TypeError)
         clients = {buffer: _tuple(f"clients[{buffer!r}]", ranks, "ranks") for buffer, ranks in self.clients.items()}
         object.__setattr__(self, "clients", clients)
         if not self.agent_groups:
@@ -307,10 +307,10 @@ async def initialize_distributed_compute(
     everybody = world.group.ranks
     with world.agreements.objecting(everybody, _SUBJECT):
         if placement not in ("arithmetic", "host"):
-            checks.refuse("placement", placement, "'arithmetic', 'host'")
+            validation.refuse("placement", placement, "'arithmetic', 'host'")
         _check_dist_backend(world, dist_backend)
         if layout is not None and not isinstance(layout, RankLayout):
-            checks.refuse("layout", layout, "a RankLayout, or None", TypeError)
+            validation.refuse("layout", layout, "a RankLayout, or None", TypeError)
         if layout is None:
             _check_counts(world.size, num_remote_buffers, num_agent_groups, coordinator)
         elif layout.world_size != world.size:
@@ -371,11 +371,11 @@ def _in_words(layout: RankLayout) -> str:
 
 def _check_counts(world_size: int, buffer_count: int, group_count: int, coordinator: int | None) -> int:
     """The number of training ranks, once the numbers are known to fit."""
-    checks.count("world_size", world_size)
-    checks.count("num_remote_buffers", buffer_count, least=0)
-    checks.count("num_agent_groups", group_count)
+    validation.count("world_size", world_size)
+    validation.count("num_remote_buffers", buffer_count, least=0)
+    validation.count("num_agent_groups", group_count)
     if coordinator is not None and (type(coordinator) is not int or not 0 <= coordinator < world_size):
-        checks.refuse("coordinator", coordinator, f"None, or a rank from 0 to {world_size - 1}")
+        validation.refuse("coordinator", coordinator, f"None, or a rank from 0 to {world_size - 1}")
     rank_count = world_size if coordinator is None else world_size - 1
     training_count = rank_count - buffer_count
     besides = "" if coordinator is None else " beside the coordinator"
@@ -397,7 +397,7 @@ def _check_counts(world_size: int, buffer_count: int, group_count: int, coordina
 
 def _tuple(name: str, values: Any, of: str) -> tuple[Any, ...]:
     if isinstance(values, str) or not isinstance(values, Sequence):
-        checks.refuse(name, values, f"a list of {of}", TypeError)
+        validation.refuse(name, values, f"a list of {of}", TypeError)
     return tuple(values)
 
 

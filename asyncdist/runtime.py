@@ -24,7 +24,7 @@ from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
 
-from asyncdist import checks, launch, opening, tags, torch_modes, wire
+from asyncdist import environment, opening, tags, torch_modes, validation, wire
 from asyncdist._version import __version__
 from asyncdist.attendance import Attendance
 from asyncdist.collectives import Collectives
@@ -192,7 +192,7 @@ def _run_local(
     strict: bool,
     patience: Patience,
 ) -> list[T]:
-    checks.main_function(main, args)
+    validation.main_function(main, args)
     with Interrupts(spares_process=is_loop_running()) as interrupts:  # here: signals come to the main thread
         outcomes = call_beside_loop(
             functools.partial(_host_locally, main, args, ranks, loop, interrupts, strict=strict, patience=patience)
@@ -496,7 +496,7 @@ async def host_rank(
             if on_open is not None:
                 on_open(world)
             if not transport.capabilities.shares_process:  # the others have looked before they began
-                checks.main_function(main, args)  # here, where a mistake that all ranks make is told once
+                validation.main_function(main, args)  # here, where a mistake that all ranks make is told once
             return Outcome(value=await main(world, *args))
     except BaseException as error:
         return Outcome(error=error)
@@ -533,7 +533,7 @@ def refuse_inside_a_world() -> None:
 
 
 def _patience(watchdog_s: float, stall_s: float | None, stall_aborts: bool) -> Patience:
-    chosen = launch.stall_s() if stall_s is None else stall_s
+    chosen = environment.stall_s() if stall_s is None else stall_s
     if chosen is None:
         return Patience(watchdog_s, STALL_S, stall_aborts, collectives_alone=True)
     return Patience(watchdog_s, chosen, stall_aborts)
@@ -543,13 +543,13 @@ def _check_options(
     transport: str, ranks: int | None, loop: str | None, grace_s: float, bulk: str | None = None
 ) -> None:
     opening.check_bulk(bulk, transport)
-    transport, _ = launch.split_transport(transport)
+    transport, _ = environment.split_transport(transport)
     if ranks is not None:
-        checks.count("ranks", ranks)
+        validation.count("ranks", ranks)
     if ranks is not None and transport != "local":
         raise ValueError(f"ranks={ranks} needs transport='local'; elsewhere the launcher decides how many there are")
     if loop not in (None, "uvloop", "asyncio"):
         raise ValueError(f"loop is {loop!r}; allowed are 'uvloop', 'asyncio'")
-    checks.seconds("grace_s", grace_s, finite=False)
+    validation.seconds("grace_s", grace_s, finite=False)
     if is_loop_running():
         refuse_inside_a_world()

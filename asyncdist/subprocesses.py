@@ -38,7 +38,7 @@ from typing import Any, Final, ParamSpec, cast
 
 import torch
 
-from asyncdist import guardians, launch, process_groups, runtime
+from asyncdist import environment, guardians, process_groups, runtime
 from asyncdist.errors import is_consequence
 from asyncdist.multiprocess_config import MultiprocessConfig
 from asyncdist.parallel import new_parallel_groups
@@ -123,7 +123,7 @@ def _run_coroutine(
     func: Callable[..., Any], cfg: MultiprocessConfig, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
     facts = cast("Any", cfg)  # resolved: no number is missing
-    variables = launch.rank_variables(
+    variables = environment.rank_variables(
         facts.rank,
         facts.world_size,
         local_rank=facts.local_rank,
@@ -133,7 +133,7 @@ def _run_coroutine(
         # The same on all hosts, which agree on nothing else.
         run_id=f"asyncdist-{cfg.master_addr}-{cfg.master_port}",
     )
-    launch.set_variables(variables)
+    environment.set_variables(variables)
     main = functools.partial(_with_groups, func, cfg.model_parallelism, cfg.pipeline_parallelism, kwargs)
     runtime.run(main, *args, transport=cast("Any", "torch"))
 
@@ -226,7 +226,7 @@ def launch_subprocesses(
         for local_rank in range(size)
     ]
     ranks: list[_Child] = []
-    with launch.heeding_children():
+    with environment.heeding_children():
         try:
             _start_all(ranks, func, configs, args, kwargs)
             _wait_for_all(ranks)
@@ -242,7 +242,7 @@ def _resolve_for(cfg: MultiprocessConfig, rank_offset: int) -> MultiprocessConfi
             f"rank_offset is {rank_offset!r}; with world_size={size} and local_world_size={local_size} allowed are "
             f"0..{size - local_size}"
         )
-    if cfg.backend is None and launch.backend_name() is not None:
+    if cfg.backend is None and environment.backend_name() is not None:
         # A server that forks the children has the environment of its own start.
         return dataclasses.replace(cfg, backend=process_groups.get_distributed_backend())
     return cfg
@@ -250,7 +250,7 @@ def _resolve_for(cfg: MultiprocessConfig, rank_offset: int) -> MultiprocessConfi
 
 def _check_port_is_free(port: int) -> None:
     try:
-        launch.probe_port(port)
+        environment.probe_port(port)
     except OSError as error:
         raise ValueError(
             f"master_port is {port}, where rank 0 of this host cannot listen ({error.strerror}); None takes a free one"
@@ -490,7 +490,7 @@ def _be_child(
     multiprocessing.util.Finalize(None, guardians.end_children, exitpriority=_LAST)
     _end_with_launcher()
     pipe.send_bytes(b"")
-    threads = launch.threads_per_rank({**launch.environment(), "LOCAL_WORLD_SIZE": str(cfg.local_world_size)})
+    threads = environment.threads_per_rank({**environment.environment(), "LOCAL_WORLD_SIZE": str(cfg.local_world_size)})
     if threads is not None:
         torch.set_num_threads(threads)
     story = _Story(pipe)
@@ -505,7 +505,7 @@ def _be_child(
         if not error.code:
             pipe.send_bytes(_RETURNED)
         story.tell(error)
-        sys.exit(launch.exit_code(error.code))
+        sys.exit(environment.exit_code(error.code))
     except BaseException as error:
         story.tell(error)
         sys.exit(1)
@@ -548,7 +548,7 @@ class _Story:
             return
         kind = _CONSEQUENCE if is_consequence(error) else _PERHAPS if isinstance(error, RuntimeError) else _CAUSE
         if isinstance(error, SystemExit):
-            if error.code is None or error.code == launch.exit_code(error.code):
+            if error.code is None or error.code == environment.exit_code(error.code):
                 return  # which the launcher sees
             text = f"exited with {error.code!r}"
         else:

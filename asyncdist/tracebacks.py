@@ -12,7 +12,7 @@ import traceback
 from types import TracebackType
 from typing import Final
 
-from asyncdist import launch
+from asyncdist import environment
 
 #: Modules between what starts a rank, scenario or script and its first line.
 _MACHINERY: Final = (
@@ -30,12 +30,12 @@ _HOST: Final = ("asyncdist.runtime", "host_rank")
 #: What may stand between the two.
 _WRAPPER: Final = ("asyncdist.subprocesses", "_with_groups")
 #: What it calls first; the words of a refusal name the user's line.
-_REFUSAL: Final = ("asyncdist.checks", "main_function")
+_REFUSAL: Final = ("asyncdist.validation", "main_function")
 
 
 def format_error(error: BaseException) -> str:
     """The traceback without the machinery around, the exception, and what its text does not say."""
-    launch.explain_import(error)
+    environment.explain_import(error)
     return format_from(error, user_traceback(error))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from asyncdist import checks
+from asyncdist import validation
 from asyncdist.collectives import ended, shielded
 from asyncdist.computing import Computing
 from asyncdist.errors import StallError
@@ -42,8 +42,8 @@ class Patience:
     collectives_alone: bool = False
 
     def __post_init__(self) -> None:
-        checks.seconds("watchdog_s", self.watchdog_s, finite=False)
-        checks.seconds("stall_s", self.stall_s, finite=False)
+        validation.seconds("watchdog_s", self.watchdog_s, finite=False)
+        validation.seconds("stall_s", self.stall_s, finite=False)
 
 
 ENDLESS: Final = Patience()

@@ -20,7 +20,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 
-from asyncdist import checks, streams, tags, wire
+from asyncdist import streams, tags, validation, wire
 from asyncdist.agreement_messages import Inquiry, Join, Objection, Reminder, Verdict, Withdraw
 from asyncdist.agreements import Agreements
 from asyncdist.attendance import Attendance
@@ -363,7 +363,7 @@ class World:
             TypeError: the message type cannot travel.
             ValueError: capacity below 1.
         """
-        capacity = checks.count("capacity", capacity)
+        capacity = validation.count("capacity", capacity)
         name = name or str(getattr(message_type, "__name__", message_type))
         if group is not None:
             check_open(group)
@@ -488,7 +488,7 @@ class World:
         and given back, before the cancellation is raised.
         """
         members = check_ranks(ranks, rank=self.rank, size=self.size)
-        checks.seconds("timeout_s", timeout_s)
+        validation.seconds("timeout_s", timeout_s)
 
         async def make(start: Start[Group]) -> Group:
             async with self._turn(start, timeout_s):  # two at once would be given one tag

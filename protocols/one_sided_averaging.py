@@ -25,7 +25,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
-from asyncdist import AsyncdistError, Group, RankLostError, World, checks, wire
+from asyncdist import AsyncdistError, Group, RankLostError, World, validation, wire
 from asyncdist.byte_views import byte_view
 from asyncdist.exposure import Exposure, OutdatedError, Published, open_exposure
 from asyncdist.flat import FlatBuffers, SnapshotPool
@@ -177,15 +177,15 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             donor_count=donor_count,
             donor_ratio=donor_ratio,
         )
-        checks.fraction("momentum", momentum)
+        validation.fraction("momentum", momentum)
         if optimizer_state not in ("keep", "reset"):
             raise ValueError(f"optimizer_state is {optimizer_state!r}; allowed: 'keep', 'reset'")
         if averaging_strategy == "reset_weights" and model_builder is None:
             raise ValueError("averaging_strategy 'reset_weights' needs model_builder, which makes the fresh weights")
         check_callable("model_builder", model_builder, "a callable that returns a model")
         check_callable("on_event", on_event, "a callable that takes one event")
-        checks.seconds("read_timeout_s", read_timeout_s)
-        checks.seconds("drain_timeout_s", drain_timeout_s)
+        validation.seconds("read_timeout_s", read_timeout_s)
+        validation.seconds("drain_timeout_s", drain_timeout_s)
         self._momentum = float(momentum)
         self._resets_optimizer = optimizer_state == "reset" or averaging_strategy == "reset_weights"
         self._own = OwnState(

@@ -12,7 +12,7 @@ from decimal import ROUND_FLOOR, Decimal
 from numbers import Integral
 from typing import Any, Final
 
-from asyncdist import checks
+from asyncdist import validation
 from protocols.selective_core import (
     METRIC_MODES,
     STRATEGIES,
@@ -63,15 +63,15 @@ class OneSidedRules:
             ("metric_mode", METRIC_MODES),
         ):
             if getattr(self, name) not in allowed:
-                checks.refuse(name, getattr(self, name), ", ".join(map(repr, allowed)))
-        checks.real("threshold_metric", self.threshold_metric, "a finite number", low=-checks.LARGEST)
-        checks.fraction("replacement_ratio", self.replacement_ratio)
-        checks.real("donor_ratio", self.donor_ratio, "a number above 0, up to 1", low=checks.SMALLEST, high=1.0)
+                validation.refuse(name, getattr(self, name), ", ".join(map(repr, allowed)))
+        validation.real("threshold_metric", self.threshold_metric, "a finite number", low=-validation.LARGEST)
+        validation.fraction("replacement_ratio", self.replacement_ratio)
+        validation.real("donor_ratio", self.donor_ratio, "a number above 0, up to 1", low=validation.SMALLEST, high=1.0)
         if self.donor_count is not None:
-            checks.count("donor_count", self.donor_count, besides=", or None")
+            validation.count("donor_count", self.donor_count, besides=", or None")
         ages: Any = self.age_range
         if not _is_pair_of_ages(ages):
-            checks.refuse("age_range", ages, "two whole numbers of steps, 1 <= shortest <= longest")
+            validation.refuse("age_range", ages, "two whole numbers of steps, 1 <= shortest <= longest")
         object.__setattr__(self, "age_range", (int(ages[0]), int(ages[1])))
 
 

@@ -38,9 +38,9 @@ from asyncdist import (
     RemoteProtocolError,
     StartTimeoutError,
     World,
-    checks,
     current_world,
     tags,
+    validation,
 )
 from asyncdist.byte_views import split
 from asyncdist.channels import Channel
@@ -166,10 +166,10 @@ class ReplayBuffer:
         self._world = world or current_world()
         self._world.check_peer(server)
         if not isinstance(name, str):
-            checks.refuse("name", name, "a string", TypeError)
+            validation.refuse("name", name, "a string", TypeError)
         self._server = server
         self._name = name
-        self._start_timeout_s = checks.seconds("start_timeout_s", start_timeout_s)
+        self._start_timeout_s = validation.seconds("start_timeout_s", start_timeout_s)
         self._channel: Channel[Any] | None = None
         self._welcome: Welcome | None = None
         self._error: AsyncdistError | None = None
@@ -313,7 +313,7 @@ class ReplayBuffer:
                 nobody has added who could. A rank that has added itself is believed to go on, until it leaves the
                 block.
         """
-        count, beta = checks.count("n", n), checks.fraction("beta", beta)
+        count, beta = validation.count("n", n), validation.fraction("beta", beta)
         self._drawing_count += 1
         try:
             if self._own_layout is None:  # a task that was started together with this one may be about to add

@@ -25,7 +25,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncdist import BusyError, Envelope, RankLostError, RemoteProtocolError, World, checks, current_world, tags, wire
+from asyncdist import (
+    BusyError,
+    Envelope,
+    RankLostError,
+    RemoteProtocolError,
+    World,
+    current_world,
+    tags,
+    validation,
+    wire,
+)
 from asyncdist.byte_views import split
 from asyncdist.channels import Channel
 from asyncdist.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted, check_grant
@@ -619,13 +629,13 @@ def _check_clients(clients: Any, world: World) -> None:
 def _check_options(
     capacity: Any, prioritized: Any, alpha: Any, score: Any, in_flight_max: Any, seed: Any, name: Any
 ) -> None:
-    checks.count("capacity", capacity)
-    checks.count("in_flight_max", in_flight_max)
-    checks.count("seed", seed, least=0)
+    validation.count("capacity", capacity)
+    validation.count("in_flight_max", in_flight_max)
+    validation.count("seed", seed, least=0)
     if type(prioritized) is not bool:
-        checks.refuse("prioritized", prioritized, "True, False", TypeError)
-    checks.real("alpha", alpha, "a finite number of 0 or more", low=0.0)
+        validation.refuse("prioritized", prioritized, "True, False", TypeError)
+    validation.real("alpha", alpha, "a finite number of 0 or more", low=0.0)
     if score is not None and not callable(score):
-        checks.refuse("score", score, "a function of a batch, or None", TypeError)
+        validation.refuse("score", score, "a function of a batch, or None", TypeError)
     if not isinstance(name, str):
-        checks.refuse("name", name, "a string", TypeError)
+        validation.refuse("name", name, "a string", TypeError)

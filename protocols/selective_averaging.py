@@ -28,7 +28,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
-from asyncdist import AsyncdistError, BusyError, Group, RankLostError, World, checks, current_world, tags
+from asyncdist import AsyncdistError, BusyError, Group, RankLostError, World, current_world, tags, validation
 from asyncdist.channels import Channel
 from asyncdist.flat import FlatBuffers, SnapshotPool
 from protocols.messages import (
@@ -223,14 +223,14 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             max_report_age_s=max_report_age_s,
             round_timeout_s=round_timeout_s,
         )
-        checks.fraction("momentum", momentum)
+        validation.fraction("momentum", momentum)
         if optimizer_state not in ("keep", "reset"):
             raise ValueError(f"optimizer_state is {optimizer_state!r}; allowed: 'keep', 'reset'")
         if averaging_strategy == "reset_weights" and model_builder is None:
             raise ValueError("averaging_strategy 'reset_weights' needs model_builder, which makes the fresh weights")
         check_callable("model_builder", model_builder, "a callable that returns a model")
         check_callable("on_event", on_event, "a callable that takes one event")
-        checks.seconds("drain_timeout_s", drain_timeout_s)
+        validation.seconds("drain_timeout_s", drain_timeout_s)
         self._momentum = float(momentum)
         self._resets_optimizer = optimizer_state == "reset" or averaging_strategy == "reset_weights"
         self._own = OwnState(
@@ -242,7 +242,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         )
         self._drain_timeout_s = drain_timeout_s
         self._coordinator_rank = (
-            None if coordinator is None else checks.count("coordinator", coordinator, least=0, besides=", or None")
+            None if coordinator is None else validation.count("coordinator", coordinator, least=0, besides=", or None")
         )
         self._on_event = on_event
         self._timing = Timing(timing)
@@ -299,7 +299,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         """As :class:`SpawnPolicy`. Raises ValueError, also on one rank, for a coordinator that is no rank."""
         size = (self._given_world or current_world()).size
         if self._coordinator_rank is not None and self._coordinator_rank >= size:
-            checks.refuse("coordinator", self._coordinator_rank, f"a rank from 0 to {size - 1}")
+            validation.refuse("coordinator", self._coordinator_rank, f"a rank from 0 to {size - 1}")
         return await super().__aenter__()
 
     def _has_company(self) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, assert_never
 
-from asyncdist import Envelope, RankLostError, World, checks, current_world, tags, wire
+from asyncdist import Envelope, RankLostError, World, current_world, tags, validation, wire
 from asyncdist.agreements import Agreed
 from asyncdist.channels import Channel
 from protocols.messages import (
@@ -53,7 +53,7 @@ async def coordinate(
     """
     world = world or current_world()
     _check_members(members, world)
-    checks.seconds("start_timeout_s", start_timeout_s)
+    validation.seconds("start_timeout_s", start_timeout_s)
     ranks = (*members, world.rank)
     agreed = await world.agreements.agree(ranks, START, {}, leader=world.rank, timeout_s=start_timeout_s)
     options = {
@@ -179,7 +179,7 @@ class Coordinator:
 def _check_members(members: Any, world: World) -> None:
     others = f"the ranks of a policy's group, from 0 to {world.size - 1}, each once and without rank {world.rank}"
     if isinstance(members, str) or not isinstance(members, Sequence):
-        checks.refuse("members", members, others, TypeError)
+        validation.refuse("members", members, others, TypeError)
     wrong = [rank for rank in members if type(rank) is not int or not 0 <= rank < world.size or rank == world.rank]
     if wrong or not members or len(set(members)) != len(members):
-        checks.refuse("members", members, others)
+        validation.refuse("members", members, others)

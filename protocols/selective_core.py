@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
 from typing import Final
 
-from asyncdist import checks
+from asyncdist import validation
 
 STRATEGIES: Final = ("mean", "weighted_mean", "best_only", "reset_weights")
 METRIC_MODES: Final = ("max", "min")
@@ -53,19 +53,19 @@ class SelectiveRules:
         """Refuse bad options here, so that no report is ever judged by them."""
         for name, allowed in (("averaging_strategy", STRATEGIES), ("metric_mode", METRIC_MODES)):
             if getattr(self, name) not in allowed:
-                checks.refuse(name, getattr(self, name), ", ".join(map(repr, allowed)))
+                validation.refuse(name, getattr(self, name), ", ".join(map(repr, allowed)))
         numbers = {
             "replacement_ratio": ("a number from 0 to 1", 0.0, 1.0),
             "quorum": ("a number from 0 to 1", 0.0, 1.0),
-            "grace_s": ("a finite number of seconds, 0 or more", 0.0, checks.LARGEST),
-            "round_timeout_s": ("a finite number of seconds above 0", checks.SMALLEST, checks.LARGEST),
-            "max_report_age_s": ("a number of seconds above 0", checks.SMALLEST, math.inf),
+            "grace_s": ("a finite number of seconds, 0 or more", 0.0, validation.LARGEST),
+            "round_timeout_s": ("a finite number of seconds above 0", validation.SMALLEST, validation.LARGEST),
+            "max_report_age_s": ("a number of seconds above 0", validation.SMALLEST, math.inf),
         }
         if self.threshold is not None:
-            numbers["threshold"] = ("None or a finite number", -checks.LARGEST, checks.LARGEST)
+            numbers["threshold"] = ("None or a finite number", -validation.LARGEST, validation.LARGEST)
         for name, (words, low, high) in numbers.items():  # kept as plain floats
-            object.__setattr__(self, name, checks.real(name, getattr(self, name), words, low=low, high=high))
-        object.__setattr__(self, "cooldown", checks.count("cooldown", self.cooldown, least=0))
+            object.__setattr__(self, name, validation.real(name, getattr(self, name), words, low=low, high=high))
+        object.__setattr__(self, "cooldown", validation.count("cooldown", self.cooldown, least=0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ from asyncdist import (
     Group,
     LocalProtocolError,
     World,
-    checks,
     current_world,
+    validation,
 )
 from asyncdist.agreements import Agreed
 from asyncdist.flat import Fingerprint, FlatState, first_difference
@@ -179,13 +179,13 @@ class SpawnPolicy(abc.ABC):
         if not isinstance(name, str):
             raise TypeError(f"name is {name!r}; allowed: a text")
         if len(name) > _NAME_LENGTH_MAX:
-            checks.refuse("name", name, f"a text of up to {_NAME_LENGTH_MAX} characters")
+            validation.refuse("name", name, f"a text of up to {_NAME_LENGTH_MAX} characters")
         for what, value, kind in (("group", group, Group), ("world", world, World)):
             if value is not None and not isinstance(value, kind):
-                checks.refuse(what, value, f"a {kind.__name__}, or None for the current world's", TypeError)
+                validation.refuse(what, value, f"a {kind.__name__}, or None for the current world's", TypeError)
         self.model = model
         self.optimizer = optimizer
-        self.average_every = checks.count("average_every", average_every)
+        self.average_every = validation.count("average_every", average_every)
         self.name = name
         self.iteration = 0
         self._restarted_at = 0  # the iteration that the caller counts as 0
@@ -198,7 +198,7 @@ class SpawnPolicy(abc.ABC):
         self._flat.check_optimizer(optimizer)
         self._given_group = group
         self._given_world = world
-        self._start_timeout_s = checks.seconds("start_timeout_s", start_timeout_s)
+        self._start_timeout_s = validation.seconds("start_timeout_s", start_timeout_s)
         self._stage: _Stage = "new"
         self._stepping = False
         self._is_beginning = False
@@ -368,7 +368,7 @@ class SpawnPolicy(abc.ABC):
             )
         if expose_params not in (None, True):
             raise ValueError(f"expose_params is {expose_params!r:.80}; allowed: None, True; average_every says when")
-        number = checks.count("iteration", iteration, least=0)
+        number = validation.count("iteration", iteration, least=0)
         if not self._stepping:
             self._go_to(number)
         info = await self._guarded_step(local_metric)

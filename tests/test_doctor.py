@@ -13,9 +13,9 @@ import pytest
 from support.mpi import flavour, require_mpi
 
 import asyncdist as ad
-from asyncdist import doctor, launch, mpirun
+from asyncdist import doctor, environment, mpirun
 from asyncdist.doctor import Facts, Mpi
-from asyncdist.launch import Launch
+from asyncdist.environment import Launch
 from asyncdist.mpirun import Installation
 
 TIMEOUT_S = 100.0
@@ -191,7 +191,7 @@ def test_root_is_told_of_what_a_plain_mpirun_refuses() -> None:
     ended = examine(**{mpirun.ROOT_VARIABLES[1]: ""})
     assert ended.returncode == 1
     assert "1 thing to mend:\n  1. this is root, for whom a plain mpirun" in ended.stdout
-    launcher = mpirun.find_installation(launch.environment()).launchers["openmpi"]
+    launcher = mpirun.find_installation(environment.environment()).launchers["openmpi"]
     for confirmed in ("", "1"):
         environ = {**os.environ, mpirun.ROOT_VARIABLES[0]: "1", mpirun.ROOT_VARIABLES[1]: confirmed}
         started = subprocess.run([launcher, "-n", "1", "true"], env=environ, capture_output=True, timeout=TIMEOUT_S)
@@ -315,7 +315,7 @@ def test_a_sick_rank_that_is_not_counted_on_its_host_speaks_too() -> None:
 
 def mpirun_command(ranks: int) -> list[str]:
     require_mpi()
-    installation = mpirun.find_installation(launch.environment())
+    installation = mpirun.find_installation(environment.environment())
     chosen = mpirun.choose_flavour(installation, None)
     command = mpirun.build_command(chosen, installation.launchers[chosen], "", [], ranks=ranks)
     return command[: command.index(sys.executable)]

@@ -46,7 +46,7 @@ class Job:
         self.stdout = self.stderr = ""
         self.statuses: list[int] = []
         self.memory: list[str] = []
-        launch = Path(ad.__file__).with_name("launch.py")
+        launch = Path(ad.__file__).with_name("environment.py")
         program = [launch, SCRIPTS / "ends.py", folder, way]
         watched = [SCRIPTS / "watched.py", folder, ranks if by_themselves else 0]
         command = [sys.executable, "-m", "asyncdist", "run", "-n", ranks, *watched, *program]

@@ -13,9 +13,10 @@ from typing import NoReturn
 
 import pytest
 
-from asyncdist import cli, guardians, launch, mpirun
+from asyncdist import cli, guardians, mpirun
+from asyncdist import environment as launch
+from asyncdist.environment import Launch
 from asyncdist.errors import TransportError
-from asyncdist.launch import Launch
 from asyncdist.mpirun import Installation
 
 # What each launcher really sets, of the variables that say something about ranks and places.
@@ -661,7 +662,7 @@ def test_a_failing_rank_ends_the_others_with_its_exit_code(
     ended, _, error = finish(start(tmp_path, body.format(failure=failure)))
     assert ended == code
     assert error.count(message) == 1 or not message
-    assert "launch.py" not in error
+    assert "environment.py" not in error
     assert time.monotonic() - begin < 30
 
 

@@ -15,7 +15,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "_version",
         "byte_views",
-        "checks",
+        "validation",
         "compiled",
         "direct_writes",
         "errors",
@@ -54,7 +54,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("starts", "transports.torch"),
     ("world",),
     ("exposure", "outcomes", "waits"),
-    ("guardians", "launch", "mesh"),
+    ("guardians", "environment", "mesh"),
     ("population", "placement", "notebooks", "opening", "process", "tracebacks"),
     ("gradients", "shards", "supervision"),
     ("failing",),
@@ -167,7 +167,7 @@ def test_asyncdist_never_imports_protocols() -> None:
 
 
 def test_protocols_import_no_transport() -> None:
-    forbidden = {"asyncdist.transports.local", "asyncdist.transports.mpi", "asyncdist.runtime", "asyncdist.launch"}
+    forbidden = {"asyncdist.transports.local", "asyncdist.transports.mpi", "asyncdist.runtime", "asyncdist.environment"}
     assert not {name: found for name, tree in PROTOCOLS.items() if (found := imports(tree) & forbidden)}
 
 
@@ -184,7 +184,7 @@ def test_decision_cores_know_no_loop_no_clock_and_no_chance(name: str) -> None:
         for package in ("asyncio", "time", "random", "secrets", "torch"):
             assert not uses(PROTOCOLS[name], package), package
         used = {module for module in imports(PROTOCOLS[name]) if module.startswith("asyncdist.")}
-        assert used <= {"asyncdist.checks"}, "options are checked in one way; all else there knows a loop"
+        assert used <= {"asyncdist.validation"}, "options are checked in one way; all else there knows a loop"
 
 
 def test_the_environment_is_read_in_the_launcher_and_before_it_alone() -> None:
@@ -196,7 +196,7 @@ def test_the_environment_is_read_in_the_launcher_and_before_it_alone() -> None:
                     readers.add(f"{package}.{name}")
             if imports(tree) & {"os.environ", "os.getenv", "os.environb"}:
                 readers.add(f"{package}.{name}")
-    assert readers == {"asyncdist.launch", "asyncdist.compiled"}  # which says why
+    assert readers == {"asyncdist.environment", "asyncdist.compiled"}  # which says why
 
 
 @pytest.mark.parametrize("trees", [ASYNCDIST, PROTOCOLS], ids=["asyncdist", "protocols"])
@@ -207,7 +207,7 @@ def test_nothing_is_pickled_and_nothing_is_evaluated(trees: dict[str, ast.Module
         called = {
             node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         }
-        assert not called & ({"eval"} if name == "launch" else {"eval", "exec", "compile"}), name
+        assert not called & ({"eval"} if name == "environment" else {"eval", "exec", "compile"}), name
 
 
 @pytest.mark.parametrize("trees", [ASYNCDIST, PROTOCOLS], ids=["asyncdist", "protocols"])

@@ -199,13 +199,13 @@ def test_gloo_does_not_pass() -> None:
         import torch
         from support.mpi import report
         from torch import distributed as dist
-        from asyncdist import launch
+        from asyncdist import environment
         from asyncdist.errors import TransportError
         from asyncdist.transports import gloo, meeting, self_test
         from asyncdist.transports.polled import Pairs
 
         rank = int(os.environ["RANK"])
-        store = meeting.meet(launch.torch_rendezvous(), rank, 2, 60.0)
+        store = meeting.meet(environment.torch_rendezvous(), rank, 2, 60.0)
         make = lambda name: gloo.make_group(store, name, rank, 2, datetime.timedelta(seconds=60))
         try:
             self_test.examine(Pairs(make, rank, torch.device("cpu")), "gloo", store, rank, 2, patience_s=5.0)

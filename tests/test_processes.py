@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist import cli, guardians, launch, processes
+from asyncdist import cli, environment, guardians, processes
 
 #: Generous: what hangs is a failure, what is slow is not.
 TIMEOUT_S = 90.0
@@ -108,11 +108,11 @@ def test_ranks_get_the_variables_of_torchrun_and_are_the_script(tmp_path: Path) 
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "False",
-            "OMP_NUM_THREADS": str(max(1, launch.available_cores() // 3)),
+            "OMP_NUM_THREADS": str(max(1, environment.available_cores() // 3)),
         }
         facts = {name: report[name] for name in ("arguments", "input", "main", "torch")}
         assert facts == {"arguments": arguments, "input": "", "main": "__main__", "torch": False}
-        assert launch.detect(variables) == launch.Launch("torch", 3, rank, "TORCHELASTIC_RUN_ID")
+        assert environment.detect(variables) == environment.Launch("torch", 3, rank, "TORCHELASTIC_RUN_ID")
 
 
 def test_every_job_has_a_port_and_a_name_of_its_own() -> None:
@@ -137,7 +137,7 @@ def test_the_variables_of_another_launcher_do_not_win(tmp_path: Path) -> None:
     around = {"RANK": "7", "WORLD_SIZE": "9", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}
     with running(tmp_path, source, ranks=1, environ=around) as process:
         code, output, _ = finish(process)
-    assert (code, output) == (0, f"{launch.Launch('torch', 1, 0, 'TORCHELASTIC_RUN_ID')}\n")
+    assert (code, output) == (0, f"{environment.Launch('torch', 1, 0, 'TORCHELASTIC_RUN_ID')}\n")
 
 
 # --------------------------------------------------------------------------------------------------------- ends
@@ -183,7 +183,7 @@ def test_a_failing_rank_ends_the_others_with_its_exit_code(
         ended, _, error = finish(process)
     assert ended == code
     assert [error.count(word) for word in words] == [1] * len(words), error
-    assert "launch.py" not in error
+    assert "environment.py" not in error
     check_gone(pids)
 
 
@@ -220,7 +220,7 @@ def test_ranks_that_another_one_takes_along_and_that_end_before_it_are_not_the_c
     monkeypatch.setattr(processes, "SETTLE_S", TIMEOUT_S)
     script = tmp_path / "script.py"
     script.write_text(AFTER.format(last=1, gone=2, failure=failure))
-    assert processes.run(str(script), [str(tmp_path)], ranks=3, environ=launch.environment()) == code
+    assert processes.run(str(script), [str(tmp_path)], ranks=3, environ=environment.environment()) == code
     assert f"asyncdist run: {words}" in (said := capfd.readouterr().err)
     assert said.count("asyncdist run: ") == 1
 
@@ -229,7 +229,7 @@ def test_ranks_that_do_not_stop_are_killed(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(processes, "STOP_S", 0.2)
     script = tmp_path / "script.py"
     script.write_text(WAITS.format(before=DEAF, failure="sys.exit(7)"))
-    code = processes.run(str(script), [str(tmp_path)], ranks=3, environ=launch.environment())
+    code = processes.run(str(script), [str(tmp_path)], ranks=3, environ=environment.environment())
     assert code == 7
     check_gone(pids_in(tmp_path, 3))
 
@@ -352,7 +352,7 @@ def test_how_long_a_main_may_wait_reaches_the_ranks_as_a_variable(monkeypatch: p
     monkeypatch.setattr(processes, "run", lambda *_, environ, **__: given.append(environ) or 0)
     with pytest.raises(SystemExit):
         cli.main(["run", "-n", "2", "--transport", "torch", "--stall-s", "20", __file__])
-    assert launch.stall_s(given[0]) == 20.0
+    assert environment.stall_s(given[0]) == 20.0
 
 
 def test_a_process_that_cannot_be_started_ends_those_that_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,8 +368,8 @@ def test_a_process_that_cannot_be_started_ends_those_that_were(tmp_path: Path, m
         return started[-1]
 
     monkeypatch.setattr(subprocess, "Popen", refuse_the_third)
-    with pytest.raises(launch.LaunchError, match=r"rank 2 cannot be started: .*Resource temporarily unavailable"):
-        processes.run(str(script), [str(tmp_path)], ranks=3, environ=launch.environment())
+    with pytest.raises(environment.LaunchError, match=r"rank 2 cannot be started: .*Resource temporarily unavailable"):
+        processes.run(str(script), [str(tmp_path)], ranks=3, environ=environment.environment())
     check_gone(pids_in(tmp_path, 2))
 
 
@@ -390,13 +390,13 @@ def test_the_transport_that_is_named_is_started_whatever_the_variable_says_and_t
 ) -> None:
     """ASYNCDIST_TRANSPORT reached the ranks, which then trained alone, and no backend did."""
     environ = {"PATH": "p"} | ({} if variable is None else {"ASYNCDIST_TRANSPORT": variable})
-    transport, _, chosen = launch.choose_transport(named, environ)
+    transport, _, chosen = environment.choose_transport(named, environ)
     assert (transport, chosen.get("ASYNCDIST_TRANSPORT"), chosen["PATH"]) == (*expected, "p")
 
 
 def test_no_ranks_are_started_for_local() -> None:
     with pytest.raises(ValueError, match="ASYNCDIST_TRANSPORT is 'local'; allowed are 'mpi', 'torch'"):
-        launch.choose_transport(None, {"ASYNCDIST_TRANSPORT": "local"})
+        environment.choose_transport(None, {"ASYNCDIST_TRANSPORT": "local"})
 
 
 def test_every_option_that_takes_a_value_is_known_where_the_script_s_arguments_begin() -> None:

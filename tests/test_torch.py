@@ -23,7 +23,7 @@ from support.torchrun import Result, free_port, rank_environment, run_ranks, run
 from torch import distributed as dist
 
 import asyncdist as ad
-from asyncdist import launch
+from asyncdist import environment
 from asyncdist.errors import RankLostError, TransportError, TruncationError
 from asyncdist.transports import gloo
 from asyncdist.transports.base import ANY_SOURCE
@@ -565,13 +565,13 @@ def test_one_rank_needs_no_store() -> None:
 def test_variables_that_make_no_sense_are_named(changes: dict[str, str], match: str) -> None:
     environ = {**rank_environment(1, 4, 29500), **changes}
     with pytest.raises(ValueError, match=match):
-        launch.torch_rendezvous(environ)
+        environment.torch_rendezvous(environ)
 
 
 def test_the_rendezvous_is_what_torchrun_says() -> None:
     environ = rank_environment(1, 4, 29500)
-    assert launch.torch_rendezvous(environ) == launch.TorchRendezvous(1, 4, "127.0.0.1", 29500, False)
-    assert launch.torch_rendezvous({**environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}).is_store_served
+    assert environment.torch_rendezvous(environ) == environment.TorchRendezvous(1, 4, "127.0.0.1", 29500, False)
+    assert environment.torch_rendezvous({**environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}).is_store_served
 
 
 # -------------------------------------------------------------------------------------------------------- the handshake
@@ -674,14 +674,14 @@ def test_the_command_refuses_it_before_anything_starts(backend: str, words: str)
     ("name", "launched"), [("torch", "torch"), ("torch:gloo", "torch"), ("mpi", "mpi"), ("local", "local")]
 )
 def test_torch_means_gloo(name: str, launched: str) -> None:
-    for found in (launch.detect({}, wanted=name), launch.detect({launch.TRANSPORT_VARIABLE: name})):
+    for found in (environment.detect({}, wanted=name), environment.detect({environment.TRANSPORT_VARIABLE: name})):
         assert (found.transport, found.backend) == (launched, "gloo")
 
 
 @pytest.mark.parametrize("name", ["torch:", "mpi:gloo", "local:gloo", ":gloo"])
 def test_a_backend_of_nothing_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"transport is '{name}'; allowed are"):
-        launch.detect({}, wanted=name)
+        environment.detect({}, wanted=name)
 
 
 # ------------------------------------------------------------------------------------------------------------- matching

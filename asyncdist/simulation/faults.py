@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from asyncdist import checks
+from asyncdist import validation
 from asyncdist.simulation.models import check_number, check_ranks
 
 
@@ -149,7 +149,7 @@ def _check(fault: Fault, *names: str) -> None:
     for name in names:
         value, what = getattr(fault, name), f"{fault!r}: {name}"
         if name in ("at_turn", "at_message", "number"):
-            object.__setattr__(fault, name, checks.count(what, value))
+            object.__setattr__(fault, name, validation.count(what, value))
         else:
             check_number(what, value)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-from asyncdist import checks
+from asyncdist import validation
 from asyncdist.simulation.samplers import LogNormalSampler
 
 #: How many times as long as it would have taken a computation lasts, at most, to overrun a timer.
@@ -26,7 +26,7 @@ OVERRUN_S: Final = 1e-5
 def check_number(name: str, value: Any, *, above_zero: bool = False) -> None:
     """Refuse what is no finite number of at least zero."""
     allowed = f"a finite number {'above 0' if above_zero else 'of 0 or more'}"
-    checks.real(name, value, allowed, low=checks.SMALLEST if above_zero else 0.0)
+    validation.real(name, value, allowed, low=validation.SMALLEST if above_zero else 0.0)
 
 
 def check_duration(name: str, value: Any) -> None:
@@ -83,7 +83,7 @@ class LogNormal:
 
     def __post_init__(self) -> None:
         check_number("LogNormal.median", self.median)
-        checks.real("LogNormal.sigma", self.sigma, "a number from 0 to 30", low=0.0, high=30.0)
+        validation.real("LogNormal.sigma", self.sigma, "a number from 0 to 30", low=0.0, high=30.0)
 
     def draw(self, rng: random.Random) -> float:
         """One value, in seconds."""
@@ -149,15 +149,15 @@ class Network:
 
     def __post_init__(self) -> None:
         if self.ranks_per_host is not None:
-            checks.count("ranks_per_host", self.ranks_per_host, besides=", or None")
+            validation.count("ranks_per_host", self.ranks_per_host, besides=", or None")
         if self.eager_nbytes is not None:
-            checks.count("eager_nbytes", self.eager_nbytes, least=0, besides=", or None")
+            validation.count("eager_nbytes", self.eager_nbytes, least=0, besides=", or None")
         links: Any = self.links
         if not isinstance(links, Mapping):
-            checks.refuse("links", links, "a dict from (source, dest) to a Link", TypeError)
+            validation.refuse("links", links, "a dict from (source, dest) to a Link", TypeError)
         for pair in links:
             if not isinstance(pair, tuple) or [type(rank) for rank in pair] != [int, int]:
-                checks.refuse("a key of links", pair, "(source, dest), two ranks")
+                validation.refuse("a key of links", pair, "(source, dest), two ranks")
         check_duration("loss_detection_s", self.loss_detection_s)
         for name, link in (("link", self.link), ("cross_link", self.cross_link), *self.links.items()):
             if not isinstance(link, Link):
@@ -204,12 +204,12 @@ class Compute:
     def __post_init__(self) -> None:
         check_duration("step_s", self.step_s)
         check_duration("pause_s", self.pause_s)
-        checks.fraction("pause_probability", self.pause_probability)
+        validation.fraction("pause_probability", self.pause_probability)
         if self.overrun_probability is not None:
-            checks.fraction("overrun_probability", self.overrun_probability)
+            validation.fraction("overrun_probability", self.overrun_probability)
         factors: Any = self.factors
         if not isinstance(factors, Mapping):
-            checks.refuse("factors", factors, "a dict from a rank to its factor", TypeError)
+            validation.refuse("factors", factors, "a dict from a rank to its factor", TypeError)
         for rank, factor in self.factors.items():
             check_number(f"the compute factor of rank {rank}", factor)
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from asyncdist import launch
+from asyncdist import environment
 from asyncdist.simulation.faults import Fault
 
 #: Folders in which any Python finds modules, and the one of its programs.
@@ -41,14 +41,14 @@ def repeat_line(scenario: Any, seed: int, faults: Sequence[Fault] | None = None,
     statement = "; ".join([*imports, f"{name}({seed}{plan}).value()"])
     paths = _import_paths()
     prefix = f"PYTHONPATH={shlex.quote(os.pathsep.join(paths))} " if paths else ""
-    hashes = f"{launch.HASH_SEED_VARIABLE}={hash_seed} " if hash_seed is not None else ""
+    hashes = f"{environment.HASH_SEED_VARIABLE}={hash_seed} " if hash_seed is not None else ""
     return f"{hashes}{prefix}{python_command()} -c {shlex.quote(statement)}"
 
 
 def hash_seed_prefix(default: str | None = None) -> str:
     """Sets PYTHONHASHSEED for a command, if this process has one and it is not the command's ``default``."""
-    number = launch.hash_seed()
-    return "" if number in (None, default) else f"{launch.HASH_SEED_VARIABLE}={number} "
+    number = environment.hash_seed()
+    return "" if number in (None, default) else f"{environment.HASH_SEED_VARIABLE}={number} "
 
 
 def expression_of(fault: Fault) -> str:

@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 import torch
 
-from asyncdist import launch
+from asyncdist import environment
 from asyncdist.errors import DeadlockError, TimeLimitError
 from asyncdist.runtime import run_elsewhere
 from asyncdist.simulation.entropy import entropy_from
@@ -288,7 +288,7 @@ def _program(script: Script) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        launch.explain_import(error)  # now: afterwards the script's folder is not searched any more
+        environment.explain_import(error)  # now: afterwards the script's folder is not searched any more
         raise
     finally:
         sys.argv, sys.path[:] = argv, path

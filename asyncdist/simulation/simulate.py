@@ -24,7 +24,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-from asyncdist import checks
+from asyncdist import validation
 from asyncdist.errors import DeadlockError, TimeLimitError, is_consequence
 from asyncdist.notebooks import call_beside_loop, is_loop_running
 from asyncdist.progress import Engine
@@ -171,8 +171,8 @@ def simulate(
             thread, a process, a socket or something else that would not follow from the seed.
         TypeError, ValueError: an argument is of the wrong kind or out of range.
     """
-    checks.main_function(main, args)
-    ranks = checks.count("ranks", ranks)
+    validation.main_function(main, args)
+    ranks = validation.count("ranks", ranks)
     if type(seed) is not int:
         raise TypeError(f"seed is {seed!r}; a whole number is needed")
     if until_s is not None:
@@ -189,7 +189,7 @@ def simulate(
         refuse_inside_a_world()
     inherited: Any = inherited_random
     if isinstance(inherited, str) or not isinstance(inherited, Collection) or not set(inherited) <= INHERITABLE:
-        checks.refuse("inherited_random", inherited, f"a list of names among {', '.join(sorted(INHERITABLE))}")
+        validation.refuse("inherited_random", inherited, f"a list of names among {', '.join(sorted(INHERITABLE))}")
     plan = (ranks, seed, network or Network(), compute or Compute(), tuple(faults))
     run = functools.partial(_Simulation.run, strict=strict, until_s=until_s, after_event=after_event)
     with one_at_a_time():

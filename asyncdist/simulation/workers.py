@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import torch
 
-from asyncdist import launch
+from asyncdist import environment
 
 #: With a handler on it, warnings of a thousand seeds do not go to standard error for want of one.
 _log = logging.getLogger()
@@ -61,7 +61,7 @@ class Inline:
     window = 1
 
     def __init__(self, payload: bytes) -> None:
-        self.hash_seed = launch.hash_seed()
+        self.hash_seed = environment.hash_seed()
         self._payload = payload
         self._no_log = logging.NullHandler()
         _log.addHandler(self._no_log)
@@ -93,7 +93,7 @@ class Pool:
 
     def __init__(self, payload: bytes, process_count: int) -> None:
         self.window = 2 * process_count
-        self.hash_seed = launch.hash_seed() or "0"
+        self.hash_seed = environment.hash_seed() or "0"
         self._payload = payload
         self._start(process_count)
 
@@ -111,7 +111,7 @@ class Pool:
         """What ``function(payload, *args)`` will have returned, in one of the processes."""
         if len(self._processes) < self._process_count:  # they are started one by one, here
             others = set(multiprocessing.active_children())
-            with _sigint_blocked(), launch.variable_set(launch.HASH_SEED_VARIABLE, self.hash_seed):
+            with _sigint_blocked(), environment.variable_set(environment.HASH_SEED_VARIABLE, self.hash_seed):
                 future = self._executor.submit(function, self._payload, *args)
                 self._processes |= set(multiprocessing.active_children()) - others
         else:

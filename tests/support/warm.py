@@ -216,7 +216,7 @@ def _tell(client: socket.socket, number: int) -> None:
 
 def become(job: dict[str, Any], server: int) -> None:
     """In a child: be the rank."""
-    from asyncdist import guardians, launch
+    from asyncdist import environment, guardians
 
     guardians.die_with_parent(server)
     os.setpgid(0, 0)
@@ -231,7 +231,7 @@ def become(job: dict[str, Any], server: int) -> None:
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     script, *arguments = job["arguments"]
-    launch._run_script(script, arguments)
+    environment._run_script(script, arguments)
 
 
 if __name__ == "__main__":
