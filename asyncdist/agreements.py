@@ -46,7 +46,7 @@ from asyncdist.errors import (
     StartTimeoutError,
     remote_error,
 )
-from asyncdist.values import words_of
+from asyncdist.tensors.serialization import words_of
 
 if TYPE_CHECKING:
     from asyncdist.channels import Channel

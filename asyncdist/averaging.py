@@ -2,9 +2,9 @@
 
 Everything of one dtype goes through one collective, however many tensors there are. Sums are in float32 or wider, and
 are divided by the group's size; equal values stay what they are, and the mean of finite values is finite, also where
-their sum is not (:mod:`asyncdist.means`). Sums run in rank order, so all worlds get the same bits. Before any data is
-sent the members compare what they are about to average, so another model on one of them is an error that names the
-first difference, on all of them.
+their sum is not (:mod:`asyncdist.tensors.means`). Sums run in rank order, so all worlds get the same bits. Before any
+data is sent the members compare what they are about to average, so another model on one of them is an error that names
+the first difference, on all of them.
 
 Tensors are read and written piece by piece while the others are on their way: until the call has ended no other task
 may use the model. Processes of one host, under MPI or on torch, send nothing from 64 KiB on: they read each other's
@@ -27,14 +27,14 @@ import torch
 from torch import Tensor, nn
 
 from asyncdist.api import place
-from asyncdist.byte_views import check_writable
 from asyncdist.collectives import Collectives
 from asyncdist.errors import DisagreementError
-from asyncdist.flat import Fingerprint, FlatBuffers, FlatState, accumulate_dtype, first_difference
 from asyncdist.groups import Group
 from asyncdist.host_folding import Commons
 from asyncdist.outcomes import Call, Frame, Outcome, attempt, meet, raise_first_error, settle, share
-from asyncdist.spread import Spread
+from asyncdist.tensors.bucket import Spread
+from asyncdist.tensors.byte_views import check_writable
+from asyncdist.tensors.flat_state import Fingerprint, FlatBuffers, FlatState, accumulate_dtype, first_difference
 from asyncdist.world import World
 
 _DIGEST_LENGTH: Final = 64

@@ -37,16 +37,16 @@ import torch
 
 from asyncdist import reductions
 from asyncdist.attendance import Attendance
-from asyncdist.byte_views import byte_view, check_dense, check_writable, flat_bytes, split, to_host
 from asyncdist.calls import HELPER, CollectiveCall
 from asyncdist.errors import AsyncdistError, LocalProtocolError, RankLostError
 from asyncdist.folding import Fold, Into, Rooms, fold_in_shares
 from asyncdist.groups import Group
 from asyncdist.host_folding import fold_on_host, is_worth_sharing, meet
-from asyncdist.means import mean_into
 from asyncdist.passes import settle
 from asyncdist.progress import Engine, yield_to_loop
-from asyncdist.spread import Spread
+from asyncdist.tensors.bucket import Spread
+from asyncdist.tensors.byte_views import byte_view, check_dense, check_writable, flat_bytes, split, to_host
+from asyncdist.tensors.means import mean_into
 from asyncdist.transports.base import GroupHandle, ReduceOp, Request
 
 T = TypeVar("T")
@@ -157,7 +157,7 @@ class Collectives:
         return [part.to(tensor.device) for part in receive]
 
     async def all_mean(self, tensor: torch.Tensor, group: Group) -> torch.Tensor:
-        """The mean over all members, as :mod:`asyncdist.means` defines it; in place on each. Returns it.
+        """The mean over all members, as :mod:`asyncdist.tensors.means` defines it; in place on each. Returns it.
 
         Args:
             tensor: of float32, complex64 or wider, on the CPU and contiguous; the same on all members.

@@ -3,7 +3,7 @@
 Each is collective in its group, all of the world unless one is named; the others take no part and are never waited for.
 An exception in what a rank computes is raised there as it is, and on every other member as a RemoteError that names
 rank, type and text; so does a value of a type that cannot travel. Values arrive with exactly the type and content they
-had (:mod:`asyncdist.values` says which types travel; nothing is pickled), tensors in CPU memory.
+had (:mod:`asyncdist.tensors.serialization` says which types travel; nothing is pickled), tensors in CPU memory.
 
 All of them are right with one rank. **Cancellation** of a member tells the others, as an exception would.
 """
@@ -19,7 +19,6 @@ from typing import Any, Final, TypeVar, cast
 import numpy as np
 import torch
 
-from asyncdist import values
 from asyncdist.api import place
 from asyncdist.collectives import Collectives
 from asyncdist.errors import LocalProtocolError
@@ -36,6 +35,7 @@ from asyncdist.outcomes import (
     share,
     share_payload,
 )
+from asyncdist.tensors import serialization
 from asyncdist.world import World, current_world
 
 T = TypeVar("T")
@@ -93,7 +93,7 @@ async def compute_and_broadcast(
         return frame, await share_payload(collectives, group, outcome, frame)
 
     _, payload = await settle(world, group, outcome, tell)
-    return cast(T, outcome.value if is_root else values.decode(payload))
+    return cast(T, outcome.value if is_root else serialization.decode(payload))
 
 
 async def gather_from_all_ranks(
@@ -180,7 +180,7 @@ async def reduce_and_broadcast(
         reduced, payload = Outcome(), b""
         if not any(frame.has_error for frame in frames):
             if payloads is not None:
-                reduced = await attempt(lambda: fn2([values.decode(part) for part in payloads]))
+                reduced = await attempt(lambda: fn2([serialization.decode(part) for part in payloads]))
             frame, payload = await share(collectives, group, reduced, root)
             frames = [frame]
         return reduced, frames, payload
@@ -189,7 +189,7 @@ async def reduce_and_broadcast(
     if reduced.error is not None:
         raise reduced.error
     raise_first_error(frames)
-    return cast(U, reduced.value if world.rank == root else values.decode(payload))
+    return cast(U, reduced.value if world.rank == root else serialization.decode(payload))
 
 
 @asynccontextmanager
@@ -265,7 +265,7 @@ async def _gather(world: World, group: Group, call: Call, outcome: Outcome) -> l
 
     frames, payloads = await settle(world, group, outcome, work)
     raise_first_error(frames)
-    return None if payloads is None else [values.decode(payload) for payload in payloads]
+    return None if payloads is None else [serialization.decode(payload) for payload in payloads]
 
 
 async def _meet(world: World, group: Group, outcome: Outcome, call: Call) -> list[Frame]:
@@ -309,10 +309,10 @@ def _encode_scalar(value: Any) -> bytes:
     )
     if not is_scalar:
         raise TypeError(
-            f"fn returned {value!r:.80}, a {values.type_name(type(value))}; allowed: one bool, int, float or complex, "
+            f"fn returned {value!r:.80}, a {serialization.type_name(type(value))}; allowed: one bool, int, float or complex, "
             "a numpy scalar, a tensor with one element"
         )
-    return values.encode(value)
+    return serialization.encode(value)
 
 
 def _check_is_main(is_main: object) -> None:

@@ -30,11 +30,11 @@ from typing import Final
 import torch
 
 from asyncdist import tags
-from asyncdist.byte_views import byte_view, split
 from asyncdist.channels import Channel, Envelope
 from asyncdist.errors import AsyncdistError, BusyError, RankLostError
 from asyncdist.groups import Group
 from asyncdist.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted
+from asyncdist.tensors.byte_views import byte_view, split
 from asyncdist.transports.base import ReadWindow
 from asyncdist.world import World
 

@@ -18,10 +18,10 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-from asyncdist.byte_views import byte_view
 from asyncdist.groups import Group
 from asyncdist.progress import Engine
-from asyncdist.spread import Spread
+from asyncdist.tensors.bucket import Spread
+from asyncdist.tensors.byte_views import byte_view
 from asyncdist.transports.base import Request
 
 #: Turns the ranks' tensors, in rank order, into their reduction: elementwise, of any dtype, which follows from theirs.

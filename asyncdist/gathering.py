@@ -8,14 +8,14 @@ from typing import Any, Final
 
 import torch
 
-from asyncdist import values
 from asyncdist.api import place
-from asyncdist.byte_views import flat_bytes, oddity_of
 from asyncdist.collectives import Collectives
 from asyncdist.errors import DisagreementError
 from asyncdist.everyday import check_world_size
 from asyncdist.groups import Group
 from asyncdist.outcomes import Call, Frame, attempt, meet, raise_first_error, settle
+from asyncdist.tensors import serialization
+from asyncdist.tensors.byte_views import flat_bytes, oddity_of
 from asyncdist.world import World
 
 _ALLOWED: Final = "allowed: a dense tensor with at least one dimension, or a list"
@@ -34,7 +34,7 @@ async def gather_distributed_data(
     Args:
         local_tensor: a dense tensor of shape (n, ...) of any dtype and device, where n may differ between members (0
             included) and the rest of the shape and the dtype may not; or, on all members, a list of values that travel
-            (:data:`asyncdist.values.ALLOWED`), of any length.
+            (:data:`asyncdist.tensors.serialization.ALLOWED`), of any length.
         world_size: for ported calls; None, or the group's size.
         rank: for ported calls; None, or this rank.
         training_group: who gathers; everybody by default.
@@ -69,7 +69,7 @@ async def gather_distributed_data(
         frames = await meet(collectives, group, outcome, Call("gather_distributed_data"))
         if any(frame.has_error for frame in frames):
             return frames, None
-        descriptions = [values.decode(frame.inline) for frame in frames]
+        descriptions = [serialization.decode(frame.inline) for frame in frames]
         _check_alike(group, descriptions)
         sizes = [_nbytes(description) for description in descriptions]
         return frames, await collectives.gather_bytes(contents[0], sizes, group, root)
@@ -78,16 +78,16 @@ async def gather_distributed_data(
     raise_first_error(frames)
     if gathered is None:
         return None
-    return _assemble([values.decode(frame.inline) for frame in frames], gathered, local_tensor)
+    return _assemble([serialization.decode(frame.inline) for frame in frames], gathered, local_tensor)
 
 
 def _describe(data: Any) -> tuple[tuple[str, str, list[int]], torch.Tensor]:
     """Kind, dtype and shape (of a list: its bytes), and the content as bytes."""
     if isinstance(data, list):
-        payload = values.encode(data)
+        payload = serialization.encode(data)
         return ("list", "", [len(payload)]), torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     if not isinstance(data, torch.Tensor):
-        raise TypeError(f"the data is a {values.type_name(type(data))}; {_ALLOWED}")
+        raise TypeError(f"the data is a {serialization.type_name(type(data))}; {_ALLOWED}")
     oddity = oddity_of(data)
     if oddity is not None:
         raise TypeError(f"the data is {oddity}; {_ALLOWED}")
@@ -118,7 +118,7 @@ def _check_alike(group: Group, descriptions: Sequence[tuple[str, str, list[int]]
 
 def _nbytes(description: tuple[str, str, list[int]]) -> int:
     kind, dtype, shape = description
-    return shape[0] if kind == "list" else math.prod(shape) * values.dtype_of(dtype).itemsize
+    return shape[0] if kind == "list" else math.prod(shape) * serialization.dtype_of(dtype).itemsize
 
 
 def _assemble(
@@ -126,7 +126,7 @@ def _assemble(
 ) -> torch.Tensor | list[Any]:
     if not isinstance(own, torch.Tensor):
         parts = torch.split(gathered, [_nbytes(description) for description in descriptions])
-        return [item for part in parts for item in values.decode(part.numpy().data)]
+        return [item for part in parts for item in serialization.decode(part.numpy().data)]
     shape = (sum(description[2][0] for description in descriptions), *own.shape[1:])
     if not gathered.numel():
         return own.new_empty(shape)

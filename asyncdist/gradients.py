@@ -17,9 +17,9 @@ import optree
 import torch
 from torch import Tensor
 
-from asyncdist import trees
 from asyncdist.mesh import Axis, find_axis
 from asyncdist.population import pmean, telling_failure
+from asyncdist.tensors import pytrees
 
 #: Takes the optimizer's state, the parameters and what else the loss takes; gives loss, parameters and state.
 Update: TypeAlias = Callable[..., Coroutine[Any, Any, tuple[Any, Any, Any]]]
@@ -166,10 +166,10 @@ def _axes(dp_axis_name: str | None) -> list[Axis]:
 
 
 def _checked_params(params: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
-    leaves, spec = trees.flatten_tensors(params, "params")
+    leaves, spec = pytrees.flatten_tensors(params, "params")
     for index, leaf in enumerate(leaves):
         if not leaf.is_floating_point() and not leaf.is_complex():
-            path, kind = trees.leaf_paths(spec, "params")[index], trees.dtype_name(leaf.dtype)
+            path, kind = pytrees.leaf_paths(spec, "params")[index], pytrees.dtype_name(leaf.dtype)
             raise TypeError(f"{path} is {kind}; allowed: floating tensors, which have gradients")
     return leaves, spec
 
@@ -179,7 +179,7 @@ def _check_same(optimizer: torch.optim.Optimizer, leaves: Sequence[Tensor], spec
     name = type(optimizer).__name__
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for index, leaf in enumerate(leaves):
-        path = trees.leaf_paths(spec, "params")[index] if id(leaf) not in owned or not leaf.requires_grad else ""
+        path = pytrees.leaf_paths(spec, "params")[index] if id(leaf) not in owned or not leaf.requires_grad else ""
         if path:
             what = "does not require a gradient" if id(leaf) in owned else f"is not a parameter of the {name}"
             raise ValueError(f"{path} {what}; allowed: all of the {name}'s own, each with a gradient")
@@ -201,7 +201,7 @@ def _value_and_gradients(
         if not isinstance(loss, Tensor):
             raise TypeError(f"the loss is {loss!r}; allowed: a floating 0-d tensor")
         if not loss.is_floating_point() or loss.dim():
-            kind = f"{trees.dtype_name(loss.dtype)} of shape {list(loss.shape)}"
+            kind = f"{pytrees.dtype_name(loss.dtype)} of shape {list(loss.shape)}"
             raise TypeError(f"the loss is {kind}; allowed: a floating 0-d tensor")
         connected = loss.requires_grad
         found = torch.autograd.grad(loss, leaves, allow_unused=True) if connected else [None] * len(leaves)

@@ -20,10 +20,10 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from asyncdist import values
 from asyncdist.collectives import Collectives, shielded
 from asyncdist.errors import AsyncdistError, DisagreementError, RemoteError, remote_error
 from asyncdist.groups import Group
+from asyncdist.tensors import serialization
 from asyncdist.world import World
 
 T = TypeVar("T")
@@ -116,13 +116,13 @@ class Frame:
 
     def remote_error(self) -> RemoteError:
         """The member's exception, as the other ranks raise it."""
-        kind, text = values.decode(self.inline)
+        kind, text = serialization.decode(self.inline)
         return remote_error(self.rank, kind, text)
 
 
 async def attempt(
     fn: Callable[[], Any] | None,
-    to_payload: Callable[[Any], bytes] = values.encode,
+    to_payload: Callable[[Any], bytes] = serialization.encode,
     *,
     checks: Sequence[Callable[[], None]] = (),
 ) -> Outcome:
@@ -246,7 +246,7 @@ def raise_first_error(frames: Sequence[Frame]) -> None:
 
 def _pack_frame(outcome: Outcome, call: Call) -> bytes:
     if outcome.error is not None:
-        status, payload = _ERROR, values.encode(list(values.words_of(outcome.error)))
+        status, payload = _ERROR, serialization.encode(list(serialization.words_of(outcome.error)))
     else:
         status, payload = (_NOTHING, b"") if outcome.payload is None else (_VALUE, outcome.payload)
     inline = payload if len(payload) <= INLINE_NBYTES else b""

@@ -14,8 +14,8 @@ import optree
 import torch
 from torch import Tensor
 
-from asyncdist import trees
 from asyncdist.mesh import Axis, Mesh
+from asyncdist.tensors import pytrees
 from asyncdist.world import World, current_world
 
 T = TypeVar("T")
@@ -76,13 +76,13 @@ def tree_device_put(tree: T, device_or_sharding: torch.device | str | Sharding) 
         ValueError: an axis does not divide a leading dimension.
         RuntimeError: torch's own, for a device that does not exist.
     """
-    leaves, spec = trees.flatten_tensors(tree, "tree")
+    leaves, spec = pytrees.flatten_tensors(tree, "tree")
     if not isinstance(device_or_sharding, Sharding):
         return cast("T", optree.tree_unflatten(spec, [leaf.to(device_or_sharding) for leaf in leaves]))
     sharding = device_or_sharding
     if sharding.spec is not None:
         axis = sharding.mesh.axis(sharding.spec)
-        leaves = [shard(leaf, axis, path) for leaf, path in zip(leaves, trees.leaf_paths(spec, "tree"), strict=True)]
+        leaves = [shard(leaf, axis, path) for leaf, path in zip(leaves, pytrees.leaf_paths(spec, "tree"), strict=True)]
     return cast("T", optree.tree_unflatten(spec, [leaf.to(sharding.device or leaf.device) for leaf in leaves]))
 
 

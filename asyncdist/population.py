@@ -2,7 +2,7 @@
 
 Each takes the tree and the name of an axis of an open mesh (:mod:`asyncdist.mesh`), or None, which returns the tree as
 it is: so one training function serves with and without that axis. Results are new tensors on the leaves' devices,
-outside any autograd graph; trees are as in :mod:`asyncdist.trees`.
+outside any autograd graph; trees are as in :mod:`asyncdist.tensors.pytrees`.
 
 Before anything is sent the ranks of the axis compare what they are about to do. If one does something else, or has
 another tree, all of them get a DisagreementError that names the first path that differs, and nobody waits for ever.
@@ -37,10 +37,10 @@ import optree
 import torch
 from torch import Tensor
 
-from asyncdist import trees
 from asyncdist.errors import DisagreementError, LocalProtocolError
 from asyncdist.folding import Fold
 from asyncdist.mesh import Axis, Mesh, find_axis
+from asyncdist.tensors import pytrees
 
 T = TypeVar("T")
 
@@ -190,10 +190,10 @@ def all_gather(
     if axis_name is None:
         return _unchanged(tree)
     place = find_axis(axis_name, mesh)
-    leaves, outline = trees.outline(tree)
+    leaves, outline = pytrees.outline(tree)
     trouble = _foreign("all_gather", outline)
     if trouble is None:
-        for leaf, path in zip(leaves, trees.leaf_paths(outline.spec, "tree"), strict=True):
+        for leaf, path in zip(leaves, pytrees.leaf_paths(outline.spec, "tree"), strict=True):
             count = leaf.dim() + (not tiled)
             if not -count <= axis < count:
                 allowed = f"{-count} to {count - 1}" if count else "none, since it has no dimension to join along"
@@ -210,12 +210,12 @@ def _reduce(
     if axis_name is None:
         return _unchanged(tree)
     place = find_axis(axis_name, mesh)
-    leaves, outline = trees.outline(tree)
+    leaves, outline = pytrees.outline(tree)
     trouble = _foreign(name, outline)
     if trouble is None:
         wrong = outline.first_leaf(lambda kind: kind[0] not in dtypes)
         if wrong is not None:
-            allowed = ", ".join(trees.dtype_name(dtype) for dtype in dtypes)
+            allowed = ", ".join(pytrees.dtype_name(dtype) for dtype in dtypes)
             trouble = TypeError(f"{name} takes {allowed}; {wrong[0]} is {wrong[1]}")
     return _perform(place, name, outline, trouble, _reduce_leaves, leaves, fold)
 
@@ -224,15 +224,15 @@ async def _unchanged(tree: T) -> T:
     return tree
 
 
-def _foreign(name: str, outline: trees.Outline) -> Exception | None:
-    wrong = outline.first_leaf(trees.is_foreign)
+def _foreign(name: str, outline: pytrees.Outline) -> Exception | None:
+    wrong = outline.first_leaf(pytrees.is_foreign)
     return None if wrong is None else TypeError(f"{name} takes trees of dense tensors; {wrong[0]} is {wrong[1]}")
 
 
 async def _perform(
     axis: Axis,
     what: str,
-    outline: trees.Outline,
+    outline: pytrees.Outline,
     trouble: Exception | None,
     exchange: Callable[..., Coroutine[Any, Any, list[Tensor]]],
     *args: Any,
@@ -254,7 +254,7 @@ async def _perform(
 async def _agree_and_exchange(
     axis: Axis,
     what: str,
-    outline: trees.Outline,
+    outline: pytrees.Outline,
     exchange: Callable[..., Coroutine[Any, Any, list[Tensor]]],
     *args: Any,
 ) -> list[Tensor]:
@@ -262,7 +262,7 @@ async def _agree_and_exchange(
     return await exchange(axis, *args)
 
 
-async def _agree(axis: Axis, what: str, outline: trees.Outline) -> None:
+async def _agree(axis: Axis, what: str, outline: pytrees.Outline) -> None:
     """Return once all ranks of the axis are about to do the same with equal trees.
 
     Digests are compared first. Only if they differ are the outlines themselves exchanged, and the first difference
@@ -283,29 +283,29 @@ async def _agree(axis: Axis, what: str, outline: trees.Outline) -> None:
             raise
     else:
         return
-    path, sentence = trees.first_difference(await _all_lines(axis, outline), ranks)
+    path, sentence = pytrees.first_difference(await _all_lines(axis, outline), ranks)
     raise DisagreementError(f"{what} along {axis.name!r}: the trees differ: {sentence}", difference=path)
 
 
-async def _all_lines(axis: Axis, outline: trees.Outline) -> list[trees.Lines]:
+async def _all_lines(axis: Axis, outline: pytrees.Outline) -> list[pytrees.Lines]:
     """The outline of every rank's tree."""
     collectives, group = axis.world.collectives, axis.group
-    text = torch.frombuffer(bytearray(trees.lines_to_text(outline.lines).encode()), dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(pytrees.lines_to_text(outline.lines).encode()), dtype=torch.uint8)
     counts = await collectives.all_gather(torch.tensor([text.numel()], device="cpu"), group)
     room = torch.zeros(int(max(counts)), dtype=torch.uint8, device="cpu")
     room[: text.numel()] = text
     texts = await collectives.all_gather(room, group)
     return [
-        trees.lines_from_text(found[: int(count)].numpy().tobytes().decode())
+        pytrees.lines_from_text(found[: int(count)].numpy().tobytes().decode())
         for found, count in zip(texts, counts, strict=True)
     ]
 
 
 async def _gather_leaves(axis: Axis, leaves: Sequence[Tensor], dim: int, tiled: bool) -> list[Tensor]:
     flats = {}
-    for dtype, flat in trees.pack(leaves).items():
+    for dtype, flat in pytrees.pack(leaves).items():
         flats[dtype] = torch.stack(await axis.world.collectives.all_gather(flat, axis.group))
-    return [_placed(stacked, dim, tiled) for stacked in trees.unpack(flats, leaves)]
+    return [_placed(stacked, dim, tiled) for stacked in pytrees.unpack(flats, leaves)]
 
 
 def _placed(stacked: Tensor, dim: int, tiled: bool) -> Tensor:
@@ -317,9 +317,9 @@ def _placed(stacked: Tensor, dim: int, tiled: bool) -> Tensor:
 
 async def _reduce_leaves(axis: Axis, leaves: Sequence[Tensor], fold: Fold) -> list[Tensor]:
     flats = {}
-    for dtype, flat in trees.pack(leaves).items():
+    for dtype, flat in pytrees.pack(leaves).items():
         flats[dtype] = await _reduce_flat(axis, flat, fold)
-    return trees.unpack(flats, leaves)
+    return pytrees.unpack(flats, leaves)
 
 
 async def _reduce_flat(axis: Axis, flat: Tensor, fold: Fold) -> Tensor:

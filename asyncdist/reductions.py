@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncdist.byte_views import to_host
+from asyncdist.tensors.byte_views import to_host
 from asyncdist.transports.base import ReduceOp
 
 #: In the numbers of :func:`to_numbers`.

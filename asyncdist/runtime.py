@@ -24,7 +24,7 @@ from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
 
-from asyncdist import environment, opening, tags, torch_modes, validation, wire
+from asyncdist import environment, opening, tags, validation, wire
 from asyncdist._version import __version__
 from asyncdist.attendance import Attendance
 from asyncdist.collectives import Collectives
@@ -35,6 +35,7 @@ from asyncdist.notebooks import call_beside_loop, is_loop_running
 from asyncdist.process import limit_threads, spare_collections
 from asyncdist.progress import Engine
 from asyncdist.supervision import Interrupts
+from asyncdist.tensors import torch_modes
 from asyncdist.transports.base import Transport
 from asyncdist.transports.local import LocalHub
 from asyncdist.waits import ENDLESS, EndWatch, Patience, StallWatch, describe_wait

@@ -15,11 +15,11 @@ import optree
 import torch
 from torch import Tensor
 
-from asyncdist import trees
 from asyncdist.errors import LocalProtocolError
 from asyncdist.mesh import Axis, Mesh
 from asyncdist.placement import Spec, shard
 from asyncdist.population import all_gather, refuse_inside_vmap, telling_failure, vectorising
+from asyncdist.tensors import pytrees
 
 
 def shmap_map(
@@ -63,7 +63,7 @@ def shmap_map(
                     result = fn(*batch.element(index))
                     if inspect.isawaitable(result):
                         result = await result
-                    leaves, found = trees.flatten_tensors(result, "output")
+                    leaves, found = pytrees.flatten_tensors(result, "output")
                     if spec is not None and found != spec:
                         raise ValueError(
                             f"the output of element {index} is {found}, that of element 0 {spec}; allowed: one tree"
@@ -116,7 +116,7 @@ def shmap_vmap(
                 nonlocal spec
                 result = fn(*batch.from_leaves(leaves))
                 _refuse_coroutines(result, name)
-                found, spec = trees.flatten_tensors(result, "output")
+                found, spec = pytrees.flatten_tensors(result, "output")
                 return tuple(found)
 
             with mesh, vectorising(name):
@@ -192,9 +192,9 @@ class _Batch:
         counts: dict[str, int] = {}
         for place, (value, spec) in enumerate(zip(args, specs.per_value(len(args)), strict=True)):
             axis = specs.axis(spec)
-            leaves, tree = trees.flatten_tensors(value, f"argument {place}")
+            leaves, tree = pytrees.flatten_tensors(value, f"argument {place}")
             if axis is not None:
-                paths = trees.leaf_paths(tree, f"argument {place}")
+                paths = pytrees.leaf_paths(tree, f"argument {place}")
                 leaves = [shard(leaf, axis, path) for leaf, path in zip(leaves, paths, strict=True)]
                 counts.update({path: len(leaf) for path, leaf in zip(paths, leaves, strict=True)})
             self.leaves += leaves

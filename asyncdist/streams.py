@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from asyncdist import tags
-from asyncdist.byte_views import split
 from asyncdist.direct_writes import Tail
 from asyncdist.errors import AsyncdistError, BusyError, RemoteProtocolError
 from asyncdist.passes import Inlet
 from asyncdist.progress import Engine
+from asyncdist.tensors.byte_views import split
 from asyncdist.transports.base import Request
 
 logger = logging.getLogger("asyncdist.streams")

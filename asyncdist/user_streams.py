@@ -19,10 +19,10 @@ from typing import Any, Final, Protocol
 import torch
 
 from asyncdist import streams, tags
-from asyncdist.byte_views import byte_view, check_dense, split
 from asyncdist.channels import Channel, Envelope
 from asyncdist.direct_writes import Licence, Neighbour, Tail
 from asyncdist.errors import ClosedError, LocalProtocolError, RankLostError
+from asyncdist.tensors.byte_views import byte_view, check_dense, split
 
 logger = logging.getLogger("asyncdist.streams")
 

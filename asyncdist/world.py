@@ -39,8 +39,8 @@ from asyncdist.errors import (
 from asyncdist.group_ledger import Freed, GroupLedger
 from asyncdist.groups import Group, check_open, check_ranks, short
 from asyncdist.progress import PROGRESS_BUDGET_S, Engine, EngineStatistics, yield_to_loop
-from asyncdist.scratch import Scratch
 from asyncdist.starts import Start
+from asyncdist.tensors.model_cache import Scratch
 from asyncdist.transports.base import Transport
 from asyncdist.user_streams import UserStreams
 

@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from asyncdist import Group, World, average_models
-from asyncdist.flat import SnapshotPool, reset_optimizer_state
 from asyncdist.starts import Start
+from asyncdist.tensors.flat_state import SnapshotPool, reset_optimizer_state
 from protocols.spawn_policy import (
     NOTHING,
     AverageApplied,

@@ -26,13 +26,13 @@ import torch
 from torch import nn
 
 from asyncdist import AsyncdistError, Group, RankLostError, World, validation, wire
-from asyncdist.byte_views import byte_view
 from asyncdist.exposure import Exposure, OutdatedError, Published, open_exposure
-from asyncdist.flat import FlatBuffers, SnapshotPool
-from asyncdist.means import WeightedMean
-from asyncdist.packing import Packing
 from asyncdist.progress import yield_to_loop
 from asyncdist.streams import CHUNK_NBYTES
+from asyncdist.tensors.byte_layout import Packing
+from asyncdist.tensors.byte_views import byte_view
+from asyncdist.tensors.flat_state import FlatBuffers, SnapshotPool
+from asyncdist.tensors.means import WeightedMean
 from protocols.one_sided_core import Choice, OneSidedRules, choose, is_dying
 from protocols.one_sided_statistics import Durations, OneSidedStatistics
 from protocols.own_state import OwnState

@@ -10,8 +10,8 @@ import logging
 
 import torch
 
-from asyncdist.flat import FlatBuffers, FlatState, first_difference, reset_optimizer_state
-from asyncdist.infinities import KnownInfinities, all_finite
+from asyncdist.tensors.flat_state import FlatBuffers, FlatState, first_difference, reset_optimizer_state
+from asyncdist.tensors.infinities import KnownInfinities, all_finite
 from protocols.spawn_policy import ModelBuilder
 
 logger = logging.getLogger("protocols.own_state")

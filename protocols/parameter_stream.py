@@ -31,10 +31,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from asyncdist import Envelope, RankLostError, World, tags
-from asyncdist.byte_views import byte_view, split
 from asyncdist.channels import Channel
-from asyncdist.flat import FlatBuffers
-from asyncdist.means import WeightedMean
 from asyncdist.streams import (
     CHUNK_NBYTES,
     WINDOW_COUNT,
@@ -43,6 +40,9 @@ from asyncdist.streams import (
     InboundStream,
     OutboundStream,
 )
+from asyncdist.tensors.byte_views import byte_view, split
+from asyncdist.tensors.flat_state import FlatBuffers
+from asyncdist.tensors.means import WeightedMean
 
 logger = logging.getLogger("protocols.parameter_stream")
 

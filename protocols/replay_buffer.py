@@ -42,11 +42,11 @@ from asyncdist import (
     tags,
     validation,
 )
-from asyncdist.byte_views import split
 from asyncdist.channels import Channel
 from asyncdist.passes import settle
 from asyncdist.progress import Engine, yield_to_loop
 from asyncdist.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted, check_grant
+from asyncdist.tensors.byte_views import split
 from protocols.replay_messages import (
     INLINE_NBYTES_MAX,
     Add,

@@ -36,10 +36,10 @@ from asyncdist import (
     validation,
     wire,
 )
-from asyncdist.byte_views import split
 from asyncdist.channels import Channel
 from asyncdist.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted, check_grant
-from asyncdist.values import words_of
+from asyncdist.tensors.byte_views import split
+from asyncdist.tensors.serialization import words_of
 from protocols.replay_messages import (
     INLINE_NBYTES_MAX,
     Add,

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncdist.byte_views import byte_view, check_dense, to_host
+from asyncdist.tensors.byte_views import byte_view, check_dense, to_host
 
 Batch: TypeAlias = torch.Tensor | Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
 Rows: TypeAlias = npt.NDArray[np.uint8]

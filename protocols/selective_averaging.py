@@ -30,7 +30,7 @@ from torch import nn
 
 from asyncdist import AsyncdistError, BusyError, Group, RankLostError, World, current_world, tags, validation
 from asyncdist.channels import Channel
-from asyncdist.flat import FlatBuffers, SnapshotPool
+from asyncdist.tensors.flat_state import FlatBuffers, SnapshotPool
 from protocols.messages import (
     DONOR,
     Abandoned,

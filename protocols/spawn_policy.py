@@ -31,9 +31,9 @@ from asyncdist import (
     validation,
 )
 from asyncdist.agreements import Agreed
-from asyncdist.flat import Fingerprint, FlatState, first_difference
 from asyncdist.groups import check_open
 from asyncdist.starts import Start
+from asyncdist.tensors.flat_state import Fingerprint, FlatState, first_difference
 from protocols.wrappers import check_not_inside, check_not_wrapped
 
 #: The metric given to ``step``, or something that yields it when it is due.

@@ -39,7 +39,7 @@ from torch import nn
 
 import asyncdist as ad
 from asyncdist import streams, tags
-from asyncdist.flat import FlatState
+from asyncdist.tensors.flat_state import FlatState
 from asyncdist.transports import local
 from protocols import AsyncSelectiveAveragingPolicy, SnapshotTaken, parameter_stream
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from support.mpi import require_mpi
 
-from asyncdist.means import WeightedMean
+from asyncdist.tensors.means import WeightedMean
 from protocols import AverageApplied, ReplayStatistics, SnapshotTaken, StepInfo
 
 HYPERGRID = Path(__file__).resolve().parent.parent / "tools" / "hypergrid"

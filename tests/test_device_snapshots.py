@@ -14,7 +14,7 @@ from scripts.population import Mixed, State, Story, fill, flat_state, sgd
 from torch import nn
 
 import asyncdist as ad
-from asyncdist.flat import FlatBuffers, FlatState
+from asyncdist.tensors.flat_state import FlatBuffers, FlatState
 from protocols import (
     AsyncSelectiveAveragingPolicy,
     OneSidedSelectiveAveragingPolicy,

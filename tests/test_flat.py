@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from asyncdist.flat import (
+from asyncdist.tensors.flat_state import (
     Fingerprint,
     FlatBuffers,
     FlatState,
@@ -20,7 +20,7 @@ from asyncdist.flat import (
     is_finite,
     reset_optimizer_state,
 )
-from asyncdist.means import WeightedMean
+from asyncdist.tensors.means import WeightedMean
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=100)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)

@@ -11,8 +11,8 @@ from support.local import worlds
 
 from asyncdist import folding
 from asyncdist.folding import Into, Rooms, fold_in_shares
-from asyncdist.means import mean_into
-from asyncdist.spread import Spread
+from asyncdist.tensors.bucket import Spread
+from asyncdist.tensors.means import mean_into
 
 
 def mean(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -17,7 +17,7 @@ from asyncdist import World
 from asyncdist.attendance import Attendance
 from asyncdist.errors import ClosedError, LocalProtocolError, RemoteError, StartTimeoutError
 from asyncdist.groups import Group
-from asyncdist.scratch import MODEL_COUNT_MAX, Scratch
+from asyncdist.tensors.model_cache import MODEL_COUNT_MAX, Scratch
 from asyncdist.world import Leave
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy
 

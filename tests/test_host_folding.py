@@ -27,15 +27,16 @@ from support.local import worlds
 from torch import nn
 
 import asyncdist as ad
-from asyncdist import collectives, host_folding, shared_memory
+from asyncdist import collectives, host_folding
 from asyncdist.collectives import _mean
-from asyncdist.flat import accumulate_dtype
 from asyncdist.folding import Rooms, fold_in_shares
 from asyncdist.groups import Group
 from asyncdist.host_folding import Commons
-from asyncdist.means import mean_into
-from asyncdist.shared_memory import SharedMemory, find
-from asyncdist.spread import Spread
+from asyncdist.tensors import shared_memory
+from asyncdist.tensors.bucket import Spread
+from asyncdist.tensors.flat_state import accumulate_dtype
+from asyncdist.tensors.means import mean_into
+from asyncdist.tensors.shared_memory import SharedMemory, find
 from protocols import AverageAllPolicy
 
 SCRIPT = "tests/scripts/shared_means.py"

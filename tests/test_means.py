@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from scripts.population import expected_mean
 from torch import Tensor
 
-from asyncdist.means import WeightedMean, mean_into
+from asyncdist.tensors.means import WeightedMean, mean_into
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=100)
 WIDE = (torch.float32, torch.float64, torch.complex64)
@@ -232,5 +232,5 @@ def test_more_than_one_piece_is_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     parts = samples(torch.float32, 3, 5)
     parts[0][::2] = parts[1][::2] = torch.finfo(torch.float32).max
     whole = mean_of(parts, [1.0] * 3)
-    monkeypatch.setattr("asyncdist.means._PIECE_COUNT", 10)
+    monkeypatch.setattr("asyncdist.tensors.means._PIECE_COUNT", 10)
     assert bits(mean_of(parts, [1.0] * 3)) == bits(whole)

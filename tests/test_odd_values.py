@@ -15,7 +15,7 @@ from scripts.population import sgd
 from torch import nn
 
 import asyncdist as ad
-from asyncdist.infinities import all_finite
+from asyncdist.tensors.infinities import all_finite
 from protocols import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,

@@ -22,8 +22,8 @@ from torch import nn
 
 import asyncdist as ad
 from asyncdist import exposure, runtime
-from asyncdist.flat import FlatState
-from asyncdist.packing import ALIGNMENT_NBYTES, Packing
+from asyncdist.tensors.byte_layout import ALIGNMENT_NBYTES, Packing
+from asyncdist.tensors.flat_state import FlatState
 from asyncdist.transports import local
 from protocols import OneSidedSelectiveAveragingPolicy, OneSidedStatistics, StepInfo, one_sided_averaging
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from support import jax_table
 
 import asyncdist as ad
-from asyncdist import trees
 from asyncdist.errors import ClosedError, LocalProtocolError
+from asyncdist.tensors import pytrees
 
 # -- the table --------------------------------------------------------------------------------------------------------
 
@@ -71,28 +71,28 @@ TREES = st.recursive(
 @settings(max_examples=100, deadline=None)
 @given(TREES)
 def test_packing_and_unpacking_give_the_leaves_back(tree: Any) -> None:
-    leaves, spec = trees.flatten_tensors(tree, "tree")
-    flats = trees.pack(leaves)
+    leaves, spec = pytrees.flatten_tensors(tree, "tree")
+    flats = pytrees.pack(leaves)
     assert list(flats) == list(dict.fromkeys(leaf.dtype for leaf in leaves))
     assert all(flat.dim() == 1 and flat.is_contiguous() for flat in flats.values())
-    jax_table.assert_equal(optree.tree_unflatten(spec, trees.unpack(flats, leaves)), tree)
+    jax_table.assert_equal(optree.tree_unflatten(spec, pytrees.unpack(flats, leaves)), tree)
     twice = {dtype: torch.stack([flat, flat]) for dtype, flat in flats.items()}
-    for found, leaf in zip(trees.unpack(twice, leaves), leaves, strict=True):
+    for found, leaf in zip(pytrees.unpack(twice, leaves), leaves, strict=True):
         assert torch.equal(found, torch.stack([leaf, leaf]))
 
 
 @settings(max_examples=100, deadline=None)
 @given(TREES, TREES)
 def test_two_trees_have_one_digest_if_and_only_if_nothing_differs(one: Any, two: Any) -> None:
-    (_, first), (_, second) = trees.outline(one), trees.outline(two)
+    (_, first), (_, second) = pytrees.outline(one), pytrees.outline(two)
     same = first.lines == second.lines
     assert same == (optree.tree_structure(one) == optree.tree_structure(two) and first.kinds == second.kinds)
     assert same == (first.digest == second.digest)
     if not same:
-        path, sentence = trees.first_difference([first.lines, first.lines, second.lines], [3, 4, 9])
+        path, sentence = pytrees.first_difference([first.lines, first.lines, second.lines], [3, 4, 9])
         assert sentence.startswith(f"{path} ") and "rank 3" in sentence and "rank 9" in sentence
         assert path in {*dict(first.lines), *dict(second.lines)}
-    assert trees.lines_from_text(trees.lines_to_text(first.lines)) == first.lines
+    assert pytrees.lines_from_text(pytrees.lines_to_text(first.lines)) == first.lines
 
 
 # -- who takes part ---------------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from support.local import engines, eventually, worlds, yields
 
 import asyncdist as ad
 from asyncdist import streams, tags
-from asyncdist.byte_views import byte_view, split
 from asyncdist.errors import BusyError, ClosedError, RankLostError, RemoteProtocolError
 from asyncdist.streams import Grant, InboundStream, OutboundStream, Slots, StreamAborted
+from asyncdist.tensors.byte_views import byte_view, split
 
 #: Above the local transport's eager limit, so that a chunk waits for its receive.
 CHUNK = 70_000

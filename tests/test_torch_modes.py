@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import asyncdist as ad
-from asyncdist.torch_modes import modes_now
+from asyncdist.tensors.torch_modes import modes_now
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no_grad": torch.no_grad,

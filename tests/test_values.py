@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.values_of_all_types import LARGE, UNSUPPORTED, VALUES, same
 
-from asyncdist import values
 from asyncdist.errors import RemoteProtocolError
+from asyncdist.tensors import serialization
 
 HASHABLE = st.recursive(
     st.none()
@@ -37,7 +37,7 @@ ANYTHING = st.recursive(
 
 @pytest.mark.parametrize("value", [*VALUES, *LARGE], ids=lambda value: type(value).__name__)
 def test_every_type_comes_back(value: Any) -> None:
-    found = values.decode(values.encode(value))
+    found = serialization.decode(serialization.encode(value))
     assert same(found, value)
     assert found is not value or not isinstance(value, (list, dict, set, bytearray, torch.Tensor))
 
@@ -45,19 +45,19 @@ def test_every_type_comes_back(value: Any) -> None:
 @settings(max_examples=300, deadline=None)
 @given(ANYTHING)
 def test_any_value_comes_back(value: Any) -> None:
-    assert same(values.decode(values.encode(value)), value)
+    assert same(serialization.decode(serialization.encode(value)), value)
 
 
 @pytest.mark.parametrize(("value", "words"), UNSUPPORTED)
 def test_other_types_are_refused_by_name_and_place(value: Any, words: str) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:
-        values.encode(value)
+        serialization.encode(value)
     assert words in str(caught.value)
     assert caught.type is ValueError or "allowed: None, bool, int" in str(caught.value)
 
 
 def test_what_arrives_is_the_receiver_s_own() -> None:
-    tensor, array = values.decode(values.encode((torch.ones(3), np.ones(3))))
+    tensor, array = serialization.decode(serialization.encode((torch.ones(3), np.ones(3))))
     tensor += 1
     array += 1
     assert tensor.tolist() == array.tolist() == [2.0] * 3
@@ -67,7 +67,7 @@ def test_what_arrives_is_the_receiver_s_own() -> None:
 @given(st.binary(max_size=60) | ANYTHING.map(lambda tree: msgspec.msgpack.encode(repr(tree))))
 def test_any_bytes_are_a_value_or_an_error(data: bytes) -> None:
     with contextlib.suppress(RemoteProtocolError):
-        values.decode(data)
+        serialization.decode(data)
 
 
 @pytest.mark.parametrize(
@@ -97,4 +97,4 @@ def test_any_bytes_are_a_value_or_an_error(data: bytes) -> None:
 )
 def test_a_tree_that_is_no_value(tree: Any) -> None:
     with pytest.raises(RemoteProtocolError, match="no value"):
-        values.decode(msgspec.msgpack.encode(tree))
+        serialization.decode(msgspec.msgpack.encode(tree))

@@ -7,7 +7,7 @@ name imported from ``random`` before the simulation (``from random import random
 imported from ``numpy.random`` draws from the rank's own numbers all the same, since numpy's global generator is
 swapped; not so the second half of a pair of normal numbers, which numpy keeps elsewhere.
 
-torch's modes are swapped with them (:mod:`asyncdist.torch_modes`).
+torch's modes are swapped with them (:mod:`asyncdist.tensors.torch_modes`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from numpy.random.bit_generator import ISeedSequence
 
 from asyncdist.simulation.entropy import entropy_from
-from asyncdist.torch_modes import FRESH, RankModes
+from asyncdist.tensors.torch_modes import FRESH, RankModes
 
 #: What may begin with the caller's state.
 INHERITABLE: Final = frozenset({"random", "numpy", "torch"})

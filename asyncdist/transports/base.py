@@ -90,7 +90,7 @@ class Capabilities:
         shares_process: whether all ranks are of this process, so that whoever hosts them ends them together.
         one_sided_reads: whether ``new_window`` may give memory that peers read while its owner computes.
         shares_memory: whether ranks are processes that, on one host, may map each other's memory
-            (:mod:`asyncdist.shared_memory`).
+            (:mod:`asyncdist.tensors.shared_memory`).
         written_share: how much of a large tensor its sender is to write straight into the receiver's memory, where both
             are on one host (:mod:`asyncdist.direct_writes`): from 0, nothing, over a half, where the receiver copies
             the other half meanwhile, to 1, where that is shorter than the backend's own way.

@@ -156,7 +156,7 @@ def expected_average(
     own: torch.Tensor | None,
     momentum: float,
 ) -> torch.Tensor:
-    """One flat tensor of the average, from the definition in :mod:`asyncdist.means`, mixed with the own one."""
+    """One flat tensor of the average, from the definition in :mod:`asyncdist.tensors.means`, mixed with the own one."""
     first = next(iter(given.values()))[name]
     if not first.is_floating_point():
         return given[best][name]

@@ -6,7 +6,7 @@ In the driver a `Verifier` recomputes each average as it appears: the sum over t
 wider, of snapshot times weight (weight 1 multiplies nothing), divided by the sum of the weights (a sum of 1 divides
 nothing), rounded once to the stored dtype; integers and bools as the best donor has them. A sum of finite values that
 overflows is computed with weights scaled by 2^-64, and where the quotient is the one of donors that all equal the last
-one, the average is that donor's value (`asyncdist.means` says why). All bytes must be equal.
+one, the average is that donor's value (`asyncdist.tensors.means` says why). All bytes must be equal.
 Files of past rounds are deleted.
 Dtypes that numpy does not have (bfloat16) are not supported.
 """

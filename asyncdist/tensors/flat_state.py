@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from asyncdist.model_tensors import check_overlap, check_supported, gather, identity_of, names_of
+from asyncdist.tensors.model_tensors import check_overlap, check_supported, gather, identity_of, names_of
 
 _PIECE_COUNT: Final = 1 << 16  # elements per temporary: 256 KiB of float32 took half the time of 1 MiB pieces
 _CHANGED: Final = (

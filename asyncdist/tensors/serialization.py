@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 import torch
 
-from asyncdist.byte_views import byte_view, oddity_of, to_host
 from asyncdist.errors import RemoteProtocolError
+from asyncdist.tensors.byte_views import byte_view, oddity_of, to_host
 
 ALLOWED: Final = (
     "None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, dense torch.Tensor, "

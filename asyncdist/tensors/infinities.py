@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncdist.flat import Entry, FlatBuffers, FlatState, is_finite
+from asyncdist.tensors.flat_state import Entry, FlatBuffers, FlatState, is_finite
 
 
 class KnownInfinities:

@@ -1,6 +1,6 @@
 """The tensors of a model: which there are, under which names, and whether each has memory of its own.
 
-What :mod:`asyncdist.flat` copies between, found by one walk over the modules.
+What :mod:`asyncdist.tensors.flat_state` copies between, found by one walk over the modules.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A flat state in one stretch of memory, whatever its dtypes: what is exposed to readers, and read by them in chunks.
 
 One segment per dtype, each aligned, those that are averaged first: so whoever wants only these reads a prefix. The
-layout follows from the entries alone, as that of :mod:`asyncdist.flat` does, and is equal where fingerprints are.
+layout follows from the entries alone, as that of :mod:`asyncdist.tensors.flat_state` does, and is equal where
+fingerprints are.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Final
 
 import torch
 
-from asyncdist.flat import Entry, FlatBuffers
+from asyncdist.tensors.flat_state import Entry, FlatBuffers
 
 #: Of segments, in bytes: a cache line, and a multiple of every element's size.
 ALIGNMENT_NBYTES: Final = 64
@@ -62,7 +63,7 @@ class Packing:
     """Where everything lies.
 
     Args:
-        entries: of a :class:`asyncdist.flat.FlatState`.
+        entries: of a :class:`asyncdist.tensors.flat_state.FlatState`.
 
     Attributes:
         nbytes: of the whole, padding between the segments included.

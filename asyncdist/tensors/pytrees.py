@@ -21,7 +21,7 @@ import optree
 import torch
 from torch import Tensor
 
-from asyncdist.byte_views import oddity_of
+from asyncdist.tensors.byte_views import oddity_of
 
 #: A leaf's dtype and shape; in words where it is nothing that can be sent.
 Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]] | str

@@ -1,0 +1,1 @@
+"""Models, trees and values as flat memory or bytes. Nothing here sends."""
