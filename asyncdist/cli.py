@@ -217,9 +217,9 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     try:
         transport, backend, environ = environment.choose_transport(options.transport, environ)
         if backend != environment.TORCH_BACKEND:
-            from asyncdist import opening  # imports torch, to say what is wrong
+            from asyncdist.transports import select  # imports torch, to say what is wrong
 
-            opening.check_torch_backend(backend)
+            select.check_torch_backend(backend)
         if options.stall_s is not None:
             environment.seconds(options.stall_s, "--stall-s")
             environ = {**environ, environment.STALL_VARIABLE: options.stall_s}

@@ -26,7 +26,7 @@ MODULES: Final = (
     "passes",
     "mailboxes",
     "transports.mpi_requests",
-    "transports.repeated",
+    "transports.persistent_send",
     "simulation.turns",
     "simulation.trace",
     "simulation.samplers",

@@ -21,11 +21,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
-from asyncdist import compiled, direct_writes, environment, mpirun
+from asyncdist import compiled, environment, mpirun
 from asyncdist._version import __version__
 from asyncdist.environment import Launch
 from asyncdist.errors import TransportError
 from asyncdist.mpirun import Installation
+from asyncdist.transports import cross_memory_attach
 
 _STARTERS: Final[Mapping[str, str]] = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
@@ -330,7 +331,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
             **{name: _version(name) for name in ("mpi4py", "uvloop")},
         },
         compiled=compiled.describe(),
-        unwritable=direct_writes.obstacle(),
+        unwritable=cross_memory_attach.obstacle(),
         installation=installation,
         is_unallowed_root=os.geteuid() == 0 and any(environ.get(name) != "1" for name in mpirun.ROOT_VARIABLES),
         path_mpirun=None if ours is None else (ours, mpirun.launcher_flavour(ours)),
@@ -361,11 +362,12 @@ def _ask_torch() -> tuple[dict[str, str], list[str], str | None]:
         import torch
     except ImportError:
         return {}, [], None
-    from asyncdist import opening, process_groups
+    from asyncdist import process_groups
+    from asyncdist.transports import select
 
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs"
-    backends = {name: opening.describe_torch_backend(name) for name in process_groups.available_backends()}
+    backends = {name: select.describe_torch_backend(name) for name in process_groups.available_backends()}
     return backends, names, f"{torch.__version__} ({built})"
 
 
@@ -449,10 +451,10 @@ def _explain_no_gpu() -> str | None:
 
 def _check_torch(started: Launch, environ: Mapping[str, str]) -> str | None:
     """What a run would refuse."""
-    from asyncdist import opening
+    from asyncdist.transports import select
 
     try:
-        opening.check_torch_backend(started.backend)
+        select.check_torch_backend(started.backend)
         environment.torch_rendezvous(environ)
     except ValueError as error:
         return str(error)

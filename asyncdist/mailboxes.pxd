@@ -1,7 +1,7 @@
 cimport cython
 
 from asyncdist.passes cimport Inlet
-from asyncdist.transports.repeated cimport RepeatedSend
+from asyncdist.transports.persistent_send cimport RepeatedSend
 from asyncdist.wire cimport Codec, FrameReader, FrameRoom, FrameWriter
 
 

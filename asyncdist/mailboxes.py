@@ -20,7 +20,7 @@ from asyncdist import wire
 from asyncdist.errors import AsyncdistError, ClosedError, LocalProtocolError, RemoteProtocolError
 from asyncdist.passes import Inlet
 from asyncdist.transports.base import PersistentReceive, Request
-from asyncdist.transports.repeated import RepeatedSend
+from asyncdist.transports.persistent_send import RepeatedSend
 from asyncdist.wire import FrameReader, FrameRoom, FrameWriter
 
 MessageT = TypeVar("MessageT")

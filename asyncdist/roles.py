@@ -18,8 +18,8 @@ from typing import Any, Final, Literal, TypeAlias
 from asyncdist import validation
 from asyncdist.everyday import compute_and_broadcast, gather_from_all_ranks
 from asyncdist.groups import Group
-from asyncdist.opening import check_torch_backend
 from asyncdist.starts import Start
+from asyncdist.transports.select import check_torch_backend
 from asyncdist.world import World, current_world
 
 Placement: TypeAlias = Literal["arithmetic", "host"]

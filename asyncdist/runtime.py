@@ -24,7 +24,7 @@ from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
 
-from asyncdist import environment, opening, tags, validation, wire
+from asyncdist import environment, tags, validation, wire
 from asyncdist._version import __version__
 from asyncdist.attendance import Attendance
 from asyncdist.collectives import Collectives
@@ -36,6 +36,7 @@ from asyncdist.process import limit_threads, spare_collections
 from asyncdist.progress import Engine
 from asyncdist.supervision import Interrupts
 from asyncdist.tensors import torch_modes
+from asyncdist.transports import select
 from asyncdist.transports.base import Transport
 from asyncdist.transports.local import LocalHub
 from asyncdist.waits import ENDLESS, EndWatch, Patience, StallWatch, describe_wait
@@ -147,7 +148,7 @@ def run(
 
 def _open_here(transport: TransportName, bulk: BulkName | None, ranks: int | None) -> Transport | None:
     """The transport of this process; None where all ranks are in it."""
-    started = opening.detect(transport)
+    started = select.detect(transport)
     if started.transport == "local" or ranks is not None:
         return None
     if is_loop_running():  # MPI may be called from the main thread alone
@@ -157,7 +158,7 @@ def _open_here(transport: TransportName, bulk: BulkName | None, ranks: int | Non
         )
     limit_threads()
     spare_collections()
-    return opening.open_transport(started.transport, bulk, started)
+    return select.open_transport(started.transport, bulk, started)
 
 
 def run_local(
@@ -260,10 +261,10 @@ async def open_world(
             f"with asyncdist.run(main, transport='local', ranks={ranks!r}), in a notebook too"
         )
     patience = _patience(watchdog_s, stall_s, stall_aborts)
-    opening.check_bulk(bulk, transport)
-    started = opening.detect(transport)
+    select.check_bulk(bulk, transport)
+    started = select.detect(transport)
     chosen = started.transport
-    opened = LocalHub(1).transport(0) if chosen == "local" else opening.open_transport(chosen, bulk, started)
+    opened = LocalHub(1).transport(0) if chosen == "local" else select.open_transport(chosen, bulk, started)
     async with _hosted(opened, Interrupts(), grace_s=grace_s, strict=strict, patience=patience) as world:
         yield world
 
@@ -543,7 +544,7 @@ def _patience(watchdog_s: float, stall_s: float | None, stall_aborts: bool) -> P
 def _check_options(
     transport: str, ranks: int | None, loop: str | None, grace_s: float, bulk: str | None = None
 ) -> None:
-    opening.check_bulk(bulk, transport)
+    select.check_bulk(bulk, transport)
     transport, _ = environment.split_transport(transport)
     if ranks is not None:
         validation.count("ranks", ranks)

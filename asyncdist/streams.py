@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from asyncdist import tags
-from asyncdist.direct_writes import Tail
 from asyncdist.errors import AsyncdistError, BusyError, RemoteProtocolError
 from asyncdist.passes import Inlet
 from asyncdist.progress import Engine
 from asyncdist.tensors.byte_views import split
 from asyncdist.transports.base import Request
+from asyncdist.transports.cross_memory_attach import Tail
 
 logger = logging.getLogger("asyncdist.streams")
 
@@ -48,8 +48,8 @@ class Grant:
     """Receiver to sender: the receives for ``nbytes`` in chunks of ``chunk_nbytes`` are posted on ``slot``.
 
     The last ``written_nbytes`` of them are not sent with the others: the sender, a process of the same host, writes
-    them to ``address`` (:mod:`asyncdist.direct_writes`), as many as it likes, sends their number in eight bytes, and
-    then the rest in chunks. Zero where there is no such thing.
+    them to ``address`` (:mod:`asyncdist.transports.cross_memory_attach`), as many as it likes, sends their number in
+    eight bytes, and then the rest in chunks. Zero where there is no such thing.
     """
 
     slot: int

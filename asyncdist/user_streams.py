@@ -4,8 +4,8 @@ The receiver grants, over a channel of the runtime; the sender answers with the 
 order alone: the n-th tensor sent to a rank goes to its n-th receive.
 
 Where both ranks are of one host, the sender of a large tensor writes a part of it, or all, straight into the receiver's
-(:mod:`asyncdist.direct_writes`). Before the first one the receiver says how to find its process, and the sender whether
-it did; meanwhile all bytes are sent.
+(:mod:`asyncdist.transports.cross_memory_attach`). Before the first one the receiver says how to find its process, and
+the sender whether it did; meanwhile all bytes are sent.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 
 from asyncdist import streams, tags
 from asyncdist.channels import Channel, Envelope
-from asyncdist.direct_writes import Licence, Neighbour, Tail
 from asyncdist.errors import ClosedError, LocalProtocolError, RankLostError
 from asyncdist.tensors.byte_views import byte_view, check_dense, split
+from asyncdist.transports.cross_memory_attach import Licence, Neighbour, Tail
 
 logger = logging.getLogger("asyncdist.streams")
 

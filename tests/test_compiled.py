@@ -26,7 +26,7 @@ import json, random, sys
 from dataclasses import dataclass
 from asyncdist import mailboxes, wire
 from asyncdist.errors import LocalProtocolError
-from asyncdist.transports.repeated import RepeatedSend
+from asyncdist.transports.persistent_send import RepeatedSend
 
 @dataclass(frozen=True)
 class Message:

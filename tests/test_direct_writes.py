@@ -17,11 +17,12 @@ import pytest
 import torch
 from support.local import NONCE, engines, eventually, yields
 
-from asyncdist import direct_writes, streams, tags, user_streams
+from asyncdist import streams, tags, user_streams
 from asyncdist.channels import Envelope
-from asyncdist.direct_writes import Licence, Neighbour
 from asyncdist.errors import ClosedError, RankLostError, RemoteProtocolError
 from asyncdist.groups import Group
+from asyncdist.transports import cross_memory_attach
+from asyncdist.transports.cross_memory_attach import Licence, Neighbour
 from asyncdist.world import World
 
 PIECE = 4096
@@ -31,7 +32,7 @@ SIZES = (0, 1, MIN - 1, MIN, PIECE, PIECE + 1, 7 * PIECE + 13)
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_writes, "PIECE_NBYTES", PIECE)
+    monkeypatch.setattr(cross_memory_attach, "PIECE_NBYTES", PIECE)
     monkeypatch.setattr(streams, "USER_CHUNK_NBYTES", PIECE)
     monkeypatch.setattr(streams, "ATTENTION_S", math.inf)
     monkeypatch.setattr(user_streams, "WRITTEN_NBYTES_MIN", MIN)
@@ -313,7 +314,7 @@ def test_a_licence_is_found_and_used() -> None:
 
 CHILD = """
 import ctypes, os, sys
-from asyncdist.direct_writes import Licence
+from asyncdist.transports.cross_memory_attach import Licence
 licence, room = Licence(), ctypes.create_string_buffer(8)
 print(licence.pid, licence.address, licence.token.hex(), ctypes.addressof(room), flush=True)
 sys.stdin.readline()
@@ -368,7 +369,7 @@ def test_who_has_not_the_token_is_no_neighbour(forge: Callable[[Licence], tuple[
 
 
 def test_a_system_without_the_calls_has_no_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_writes.ctypes, "PyDLL", lambda *_args, **_options: object())
+    monkeypatch.setattr(cross_memory_attach.ctypes, "PyDLL", lambda *_args, **_options: object())
     licence = Licence()
     with pytest.raises(OSError, match="no process_vm_readv"):
         Neighbour(licence.pid, licence.address, licence.token)
@@ -376,17 +377,17 @@ def test_a_system_without_the_calls_has_no_neighbours(monkeypatch: pytest.Monkey
 
 def test_what_stands_in_the_way_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     yama = tmp_path / "ptrace_scope"
-    monkeypatch.setattr(direct_writes, "_YAMA", yama)
+    monkeypatch.setattr(cross_memory_attach, "_YAMA", yama)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert direct_writes.obstacle() is None, "a kernel without Yama"
+    assert cross_memory_attach.obstacle() is None, "a kernel without Yama"
     yama.write_text("0\n")
-    assert direct_writes.obstacle() is None
+    assert cross_memory_attach.obstacle() is None
     yama.write_text("1\n")
-    assert direct_writes.obstacle() == "kernel.yama.ptrace_scope is 1"
+    assert cross_memory_attach.obstacle() == "kernel.yama.ptrace_scope is 1"
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert direct_writes.obstacle() is None, "root may"
-    monkeypatch.setattr(direct_writes.ctypes, "PyDLL", lambda *_args, **_options: object())
-    assert direct_writes.obstacle() == "this system has no process_vm_readv"
+    assert cross_memory_attach.obstacle() is None, "root may"
+    monkeypatch.setattr(cross_memory_attach.ctypes, "PyDLL", lambda *_args, **_options: object())
+    assert cross_memory_attach.obstacle() == "this system has no process_vm_readv"
 
 
 # ------------------------------------------------------------------------------------------------- what a peer may say

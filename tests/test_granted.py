@@ -14,8 +14,8 @@ import torch
 
 from asyncdist.errors import RankLostError
 from asyncdist.transports.base import Request
-from asyncdist.transports.granted import Passage
 from asyncdist.transports.matching import Inbox, Matcher
+from asyncdist.transports.torch_distributed.gloo_streams import Passage
 
 TAG = 8001
 #: For what takes no time: how long a loaded machine may take all the same.

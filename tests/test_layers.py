@@ -14,17 +14,18 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "_version",
+        "transports.torch_distributed.__init__",
         "tensors.__init__",
         "tensors.byte_views",
         "validation",
         "compiled",
-        "direct_writes",
+        "transports.cross_memory_attach",
         "errors",
         "tensors.means",
         "tensors.model_tensors",
         "tensors.shared_memory",
         "tensors.torch_modes",
-        "transports.repeated",
+        "transports.persistent_send",
     ),
     ("calls", "tensors.flat_state", "tensors.pytrees"),
     (
@@ -34,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "tensors.model_cache",
         "tensors.bucket",
         "transports.base",
-        "transports.transfers",
+        "transports.torch_distributed.gloo_transfers",
         "tensors.serialization",
     ),
     ("passes", "reductions", "transports.mpi_requests"),
@@ -44,28 +45,28 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "transports.local",
         "transports.matching",
         "transports.mpi",
-        "transports.planes",
+        "transports.split_plane",
         "transports.__init__",
     ),
-    ("mailboxes", "streams", "transports.granted"),
+    ("mailboxes", "streams", "transports.torch_distributed.gloo_streams"),
     ("channels",),
-    ("agreement_messages", "groups", "transports.gloo"),
+    ("agreement_messages", "groups", "transports.torch_distributed.gloo"),
     ("agreements",),
     ("attendance", "computing", "folding"),
     ("group_ledger", "host_folding"),
     (
         "collectives",
-        "transports.backends",
-        "transports.meeting",
-        "transports.polled",
-        "transports.self_test",
+        "transports.torch_distributed.backends",
+        "transports.torch_distributed.rendezvous",
+        "transports.torch_distributed.polled",
+        "transports.torch_distributed.completion_probe",
         "user_streams",
     ),
-    ("starts", "transports.torch"),
+    ("starts", "transports.torch_distributed.transport"),
     ("world",),
     ("exposure", "outcomes", "waits"),
     ("guardians", "environment", "mesh"),
-    ("population", "placement", "notebooks", "opening", "process", "tracebacks"),
+    ("population", "placement", "notebooks", "transports.select", "process", "tracebacks"),
     ("gradients", "shards", "supervision"),
     ("failing",),
     ("runtime", "api", "timing_report", "mpirun", "processes"),
@@ -145,7 +146,7 @@ def test_imports_go_down_only(name: str) -> None:
 def test_there_is_something_to_prove() -> None:
     """The parser sees what it should: a rule that finds no import proves nothing."""
     assert {"progress", "wire", "errors"} <= own_imports(ASYNCDIST["channels"])
-    assert "transports.mpi" in own_imports(ASYNCDIST["opening"]), "an import inside a function"
+    assert "transports.mpi" in own_imports(ASYNCDIST["transports.select"]), "an import inside a function"
     assert uses(ASYNCDIST["transports.mpi"], "mpi4py")
 
 
@@ -166,10 +167,10 @@ def test_a_concrete_transport_is_known_to_what_opens_it_alone() -> None:
     users = {
         name
         for name, tree in ASYNCDIST.items()
-        if own_imports(tree) & {"transports.local", "transports.mpi", "transports.torch"}
+        if own_imports(tree) & {"transports.local", "transports.mpi", "transports.torch_distributed.transport"}
         and not name.startswith("transports.")
     }
-    assert users == {"opening", "runtime"}
+    assert users == {"transports.select", "runtime"}
 
 
 def test_asyncdist_never_imports_protocols() -> None:

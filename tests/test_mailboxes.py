@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncdist import mailboxes, wire
-from asyncdist.transports.repeated import RepeatedSend
+from asyncdist.transports.persistent_send import RepeatedSend
 
 TAG = 77
 

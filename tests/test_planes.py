@@ -10,11 +10,11 @@ from support import torchrun
 from support.mpi import require_mpi, run_source
 
 import asyncdist as ad
-from asyncdist.direct_writes import obstacle
 from asyncdist.errors import RankLostError, TransportError
 from asyncdist.tags import BULK_FIRST, BULK_LAST
+from asyncdist.transports.cross_memory_attach import obstacle
 from asyncdist.transports.local import LocalHub
-from asyncdist.transports.planes import TwoPlaneTransport
+from asyncdist.transports.split_plane import TwoPlaneTransport
 
 BULK = range(BULK_FIRST, BULK_LAST + 1)
 

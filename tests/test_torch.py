@@ -25,11 +25,11 @@ from torch import distributed as dist
 import asyncdist as ad
 from asyncdist import environment
 from asyncdist.errors import RankLostError, TransportError, TruncationError
-from asyncdist.transports import gloo
 from asyncdist.transports.base import ANY_SOURCE
-from asyncdist.transports.gloo import _ENTRY, _FRAME, _MESSAGE, _RING_COUNT, Link, reason
 from asyncdist.transports.matching import Inbox, InlineMessage, Matcher, OwnMessage, Receive, Send
-from asyncdist.transports.meeting import _Gathering as Gathering
+from asyncdist.transports.torch_distributed import gloo
+from asyncdist.transports.torch_distributed.gloo import _ENTRY, _FRAME, _MESSAGE, _RING_COUNT, Link, reason
+from asyncdist.transports.torch_distributed.rendezvous import _Gathering as Gathering
 
 MIB = 1 << 20
 VICTIM = 2
@@ -469,7 +469,7 @@ def test_a_rank_that_comes_late_is_awaited_in_silence() -> None:
 
 
 SHORT_START = """
-    from asyncdist.transports import torch as transport
+    from asyncdist.transports.torch_distributed import transport as transport
     transport.START_TIMEOUT_S = 3.0
     import asyncdist as ad
 

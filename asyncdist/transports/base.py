@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 from asyncdist.calls import CallBook
-from asyncdist.transports.repeated import RepeatedSend
+from asyncdist.transports.persistent_send import RepeatedSend
 
 ANY_SOURCE: Final = -1
 
@@ -92,8 +92,8 @@ class Capabilities:
         shares_memory: whether ranks are processes that, on one host, may map each other's memory
             (:mod:`asyncdist.tensors.shared_memory`).
         written_share: how much of a large tensor its sender is to write straight into the receiver's memory, where both
-            are on one host (:mod:`asyncdist.direct_writes`): from 0, nothing, over a half, where the receiver copies
-            the other half meanwhile, to 1, where that is shorter than the backend's own way.
+            are on one host (:mod:`asyncdist.transports.cross_memory_attach`): from 0, nothing, over a half, where the
+            receiver copies the other half meanwhile, to 1, where that is shorter than the backend's own way.
     """
 
     native_collectives: bool

@@ -38,7 +38,7 @@ from asyncdist.transports.base import (
     Transport,
 )
 from asyncdist.transports.mpi_requests import ReceiveRequest, SendRequest
-from asyncdist.transports.repeated import RepeatedSend
+from asyncdist.transports.persistent_send import RepeatedSend
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -12,8 +12,8 @@ from torch import distributed as dist
 from asyncdist.tags import TAG_MAX
 from asyncdist.transports.base import Transport
 from asyncdist.transports.local import LocalHub
-from asyncdist.transports.planes import TwoPlaneTransport
-from asyncdist.transports.polled import Pairs, PolledBulk, PolledTransport
+from asyncdist.transports.split_plane import TwoPlaneTransport
+from asyncdist.transports.torch_distributed.polled import Pairs, PolledBulk, PolledTransport
 
 #: For what the bulk plane says on control; no case uses it, nor do two planes that split the tags.
 ENTRIES_TAG = TAG_MAX - 1

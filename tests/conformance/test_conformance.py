@@ -13,9 +13,9 @@ import asyncdist as ad
 from asyncdist import streams
 from asyncdist.runtime import Outcome, host_rank
 from asyncdist.tags import TAG_MAX
-from asyncdist.transports import polled
 from asyncdist.transports.local import LocalHub
-from asyncdist.transports.planes import TwoPlaneTransport
+from asyncdist.transports.split_plane import TwoPlaneTransport
+from asyncdist.transports.torch_distributed import polled
 from conformance import local_polled
 from conformance.cases_streams import CHUNK_NBYTES
 from conformance.endpoint import all_cases, run_case

@@ -16,7 +16,7 @@ from asyncdist.transports.base import Transport
 if TYPE_CHECKING:
     from asyncdist.transports.mpi import MpiTransport
 
-logger = logging.getLogger("asyncdist.opening")
+logger = logging.getLogger("asyncdist.transports.select")
 
 
 def detect(transport: str) -> environment.Launch:
@@ -66,7 +66,7 @@ def open_transport(name: str, bulk: str | None, started: environment.Launch) -> 
     control = mpi if name == "mpi" and mpi is not None else _open_torch(mpi, started.backend)
     if other == own:
         return control
-    from asyncdist.transports.planes import TwoPlaneTransport
+    from asyncdist.transports.split_plane import TwoPlaneTransport
 
     bulk_plane = mpi if other[0] == "mpi" and mpi is not None else _open_torch(mpi, other[1], control)
     return TwoPlaneTransport(control, bulk_plane, tags.BULK)
@@ -101,8 +101,8 @@ def _open_torch(mpi: MpiTransport | None, backend: str, control: Transport | Non
 
     Its ranks meet where the user's process group did, or its variables say, or through MPI.
     """
-    from asyncdist.transports.meeting import is_group_initialised
-    from asyncdist.transports.torch import open_bulk, open_transport
+    from asyncdist.transports.torch_distributed.rendezvous import is_group_initialised
+    from asyncdist.transports.torch_distributed.transport import open_bulk, open_transport
 
     place = None if is_group_initialised() else _torch_rendezvous(mpi)
     local_rank = environment.local_rank()
@@ -120,14 +120,14 @@ def _torch_rendezvous(mpi: MpiTransport | None) -> environment.TorchRendezvous:
 
 def check_torch_backend(backend: str, *, what: Literal["transport", "bulk"] = "transport") -> None:
     """Raise ValueError, which says why, for a backend of torch.distributed that cannot be the transport, or bulk."""
-    from asyncdist.transports.backends import check_backend
+    from asyncdist.transports.torch_distributed.backends import check_backend
 
     check_backend(backend, what=what)
 
 
 def describe_torch_backend(backend: str) -> str:
     """What a backend of torch.distributed that is here is used for."""
-    from asyncdist.transports.backends import describe_use
+    from asyncdist.transports.torch_distributed.backends import describe_use
 
     return describe_use(backend)
 

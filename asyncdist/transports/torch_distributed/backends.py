@@ -1,11 +1,12 @@
 """The backends of torch.distributed: which there are, what each may carry here, and private groups of one.
 
-- **gloo** carries everything. Its works cannot be polled, so threads wait for them (:mod:`asyncdist.transports.gloo`).
+- **gloo** carries everything. Its works cannot be polled, so threads wait for them
+  (:mod:`asyncdist.transports.torch_distributed.gloo`).
 - **NCCL** carries streams of tensors beside another transport, and no messages: it ignores tags and matches by the
   order of issue (pytorch#94819, #125079), a receive that waits holds a part of the GPU, and everything goes through the
   GPU's memory. NCCL itself was never run under this code: what is tested is tested with backends that behave like it.
 - **Any other** that Python code has registered carries both, where its works pass the test of
-  :mod:`asyncdist.transports.self_test` at the start.
+  :mod:`asyncdist.transports.torch_distributed.completion_probe` at the start.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch._C._distributed_c10d import _DistributedBackendOptions
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from asyncdist.errors import TransportError
-from asyncdist.transports.gloo import reason
+from asyncdist.transports.torch_distributed.gloo import reason
 
 GLOO: Final = "gloo"
 _NCCL: Final = "nccl"

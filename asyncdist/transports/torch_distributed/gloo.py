@@ -11,7 +11,8 @@ larger, so that a small message does not queue behind a large one.
 - **Large ones** are announced by a frame, and sent on bulk at once. gloo moves the bytes when the receiver, having
   found the receive that they belong to, posts its own buffer: nothing is copied, and no message is ever longer than
   its receive, which would end the process.
-- **Streams**, whose receives are posted first, need no announcement: see :mod:`asyncdist.transports.granted`.
+- **Streams**, whose receives are posted first, need no announcement: see
+  :mod:`asyncdist.transports.torch_distributed.gloo_streams`.
 - **Acknowledgements**, cumulative, in every frame, say which sends are complete: only then does the loop call
   ``wait()`` on them, some at a time, which returns at once. No handle is dropped before, which would wedge the pair.
 - **Loss**: a peer's death fails the receives that are always posted to it, one on each group. Whichever thread ends
@@ -45,11 +46,17 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from asyncdist.errors import RankLostError, TransportError
 from asyncdist.transports.base import Buffer
-from asyncdist.transports.granted import Passage
 from asyncdist.transports.matching import InlineMessage, Matcher, Receive, Send
-from asyncdist.transports.transfers import FOREVER, TRAILER_NBYTES, Transfer, bytes_tensor, readable
+from asyncdist.transports.torch_distributed.gloo_streams import Passage
+from asyncdist.transports.torch_distributed.gloo_transfers import (
+    FOREVER,
+    TRAILER_NBYTES,
+    Transfer,
+    bytes_tensor,
+    readable,
+)
 
-logger = logging.getLogger("asyncdist.transports.gloo")
+logger = logging.getLogger("asyncdist.transports.torch_distributed.gloo")
 
 SLOT_NBYTES: Final = 16384
 #: Of a frame: acknowledged frames, and bytes of the frame. Then come entries.
@@ -221,7 +228,7 @@ class Link:
         return send
 
     def send_granted(self, view: memoryview, tag: int) -> Send:
-        """Start sending a message whose receive the peer has posted; see :mod:`asyncdist.transports.granted`."""
+        """Start sending a message whose receive the peer has posted; see :mod:`asyncdist.transports.torch_distributed.gloo_streams`."""
         if self.error is None:
             return self._passage(tag).send(view)
         send = Send(self._inbox, view.nbytes)
@@ -278,7 +285,7 @@ class Link:
     # -- receiving --------------------------------------------------------------------------------------------------
 
     def receive_granted(self, buffer: Buffer, tag: int) -> Receive:
-        """Post a receive of that tag, whose message will be no larger; see :mod:`asyncdist.transports.granted`."""
+        """Post a receive of that tag, whose message will be no larger; see :mod:`asyncdist.transports.torch_distributed.gloo_streams`."""
         if self.error is None:
             return self._passage(tag).receive(buffer)
         receive = Receive(self._matcher, buffer, self.peer, tag)

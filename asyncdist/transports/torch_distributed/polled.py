@@ -35,10 +35,10 @@ import torch
 
 from asyncdist.errors import RankLostError, TransportError
 from asyncdist.transports.base import Capabilities, Request, Transport
-from asyncdist.transports.gloo import end_process, reason
 from asyncdist.transports.matching import Inbox, InlineMessage, MatchedTransport, Matcher, Receive, Send
+from asyncdist.transports.torch_distributed.gloo import end_process, reason
 
-logger = logging.getLogger("asyncdist.transports.polled")
+logger = logging.getLogger("asyncdist.transports.torch_distributed.polled")
 
 FRAME_NBYTES: Final = 8192
 #: Of a frame: the bytes of it that are used. Then come entries.

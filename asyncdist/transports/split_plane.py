@@ -19,7 +19,7 @@ from asyncdist.transports.base import (
     Request,
     Transport,
 )
-from asyncdist.transports.repeated import RepeatedSend
+from asyncdist.transports.persistent_send import RepeatedSend
 
 
 class TwoPlaneTransport(Transport):

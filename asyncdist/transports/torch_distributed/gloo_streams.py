@@ -24,7 +24,7 @@ from typing import Any, Final
 from asyncdist.errors import RankLostError
 from asyncdist.transports.base import Buffer
 from asyncdist.transports.matching import Matcher, Receive, Send
-from asyncdist.transports.transfers import Transfer, bytes_tensor, readable
+from asyncdist.transports.torch_distributed.gloo_transfers import Transfer, bytes_tensor, readable
 
 #: In a trailer, in place of the message's size: this is none, the receive has been cancelled.
 _NOTHING: Final = -1

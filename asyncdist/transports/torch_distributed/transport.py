@@ -1,9 +1,11 @@
 """Ranks that torchrun started, or anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-They find each other in :mod:`asyncdist.transports.meeting`. Messages go through gloo
-(:mod:`asyncdist.transports.gloo`), or through a backend that :mod:`asyncdist.transports.self_test` has found can be
-polled (:mod:`asyncdist.transports.polled`); they are matched with receives in :mod:`asyncdist.transports.matching`.
-What each backend may carry is said in :mod:`asyncdist.transports.backends`.
+They find each other in :mod:`asyncdist.transports.torch_distributed.rendezvous`. Messages go through gloo
+(:mod:`asyncdist.transports.torch_distributed.gloo`), or through a backend that
+:mod:`asyncdist.transports.torch_distributed.completion_probe` has found can be polled
+(:mod:`asyncdist.transports.torch_distributed.polled`); they are matched with receives in
+:mod:`asyncdist.transports.matching`. What each backend may carry is said in
+:mod:`asyncdist.transports.torch_distributed.backends`.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ from torch import distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from asyncdist.errors import TransportError
-from asyncdist.transports import backends, gloo, self_test
 from asyncdist.transports.base import Buffer, Capabilities, Request, Transport
 from asyncdist.transports.matching import Inbox, MatchedTransport
-from asyncdist.transports.meeting import Rendezvous, meet
-from asyncdist.transports.polled import Pairs, PolledBulk, PolledTransport
+from asyncdist.transports.torch_distributed import backends, completion_probe, gloo
+from asyncdist.transports.torch_distributed.polled import Pairs, PolledBulk, PolledTransport
+from asyncdist.transports.torch_distributed.rendezvous import Rendezvous, meet
 
 #: How long the ranks wait for each other at the start.
 START_TIMEOUT_S = 300.0
@@ -100,11 +102,11 @@ def _make_pairs(
         )
         made.append(Pairs(make_group, rank, device))
         try:
-            self_test.examine(made[-1], backend, PrefixStore("self-test", place), rank, size)
+            completion_probe.examine(made[-1], backend, PrefixStore("self-test", place), rank, size)
         except TransportError:
             for pairs in made:
                 with contextlib.suppress(TimeoutError):  # what has blocked a message may block this too
-                    self_test.in_time(pairs.close, _CLOSE_S)
+                    completion_probe.in_time(pairs.close, _CLOSE_S)
             raise
     return made
 

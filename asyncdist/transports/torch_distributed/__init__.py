@@ -1,0 +1,1 @@
+"""The transport over torch.distributed: gloo, and backends whose work can be polled."""
