@@ -38,7 +38,6 @@ __path__[:0] = compiled.search_path()  # nothing above imports a module that may
 if TYPE_CHECKING:
     from asyncdist.api import all_gather, all_reduce, all_to_all, barrier, broadcast, gather, new_group
     from asyncdist.averaging import average_gradients, average_models
-    from asyncdist.channels import Channel, ChannelStatistics, Envelope
     from asyncdist.everyday import (
         compute_and_broadcast,
         gather_from_all_ranks,
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from asyncdist.gradients import agent_gradient_update, gradient_update
     from asyncdist.groups import Group
     from asyncdist.mesh import DP_AXIS_NAME, POP_AXIS_NAME, Mesh, new_mesh
+    from asyncdist.messaging.channels import Channel, ChannelStatistics, Envelope
     from asyncdist.multiprocess_config import MultiprocessConfig
     from asyncdist.parallel import ParallelGroups, ParallelLayout, new_parallel_groups, parallel_groups
     from asyncdist.placement import (
@@ -180,7 +180,7 @@ __all__ = [
 _NAMES: Final = {
     "api": ("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "new_group"),
     "averaging": ("average_gradients", "average_models"),
-    "channels": ("Channel", "ChannelStatistics", "Envelope"),
+    "messaging.channels": ("Channel", "ChannelStatistics", "Envelope"),
     "everyday": (
         "compute_and_broadcast",
         "gather_from_all_ranks",

@@ -49,8 +49,8 @@ from asyncdist.errors import (
 from asyncdist.tensors.serialization import words_of
 
 if TYPE_CHECKING:
-    from asyncdist.channels import Channel
-    from asyncdist.progress import Engine
+    from asyncdist.messaging.channels import Channel
+    from asyncdist.messaging.engine import Engine
 
 #: How much longer a member waits for the leader's word, so that it is the leader who names the missing.
 MEMBER_PATIENCE_S: Final = 5.0

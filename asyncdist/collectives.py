@@ -42,8 +42,8 @@ from asyncdist.errors import AsyncdistError, LocalProtocolError, RankLostError
 from asyncdist.folding import Fold, Into, Rooms, fold_in_shares
 from asyncdist.groups import Group
 from asyncdist.host_folding import fold_on_host, is_worth_sharing, meet
-from asyncdist.passes import settle
-from asyncdist.progress import Engine, yield_to_loop
+from asyncdist.messaging.engine import Engine, yield_to_loop
+from asyncdist.messaging.polling import settle
 from asyncdist.tensors.bucket import Spread
 from asyncdist.tensors.byte_views import byte_view, check_dense, check_writable, flat_bytes, split, to_host
 from asyncdist.tensors.means import mean_into

@@ -22,9 +22,9 @@ from typing import Final
 
 #: By their names in asyncdist. All are compiled, or none.
 MODULES: Final = (
-    "wire",
-    "passes",
-    "mailboxes",
+    "messaging.wire",
+    "messaging.polling",
+    "messaging.mailboxes",
     "transports.mpi_requests",
     "transports.persistent_send",
     "simulation.turns",

@@ -10,8 +10,8 @@ version by its number: it gets that version whole, or :class:`OutdatedError`.
   nobody has written into slot k mod 2 meanwhile. (A sequence lock, after Lameter 2005, over two buffers.) The owner
   takes no part, and may be computing or have left.
 - Elsewhere records are reports, latest wins, and the owner answers at its safe points: a read
-  is a grant of :mod:`asyncdist.streams`, answered by the stream of that version or by the abort. A slot from which a
-  stream is under way is not written; that version is left out.
+  is a grant of :mod:`asyncdist.messaging.streams`, answered by the stream of that version or by the abort. A slot from
+  which a stream is under way is not written; that version is left out.
 
 What is exposed is bytes. What they mean is the caller's.
 """
@@ -30,10 +30,10 @@ from typing import Final
 import torch
 
 from asyncdist import tags
-from asyncdist.channels import Channel, Envelope
 from asyncdist.errors import AsyncdistError, BusyError, RankLostError
 from asyncdist.groups import Group
-from asyncdist.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted
+from asyncdist.messaging.channels import Channel, Envelope
+from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted
 from asyncdist.tensors.byte_views import byte_view, split
 from asyncdist.transports.base import ReadWindow
 from asyncdist.world import World

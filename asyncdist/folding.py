@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from asyncdist.groups import Group
-from asyncdist.progress import Engine
+from asyncdist.messaging.engine import Engine
 from asyncdist.tensors.bucket import Spread
 from asyncdist.tensors.byte_views import byte_view
 from asyncdist.transports.base import Request

@@ -16,11 +16,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from asyncdist import tags, wire
+from asyncdist import tags
 from asyncdist.agreement_messages import Runs, runs_of
 from asyncdist.attendance import Attendance
 from asyncdist.errors import LocalProtocolError
 from asyncdist.groups import Group, Lease
+from asyncdist.messaging import wire
 from asyncdist.transports.base import GroupHandle
 
 #: The world's group has the tag before them.

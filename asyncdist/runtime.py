@@ -24,16 +24,17 @@ from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
 
-from asyncdist import environment, tags, validation, wire
+from asyncdist import environment, tags, validation
 from asyncdist._version import __version__
 from asyncdist.attendance import Attendance
 from asyncdist.collectives import Collectives
 from asyncdist.errors import AsyncdistError, DisagreementError, LocalProtocolError, is_consequence
 from asyncdist.failing import Everybody, PeerGuard, fail, fail_alone, own_error, refuse
 from asyncdist.groups import Group
+from asyncdist.messaging import wire
+from asyncdist.messaging.engine import Engine
 from asyncdist.notebooks import call_beside_loop, is_loop_running
 from asyncdist.process import limit_threads, spare_collections
-from asyncdist.progress import Engine
 from asyncdist.supervision import Interrupts
 from asyncdist.tensors import torch_modes
 from asyncdist.transports import select

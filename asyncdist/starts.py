@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 from asyncdist.agreements import MEMBER_PATIENCE_S, Agreed, Agreements, Meeting
 from asyncdist.collectives import ended
 from asyncdist.errors import AsyncdistError, StartTimeoutError
-from asyncdist.progress import yield_to_loop
+from asyncdist.messaging.engine import yield_to_loop
 
 T = TypeVar("T")
 

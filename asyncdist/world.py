@@ -20,11 +20,10 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 
-from asyncdist import streams, tags, validation, wire
+from asyncdist import tags, validation
 from asyncdist.agreement_messages import Inquiry, Join, Objection, Reminder, Verdict, Withdraw
 from asyncdist.agreements import Agreements
 from asyncdist.attendance import Attendance
-from asyncdist.channels import Channel, Envelope, Lane, Overflow
 from asyncdist.collectives import Collectives, shielded
 from asyncdist.computing import Computing, VirtualClock
 from asyncdist.errors import (
@@ -38,11 +37,13 @@ from asyncdist.errors import (
 )
 from asyncdist.group_ledger import Freed, GroupLedger
 from asyncdist.groups import Group, check_open, check_ranks, short
-from asyncdist.progress import PROGRESS_BUDGET_S, Engine, EngineStatistics, yield_to_loop
+from asyncdist.messaging import streams, wire
+from asyncdist.messaging.channels import Channel, Envelope, Lane, Overflow
+from asyncdist.messaging.engine import PROGRESS_BUDGET_S, Engine, EngineStatistics, yield_to_loop
+from asyncdist.messaging.tensor_streams import UserStreams
 from asyncdist.starts import Start
 from asyncdist.tensors.model_cache import Scratch
 from asyncdist.transports.base import Transport
-from asyncdist.user_streams import UserStreams
 
 logger = logging.getLogger("asyncdist.world")
 
@@ -352,7 +353,8 @@ class World:
         A tag belongs to one message type or name until all channels on it are closed here.
 
         Args:
-            message_type: a frozen dataclass, or a union of them; see :mod:`asyncdist.wire` for the field types.
+            message_type: a frozen dataclass, or a union of them; see :mod:`asyncdist.messaging.wire` for the field
+                types.
             tag: 0 to 7000 or 12097 to 32767.
             name: the message type's by default.
             capacity: messages that may wait here before this tag stops taking more.
@@ -395,7 +397,7 @@ class World:
             scope: one that only this protocol's ranks use.
             name: for reports.
             capacity: messages that may wait here, and sends that may be under way.
-            overflow: what happens beyond that; see :mod:`asyncdist.channels`.
+            overflow: what happens beyond that; see :mod:`asyncdist.messaging.channels`.
             peer_scope: what the messages sent here are addressed to, where two roles talk to each other; ``scope`` by
                 default.
             handler: called with each message as it arrives, inside a pass, in place of a mailbox.

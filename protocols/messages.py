@@ -3,7 +3,7 @@
 Every message is flat: ints, floats, strings, bools and tuples of ints or floats, which is all that the wire codec
 packs and checks. The round that a control message belongs to travels in the frame's header, never in the message, so
 that a frame of another round is recognised before its body is read. Parameter streams have their own vocabulary
-(`asyncdist.streams`). This module decides nothing and imports nothing of the runtime.
+(`asyncdist.messaging.streams`). This module decides nothing and imports nothing of the runtime.
 
 Invariant: `get_type_hints` of each class gives plain types, so annotations here are real objects, never strings.
 """

@@ -25,10 +25,11 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
-from asyncdist import AsyncdistError, Group, RankLostError, World, validation, wire
+from asyncdist import AsyncdistError, Group, RankLostError, World, validation
 from asyncdist.exposure import Exposure, OutdatedError, Published, open_exposure
-from asyncdist.progress import yield_to_loop
-from asyncdist.streams import CHUNK_NBYTES
+from asyncdist.messaging import wire
+from asyncdist.messaging.engine import yield_to_loop
+from asyncdist.messaging.streams import CHUNK_NBYTES
 from asyncdist.tensors.byte_layout import Packing
 from asyncdist.tensors.byte_views import byte_view
 from asyncdist.tensors.flat_state import FlatBuffers, SnapshotPool

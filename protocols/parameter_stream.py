@@ -1,6 +1,7 @@
 """The parameter-stream protocol: the donors' snapshots into one replacer's accumulator.
 
-The replacer asks (:class:`asyncdist.streams.Grant`, with the round in the frame's header) and names the bytes that it
+The replacer asks (:class:`asyncdist.messaging.streams.Grant`, with the round in the frame's header) and names the bytes
+that it
 has room for: the averaged tensors, or those and the exact ones. The donor answers with exactly these bytes or with the
 abort. Tensors travel as they are stored, dtype after dtype in the order of the flat state, each cut into chunks of its
 own.
@@ -31,15 +32,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from asyncdist import Envelope, RankLostError, World, tags
-from asyncdist.channels import Channel
-from asyncdist.streams import (
-    CHUNK_NBYTES,
-    WINDOW_COUNT,
-    Cancel,
-    Grant,
-    InboundStream,
-    OutboundStream,
-)
+from asyncdist.messaging.channels import Channel
+from asyncdist.messaging.streams import CHUNK_NBYTES, WINDOW_COUNT, Cancel, Grant, InboundStream, OutboundStream
 from asyncdist.tensors.byte_views import byte_view, split
 from asyncdist.tensors.flat_state import FlatBuffers
 from asyncdist.tensors.means import WeightedMean

@@ -42,10 +42,10 @@ from asyncdist import (
     tags,
     validation,
 )
-from asyncdist.channels import Channel
-from asyncdist.passes import settle
-from asyncdist.progress import Engine, yield_to_loop
-from asyncdist.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted, check_grant
+from asyncdist.messaging.channels import Channel
+from asyncdist.messaging.engine import Engine, yield_to_loop
+from asyncdist.messaging.polling import settle
+from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted, check_grant
 from asyncdist.tensors.byte_views import split
 from protocols.replay_messages import (
     INLINE_NBYTES_MAX,

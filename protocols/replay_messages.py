@@ -1,14 +1,14 @@
 """What a replay buffer and its clients say to each other.
 
 Items travel as bytes: those of a small batch inside the message (``data``), those of a larger one as a stream that the
-receiving side grants (:class:`asyncdist.streams.Grant`, with the request's number in the frame's header); then ``data``
-is empty and ``nbytes`` says how many come. A client numbers its requests; each is answered once, by ``Added``,
-``Drawn`` or ``Failed``.
+receiving side grants (:class:`asyncdist.messaging.streams.Grant`, with the request's number in the frame's header);
+then ``data`` is empty and ``nbytes`` says how many come. A client numbers its requests; each is answered once, by
+``Added``, ``Drawn`` or ``Failed``.
 """
 
 from dataclasses import dataclass
 
-from asyncdist.streams import Cancel, Grant
+from asyncdist.messaging.streams import Cancel, Grant
 
 #: Larger payloads go as streams: a frame has 64 KiB, and a long frame keeps short ones waiting.
 INLINE_NBYTES_MAX = 32 << 10

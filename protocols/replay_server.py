@@ -25,19 +25,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncdist import (
-    BusyError,
-    Envelope,
-    RankLostError,
-    RemoteProtocolError,
-    World,
-    current_world,
-    tags,
-    validation,
-    wire,
-)
-from asyncdist.channels import Channel
-from asyncdist.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted, check_grant
+from asyncdist import BusyError, Envelope, RankLostError, RemoteProtocolError, World, current_world, tags, validation
+from asyncdist.messaging import wire
+from asyncdist.messaging.channels import Channel
+from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted, check_grant
 from asyncdist.tensors.byte_views import split
 from asyncdist.tensors.serialization import words_of
 from protocols.replay_messages import (

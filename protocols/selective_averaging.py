@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from asyncdist import AsyncdistError, BusyError, Group, RankLostError, World, current_world, tags, validation
-from asyncdist.channels import Channel
+from asyncdist.messaging.channels import Channel
 from asyncdist.tensors.flat_state import FlatBuffers, SnapshotPool
 from protocols.messages import (
     DONOR,

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, assert_never
 
-from asyncdist import Envelope, RankLostError, World, current_world, tags, validation, wire
+from asyncdist import Envelope, RankLostError, World, current_world, tags, validation
 from asyncdist.agreements import Agreed
-from asyncdist.channels import Channel
+from asyncdist.messaging import wire
+from asyncdist.messaging.channels import Channel
 from protocols.messages import (
     Abandoned,
     Applied,

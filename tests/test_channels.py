@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.local import NONCE, worlds, yields
 
-from asyncdist import World, tags, wire
-from asyncdist.channels import EARLY_FRAME_COUNT_MAX, Channel
+from asyncdist import World, tags
 from asyncdist.errors import BusyError, ClosedError, LocalProtocolError, RankLostError, RemoteProtocolError
-from asyncdist.progress import Engine
+from asyncdist.messaging import wire
+from asyncdist.messaging.channels import EARLY_FRAME_COUNT_MAX, Channel
+from asyncdist.messaging.engine import Engine
 from asyncdist.world import Unheard
 
 TAG = 77
@@ -277,7 +278,7 @@ async def test_hostile_frames_are_counted_logged_once_per_peer_and_harm_nothing(
         raw_frame(a, b"no msgpack", sequence=2),
         bytes(wire.FRAME_NBYTES_MAX + 1),  # does not even fit
     ]
-    with caplog.at_level(logging.WARNING, "asyncdist.channels"):
+    with caplog.at_level(logging.WARNING, "asyncdist.messaging.channels"):
         for frame in bad:
             send_raw(pair[0], frame, 1)
             send_raw(pair[1], frame, 1)
@@ -576,7 +577,7 @@ async def test_a_timeout_tells_of_messages_for_a_channel_that_is_not_open(pair: 
 async def test_awaiting_beside_messages_for_a_channel_that_is_not_open_is_logged_once(
     pair: list[World], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncdist.channels.EARLY_PATIENCE_S", 0.01)
+    monkeypatch.setattr("asyncdist.messaging.channels.EARLY_PATIENCE_S", 0.01)
     numbers, _ = both(pair)
     second = pair[1].channel(Number, tag=TAG)
     second.send_nowait(Number(1), 0)
@@ -597,7 +598,7 @@ async def test_awaiting_beside_messages_for_a_channel_that_is_not_open_is_logged
 async def test_a_channel_that_is_opened_in_time_is_not_told_of(
     pair: list[World], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncdist.channels.EARLY_PATIENCE_S", 0.01)
+    monkeypatch.setattr("asyncdist.messaging.channels.EARLY_PATIENCE_S", 0.01)
     numbers, _ = both(pair)
     second = pair[1].channel(Number, tag=TAG)
     waiting = asyncio.ensure_future(numbers.receive(timeout_s=0.1))

@@ -24,7 +24,7 @@ TOP = Path(__file__).resolve().parents[1]
 ACCOUNT = """
 import json, random, sys
 from dataclasses import dataclass
-from asyncdist import mailboxes, wire
+from asyncdist.messaging import mailboxes, wire
 from asyncdist.errors import LocalProtocolError
 from asyncdist.transports.persistent_send import RepeatedSend
 

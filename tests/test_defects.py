@@ -38,7 +38,8 @@ from support.local import yields
 from torch import nn
 
 import asyncdist as ad
-from asyncdist import streams, tags
+from asyncdist import tags
+from asyncdist.messaging import streams
 from asyncdist.tensors.flat_state import FlatState
 from asyncdist.transports import local
 from protocols import AsyncSelectiveAveragingPolicy, SnapshotTaken, parameter_stream

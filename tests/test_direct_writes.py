@@ -17,10 +17,11 @@ import pytest
 import torch
 from support.local import NONCE, engines, eventually, yields
 
-from asyncdist import streams, tags, user_streams
-from asyncdist.channels import Envelope
+from asyncdist import tags
 from asyncdist.errors import ClosedError, RankLostError, RemoteProtocolError
 from asyncdist.groups import Group
+from asyncdist.messaging import streams, tensor_streams
+from asyncdist.messaging.channels import Envelope
 from asyncdist.transports import cross_memory_attach
 from asyncdist.transports.cross_memory_attach import Licence, Neighbour
 from asyncdist.world import World
@@ -35,8 +36,8 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_memory_attach, "PIECE_NBYTES", PIECE)
     monkeypatch.setattr(streams, "USER_CHUNK_NBYTES", PIECE)
     monkeypatch.setattr(streams, "ATTENTION_S", math.inf)
-    monkeypatch.setattr(user_streams, "WRITTEN_NBYTES_MIN", MIN)
-    monkeypatch.setattr(user_streams, "_PAGE_NBYTES", 16)
+    monkeypatch.setattr(tensor_streams, "WRITTEN_NBYTES_MIN", MIN)
+    monkeypatch.setattr(tensor_streams, "_PAGE_NBYTES", 16)
 
 
 @pytest.fixture
@@ -418,8 +419,8 @@ async def test_a_sender_that_does_not_know_the_receiver_sends(writes: list[int])
 
 async def test_words_that_nobody_asked_for_change_nothing() -> None:
     async with neighbours(1.0) as (sender, _):
-        sender._streams._on_message(Envelope(user_streams.Found(), 1, 0))
-        sender._streams._on_message(Envelope(user_streams.Card(-5, -1, b"x"), 1, 0))
+        sender._streams._on_message(Envelope(tensor_streams.Found(), 1, 0))
+        sender._streams._on_message(Envelope(tensor_streams.Card(-5, -1, b"x"), 1, 0))
         assert not sender._streams._finders
         assert not sender._streams._neighbours
 

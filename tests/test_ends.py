@@ -22,7 +22,8 @@ from support import mpi, torchrun
 from support.local import worlds
 
 import asyncdist as ad
-from asyncdist import failing, wire
+from asyncdist import failing
+from asyncdist.messaging import wire
 from asyncdist.supervision import FailureReport, peer_failed
 
 SCRIPTS = Path(__file__).with_name("scripts")

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "_version",
+        "messaging.__init__",
         "transports.torch_distributed.__init__",
         "tensors.__init__",
         "tensors.byte_views",
@@ -38,18 +39,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "transports.torch_distributed.gloo_transfers",
         "tensors.serialization",
     ),
-    ("passes", "reductions", "transports.mpi_requests"),
+    ("messaging.polling", "reductions", "transports.mpi_requests"),
     (
-        "wire",
-        "progress",
+        "messaging.wire",
+        "messaging.engine",
         "transports.local",
         "transports.matching",
         "transports.mpi",
         "transports.split_plane",
         "transports.__init__",
     ),
-    ("mailboxes", "streams", "transports.torch_distributed.gloo_streams"),
-    ("channels",),
+    ("messaging.mailboxes", "messaging.streams", "transports.torch_distributed.gloo_streams"),
+    ("messaging.channels",),
     ("agreement_messages", "groups", "transports.torch_distributed.gloo"),
     ("agreements",),
     ("attendance", "computing", "folding"),
@@ -60,7 +61,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "transports.torch_distributed.rendezvous",
         "transports.torch_distributed.polled",
         "transports.torch_distributed.completion_probe",
-        "user_streams",
+        "messaging.tensor_streams",
     ),
     ("starts", "transports.torch_distributed.transport"),
     ("world",),
@@ -145,7 +146,7 @@ def test_imports_go_down_only(name: str) -> None:
 
 def test_there_is_something_to_prove() -> None:
     """The parser sees what it should: a rule that finds no import proves nothing."""
-    assert {"progress", "wire", "errors"} <= own_imports(ASYNCDIST["channels"])
+    assert {"messaging.engine", "messaging.wire", "errors"} <= own_imports(ASYNCDIST["messaging.channels"])
     assert "transports.mpi" in own_imports(ASYNCDIST["transports.select"]), "an import inside a function"
     assert uses(ASYNCDIST["transports.mpi"], "mpi4py")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncdist import mailboxes, wire
+from asyncdist.messaging import mailboxes, wire
 from asyncdist.transports.persistent_send import RepeatedSend
 
 TAG = 77

@@ -187,7 +187,7 @@ def test_between_processes_of_a_host_a_part_of_large_tensors_is_granted_to_be_wr
         from support.mpi import report
 
         import asyncdist as ad
-        from asyncdist.user_streams import UserStreams
+        from asyncdist.messaging.tensor_streams import UserStreams
 
         granted, original = [0], UserStreams._written_nbytes
 

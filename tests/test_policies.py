@@ -32,7 +32,7 @@ from torch import nn
 import asyncdist as ad
 import protocols
 from asyncdist import runtime
-from asyncdist.streams import WINDOW_COUNT
+from asyncdist.messaging.streams import WINDOW_COUNT
 from asyncdist.transports import local
 from protocols import (
     AsyncSelectiveAveragingPolicy,

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from support.local import engines, eventually, yields
 
-from asyncdist import progress
 from asyncdist.errors import AsyncdistError, RankLostError, TruncationError
-from asyncdist.passes import HOT_PASS_COUNT, WARM_PASS_COUNT, Inlet
-from asyncdist.progress import TALK_PASS_COUNT_MAX, Engine
+from asyncdist.messaging import engine as progress
+from asyncdist.messaging.engine import TALK_PASS_COUNT_MAX, Engine
+from asyncdist.messaging.polling import HOT_PASS_COUNT, WARM_PASS_COUNT, Inlet
 from asyncdist.transports.base import ANY_SOURCE, Capabilities
 
 
@@ -580,8 +580,8 @@ async def test_the_driver_cools_down_and_a_wait_heats_it_again(engine: Engine, m
         naps += 1
 
     monkeypatch.setattr(time, "sleep", nap)
-    monkeypatch.setattr("asyncdist.passes.ALONE_GAP_S", 3600.0)  # a loaded machine makes every gap long
-    monkeypatch.setattr("asyncdist.passes.IDLE_PERIOD_S", 3600.0)
+    monkeypatch.setattr("asyncdist.messaging.polling.ALONE_GAP_S", 3600.0)  # a loaded machine makes every gap long
+    monkeypatch.setattr("asyncdist.messaging.polling.IDLE_PERIOD_S", 3600.0)
     engine.start()
     most = HOT_PASS_COUNT + WARM_PASS_COUNT + 5
     await yields(3 * most)
@@ -600,7 +600,7 @@ async def test_the_driver_takes_no_nap_while_other_tasks_run(engine: Engine, mon
         raise AssertionError("it slept in somebody's way")
 
     monkeypatch.setattr(time, "sleep", nap)
-    monkeypatch.setattr("asyncdist.passes.ALONE_GAP_S", 0.0)
+    monkeypatch.setattr("asyncdist.messaging.polling.ALONE_GAP_S", 0.0)
     engine.start()
     await yields(2 * (HOT_PASS_COUNT + WARM_PASS_COUNT))
     assert engine.statistics().pass_count >= HOT_PASS_COUNT

@@ -12,8 +12,8 @@ import torch
 from test_replay_buffer import on_ranks, run
 
 import asyncdist as ad
+from asyncdist.messaging.streams import CHUNK_NBYTES, Grant
 from asyncdist.simulation.faults import Kill
-from asyncdist.streams import CHUNK_NBYTES, Grant
 from protocols import ReplayBuffer, replay_messages, replay_server, serve_replay_buffer
 
 # -- draws that wait --------------------------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ import torch
 from support.local import engines, eventually, worlds, yields
 
 import asyncdist as ad
-from asyncdist import streams, tags
+from asyncdist import tags
 from asyncdist.errors import BusyError, ClosedError, RankLostError, RemoteProtocolError
-from asyncdist.streams import Grant, InboundStream, OutboundStream, Slots, StreamAborted
+from asyncdist.messaging import streams
+from asyncdist.messaging.streams import Grant, InboundStream, OutboundStream, Slots, StreamAborted
 from asyncdist.tensors.byte_views import byte_view, split
 
 #: Above the local transport's eager limit, so that a chunk waits for its receive.

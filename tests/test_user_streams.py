@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.local import eventually, worlds, yields
 
-from asyncdist import streams
+from asyncdist.messaging import streams
 from asyncdist.transports.local import EAGER_NBYTES
 from asyncdist.world import World
 

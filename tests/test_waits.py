@@ -19,7 +19,7 @@ from support import torchrun
 
 import asyncdist as ad
 from asyncdist import runtime
-from asyncdist.progress import Engine
+from asyncdist.messaging.engine import Engine
 from asyncdist.simulation import Compute
 from asyncdist.waits import EndWatch, Patience, StallWatch
 

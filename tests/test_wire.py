@@ -13,9 +13,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from asyncdist import wire
 from asyncdist.errors import LocalProtocolError
-from asyncdist.wire import HEADER_NBYTES, Codec, FrameError
+from asyncdist.messaging import wire
+from asyncdist.messaging.wire import HEADER_NBYTES, Codec, FrameError
 
 LIMITS = settings(max_examples=150, deadline=None)
 

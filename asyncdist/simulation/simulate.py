@@ -26,8 +26,8 @@ from typing import Any, Final, TypeVar
 
 from asyncdist import validation
 from asyncdist.errors import DeadlockError, TimeLimitError, is_consequence
+from asyncdist.messaging.engine import Engine
 from asyncdist.notebooks import call_beside_loop, is_loop_running
-from asyncdist.progress import Engine
 from asyncdist.runtime import Outcome, host_rank, refuse_inside_a_world
 from asyncdist.simulation.clocks import virtual_clocks
 from asyncdist.simulation.faults import Fault, Interrupt, Kill, SlowRank, Stall, check_plan

@@ -12,7 +12,7 @@ import torch
 
 from asyncdist.exposure import Exposure, OutdatedError, Published, open_exposure
 from asyncdist.groups import Group
-from asyncdist.streams import WINDOW_COUNT
+from asyncdist.messaging.streams import WINDOW_COUNT
 from conformance.endpoint import Endpoint
 
 CHUNK_NBYTES = 128

@@ -10,7 +10,7 @@ import torch
 from support.odd_tensors import NOT_DENSE, ODD, odd_tensors, same
 
 from asyncdist.errors import ClosedError, LocalProtocolError, RemoteProtocolError
-from asyncdist.streams import WINDOW_COUNT, StreamAborted
+from asyncdist.messaging.streams import WINDOW_COUNT, StreamAborted
 from conformance.endpoint import Endpoint
 
 #: Of the streams here: what is true of chunks of 16 MiB is true of these, at less cost.

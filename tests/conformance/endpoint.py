@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import asyncdist as ad
-from asyncdist.progress import Engine, yield_to_loop
+from asyncdist.messaging.engine import Engine, yield_to_loop
 from asyncdist.transports.base import ANY_SOURCE, Transport
 
 MODULES: Final = (

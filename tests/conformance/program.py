@@ -15,7 +15,7 @@ from support import stand_in
 from support.mpi import report
 
 import asyncdist as ad
-from asyncdist import streams
+from asyncdist.messaging import streams
 from conformance.cases_streams import CHUNK_NBYTES
 from conformance.endpoint import all_cases, run_case
 

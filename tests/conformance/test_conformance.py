@@ -10,7 +10,7 @@ from support import torchrun
 from support.mpi import Result, require_mpi, run_ranks, run_source
 
 import asyncdist as ad
-from asyncdist import streams
+from asyncdist.messaging import streams
 from asyncdist.runtime import Outcome, host_rank
 from asyncdist.tags import TAG_MAX
 from asyncdist.transports.local import LocalHub

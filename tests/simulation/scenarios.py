@@ -31,6 +31,7 @@ from scripts.population import State, expected_average, kept_part, same_bits
 from torch import nn
 
 import asyncdist as ad
+from asyncdist.messaging.streams import WINDOW_COUNT
 from asyncdist.simulation import (
     Compute,
     Corrupt,
@@ -50,7 +51,6 @@ from asyncdist.simulation import (
     simulate,
 )
 from asyncdist.simulation.repeat import repeat_line
-from asyncdist.streams import WINDOW_COUNT
 from protocols import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,

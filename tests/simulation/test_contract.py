@@ -31,7 +31,8 @@ from tqdm import tqdm
 from tqdm.contrib.concurrent import thread_map
 
 import asyncdist as ad
-from asyncdist.progress import yield_to_loop
+from asyncdist.messaging.engine import yield_to_loop
+from asyncdist.messaging.streams import StreamAborted
 from asyncdist.simulation import (
     Compute,
     Delay,
@@ -46,7 +47,6 @@ from asyncdist.simulation import (
     Stall,
     simulate,
 )
-from asyncdist.streams import StreamAborted
 from asyncdist.transports.base import ANY_SOURCE
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy
 
@@ -283,7 +283,7 @@ def test_an_abort_that_completes_before_the_chunk_ahead_of_it(monkeypatch: pytes
     The slot was given back, and the receiver told, while a chunk was still landing in its tensor.
     """
     size = 100_000
-    monkeypatch.setattr("asyncdist.streams.USER_CHUNK_NBYTES", size)
+    monkeypatch.setattr("asyncdist.messaging.streams.USER_CHUNK_NBYTES", size)
     overtaken = 0
 
     async def main(world: ad.World, cancel_at_s: float) -> bool:

@@ -17,7 +17,8 @@ import torch
 from scripts.population import Mixed, sgd
 
 import asyncdist as ad
-from asyncdist.progress import yield_to_loop
+from asyncdist.messaging.engine import yield_to_loop
+from asyncdist.messaging.wire import HEADER_NBYTES
 from asyncdist.simulation import (
     Compute,
     Corrupt,
@@ -38,7 +39,6 @@ from asyncdist.simulation import (
 )
 from asyncdist.simulation.explore import check_ranks_ended_well
 from asyncdist.simulation.turns import TURN_S
-from asyncdist.wire import HEADER_NBYTES
 from protocols import AsyncSelectiveAveragingPolicy
 
 #: Every duration is exact, so that what a fault adds can be read off the clock.

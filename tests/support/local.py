@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from asyncdist import World, tags
 from asyncdist.groups import Group
-from asyncdist.progress import Engine, yield_to_loop
+from asyncdist.messaging.engine import Engine, yield_to_loop
 from asyncdist.transports.local import LocalHub
 
 NONCE = 0xC0FFEE

@@ -20,7 +20,7 @@ from harness import Results, Row, elapsed_us, main
 from rivals import Rival, rival_of
 
 import asyncdist as ad
-from asyncdist import wire
+from asyncdist.messaging import wire
 
 RANKS: Final = (2,)
 TARGET_RATIO: Final = {"mpi": 3.0, "torch": 2.5}

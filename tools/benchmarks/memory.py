@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import asyncdist as ad
-from asyncdist.streams import CHUNK_NBYTES, WINDOW_COUNT
+from asyncdist.messaging.streams import CHUNK_NBYTES, WINDOW_COUNT
 from protocols import AsyncSelectiveAveragingPolicy
 
 RANKS: Final = (3, 7)

@@ -2,7 +2,8 @@
 
 It keeps every request until it has completed, with its buffer, whoever lost interest meanwhile. A request is tested
 once when it is posted, since most small ones are done by then; else it joins the outstanding set, which each *pass*
-tests whole. Passes, and when they come, are :mod:`asyncdist.passes`'s; here is what coroutines want of the engine.
+tests whole. Passes, and when they come, are :mod:`asyncdist.messaging.polling`'s; here is what coroutines want of the
+engine.
 
 The engine knows no frame, channel or protocol.
 """
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncdist.errors import AsyncdistError, TruncationError
-from asyncdist.passes import Operation, Passes, settle
+from asyncdist.messaging.polling import Operation, Passes, settle
 from asyncdist.transports.base import Buffer, Request, Transport
 
 DRAIN_PASS_COUNT_MAX: Final = 1000

@@ -1,8 +1,8 @@
 cimport cython
 
-from asyncdist.passes cimport Inlet
+from asyncdist.messaging.polling cimport Inlet
 from asyncdist.transports.persistent_send cimport RepeatedSend
-from asyncdist.wire cimport Codec, FrameReader, FrameRoom, FrameWriter
+from asyncdist.messaging.wire cimport Codec, FrameReader, FrameRoom, FrameWriter
 
 
 cdef Py_ssize_t DELIVERY_COUNT_MAX

@@ -1,14 +1,14 @@
 """Passes: each tests all that one rank has under way, once. What the engine does without waiting, and when it comes.
 
-Who runs passes: the training code at its safe points (:meth:`asyncdist.progress.Engine.progress`), and a driver
+Who runs passes: the training code at its safe points (:meth:`asyncdist.messaging.engine.Engine.progress`), and a driver
 callback on the loop while coroutines wait. The driver is **hot** (a pass in every loop iteration) for as long as
 something completes and a little longer, some milliseconds while a transfer is under way; then **warm** (it gives the
 core away for tens of microseconds between passes, if nothing else runs on the loop; asyncio's timers cannot: anything
 under a millisecond takes 1.07 ms, and uvloop rounds it to a busy spin); then **idle** (a pass every millisecond). A
 transport that rings a doorbell is woken by it at once.
 
-Nothing here awaits: what coroutines want of the engine is in :mod:`asyncdist.progress`. The module is compiled where
-that can be done (see :mod:`asyncdist.compiled`), since each message rings, and each safe point makes a pass.
+Nothing here awaits: what coroutines want of the engine is in :mod:`asyncdist.messaging.engine`. The module is compiled
+where that can be done (see :mod:`asyncdist.compiled`), since each message rings, and each safe point makes a pass.
 """
 
 from __future__ import annotations

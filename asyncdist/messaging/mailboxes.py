@@ -2,10 +2,12 @@
 
 Everything that happens for each message and needs no waiting is here: an :class:`Outbox` checks, packs and posts; a
 :class:`FrameInlet` takes what has arrived on a tag and checks it; an :class:`Inbox` puts it in order, decodes it and
-keeps it until somebody receives. Who may wait for what, and which scopes are open, is :mod:`asyncdist.channels`'s.
+keeps it until somebody receives. Who may wait for what, and which scopes are open, is
+:mod:`asyncdist.messaging.channels`'s.
 
-This module and :mod:`asyncdist.wire` are compiled where a C compiler is at hand (see :mod:`asyncdist.compiled`). They
-are plain Python all the same, and run as they are elsewhere; the ``.pxd`` files beside them hold the C types.
+This module and :mod:`asyncdist.messaging.wire` are compiled where a C compiler is at hand (see
+:mod:`asyncdist.compiled`). They are plain Python all the same, and run as they are elsewhere; the ``.pxd`` files beside
+them hold the C types.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
 from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
-from asyncdist import wire
 from asyncdist.errors import AsyncdistError, ClosedError, LocalProtocolError, RemoteProtocolError
-from asyncdist.passes import Inlet
+from asyncdist.messaging import wire
+from asyncdist.messaging.polling import Inlet
+from asyncdist.messaging.wire import FrameReader, FrameRoom, FrameWriter
 from asyncdist.transports.base import PersistentReceive, Request
 from asyncdist.transports.persistent_send import RepeatedSend
-from asyncdist.wire import FrameReader, FrameRoom, FrameWriter
 
 MessageT = TypeVar("MessageT")
 Overflow: TypeAlias = Literal["stall", "error", "latest"]
@@ -177,7 +179,7 @@ class Inbox:
         name: of the channel, for errors.
         tag: of the lane.
         capacity: messages that it holds.
-        overflow: what becomes of more; see :mod:`asyncdist.channels`.
+        overflow: what becomes of more; see :mod:`asyncdist.messaging.channels`.
         handler: called with each message as it arrives, in place of keeping it.
         fail: called with the error when a peer has sent more than may be under way.
 

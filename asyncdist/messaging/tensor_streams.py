@@ -18,13 +18,14 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from asyncdist import streams, tags
-from asyncdist.channels import Channel, Envelope
+from asyncdist import tags
 from asyncdist.errors import ClosedError, LocalProtocolError, RankLostError
+from asyncdist.messaging import streams
+from asyncdist.messaging.channels import Channel, Envelope
 from asyncdist.tensors.byte_views import byte_view, check_dense, split
 from asyncdist.transports.cross_memory_attach import Licence, Neighbour, Tail
 
-logger = logging.getLogger("asyncdist.streams")
+logger = logging.getLogger("asyncdist.messaging.streams")
 
 #: Of smaller ones nothing is written: the message that says that it has been written takes as long.
 WRITTEN_NBYTES_MIN: Final = 512 << 10

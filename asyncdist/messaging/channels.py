@@ -29,16 +29,16 @@ from typing import Any, Final, Generic
 
 import numpy
 
-from asyncdist import wire
 from asyncdist.errors import AsyncdistError, BusyError, ClosedError, LocalProtocolError
-from asyncdist.mailboxes import Envelope as Envelope
-from asyncdist.mailboxes import FrameInlet, Inbox, MessageT, Outbox
-from asyncdist.mailboxes import Overflow as Overflow
-from asyncdist.passes import settle
-from asyncdist.progress import Engine, yield_to_loop
+from asyncdist.messaging import wire
+from asyncdist.messaging.engine import Engine, yield_to_loop
+from asyncdist.messaging.mailboxes import Envelope as Envelope
+from asyncdist.messaging.mailboxes import FrameInlet, Inbox, MessageT, Outbox
+from asyncdist.messaging.mailboxes import Overflow as Overflow
+from asyncdist.messaging.polling import settle
 from asyncdist.transports.base import Request
 
-logger = logging.getLogger("asyncdist.channels")
+logger = logging.getLogger("asyncdist.messaging.channels")
 
 #: Tests of the lane inside one ``receive`` before it lets the loop run. A reply that is on its way is caught here.
 HOT_TEST_COUNT: Final = 100

@@ -23,13 +23,13 @@ from typing import ClassVar, Final
 
 from asyncdist import tags
 from asyncdist.errors import AsyncdistError, BusyError, RemoteProtocolError
-from asyncdist.passes import Inlet
-from asyncdist.progress import Engine
+from asyncdist.messaging.engine import Engine
+from asyncdist.messaging.polling import Inlet
 from asyncdist.tensors.byte_views import split
 from asyncdist.transports.base import Request
 from asyncdist.transports.cross_memory_attach import Tail
 
-logger = logging.getLogger("asyncdist.streams")
+logger = logging.getLogger("asyncdist.messaging.streams")
 
 CHUNK_NBYTES: Final = 4 << 20
 #: Of a user's stream, whose targets are all there: nothing is saved by small ones. One copies for some milliseconds.
