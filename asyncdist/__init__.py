@@ -38,6 +38,7 @@ __path__[:0] = compiled.search_path()  # nothing above imports a module that may
 if TYPE_CHECKING:
     from asyncdist.api import all_gather, all_reduce, all_to_all, barrier, broadcast, gather, new_group
     from asyncdist.averaging import average_gradients, average_models
+    from asyncdist.collectives.groups import Group
     from asyncdist.everyday import (
         compute_and_broadcast,
         gather_from_all_ranks,
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     )
     from asyncdist.gathering import gather_distributed_data
     from asyncdist.gradients import agent_gradient_update, gradient_update
-    from asyncdist.groups import Group
     from asyncdist.mesh import DP_AXIS_NAME, POP_AXIS_NAME, Mesh, new_mesh
     from asyncdist.messaging.channels import Channel, ChannelStatistics, Envelope
     from asyncdist.multiprocess_config import MultiprocessConfig
@@ -193,7 +193,7 @@ _NAMES: Final = {
     ),
     "gathering": ("gather_distributed_data",),
     "gradients": ("agent_gradient_update", "gradient_update"),
-    "groups": ("Group",),
+    "collectives.groups": ("Group",),
     "mesh": ("DP_AXIS_NAME", "Mesh", "POP_AXIS_NAME", "new_mesh"),
     "parallel": ("ParallelGroups", "ParallelLayout", "new_parallel_groups", "parallel_groups"),
     "placement": (

@@ -1,6 +1,6 @@
 """Collectives as plain functions, on the world of the calling task and on all of its ranks unless a group is named.
 
-:mod:`asyncdist.collectives` says how they behave; ranks in arguments are ranks of the world.
+:mod:`asyncdist.collectives.nonblocking` says how they behave; ranks in arguments are ranks of the world.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any, Final, TypeVar, overload
 import torch
 
 from asyncdist import population
-from asyncdist.collectives import Collectives
-from asyncdist.groups import Group, check_member
+from asyncdist.collectives.error_exchange import Call, Outcome, meet, settle
+from asyncdist.collectives.groups import Group, check_member
+from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.mesh import Mesh
-from asyncdist.outcomes import Call, Outcome, meet, settle
 from asyncdist.transports.base import ReduceOp
 from asyncdist.world import World, current_world
 

@@ -8,8 +8,8 @@ the first difference, on all of them.
 
 Tensors are read and written piece by piece while the others are on their way: until the call has ended no other task
 may use the model. Processes of one host, under MPI or on torch, send nothing from 64 KiB on: they read each other's
-flat copies (:mod:`asyncdist.host_folding`, which says what memory that takes). Where that cannot be had, messages are
-used, and what comes out is the same.
+flat copies (:mod:`asyncdist.collectives.shared_memory_reduce`, which says what memory that takes). Where that cannot be
+had, messages are used, and what comes out is the same.
 
 **Cancellation**: the collectives end in the background; this rank's tensors are as they were before.
 """
@@ -27,11 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from asyncdist.api import place
-from asyncdist.collectives import Collectives
+from asyncdist.collectives.error_exchange import Call, Frame, Outcome, attempt, meet, raise_first_error, settle, share
+from asyncdist.collectives.groups import Group
+from asyncdist.collectives.nonblocking import Collectives
+from asyncdist.collectives.shared_memory_reduce import Commons
 from asyncdist.errors import DisagreementError
-from asyncdist.groups import Group
-from asyncdist.host_folding import Commons
-from asyncdist.outcomes import Call, Frame, Outcome, attempt, meet, raise_first_error, settle, share
 from asyncdist.tensors.bucket import Spread
 from asyncdist.tensors.byte_views import check_writable
 from asyncdist.tensors.flat_state import Fingerprint, FlatBuffers, FlatState, accumulate_dtype, first_difference

@@ -20,10 +20,7 @@ import numpy as np
 import torch
 
 from asyncdist.api import place
-from asyncdist.collectives import Collectives
-from asyncdist.errors import LocalProtocolError
-from asyncdist.groups import Group, check_group
-from asyncdist.outcomes import (
+from asyncdist.collectives.error_exchange import (
     Call,
     Frame,
     Outcome,
@@ -35,6 +32,9 @@ from asyncdist.outcomes import (
     share,
     share_payload,
 )
+from asyncdist.collectives.groups import Group, check_group
+from asyncdist.collectives.nonblocking import Collectives
+from asyncdist.errors import LocalProtocolError
 from asyncdist.tensors import serialization
 from asyncdist.world import World, current_world
 

@@ -9,11 +9,11 @@ from typing import Any, Final
 import torch
 
 from asyncdist.api import place
-from asyncdist.collectives import Collectives
+from asyncdist.collectives.error_exchange import Call, Frame, attempt, meet, raise_first_error, settle
+from asyncdist.collectives.groups import Group
+from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.errors import DisagreementError
 from asyncdist.everyday import check_world_size
-from asyncdist.groups import Group
-from asyncdist.outcomes import Call, Frame, attempt, meet, raise_first_error, settle
 from asyncdist.tensors import serialization
 from asyncdist.tensors.byte_views import flat_bytes, oddity_of
 from asyncdist.world import World

@@ -19,10 +19,10 @@ from types import MappingProxyType
 from typing import Any, Final, ParamSpec, TypeVar
 
 from asyncdist import validation
-from asyncdist.collectives import shielded
+from asyncdist.collectives.agreed_start import Start
+from asyncdist.collectives.groups import Group, check_group, check_open, short
+from asyncdist.collectives.nonblocking import shielded
 from asyncdist.errors import ClosedError, LocalProtocolError
-from asyncdist.groups import Group, check_group, check_open, short
-from asyncdist.starts import Start
 from asyncdist.world import World, current_world
 
 P = ParamSpec("P")

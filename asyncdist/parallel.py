@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
 from asyncdist import validation
+from asyncdist.collectives.agreed_start import Start
+from asyncdist.collectives.groups import Group
 from asyncdist.errors import LocalProtocolError
-from asyncdist.groups import Group
-from asyncdist.starts import Start
 from asyncdist.world import World, current_world
 
 G = TypeVar("G")

@@ -37,8 +37,8 @@ import optree
 import torch
 from torch import Tensor
 
+from asyncdist.collectives.ordered_reduce import Fold
 from asyncdist.errors import DisagreementError, LocalProtocolError
-from asyncdist.folding import Fold
 from asyncdist.mesh import Axis, Mesh, find_axis
 from asyncdist.tensors import pytrees
 

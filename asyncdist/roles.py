@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 from asyncdist import validation
+from asyncdist.collectives.agreed_start import Start
+from asyncdist.collectives.groups import Group
 from asyncdist.everyday import compute_and_broadcast, gather_from_all_ranks
-from asyncdist.groups import Group
-from asyncdist.starts import Start
 from asyncdist.transports.select import check_torch_backend
 from asyncdist.world import World, current_world
 

@@ -26,11 +26,11 @@ import torch
 
 from asyncdist import environment, tags, validation
 from asyncdist._version import __version__
-from asyncdist.attendance import Attendance
-from asyncdist.collectives import Collectives
+from asyncdist.collectives.groups import Group
+from asyncdist.collectives.membership import Attendance
+from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.errors import AsyncdistError, DisagreementError, LocalProtocolError, is_consequence
 from asyncdist.failing import Everybody, PeerGuard, fail, fail_alone, own_error, refuse
-from asyncdist.groups import Group
 from asyncdist.messaging import wire
 from asyncdist.messaging.engine import Engine
 from asyncdist.notebooks import call_beside_loop, is_loop_running

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncdist import validation
-from asyncdist.collectives import ended, shielded
+from asyncdist.collectives.agreed_start import Start
+from asyncdist.collectives.nonblocking import ended, shielded
 from asyncdist.computing import Computing
 from asyncdist.errors import StallError
-from asyncdist.starts import Start
 from asyncdist.world import World
 
 logger = logging.getLogger("asyncdist.waits")
@@ -186,7 +186,7 @@ def describe_wait(main: asyncio.Task[Any] | None, world: World) -> str | None:
 
 
 def _is_in_collective(main: asyncio.Task[Any]) -> bool:
-    return any(frame.f_globals.get("__name__") == "asyncdist.collectives" for frame in _frames(main))
+    return any(frame.f_globals.get("__name__") == "asyncdist.collectives.nonblocking" for frame in _frames(main))
 
 
 def _futures_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any] | None:

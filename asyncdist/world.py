@@ -21,10 +21,13 @@ from typing import Any, Final, ParamSpec, TypeVar
 import torch
 
 from asyncdist import tags, validation
-from asyncdist.agreement_messages import Inquiry, Join, Objection, Reminder, Verdict, Withdraw
-from asyncdist.agreements import Agreements
-from asyncdist.attendance import Attendance
-from asyncdist.collectives import Collectives, shielded
+from asyncdist.collectives.agreed_start import Start
+from asyncdist.collectives.agreement import Agreements
+from asyncdist.collectives.agreement_messages import Inquiry, Join, Objection, Reminder, Verdict, Withdraw
+from asyncdist.collectives.group_ledger import Freed, GroupLedger
+from asyncdist.collectives.groups import Group, check_open, check_ranks, short
+from asyncdist.collectives.membership import Attendance
+from asyncdist.collectives.nonblocking import Collectives, shielded
 from asyncdist.computing import Computing, VirtualClock
 from asyncdist.errors import (
     AsyncdistError,
@@ -35,13 +38,10 @@ from asyncdist.errors import (
     RemoteProtocolError,
     StartTimeoutError,
 )
-from asyncdist.group_ledger import Freed, GroupLedger
-from asyncdist.groups import Group, check_open, check_ranks, short
 from asyncdist.messaging import streams, wire
 from asyncdist.messaging.channels import Channel, Envelope, Lane, Overflow
 from asyncdist.messaging.engine import PROGRESS_BUDGET_S, Engine, EngineStatistics, yield_to_loop
 from asyncdist.messaging.tensor_streams import UserStreams
-from asyncdist.starts import Start
 from asyncdist.tensors.model_cache import Scratch
 from asyncdist.transports.base import Transport
 
@@ -557,7 +557,7 @@ class World:
         leader: int | None = None,
         is_held: bool = False,
     ) -> T:
-        """Do what the ranks have agreed to do together, to its end; see :mod:`asyncdist.starts`.
+        """Do what the ranks have agreed to do together, to its end; see :mod:`asyncdist.collectives.agreed_start`.
 
         Args:
             ranks, subject, leader: what they agree on, see :meth:`Agreements.agree`.

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from asyncdist import Group, World, average_models
-from asyncdist.starts import Start
+from asyncdist.collectives.agreed_start import Start
 from asyncdist.tensors.flat_state import SnapshotPool, reset_optimizer_state
 from protocols.spawn_policy import (
     NOTHING,

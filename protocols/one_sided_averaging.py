@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from asyncdist import AsyncdistError, Group, RankLostError, World, validation
-from asyncdist.exposure import Exposure, OutdatedError, Published, open_exposure
+from asyncdist.collectives.one_sided import Exposure, OutdatedError, Published, open_exposure
 from asyncdist.messaging import wire
 from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.streams import CHUNK_NBYTES

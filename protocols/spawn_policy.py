@@ -30,9 +30,9 @@ from asyncdist import (
     current_world,
     validation,
 )
-from asyncdist.agreements import Agreed
-from asyncdist.groups import check_open
-from asyncdist.starts import Start
+from asyncdist.collectives.agreed_start import Start
+from asyncdist.collectives.agreement import Agreed
+from asyncdist.collectives.groups import check_open
 from asyncdist.tensors.flat_state import Fingerprint, FlatState, first_difference
 from protocols.wrappers import check_not_inside, check_not_wrapped
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import asyncdist as ad
-from asyncdist import host_folding
-from asyncdist.collectives import Collectives
+from asyncdist.collectives import shared_memory_reduce
+from asyncdist.collectives.nonblocking import Collectives
 
 
 class Several(nn.Module):
@@ -135,7 +135,7 @@ def test_what_is_kept_of_a_call_in_inference_mode_serves_the_next_one_outside(
     average: Any, shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was made of inference tensors, which nobody may write outside that mode: the job ended."""
-    monkeypatch.setattr(host_folding, "SHARED_NBYTES_MIN", 0)
+    monkeypatch.setattr(shared_memory_reduce, "SHARED_NBYTES_MIN", 0)
 
     async def main(world: ad.World) -> bool:
         transport = world.engine.transport

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import asyncdist as ad
-from asyncdist.calls import CallBook, CollectiveCall
+from asyncdist.collectives.call_checker import CallBook, CollectiveCall
 
 Call = Callable[[], Coroutine[Any, Any, Any]]
 THREE = torch.zeros(3)

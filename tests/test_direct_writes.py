@@ -18,8 +18,8 @@ import torch
 from support.local import NONCE, engines, eventually, yields
 
 from asyncdist import tags
+from asyncdist.collectives.groups import Group
 from asyncdist.errors import ClosedError, RankLostError, RemoteProtocolError
-from asyncdist.groups import Group
 from asyncdist.messaging import streams, tensor_streams
 from asyncdist.messaging.channels import Envelope
 from asyncdist.transports import cross_memory_attach

@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.local import worlds
 
-from asyncdist import folding
-from asyncdist.folding import Into, Rooms, fold_in_shares
+from asyncdist.collectives import ordered_reduce
+from asyncdist.collectives.ordered_reduce import Into, Rooms, fold_in_shares
 from asyncdist.tensors.bucket import Spread
 from asyncdist.tensors.means import mean_into
 
@@ -30,8 +30,8 @@ def numbers(rank: int, count: int) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folding, "PIECE_NBYTES", 96)
-    monkeypatch.setattr(folding, "_BLOCK_NBYTES", 12)
+    monkeypatch.setattr(ordered_reduce, "PIECE_NBYTES", 96)
+    monkeypatch.setattr(ordered_reduce, "_BLOCK_NBYTES", 12)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])

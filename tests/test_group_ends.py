@@ -14,9 +14,9 @@ from support.local import eventually, worlds
 
 import asyncdist as ad
 from asyncdist import World
-from asyncdist.attendance import Attendance
+from asyncdist.collectives.groups import Group
+from asyncdist.collectives.membership import Attendance
 from asyncdist.errors import ClosedError, LocalProtocolError, RemoteError, StartTimeoutError
-from asyncdist.groups import Group
 from asyncdist.tensors.model_cache import MODEL_COUNT_MAX, Scratch
 from asyncdist.world import Leave
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy

@@ -11,7 +11,8 @@ from support.local import worlds, yields
 
 import asyncdist as ad
 from asyncdist import World, tags
-from asyncdist.agreements import Agreed
+from asyncdist.collectives.agreement import Agreed
+from asyncdist.collectives.groups import Group, check_ranks
 from asyncdist.errors import (
     AsyncdistError,
     ClosedError,
@@ -20,7 +21,6 @@ from asyncdist.errors import (
     RemoteError,
     StartTimeoutError,
 )
-from asyncdist.groups import Group, check_ranks
 from asyncdist.simulation import Delay, Kill, Network, simulate
 from asyncdist.world import Leave
 

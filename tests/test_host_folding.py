@@ -27,11 +27,11 @@ from support.local import worlds
 from torch import nn
 
 import asyncdist as ad
-from asyncdist import collectives, host_folding
-from asyncdist.collectives import _mean
-from asyncdist.folding import Rooms, fold_in_shares
-from asyncdist.groups import Group
-from asyncdist.host_folding import Commons
+from asyncdist.collectives import nonblocking, shared_memory_reduce
+from asyncdist.collectives.groups import Group
+from asyncdist.collectives.nonblocking import _mean
+from asyncdist.collectives.ordered_reduce import Rooms, fold_in_shares
+from asyncdist.collectives.shared_memory_reduce import Commons
 from asyncdist.tensors import shared_memory
 from asyncdist.tensors.bucket import Spread
 from asyncdist.tensors.flat_state import accumulate_dtype
@@ -55,13 +55,13 @@ async def sharing(size: int) -> AsyncIterator[list[ad.World]]:
 
 @pytest.fixture(autouse=True)
 def everything_is_worth_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_folding, "SHARED_NBYTES_MIN", 0)
+    monkeypatch.setattr(shared_memory_reduce, "SHARED_NBYTES_MIN", 0)
 
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_folding, "PIECE_NBYTES", 192)
-    monkeypatch.setattr(host_folding, "_BLOCK_NBYTES", 48)
+    monkeypatch.setattr(shared_memory_reduce, "PIECE_NBYTES", 192)
+    monkeypatch.setattr(shared_memory_reduce, "_BLOCK_NBYTES", 48)
 
 
 def numbers(seed: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -193,7 +193,7 @@ async def test_no_rank_reads_too_early_and_none_writes_too_early(seed: int) -> N
     async def take_part(rank: int) -> None:
         memories[rank].fill_(0xFF)
         group = Group(tuple(range(size)), rank, 4096, None)
-        await host_folding.fold_on_host(group, spreads[rank], memories, mean_into, barrier)
+        await shared_memory_reduce.fold_on_host(group, spreads[rank], memories, mean_into, barrier)
         memories[rank].fill_(0xFF)
 
     await asyncio.gather(*(take_part(rank) for rank in range(size)))
@@ -206,7 +206,7 @@ async def test_no_rank_reads_too_early_and_none_writes_too_early(seed: int) -> N
 async def counted_mean(made: Sequence[ad.World], spreads: Sequence[Spread], monkeypatch: pytest.MonkeyPatch) -> int:
     """How many small all-gathers it took, on the first rank."""
     count = 0
-    original = host_folding.meet
+    original = shared_memory_reduce.meet
 
     async def counting(memory: Any, group: Group, all_gather: Callable[[torch.Tensor], Any]) -> Any:
         def gather(card: torch.Tensor) -> Any:
@@ -217,13 +217,13 @@ async def counted_mean(made: Sequence[ad.World], spreads: Sequence[Spread], monk
         return await original(memory, group, gather)
 
     with monkeypatch.context() as patch:
-        patch.setattr("asyncdist.collectives.meet", counting)
+        patch.setattr("asyncdist.collectives.nonblocking.meet", counting)
         await mean_of_all(made, spreads)
     return count
 
 
 async def test_a_few_bytes_are_sent_without_asking(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_folding, "SHARED_NBYTES_MIN", 80)
+    monkeypatch.setattr(shared_memory_reduce, "SHARED_NBYTES_MIN", 80)
     async with sharing(2) as made:
         for count, gather_count in ((0, 0), (19, 0), (20, 2)):
             lines = [[numbers(rank, count, torch.float32)] for rank in range(2)]
@@ -263,7 +263,7 @@ async def test_where_one_member_cannot_all_use_messages(how: str, monkeypatch: p
         calls = iter(range(100))
         refused = lambda address: refuse_find(address) if next(calls) == 3 else find(address)  # noqa: E731
         if how == "cannot be found":
-            monkeypatch.setattr(host_folding, "find", refused)
+            monkeypatch.setattr(shared_memory_reduce, "find", refused)
         counts = [await counted_mean(made, spreads, monkeypatch)]
         assert [bits(line[0]) for line in lines] == [bits(expected)] * 3
         spreads = [spread_over(spread, line) for spread, line in zip(spreads, lines, strict=True)]
@@ -337,7 +337,7 @@ def test_a_flat_tensor_and_its_rooms() -> None:
     """Half as much for rooms, and no more than 64 MiB."""
     mib = 1 << 20
     for flat_mib, rooms_mib in ((1, 0.5), (64, 32), (65, 64), (4096, 64)):
-        assert host_folding._memory_nbytes(flat_mib * mib // 4, torch.float32) == (flat_mib + rooms_mib) * mib
+        assert shared_memory_reduce._memory_nbytes(flat_mib * mib // 4, torch.float32) == (flat_mib + rooms_mib) * mib
     commons = Commons(True)
     flats = [commons.new(10, dtype=dtype) for dtype in (torch.float32, torch.complex64, torch.int64)]
     assert [commons.memory_of(flat) is not None for flat in flats] == [True, True, False], "integers are not averaged"
@@ -436,13 +436,13 @@ def test_a_rank_that_is_killed_in_the_middle(turn: str) -> None:
 def test_the_policy_that_averages_all_does_so_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """It sent every element, between processes of one host too."""
     folded: list[int] = []
-    fold_on_host = collectives.fold_on_host
+    fold_on_host = nonblocking.fold_on_host
 
     async def counted(group: Group, spread: Spread, *rest: Any) -> None:
         folded.append(len(spread.flat))
         await fold_on_host(group, spread, *rest)
 
-    monkeypatch.setattr(collectives, "fold_on_host", counted)
+    monkeypatch.setattr(nonblocking, "fold_on_host", counted)
 
     async def main(world: ad.World, shares: bool) -> list[float]:
         transport = world.engine.transport

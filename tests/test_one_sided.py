@@ -21,7 +21,8 @@ from scripts.population import Mixed, clone_state, equal_states, fill, flat_stat
 from torch import nn
 
 import asyncdist as ad
-from asyncdist import exposure, runtime
+from asyncdist import runtime
+from asyncdist.collectives import one_sided
 from asyncdist.tensors.byte_layout import ALIGNMENT_NBYTES, Packing
 from asyncdist.tensors.flat_state import FlatState
 from asyncdist.transports import local
@@ -456,7 +457,7 @@ def test_a_lost_donor_leaves_the_reader_with_its_own_weights_and_the_others_go_o
     if long_stream:
         monkeypatch.setattr(one_sided_averaging, "CHUNK_NBYTES", 64)
         monkeypatch.setattr(local, "EAGER_NBYTES", 16)
-        answer = exposure._StreamExposure._answer
+        answer = one_sided._StreamExposure._answer
 
         async def die_in_the_midst(self: Any, found: Any, *, refused: bool) -> None:
             sending = asyncio.ensure_future(answer(self, found, refused=refused))
@@ -466,7 +467,7 @@ def test_a_lost_donor_leaves_the_reader_with_its_own_weights_and_the_others_go_o
                 dead.append(3)
             await sending
 
-        monkeypatch.setattr(exposure._StreamExposure, "_answer", die_in_the_midst)
+        monkeypatch.setattr(one_sided._StreamExposure, "_answer", die_in_the_midst)
     ledger = Ledger()
     told: dict[int, list[StepInfo]] = {0: [], 1: [], 2: [], 3: []}
     counts: dict[int, OneSidedStatistics] = {}
@@ -667,7 +668,7 @@ def test_a_hostile_grant_is_answered_by_an_abort() -> None:
 
     async def main(world: ad.World) -> list[str]:
         scope = world.next_scope(world.group.ranks, "test")
-        mine: Any = await exposure.open_exposure(world, world.group, 100, scope=scope, chunk_nbytes=64)
+        mine: Any = await one_sided.open_exposure(world, world.group, 100, scope=scope, chunk_nbytes=64)
         memory = mine.begin()
         assert memory is not None
         mine.publish(0, 1.0)
@@ -679,7 +680,7 @@ def test_a_hostile_grant_is_answered_by_an_abort() -> None:
             for sizes in ((64, 64), (1,) * 100, (50, 50)):
                 mine._chunk_nbytes = sizes[0]
                 targets = [memoryview(bytearray(size)) for size in sizes]
-                with pytest.raises(exposure.OutdatedError) as caught:
+                with pytest.raises(one_sided.OutdatedError) as caught:
                     await mine.read(1, record, targets, lambda index: None, deadline=world.time() + 30)
                 said.append(str(caught.value))
         await ad.barrier()

@@ -14,8 +14,8 @@ from support.local import worlds, yields
 
 import asyncdist as ad
 from asyncdist import World
+from asyncdist.collectives.groups import Group
 from asyncdist.errors import RemoteError, StartTimeoutError
-from asyncdist.groups import Group
 from asyncdist.simulation import Delay, simulate
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
-from asyncdist.calls import CallBook
+from asyncdist.collectives.call_checker import CallBook
 from asyncdist.transports.persistent_send import RepeatedSend
 
 ANY_SOURCE: Final = -1
@@ -130,7 +130,7 @@ class ReadWindow(Protocol):
     """Memory of this rank that the other members of a group read by themselves, and theirs.
 
     Reads and the owner's writes are not ordered against each other: a read may see half of a write. What makes it whole
-    is the caller's, as in :mod:`asyncdist.exposure`.
+    is the caller's, as in :mod:`asyncdist.collectives.one_sided`.
 
     Attributes:
         memory: this rank's own, writable, zeros at first.

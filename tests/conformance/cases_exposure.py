@@ -1,4 +1,4 @@
-"""Exposed state: `asyncdist/exposure.py`, whether the transport has one-sided reads or the owner answers."""
+"""Exposed state: `asyncdist/collectives/one_sided.py`, whether the transport has one-sided reads or the owner answers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
-from asyncdist.exposure import Exposure, OutdatedError, Published, open_exposure
-from asyncdist.groups import Group
+from asyncdist.collectives.groups import Group
+from asyncdist.collectives.one_sided import Exposure, OutdatedError, Published, open_exposure
 from asyncdist.messaging.streams import WINDOW_COUNT
 from conformance.endpoint import Endpoint
 

@@ -11,7 +11,7 @@ import torch
 from support.values_of_all_types import LARGE, UNSUPPORTED, VALUES, same
 
 import asyncdist as ad
-from asyncdist import outcomes
+from asyncdist.collectives import error_exchange
 from asyncdist.errors import LocalProtocolError, RemoteError
 
 
@@ -64,7 +64,7 @@ async def case_every_rank_s_value_arrives_as_it_was(world: ad.World) -> None:
 
 async def case_large_and_small_values_together(world: ad.World) -> None:
     """Some fit into a frame and some do not."""
-    sizes = [0, 100_000, 3, outcomes.INLINE_NBYTES - 3, outcomes.INLINE_NBYTES, 1_000_000]
+    sizes = [0, 100_000, 3, error_exchange.INLINE_NBYTES - 3, error_exchange.INLINE_NBYTES, 1_000_000]
 
     def value_of(rank: int) -> bytes:
         return bytes([rank]) * sizes[rank % len(sizes)]

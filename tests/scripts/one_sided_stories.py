@@ -18,7 +18,7 @@ from scripts.population import Mixed, State, clone_state, equal_states, flat_sta
 from support.mpi import report
 
 import asyncdist as ad
-from asyncdist.exposure import Exposure, OutdatedError, Published, open_exposure
+from asyncdist.collectives.one_sided import Exposure, OutdatedError, Published, open_exposure
 from protocols import OneSidedSelectiveAveragingPolicy
 
 LIMIT_S = 90.0

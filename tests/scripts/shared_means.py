@@ -19,11 +19,11 @@ from support.mpi import report
 from torch import nn
 
 import asyncdist as ad
-from asyncdist import collectives, host_folding
+from asyncdist.collectives import nonblocking, shared_memory_reduce
+from asyncdist.collectives.groups import Group
 from asyncdist.errors import DisagreementError
-from asyncdist.groups import Group
 
-_original_meet = collectives.meet
+_original_meet = nonblocking.meet
 
 
 class Mixed(nn.Module):
@@ -65,39 +65,39 @@ def watched() -> Iterator[list[bool]]:
         found.append(views is not None)
         return views
 
-    collectives.meet = meet  # type: ignore[assignment]
+    nonblocking.meet = meet  # type: ignore[assignment]
     try:
         yield found
     finally:
-        collectives.meet = _original_meet
+        nonblocking.meet = _original_meet
 
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    original = host_folding.SharedMemory
+    original = shared_memory_reduce.SharedMemory
 
     def refuse(nbytes: int) -> None:
         raise OSError(f"no {nbytes} bytes here")
 
-    host_folding.SharedMemory = refuse  # type: ignore[assignment, misc]
+    shared_memory_reduce.SharedMemory = refuse  # type: ignore[assignment, misc]
     try:
         yield
     finally:
-        host_folding.SharedMemory = original  # type: ignore[misc]
+        shared_memory_reduce.SharedMemory = original  # type: ignore[misc]
 
 
 @contextmanager
 def apart() -> Iterator[None]:
-    original = host_folding.find
+    original = shared_memory_reduce.find
 
     def refuse(address: object) -> torch.Tensor:
         raise OSError(f"{address} is on another host")
 
-    host_folding.find = refuse  # type: ignore[assignment]
+    shared_memory_reduce.find = refuse  # type: ignore[assignment]
     try:
         yield
     finally:
-        host_folding.find = original
+        shared_memory_reduce.find = original
 
 
 async def both(model: nn.Module, group: Group | None = None) -> list[bool]:
@@ -241,10 +241,10 @@ STORIES = (the_same_bits, groups_in_turn, cancelled, cancelled_anywhere, another
 
 
 async def main(world: ad.World) -> None:
-    host_folding.SHARED_NBYTES_MIN = 0
+    shared_memory_reduce.SHARED_NBYTES_MIN = 0
     names_before = set(os.listdir("/dev/shm"))
     for story in STORIES:
-        host_folding.PIECE_NBYTES = 4096 if story is the_same_bits else 1 << 16
+        shared_memory_reduce.PIECE_NBYTES = 4096 if story is the_same_bits else 1 << 16
         await story(world)
         await ad.barrier()
     named = {name for name in set(os.listdir("/dev/shm")) - names_before if "asyncdist" in name}

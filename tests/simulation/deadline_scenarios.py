@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import asyncdist as ad
-from asyncdist.group_ledger import GroupLedger
+from asyncdist.collectives.group_ledger import GroupLedger
 from asyncdist.simulation import Compute, Fault, LogNormal, SimReport, simulate
 from protocols import AverageAllPolicy, AverageApplied, PolicyEvent
 

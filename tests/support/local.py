@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from asyncdist import World, tags
-from asyncdist.groups import Group
+from asyncdist.collectives.groups import Group
 from asyncdist.messaging.engine import Engine, yield_to_loop
 from asyncdist.transports.local import LocalHub
 

@@ -1,4 +1,4 @@
-"""What the ranks of an agreement say to each other: see :mod:`asyncdist.agreements`."""
+"""What the ranks of an agreement say to each other: see :mod:`asyncdist.collectives.agreement`."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ communicator are given back on each member as soon as it has heard that (MPI_Com
 section 7.4.3). Where the numbers differ a collective was left unfinished, and its messages may still come; where a
 member is lost nobody knows how many it had started. Such a group keeps its tag and its communicator to the end.
 
-Numbers of tags are agreed when a group is made: the smallest that no member has in use (:mod:`asyncdist.agreements`).
-So a tag tells apart the groups of one rank at one time, and no more.
+Numbers of tags are agreed when a group is made: the smallest that no member has in use
+(:mod:`asyncdist.collectives.agreement`). So a tag tells apart the groups of one rank at one time, and no more.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from asyncdist import tags
-from asyncdist.agreement_messages import Runs, runs_of
-from asyncdist.attendance import Attendance
+from asyncdist.collectives.agreement_messages import Runs, runs_of
+from asyncdist.collectives.groups import Group, Lease
+from asyncdist.collectives.membership import Attendance
 from asyncdist.errors import LocalProtocolError
-from asyncdist.groups import Group, Lease
 from asyncdist.messaging import wire
 from asyncdist.transports.base import GroupHandle
 

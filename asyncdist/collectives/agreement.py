@@ -10,8 +10,8 @@ the other (``alone``), groups above all, two ranks that wait for each other in d
 leader that has waited for a second tells the missing who waits for them, and one that sees itself so entangled says so.
 
 A member that gives up tells the leader, and cannot know what the leader has decided meanwhile: each member that has
-come gets one verdict, and if that says go, the others count on it. :mod:`asyncdist.starts` therefore sees every start
-to its end, also when its caller was cancelled.
+come gets one verdict, and if that says go, the others count on it. :mod:`asyncdist.collectives.agreed_start` therefore
+sees every start to its end, also when its caller was cancelled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from asyncdist.agreement_messages import (
+from asyncdist.collectives.agreement_messages import (
     Inquiry,
     Join,
     Objection,
@@ -109,7 +109,7 @@ class Meeting:
 
 
 class Caller(Protocol):
-    """Is told how far a start has come, and may give it up meanwhile: :class:`asyncdist.starts.Start`."""
+    """Is told how far a start has come, and may give it up meanwhile: :class:`asyncdist.collectives.agreed_start.Start`."""
 
     def on_asked(self) -> None:
         """This rank has said that it has come, or is about to."""
@@ -191,7 +191,8 @@ class Agreements:
             CancelledError: this rank has given up (:meth:`give_up`), and the leader has let it go.
 
         **Cancellation**: the others get RemoteError, unless all had come: then they count on this rank. So what follows
-        go is to be started by a task that only a failure of the job cancels (:mod:`asyncdist.starts`).
+        go is to be started by a task that only a failure of the job cancels
+        (:mod:`asyncdist.collectives.agreed_start`).
         """
         meeting = self.next_meeting(ranks, subject, leader)
         return await self.meet(meeting, values, timeout_s=timeout_s, taken=taken, hold_s=hold_s)

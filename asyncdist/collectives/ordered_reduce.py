@@ -18,7 +18,7 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-from asyncdist.groups import Group
+from asyncdist.collectives.groups import Group
 from asyncdist.messaging.engine import Engine
 from asyncdist.tensors.bucket import Spread
 from asyncdist.tensors.byte_views import byte_view

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from asyncdist.collectives.groups import Group, check_open, short
 from asyncdist.errors import AsyncdistError, ClosedError, DisagreementError, RankLostError, RemoteError
-from asyncdist.groups import Group, check_open, short
 
 
 @dataclass(eq=False, slots=True)

@@ -20,9 +20,9 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from asyncdist.collectives import Collectives, shielded
+from asyncdist.collectives.groups import Group
+from asyncdist.collectives.nonblocking import Collectives, shielded
 from asyncdist.errors import AsyncdistError, DisagreementError, RemoteError, remote_error
-from asyncdist.groups import Group
 from asyncdist.tensors import serialization
 from asyncdist.world import World
 

@@ -6,16 +6,18 @@ the group's first or root rank, and reductions happen there in rank order, so th
 first. (A native reduction keeps the backend's own order.)
 
 Tensors are dense, of any dtype, layout and device: they travel as bytes through CPU memory. What a reduction means for
-each dtype says :mod:`asyncdist.reductions`. Members must pass equal shapes and dtypes.
+each dtype says :mod:`asyncdist.collectives.reductions`. Members must pass equal shapes and dtypes.
 
 A member that leaves the world, or frees the group, before it has started a collective takes no part in it: the others
-get ClosedError, on every transport, also while they wait (:mod:`asyncdist.attendance`). One that is lost ends
+get ClosedError, on every transport, also while they wait (:mod:`asyncdist.collectives.membership`). One that is lost
+ends
 all collectives of its groups: RankLostError.
 
 Members that call different collectives in each other's place, or pass different roots, reductions, shapes or dtypes,
-are named in a simulation, each with its line (:mod:`asyncdist.calls`). Between processes only helpers are
-(:mod:`asyncdist.outcomes`), and :func:`asyncdist.barrier`: a broadcast that meets a gather sends, as that does, and
-neither receives, so no header would be read. Where they are made of messages, sizes that differ are refused.
+are named in a simulation, each with its line (:mod:`asyncdist.collectives.call_checker`). Between processes only
+helpers are (:mod:`asyncdist.collectives.error_exchange`), and :func:`asyncdist.barrier`: a broadcast that meets a
+gather sends, as that does, and neither receives, so no header would be read. Where they are made of messages, sizes
+that differ are refused.
 
 **Cancellation** of any of them: the collective goes on in the background until it completes, since the other members
 have entered it; its result is lost. Whatever this rank starts in that group afterwards waits for its turn, so that all
@@ -35,13 +37,13 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import torch
 
-from asyncdist import reductions
-from asyncdist.attendance import Attendance
-from asyncdist.calls import HELPER, CollectiveCall
+from asyncdist.collectives import reductions
+from asyncdist.collectives.call_checker import HELPER, CollectiveCall
+from asyncdist.collectives.groups import Group
+from asyncdist.collectives.membership import Attendance
+from asyncdist.collectives.ordered_reduce import Fold, Into, Rooms, fold_in_shares
+from asyncdist.collectives.shared_memory_reduce import fold_on_host, is_worth_sharing, meet
 from asyncdist.errors import AsyncdistError, LocalProtocolError, RankLostError
-from asyncdist.folding import Fold, Into, Rooms, fold_in_shares
-from asyncdist.groups import Group
-from asyncdist.host_folding import fold_on_host, is_worth_sharing, meet
 from asyncdist.messaging.engine import Engine, yield_to_loop
 from asyncdist.messaging.polling import settle
 from asyncdist.tensors.bucket import Spread

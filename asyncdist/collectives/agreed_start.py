@@ -1,9 +1,9 @@
 """Starts that go on to their end, although their caller is cancelled or its time is up meanwhile.
 
-The members of a start agree first (:mod:`asyncdist.agreements`). Once the leader has said go, they count on each other:
-a member that stopped there would leave the rest in a collective that cannot complete, in MPI_Comm_create_group for
-example, where not even a signal is handled. And a member that gives up before it has heard anything cannot know what
-the leader has said meanwhile.
+The members of a start agree first (:mod:`asyncdist.collectives.agreement`). Once the leader has said go, they count on
+each other: a member that stopped there would leave the rest in a collective that cannot complete, in
+MPI_Comm_create_group for example, where not even a signal is handled. And a member that gives up before it has heard
+anything cannot know what the leader has said meanwhile.
 
 So the work is done by a task of its own, which nothing but a failure of the job cancels. A caller that gives up
 
@@ -21,8 +21,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Generic, TypeVar
 
-from asyncdist.agreements import MEMBER_PATIENCE_S, Agreed, Agreements, Meeting
-from asyncdist.collectives import ended
+from asyncdist.collectives.agreement import MEMBER_PATIENCE_S, Agreed, Agreements, Meeting
+from asyncdist.collectives.nonblocking import ended
 from asyncdist.errors import AsyncdistError, StartTimeoutError
 from asyncdist.messaging.engine import yield_to_loop
 

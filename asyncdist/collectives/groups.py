@@ -2,7 +2,7 @@
 
 A :class:`Group` is a list of ranks in the order in which they count, with the backend's communicator where it has one,
 and else a tag of its own for collectives. Making one is collective among its members, and only they take part. Freeing
-one is each member's own affair (:mod:`asyncdist.group_ledger`).
+one is each member's own affair (:mod:`asyncdist.collectives.group_ledger`).
 """
 
 from __future__ import annotations

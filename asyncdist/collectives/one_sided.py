@@ -30,15 +30,15 @@ from typing import Final
 import torch
 
 from asyncdist import tags
+from asyncdist.collectives.groups import Group
 from asyncdist.errors import AsyncdistError, BusyError, RankLostError
-from asyncdist.groups import Group
 from asyncdist.messaging.channels import Channel, Envelope
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted
 from asyncdist.tensors.byte_views import byte_view, split
 from asyncdist.transports.base import ReadWindow
 from asyncdist.world import World
 
-logger = logging.getLogger("asyncdist.exposure")
+logger = logging.getLogger("asyncdist.collectives.one_sided")
 
 
 @dataclass(frozen=True, slots=True)
