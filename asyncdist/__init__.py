@@ -79,13 +79,13 @@ if TYPE_CHECKING:
         initialize_distributed_compute,
         initialize_distributed_compute_mpi4py,
     )
-    from asyncdist.runtime import open_world, run, run_local
+    from asyncdist.runtime.run import open_world, run, run_local
+    from asyncdist.runtime.world import World, WorldStatistics, current_world
     from asyncdist.shards import shmap_map, shmap_vmap
     from asyncdist.simulation.explore import explore
     from asyncdist.simulation.simulate import SimReport, simulate
     from asyncdist.subprocesses import init_and_run, launch_subprocesses
     from asyncdist.timing_report import report_load_imbalance, report_time_info
-    from asyncdist.world import World, WorldStatistics, current_world
 
 environment.explain_shadowing()
 
@@ -220,14 +220,14 @@ _NAMES: Final = {
         "initialize_distributed_compute",
         "initialize_distributed_compute_mpi4py",
     ),
-    "runtime": ("open_world", "run", "run_local"),
+    "runtime.run": ("open_world", "run", "run_local"),
     "shards": ("shmap_map", "shmap_vmap"),
     "simulation.explore": ("explore",),
     "simulation.simulate": ("SimReport", "simulate"),
     "multiprocess_config": ("MultiprocessConfig",),
     "subprocesses": ("init_and_run", "launch_subprocesses"),
     "timing_report": ("report_load_imbalance", "report_time_info"),
-    "world": ("World", "WorldStatistics", "current_world"),
+    "runtime.world": ("World", "WorldStatistics", "current_world"),
 }
 _HOMES: Final = {name: home for home, names in _NAMES.items() for name in names}
 

@@ -15,8 +15,8 @@ from asyncdist.collectives.error_exchange import Call, Outcome, meet, settle
 from asyncdist.collectives.groups import Group, check_member
 from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.mesh import Mesh
+from asyncdist.runtime.world import World, current_world
 from asyncdist.transports.base import ReduceOp
-from asyncdist.world import World, current_world
 
 T = TypeVar("T")
 

@@ -32,10 +32,10 @@ from asyncdist.collectives.groups import Group
 from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.collectives.shared_memory_reduce import Commons
 from asyncdist.errors import DisagreementError
+from asyncdist.runtime.world import World
 from asyncdist.tensors.bucket import Spread
 from asyncdist.tensors.byte_views import check_writable
 from asyncdist.tensors.flat_state import Fingerprint, FlatBuffers, FlatState, accumulate_dtype, first_difference
-from asyncdist.world import World
 
 _DIGEST_LENGTH: Final = 64
 

@@ -35,8 +35,8 @@ from asyncdist.collectives.error_exchange import (
 from asyncdist.collectives.groups import Group, check_group
 from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.errors import LocalProtocolError
+from asyncdist.runtime.world import World, current_world
 from asyncdist.tensors import serialization
-from asyncdist.world import World, current_world
 
 T = TypeVar("T")
 U = TypeVar("U")

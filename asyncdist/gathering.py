@@ -14,9 +14,9 @@ from asyncdist.collectives.groups import Group
 from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.errors import DisagreementError
 from asyncdist.everyday import check_world_size
+from asyncdist.runtime.world import World
 from asyncdist.tensors import serialization
 from asyncdist.tensors.byte_views import flat_bytes, oddity_of
-from asyncdist.world import World
 
 _ALLOWED: Final = "allowed: a dense tensor with at least one dimension, or a list"
 

@@ -23,7 +23,7 @@ from asyncdist.collectives.agreed_start import Start
 from asyncdist.collectives.groups import Group, check_group, check_open, short
 from asyncdist.collectives.nonblocking import shielded
 from asyncdist.errors import ClosedError, LocalProtocolError
-from asyncdist.world import World, current_world
+from asyncdist.runtime.world import World, current_world
 
 P = ParamSpec("P")
 T = TypeVar("T")

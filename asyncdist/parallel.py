@@ -22,7 +22,7 @@ from asyncdist import validation
 from asyncdist.collectives.agreed_start import Start
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import LocalProtocolError
-from asyncdist.world import World, current_world
+from asyncdist.runtime.world import World, current_world
 
 G = TypeVar("G")
 

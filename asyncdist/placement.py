@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from asyncdist.mesh import Axis, Mesh
+from asyncdist.runtime.world import World, current_world
 from asyncdist.tensors import pytrees
-from asyncdist.world import World, current_world
 
 T = TypeVar("T")
 

@@ -26,9 +26,9 @@ from asyncdist.errors import AsyncdistError, DeadlockError, LocalProtocolError, 
 from asyncdist.tags import CONTROL
 
 if TYPE_CHECKING:
+    from asyncdist.runtime.world import World
     from asyncdist.simulation import Fault, SimReport, TraceEvent
     from asyncdist.simulation.trace import Trace
-    from asyncdist.world import World
 
 _OPTIONS: Final = ("ranks", "seeds", "network", "compute", "faults", "strict", "until_s")
 _MARKER: Final = (

@@ -19,8 +19,8 @@ from asyncdist import validation
 from asyncdist.collectives.agreed_start import Start
 from asyncdist.collectives.groups import Group
 from asyncdist.everyday import compute_and_broadcast, gather_from_all_ranks
+from asyncdist.runtime.world import World, current_world
 from asyncdist.transports.select import check_torch_backend
-from asyncdist.world import World, current_world
 
 Placement: TypeAlias = Literal["arithmetic", "host"]
 _TIMEOUT_S: Final = 60.0

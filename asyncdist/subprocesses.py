@@ -38,13 +38,14 @@ from typing import Any, Final, ParamSpec, cast
 
 import torch
 
-from asyncdist import environment, guardians, process_groups, runtime
+from asyncdist import environment, guardians, process_groups
 from asyncdist.errors import is_consequence
 from asyncdist.multiprocess_config import MultiprocessConfig
 from asyncdist.parallel import new_parallel_groups
-from asyncdist.supervision import told_elsewhere
-from asyncdist.tracebacks import format_error
-from asyncdist.world import World
+from asyncdist.runtime import run
+from asyncdist.runtime.supervision import told_elsewhere
+from asyncdist.runtime.tracebacks import format_error
+from asyncdist.runtime.world import World
 
 P = ParamSpec("P")
 
@@ -135,7 +136,7 @@ def _run_coroutine(
     )
     environment.set_variables(variables)
     main = functools.partial(_with_groups, func, cfg.model_parallelism, cfg.pipeline_parallelism, kwargs)
-    runtime.run(main, *args, transport=cast("Any", "torch"))
+    run.run(main, *args, transport=cast("Any", "torch"))
 
 
 async def _with_groups(

@@ -20,7 +20,7 @@ from asyncdist.errors import BusyError, ClosedError, LocalProtocolError, RankLos
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import EARLY_FRAME_COUNT_MAX, Channel
 from asyncdist.messaging.engine import Engine
-from asyncdist.world import Unheard
+from asyncdist.runtime.world import Unheard
 
 TAG = 77
 

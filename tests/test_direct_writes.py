@@ -22,9 +22,9 @@ from asyncdist.collectives.groups import Group
 from asyncdist.errors import ClosedError, RankLostError, RemoteProtocolError
 from asyncdist.messaging import streams, tensor_streams
 from asyncdist.messaging.channels import Envelope
+from asyncdist.runtime.world import World
 from asyncdist.transports import cross_memory_attach
 from asyncdist.transports.cross_memory_attach import Licence, Neighbour
-from asyncdist.world import World
 
 PIECE = 4096
 MIN = 1000

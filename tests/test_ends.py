@@ -22,9 +22,9 @@ from support import mpi, torchrun
 from support.local import worlds
 
 import asyncdist as ad
-from asyncdist import failing
 from asyncdist.messaging import wire
-from asyncdist.supervision import FailureReport, peer_failed
+from asyncdist.runtime import failure
+from asyncdist.runtime.supervision import FailureReport, peer_failed
 
 SCRIPTS = Path(__file__).with_name("scripts")
 #: Until a job has come to the place where something is done to it.
@@ -196,7 +196,7 @@ def test_a_main_that_cannot_be_called_is_told_in_a_line_that_names_its_own(way: 
     lines = [line for line in ended.stderr.splitlines() if "TypeError: main " in line]
     assert len(lines) == 3, ended.story
     assert all(re.search(rf"{way} \(.*ends\.py:\d+\) {re.escape(words)}$", line) for line in lines), ended.story
-    assert "Traceback" not in ended.stderr and "runtime.py" not in ended.stderr, ended.story
+    assert "Traceback" not in ended.stderr and "run.py" not in ended.stderr, ended.story
 
 
 @pytest.mark.mpi
@@ -219,7 +219,7 @@ def test_a_misspelt_name_keeps_pythons_suggestion() -> None:
     ended.check_failed()
     said = "NameError: name 'trainin_loss' is not defined. Did you mean: 'training_loss'?"
     assert ended.stderr.count(f"\n{said}\n") == ended.stderr.count("Traceback") >= 1, ended.story
-    assert "runtime.py" not in ended.stderr, ended.story
+    assert "run.py" not in ended.stderr, ended.story
 
 
 @pytest.mark.parametrize("local_rank", [0, 1])
@@ -232,7 +232,7 @@ def test_what_forbids_a_world_is_told_in_a_line_by_all_but_the_first_rank_of_a_h
         raise AssertionError(f"{world} was opened")
 
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(failing, "_report", FailureReport())
+    monkeypatch.setattr(failure, "_report", FailureReport())
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     with pytest.raises(ValueError, match="allowed are") as caught:
         ad.run(main, transport="mpii")
@@ -251,14 +251,14 @@ async def test_a_mistake_that_was_heard_of_is_told_in_a_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(failing, "_report", FailureReport())
+    monkeypatch.setattr(failure, "_report", FailureReport())
     async with worlds(2) as (_, world):
         world.engine.fail(peer_failed(0, "ValueError: boom-7"))
-        assert not await failing._is_told_by_another(world, ValueError("boom-8"))
-        assert not await failing._is_told_by_another(world, TypeError("boom-7"))
-        assert not await failing._is_told_by_another(world, peer_failed(0, "ValueError: boom-7"))
+        assert not await failure._is_told_by_another(world, ValueError("boom-8"))
+        assert not await failure._is_told_by_another(world, TypeError("boom-7"))
+        assert not await failure._is_told_by_another(world, peer_failed(0, "ValueError: boom-7"))
         assert capsys.readouterr().err == ""
-        assert await failing._is_told_by_another(world, ValueError("boom-7\nand more"))
+        assert await failure._is_told_by_another(world, ValueError("boom-7\nand more"))
         assert capsys.readouterr().err == "asyncdist: rank 1 failed as rank 0 did: ValueError: boom-7\n"
 
 
@@ -293,7 +293,7 @@ def test_a_task_that_fails_in_the_background_ends_the_job() -> None:
     assert ended.stderr.count("ValueError: boom-7") == 2, ended.story  # the traceback, and rank 0's line
     assert ended.stderr.count("asyncdist: rank 1 failed:") == 1, ended.story
     assert "rank 0 stopped: rank 1 failed: ValueError: boom-7" in ended.stderr, ended.story
-    assert "runtime.py" not in ended.stderr and "taskgroups.py" not in ended.stderr, ended.story
+    assert "run.py" not in ended.stderr and "taskgroups.py" not in ended.stderr, ended.story
 
 
 @pytest.mark.mpi
@@ -381,7 +381,7 @@ def test_ctrl_c_that_comes_while_a_failed_rank_tidies_up_is_not_told() -> None:
     """Its peer had heard it a little earlier; there was a traceback out of torch's own callbacks."""
     program = """
 import atexit, os, signal
-from asyncdist.supervision import FailureReport
+from asyncdist.runtime.run.supervision import FailureReport
 atexit.register(os.kill, os.getpid(), signal.SIGINT)
 FailureReport().print_line("rank 0 stopped", ValueError())
 """

@@ -17,8 +17,8 @@ from asyncdist import World
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.membership import Attendance
 from asyncdist.errors import ClosedError, LocalProtocolError, RemoteError, StartTimeoutError
+from asyncdist.runtime.world import Leave
 from asyncdist.tensors.model_cache import MODEL_COUNT_MAX, Scratch
-from asyncdist.world import Leave
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy
 
 WORDS = r"the group \[0, 1\] was freed on this rank"

@@ -21,8 +21,8 @@ from asyncdist.errors import (
     RemoteError,
     StartTimeoutError,
 )
+from asyncdist.runtime.world import Leave
 from asyncdist.simulation import Delay, Kill, Network, simulate
-from asyncdist.world import Leave
 
 NOBODY_COMES_S = 0.05
 

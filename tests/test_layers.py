@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "_version",
+        "runtime.__init__",
         "collectives.__init__",
         "messaging.__init__",
         "transports.torch_distributed.__init__",
@@ -54,7 +55,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("messaging.channels",),
     ("collectives.agreement_messages", "collectives.groups", "transports.torch_distributed.gloo"),
     ("collectives.agreement",),
-    ("collectives.membership", "computing", "collectives.ordered_reduce"),
+    ("collectives.membership", "runtime.compute", "collectives.ordered_reduce"),
     ("collectives.group_ledger", "collectives.shared_memory_reduce"),
     (
         "collectives.nonblocking",
@@ -65,13 +66,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "messaging.tensor_streams",
     ),
     ("collectives.agreed_start", "transports.torch_distributed.transport"),
-    ("world",),
-    ("collectives.one_sided", "collectives.error_exchange", "waits"),
+    ("runtime.world",),
+    ("collectives.one_sided", "collectives.error_exchange", "runtime.watchdogs"),
     ("guardians", "environment", "mesh"),
-    ("population", "placement", "notebooks", "transports.select", "process", "tracebacks"),
-    ("gradients", "shards", "supervision"),
-    ("failing",),
-    ("runtime", "api", "timing_report", "mpirun", "processes"),
+    ("population", "placement", "runtime.notebooks", "transports.select", "runtime.process", "runtime.tracebacks"),
+    ("gradients", "shards", "runtime.supervision"),
+    ("runtime.failure",),
+    ("runtime.run", "api", "timing_report", "mpirun", "processes"),
     ("averaging", "everyday"),
     ("gathering", "roles"),
     ("parallel",),
@@ -172,7 +173,7 @@ def test_a_concrete_transport_is_known_to_what_opens_it_alone() -> None:
         if own_imports(tree) & {"transports.local", "transports.mpi", "transports.torch_distributed.transport"}
         and not name.startswith("transports.")
     }
-    assert users == {"transports.select", "runtime"}
+    assert users == {"transports.select", "runtime.run"}
 
 
 def test_asyncdist_never_imports_protocols() -> None:
@@ -180,7 +181,12 @@ def test_asyncdist_never_imports_protocols() -> None:
 
 
 def test_protocols_import_no_transport() -> None:
-    forbidden = {"asyncdist.transports.local", "asyncdist.transports.mpi", "asyncdist.runtime", "asyncdist.environment"}
+    forbidden = {
+        "asyncdist.transports.local",
+        "asyncdist.transports.mpi",
+        "asyncdist.runtime.run",
+        "asyncdist.environment",
+    }
     assert not {name: found for name, tree in PROTOCOLS.items() if (found := imports(tree) & forbidden)}
 
 

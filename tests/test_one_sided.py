@@ -21,8 +21,8 @@ from scripts.population import Mixed, clone_state, equal_states, fill, flat_stat
 from torch import nn
 
 import asyncdist as ad
-from asyncdist import runtime
 from asyncdist.collectives import one_sided
+from asyncdist.runtime import run as runtime
 from asyncdist.tensors.byte_layout import ALIGNMENT_NBYTES, Packing
 from asyncdist.tensors.flat_state import FlatState
 from asyncdist.transports import local

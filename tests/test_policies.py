@@ -31,8 +31,8 @@ from torch import nn
 
 import asyncdist as ad
 import protocols
-from asyncdist import runtime
 from asyncdist.messaging.streams import WINDOW_COUNT
+from asyncdist.runtime import run as runtime
 from asyncdist.transports import local
 from protocols import (
     AsyncSelectiveAveragingPolicy,

@@ -24,10 +24,11 @@ import torch.distributed as dist
 from support import mpi, torchrun
 
 import asyncdist as ad
-from asyncdist import environment, guardians, process_groups, runtime, subprocesses
+from asyncdist import environment, guardians, process_groups, subprocesses
 from asyncdist.errors import LocalProtocolError, RankLostError, TransportError
 from asyncdist.multiprocess_config import MultiprocessConfig
 from asyncdist.parallel import ParallelLayout
+from asyncdist.runtime import run
 
 #: Generous: what hangs is a failure, what is slow is not.
 TIMEOUT_S = 100.0
@@ -401,9 +402,9 @@ def test_a_coroutine_function_is_run_with_a_world_on_the_torch_transport(
 
     def stand_in(main: Any, *args: Any, transport: str) -> None:
         asked.append((transport, environment.detect()))
-        runtime.run_local(main, *args, ranks=1)
+        run.run_local(main, *args, ranks=1)
 
-    monkeypatch.setattr(runtime, "run", stand_in)
+    monkeypatch.setattr(run, "run", stand_in)
     ad.init_and_run(coroutine, MultiprocessConfig(world_size=1, master_port=7777), str(tmp_path), name="x")
     assert asked == [("torch", environment.Launch("torch", 1, 0, "TORCHELASTIC_RUN_ID"))]
     assert reports(tmp_path) == [["x", 0, [0], "0", "0", "1", "1", "127.0.0.1", "False"]]

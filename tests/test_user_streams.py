@@ -9,8 +9,8 @@ import torch
 from support.local import eventually, worlds, yields
 
 from asyncdist.messaging import streams
+from asyncdist.runtime.world import World
 from asyncdist.transports.local import EAGER_NBYTES
-from asyncdist.world import World
 
 COUNT = 40 * EAGER_NBYTES
 VALUES = (torch.arange(COUNT) % 251).to(torch.uint8)

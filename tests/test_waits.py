@@ -18,10 +18,10 @@ import torch
 from support import torchrun
 
 import asyncdist as ad
-from asyncdist import runtime
 from asyncdist.messaging.engine import Engine
+from asyncdist.runtime import run
+from asyncdist.runtime.watchdogs import EndWatch, Patience, StallWatch
 from asyncdist.simulation import Compute
-from asyncdist.waits import EndWatch, Patience, StallWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +333,7 @@ def test_where_nobody_asks_a_main_that_waits_in_a_collective_is_spoken_of_and_no
         if world.rank == 1:
             await world.sleep(1000)
             raise RuntimeError("enough")
-        watch = StallWatch(world, asyncio.current_task(), runtime._patience(10.0, None, False))
+        watch = StallWatch(world, asyncio.current_task(), run._patience(10.0, None, False))
         watch.begin()
         await work(world, channel)
 

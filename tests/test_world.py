@@ -21,9 +21,9 @@ from support.local import yields
 from support.mpi import run_source
 
 import asyncdist as ad
-from asyncdist import runtime
 from asyncdist.errors import BusyError, ClosedError, LocalProtocolError, RankLostError
-from asyncdist.supervision import Interrupts
+from asyncdist.runtime import run
+from asyncdist.runtime.supervision import Interrupts
 from asyncdist.transports.local import LocalHub
 
 NO_UVLOOP = importlib.util.find_spec("uvloop") is None
@@ -252,7 +252,7 @@ async def test_no_group_of_exceptions_hides_behind_what_a_notebook_shows() -> No
 async def _hosts(main: Any, ranks: int) -> list[Any]:
     """What each rank of a hub on this loop returns or raises."""
     hub = LocalHub(ranks)
-    outcomes = await asyncio.gather(*(runtime.host_rank(main, (), hub.transport(rank)) for rank in range(ranks)))
+    outcomes = await asyncio.gather(*(run.host_rank(main, (), hub.transport(rank)) for rank in range(ranks)))
     return [outcome.error or outcome.value for outcome in outcomes]
 
 
@@ -537,7 +537,7 @@ def test_a_strict_end_that_finds_something_does_not_make_the_others_wait() -> No
     began_at = time.monotonic()
     with pytest.raises(LocalProtocolError):
         ad.run_local(main, ranks=2, strict=True)
-    assert time.monotonic() - began_at < runtime.GRACE_S
+    assert time.monotonic() - began_at < run.GRACE_S
 
 
 def test_a_clean_run_leaves_nothing_and_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -23,8 +23,8 @@ import torch
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.nonblocking import Collectives, shielded
 from asyncdist.errors import AsyncdistError, DisagreementError, RemoteError, remote_error
+from asyncdist.runtime.world import World
 from asyncdist.tensors import serialization
-from asyncdist.world import World
 
 T = TypeVar("T")
 

@@ -614,7 +614,8 @@ def _mean(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 async def shielded(task: asyncio.Task[T]) -> T:
     """The value of a task that the other members count on: cancelling whoever waits for it leaves it alone.
 
-    In place of ``asyncio.shield``, which does not show to anybody (:mod:`asyncdist.waits`) what it waits for.
+    In place of ``asyncio.shield``, which does not show to anybody (:mod:`asyncdist.runtime.watchdogs`) what it waits
+    for.
     """
     return await asyncio.shield(task)
 

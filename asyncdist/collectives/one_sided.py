@@ -34,9 +34,9 @@ from asyncdist.collectives.groups import Group
 from asyncdist.errors import AsyncdistError, BusyError, RankLostError
 from asyncdist.messaging.channels import Channel, Envelope
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted
+from asyncdist.runtime.world import World
 from asyncdist.tensors.byte_views import byte_view, split
 from asyncdist.transports.base import ReadWindow
-from asyncdist.world import World
 
 logger = logging.getLogger("asyncdist.collectives.one_sided")
 

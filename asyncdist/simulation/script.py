@@ -32,7 +32,8 @@ import torch
 
 from asyncdist import environment
 from asyncdist.errors import DeadlockError, TimeLimitError
-from asyncdist.runtime import run_elsewhere
+from asyncdist.runtime.run import run_elsewhere
+from asyncdist.runtime.tracebacks import format_error
 from asyncdist.simulation.entropy import entropy_from
 from asyncdist.simulation.explore import (
     TAIL_EVENT_COUNT,
@@ -45,7 +46,6 @@ from asyncdist.simulation.explore import (
 from asyncdist.simulation.faults import Fault, Interrupt, Kill, check_plan
 from asyncdist.simulation.repeat import expression_of, fields_of, hash_seed_prefix, python_command
 from asyncdist.simulation.simulate import SimReport, simulate
-from asyncdist.tracebacks import format_error
 
 #: What a simulation raises that did not come to its end.
 _STOPPED: Final = (DeadlockError, TimeLimitError)

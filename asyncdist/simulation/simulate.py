@@ -27,8 +27,11 @@ from typing import Any, Final, TypeVar
 from asyncdist import validation
 from asyncdist.errors import DeadlockError, TimeLimitError, is_consequence
 from asyncdist.messaging.engine import Engine
-from asyncdist.notebooks import call_beside_loop, is_loop_running
-from asyncdist.runtime import Outcome, host_rank, refuse_inside_a_world
+from asyncdist.runtime.notebooks import call_beside_loop, is_loop_running
+from asyncdist.runtime.run import Outcome, host_rank, refuse_inside_a_world
+from asyncdist.runtime.supervision import Interrupts
+from asyncdist.runtime.watchdogs import what_awaits
+from asyncdist.runtime.world import World, WorldStatistics
 from asyncdist.simulation.clocks import virtual_clocks
 from asyncdist.simulation.faults import Fault, Interrupt, Kill, SlowRank, Stall, check_plan
 from asyncdist.simulation.generators import Generators, collecting_at_fixed_points
@@ -41,9 +44,6 @@ from asyncdist.simulation.random_states import INHERITABLE, RandomStates
 from asyncdist.simulation.sets import ordered_sets
 from asyncdist.simulation.trace import Trace, TraceEvent, unpack
 from asyncdist.simulation.turns import Scheduler
-from asyncdist.supervision import Interrupts
-from asyncdist.waits import what_awaits
-from asyncdist.world import World, WorldStatistics
 
 logger = logging.getLogger("asyncdist.simulation")
 

@@ -11,7 +11,7 @@ from support.mpi import Result, require_mpi, run_ranks, run_source
 
 import asyncdist as ad
 from asyncdist.messaging import streams
-from asyncdist.runtime import Outcome, host_rank
+from asyncdist.runtime.run import Outcome, host_rank
 from asyncdist.tags import TAG_MAX
 from asyncdist.transports.local import LocalHub
 from asyncdist.transports.split_plane import TwoPlaneTransport

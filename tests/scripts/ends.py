@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import asyncdist as ad
-from asyncdist import runtime
+from asyncdist.runtime import run
 from protocols import AsyncSelectiveAveragingPolicy
 
 FOLDER = Path(sys.argv[1])
@@ -335,7 +335,7 @@ def late_to_the_handshake() -> None:
 
 def held_in_the_handshake() -> None:
     """MPI has started everywhere; rank 0 does not take part in the handshake."""
-    original = runtime._handshake
+    original = run._handshake
 
     async def handshake(*arguments: Any) -> Any:
         ready(LAUNCHED_AS)
@@ -343,14 +343,14 @@ def held_in_the_handshake() -> None:
             await asyncio.sleep(FOR_EVER_S)
         return await original(*arguments)
 
-    runtime._handshake = handshake
+    run._handshake = handshake
     ad.run(quiet_main)
 
 
 def of_another_version() -> None:
     """Rank 1 believes that it is."""
     if LAUNCHED_AS == 1:
-        runtime.__version__ = "9.9.9"
+        run.__version__ = "9.9.9"
     ad.run(quiet_main)
 
 

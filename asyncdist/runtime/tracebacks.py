@@ -16,7 +16,7 @@ from asyncdist import environment
 
 #: Modules between what starts a rank, scenario or script and its first line.
 _MACHINERY: Final = (
-    "asyncdist.runtime",
+    "asyncdist.runtime.run",
     "asyncdist.simulation.explore",
     "asyncdist.simulation.script",
     "asyncdist.subprocesses",
@@ -26,7 +26,7 @@ _MACHINERY: Final = (
 #: What lies besides between a rank's host and the group in which it raises the errors of spawned tasks.
 _OF_A_GROUP: Final = (*_MACHINERY, "asyncio.taskgroups", "contextlib")
 #: The function that calls a rank's main.
-_HOST: Final = ("asyncdist.runtime", "host_rank")
+_HOST: Final = ("asyncdist.runtime.run", "host_rank")
 #: What may stand between the two.
 _WRAPPER: Final = ("asyncdist.subprocesses", "_with_groups")
 #: What it calls first; the words of a refusal name the user's line.

@@ -1,7 +1,7 @@
 """A rank's view of the job: who it is, its channels, its tasks, and the passing of time.
 
 A world owns the rank's engine, lanes, tags, groups and slots. It is made by :func:`asyncdist.run` or
-:func:`asyncdist.open_world`, which also end it; :mod:`asyncdist.runtime` has that story. Protocols are built on the
+:func:`asyncdist.open_world`, which also end it; :mod:`asyncdist.runtime.run` has that story. Protocols are built on the
 second half of the class (``open_channel``, ``agreements``, ``slots``, ``spawn_service``); they never see the transport.
 """
 
@@ -28,7 +28,6 @@ from asyncdist.collectives.group_ledger import Freed, GroupLedger
 from asyncdist.collectives.groups import Group, check_open, check_ranks, short
 from asyncdist.collectives.membership import Attendance
 from asyncdist.collectives.nonblocking import Collectives, shielded
-from asyncdist.computing import Computing, VirtualClock
 from asyncdist.errors import (
     AsyncdistError,
     BusyError,
@@ -42,10 +41,11 @@ from asyncdist.messaging import streams, wire
 from asyncdist.messaging.channels import Channel, Envelope, Lane, Overflow
 from asyncdist.messaging.engine import PROGRESS_BUDGET_S, Engine, EngineStatistics, yield_to_loop
 from asyncdist.messaging.tensor_streams import UserStreams
+from asyncdist.runtime.compute import Computing, VirtualClock
 from asyncdist.tensors.model_cache import Scratch
 from asyncdist.transports.base import Transport
 
-logger = logging.getLogger("asyncdist.world")
+logger = logging.getLogger("asyncdist.runtime.world")
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -3,7 +3,7 @@
 The story of a rank: make the loop; open the transport; agree with all ranks on versions and on the job's nonce; run
 ``main(world)`` and every task it spawned under one task group; then leave: tell the peers, wait for the services of
 protocols (a coordinator serves until its last member has left), a polled barrier, take the receives back, close the
-transport. A failure anywhere replaces the second half by the one in :mod:`asyncdist.failing`.
+transport. A failure anywhere replaces the second half by the one in :mod:`asyncdist.runtime.failure`.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from asyncdist.collectives.groups import Group
 from asyncdist.collectives.membership import Attendance
 from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.errors import AsyncdistError, DisagreementError, LocalProtocolError, is_consequence
-from asyncdist.failing import Everybody, PeerGuard, fail, fail_alone, own_error, refuse
 from asyncdist.messaging import wire
 from asyncdist.messaging.engine import Engine
-from asyncdist.notebooks import call_beside_loop, is_loop_running
-from asyncdist.process import limit_threads, spare_collections
-from asyncdist.supervision import Interrupts
+from asyncdist.runtime.failure import Everybody, PeerGuard, fail, fail_alone, own_error, refuse
+from asyncdist.runtime.notebooks import call_beside_loop, is_loop_running
+from asyncdist.runtime.process import limit_threads, spare_collections
+from asyncdist.runtime.supervision import Interrupts
+from asyncdist.runtime.watchdogs import ENDLESS, EndWatch, Patience, StallWatch, describe_wait
+from asyncdist.runtime.world import Farewell, World, _current_world
 from asyncdist.tensors import torch_modes
 from asyncdist.transports import select
 from asyncdist.transports.base import Transport
 from asyncdist.transports.local import LocalHub
-from asyncdist.waits import ENDLESS, EndWatch, Patience, StallWatch, describe_wait
-from asyncdist.world import Farewell, World, _current_world
 
-logger = logging.getLogger("asyncdist.runtime")
+logger = logging.getLogger("asyncdist.runtime.run")
 
 T = TypeVar("T")
 #: ``"auto"``, ``"local"``, ``"mpi"``, ``"torch"``, or ``"torch:BACKEND"``, for which there is no type.

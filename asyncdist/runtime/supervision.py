@@ -24,7 +24,7 @@ from types import FrameType, TracebackType
 from typing import Any, Final
 
 from asyncdist.errors import RankLostError
-from asyncdist.tracebacks import format_error
+from asyncdist.runtime.tracebacks import format_error
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 

@@ -1,6 +1,6 @@
 """The end of a rank that has failed, or whose job has: say so, wait for the peers to stop, abort those that do not.
 
-How a job ends as a whole is in :mod:`asyncdist.supervision`.
+How a job ends as a whole is in :mod:`asyncdist.runtime.supervision`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 
 from asyncdist import environment
 from asyncdist.errors import DisagreementError, RankLostError, RemoteError, has_cause_here, is_consequence
-from asyncdist.supervision import (
+from asyncdist.runtime.supervision import (
     SIGNALS,
     FailureReport,
     Interrupts,
@@ -23,9 +23,9 @@ from asyncdist.supervision import (
     peer_failed,
     summarise,
 )
+from asyncdist.runtime.watchdogs import describe_wait
+from asyncdist.runtime.world import Failed, Farewell, World
 from asyncdist.transports.base import Transport
-from asyncdist.waits import describe_wait
-from asyncdist.world import Failed, Farewell, World
 
 #: How long a rank that found a peer gone, or has failed itself, waits to be told of a failure before it tells of one.
 _HEAR_WHY_S: Final = 0.25

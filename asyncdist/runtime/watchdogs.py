@@ -13,11 +13,11 @@ from typing import Any, Final
 from asyncdist import validation
 from asyncdist.collectives.agreed_start import Start
 from asyncdist.collectives.nonblocking import ended, shielded
-from asyncdist.computing import Computing
 from asyncdist.errors import StallError
-from asyncdist.world import World
+from asyncdist.runtime.compute import Computing
+from asyncdist.runtime.world import World
 
-logger = logging.getLogger("asyncdist.waits")
+logger = logging.getLogger("asyncdist.runtime.watchdogs")
 
 #: Coroutines that end by themselves, as a sleep does, or when a thread has.
 _TIMED: Final = frozenset({asyncio.sleep.__code__, asyncio.to_thread.__code__, Computing.run.__code__})

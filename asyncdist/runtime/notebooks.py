@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-from asyncdist.computing import call_in_modes, caught, torch_modes
+from asyncdist.runtime.compute import call_in_modes, caught, torch_modes
 
 T = TypeVar("T")
 

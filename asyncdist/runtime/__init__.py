@@ -1,0 +1,1 @@
+"""The life of one rank, from its start to its end."""
