@@ -50,20 +50,9 @@ if TYPE_CHECKING:
         zero_only,
     )
     from asyncdist.gathering import gather_distributed_data
-    from asyncdist.gradients import agent_gradient_update, gradient_update
-    from asyncdist.mesh import DP_AXIS_NAME, POP_AXIS_NAME, Mesh, new_mesh
     from asyncdist.messaging.channels import Channel, ChannelStatistics, Envelope
     from asyncdist.multiprocess_config import MultiprocessConfig
     from asyncdist.parallel import ParallelGroups, ParallelLayout, new_parallel_groups, parallel_groups
-    from asyncdist.placement import (
-        Sharding,
-        get_global_ranks,
-        get_process_id,
-        is_dist_initialized,
-        split_key_to_devices,
-        tree_device_put,
-    )
-    from asyncdist.population import pmax, pmean, pmin, psum
     from asyncdist.process_groups import (
         default_backend,
         get_distributed_backend,
@@ -81,9 +70,20 @@ if TYPE_CHECKING:
     )
     from asyncdist.runtime.run import open_world, run, run_local
     from asyncdist.runtime.world import World, WorldStatistics, current_world
-    from asyncdist.shards import shmap_map, shmap_vmap
     from asyncdist.simulation.explore import explore
     from asyncdist.simulation.simulate import SimReport, simulate
+    from asyncdist.spmd.gradient_update import agent_gradient_update, gradient_update
+    from asyncdist.spmd.mesh import DP_AXIS_NAME, POP_AXIS_NAME, Mesh, new_mesh
+    from asyncdist.spmd.shard_map import shmap_map, shmap_vmap
+    from asyncdist.spmd.sharding import (
+        Sharding,
+        get_global_ranks,
+        get_process_id,
+        is_dist_initialized,
+        split_key_to_devices,
+        tree_device_put,
+    )
+    from asyncdist.spmd.tree_collectives import pmax, pmean, pmin, psum
     from asyncdist.subprocesses import init_and_run, launch_subprocesses
     from asyncdist.timing_report import report_load_imbalance, report_time_info
 
@@ -192,11 +192,11 @@ _NAMES: Final = {
         "zero_only",
     ),
     "gathering": ("gather_distributed_data",),
-    "gradients": ("agent_gradient_update", "gradient_update"),
+    "spmd.gradient_update": ("agent_gradient_update", "gradient_update"),
     "collectives.groups": ("Group",),
-    "mesh": ("DP_AXIS_NAME", "Mesh", "POP_AXIS_NAME", "new_mesh"),
+    "spmd.mesh": ("DP_AXIS_NAME", "Mesh", "POP_AXIS_NAME", "new_mesh"),
     "parallel": ("ParallelGroups", "ParallelLayout", "new_parallel_groups", "parallel_groups"),
-    "placement": (
+    "spmd.sharding": (
         "Sharding",
         "get_global_ranks",
         "get_process_id",
@@ -204,7 +204,7 @@ _NAMES: Final = {
         "split_key_to_devices",
         "tree_device_put",
     ),
-    "population": ("pmax", "pmean", "pmin", "psum"),
+    "spmd.tree_collectives": ("pmax", "pmean", "pmin", "psum"),
     "process_groups": (
         "default_backend",
         "get_distributed_backend",
@@ -221,7 +221,7 @@ _NAMES: Final = {
         "initialize_distributed_compute_mpi4py",
     ),
     "runtime.run": ("open_world", "run", "run_local"),
-    "shards": ("shmap_map", "shmap_vmap"),
+    "spmd.shard_map": ("shmap_map", "shmap_vmap"),
     "simulation.explore": ("explore",),
     "simulation.simulate": ("SimReport", "simulate"),
     "multiprocess_config": ("MultiprocessConfig",),

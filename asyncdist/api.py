@@ -10,12 +10,12 @@ from typing import Any, Final, TypeVar, overload
 
 import torch
 
-from asyncdist import population
 from asyncdist.collectives.error_exchange import Call, Outcome, meet, settle
 from asyncdist.collectives.groups import Group, check_member
 from asyncdist.collectives.nonblocking import Collectives
-from asyncdist.mesh import Mesh
 from asyncdist.runtime.world import World, current_world
+from asyncdist.spmd import tree_collectives
+from asyncdist.spmd.mesh import Mesh
 from asyncdist.transports.base import ReduceOp
 
 T = TypeVar("T")
@@ -123,7 +123,7 @@ def all_gather(
     """Bring every member's tensor to every member: those of a group as a list, those along an axis in one; awaitable.
 
     Without an axis name the members are those of the group, and the list is in its order. With one, None included, it
-    is :func:`asyncdist.population.all_gather`: leaf by leaf, stacked or joined.
+    is :func:`asyncdist.spmd.tree_collectives.all_gather`: leaf by leaf, stacked or joined.
 
     Args:
         tensor: of one shape and dtype on all members; any device. With an axis name a tree of tensors.
@@ -144,7 +144,7 @@ def all_gather(
         return _all_gather(tensor, group, world)
     if group is not None or world is not None:
         raise TypeError(f"group and world belong to all_gather(tensor); the axis {axis_name!r} has ranks of its own")
-    return population.all_gather(tensor, axis_name, axis=axis, tiled=tiled, mesh=mesh)
+    return tree_collectives.all_gather(tensor, axis_name, axis=axis, tiled=tiled, mesh=mesh)
 
 
 async def _all_gather(tensor: object, group: Group | None, world: World | None) -> list[torch.Tensor]:

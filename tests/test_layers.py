@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "_version",
+        "spmd.__init__",
         "runtime.__init__",
         "collectives.__init__",
         "messaging.__init__",
@@ -68,9 +69,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("collectives.agreed_start", "transports.torch_distributed.transport"),
     ("runtime.world",),
     ("collectives.one_sided", "collectives.error_exchange", "runtime.watchdogs"),
-    ("guardians", "environment", "mesh"),
-    ("population", "placement", "runtime.notebooks", "transports.select", "runtime.process", "runtime.tracebacks"),
-    ("gradients", "shards", "runtime.supervision"),
+    ("guardians", "environment", "spmd.mesh"),
+    (
+        "spmd.tree_collectives",
+        "spmd.sharding",
+        "runtime.notebooks",
+        "transports.select",
+        "runtime.process",
+        "runtime.tracebacks",
+    ),
+    ("spmd.gradient_update", "spmd.shard_map", "runtime.supervision"),
     ("runtime.failure",),
     ("runtime.run", "api", "timing_report", "mpirun", "processes"),
     ("averaging", "everyday"),

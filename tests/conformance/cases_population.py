@@ -12,7 +12,7 @@ import torch
 from support import jax_table
 
 import asyncdist as ad
-from asyncdist.population import WHOLE_NBYTES
+from asyncdist.spmd.tree_collectives import WHOLE_NBYTES
 from conformance.endpoint import Endpoint
 
 #: POP by DP, by the size of the world.

@@ -1,6 +1,7 @@
 """Collectives on trees of tensors along a named axis, with the results that ``jax.lax`` gives on the same inputs.
 
-Each takes the tree and the name of an axis of an open mesh (:mod:`asyncdist.mesh`), or None, which returns the tree as
+Each takes the tree and the name of an axis of an open mesh (:mod:`asyncdist.spmd.mesh`), or None, which returns the
+tree as
 it is: so one training function serves with and without that axis. Results are new tensors on the leaves' devices,
 outside any autograd graph; trees are as in :mod:`asyncdist.tensors.pytrees`.
 
@@ -39,7 +40,7 @@ from torch import Tensor
 
 from asyncdist.collectives.ordered_reduce import Fold
 from asyncdist.errors import DisagreementError, LocalProtocolError
-from asyncdist.mesh import Axis, Mesh, find_axis
+from asyncdist.spmd.mesh import Axis, Mesh, find_axis
 from asyncdist.tensors import pytrees
 
 T = TypeVar("T")

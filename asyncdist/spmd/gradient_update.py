@@ -17,8 +17,8 @@ import optree
 import torch
 from torch import Tensor
 
-from asyncdist.mesh import Axis, find_axis
-from asyncdist.population import pmean, telling_failure
+from asyncdist.spmd.mesh import Axis, find_axis
+from asyncdist.spmd.tree_collectives import pmean, telling_failure
 from asyncdist.tensors import pytrees
 
 #: Takes the optimizer's state, the parameters and what else the loss takes; gives loss, parameters and state.

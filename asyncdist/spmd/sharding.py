@@ -14,8 +14,8 @@ import optree
 import torch
 from torch import Tensor
 
-from asyncdist.mesh import Axis, Mesh
 from asyncdist.runtime.world import World, current_world
+from asyncdist.spmd.mesh import Axis, Mesh
 from asyncdist.tensors import pytrees
 
 T = TypeVar("T")

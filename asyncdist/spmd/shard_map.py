@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from asyncdist.errors import LocalProtocolError
-from asyncdist.mesh import Axis, Mesh
-from asyncdist.placement import Spec, shard
-from asyncdist.population import all_gather, refuse_inside_vmap, telling_failure, vectorising
+from asyncdist.spmd.mesh import Axis, Mesh
+from asyncdist.spmd.sharding import Spec, shard
+from asyncdist.spmd.tree_collectives import all_gather, refuse_inside_vmap, telling_failure, vectorising
 from asyncdist.tensors import pytrees
 
 

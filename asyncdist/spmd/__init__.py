@@ -1,0 +1,1 @@
+"""Meshes, trees over ranks and named axes."""
