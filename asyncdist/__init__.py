@@ -36,10 +36,19 @@ from asyncdist.errors import (
 __path__[:0] = compiled.search_path()  # nothing above imports a module that may be there
 
 if TYPE_CHECKING:
-    from asyncdist.api import all_gather, all_reduce, all_to_all, barrier, broadcast, gather, new_group
-    from asyncdist.averaging import average_gradients, average_models
     from asyncdist.collectives.groups import Group
-    from asyncdist.everyday import (
+    from asyncdist.functional.averaging import average_gradients, average_models
+    from asyncdist.functional.collectives import (
+        all_gather,
+        all_reduce,
+        all_to_all,
+        barrier,
+        broadcast,
+        gather,
+        new_group,
+    )
+    from asyncdist.functional.load_balance import report_load_imbalance, report_time_info
+    from asyncdist.functional.main_process import (
         compute_and_broadcast,
         gather_from_all_ranks,
         gather_scalar_from_all_ranks,
@@ -49,10 +58,22 @@ if TYPE_CHECKING:
         zero_first,
         zero_only,
     )
-    from asyncdist.gathering import gather_distributed_data
+    from asyncdist.functional.parallel_groups import (
+        ParallelGroups,
+        ParallelLayout,
+        new_parallel_groups,
+        parallel_groups,
+    )
+    from asyncdist.functional.ragged_gather import gather_distributed_data
+    from asyncdist.functional.rank_layout import (
+        DistributedContext,
+        DistributedContextmpi4py,
+        RankLayout,
+        initialize_distributed_compute,
+        initialize_distributed_compute_mpi4py,
+    )
     from asyncdist.messaging.channels import Channel, ChannelStatistics, Envelope
     from asyncdist.multiprocess_config import MultiprocessConfig
-    from asyncdist.parallel import ParallelGroups, ParallelLayout, new_parallel_groups, parallel_groups
     from asyncdist.process_groups import (
         default_backend,
         get_distributed_backend,
@@ -60,13 +81,6 @@ if TYPE_CHECKING:
         init_parallel_groups,
         init_process_group_from_backend,
         set_distributed_backend,
-    )
-    from asyncdist.roles import (
-        DistributedContext,
-        DistributedContextmpi4py,
-        RankLayout,
-        initialize_distributed_compute,
-        initialize_distributed_compute_mpi4py,
     )
     from asyncdist.runtime.run import open_world, run, run_local
     from asyncdist.runtime.world import World, WorldStatistics, current_world
@@ -85,7 +99,6 @@ if TYPE_CHECKING:
     )
     from asyncdist.spmd.tree_collectives import pmax, pmean, pmin, psum
     from asyncdist.subprocesses import init_and_run, launch_subprocesses
-    from asyncdist.timing_report import report_load_imbalance, report_time_info
 
 environment.explain_shadowing()
 
@@ -178,10 +191,10 @@ __all__ = [
 
 #: Where the names are that wait for their first use; the same as above, for those who run.
 _NAMES: Final = {
-    "api": ("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "new_group"),
-    "averaging": ("average_gradients", "average_models"),
+    "functional.collectives": ("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "new_group"),
+    "functional.averaging": ("average_gradients", "average_models"),
     "messaging.channels": ("Channel", "ChannelStatistics", "Envelope"),
-    "everyday": (
+    "functional.main_process": (
         "compute_and_broadcast",
         "gather_from_all_ranks",
         "gather_scalar_from_all_ranks",
@@ -191,11 +204,11 @@ _NAMES: Final = {
         "zero_first",
         "zero_only",
     ),
-    "gathering": ("gather_distributed_data",),
+    "functional.ragged_gather": ("gather_distributed_data",),
     "spmd.gradient_update": ("agent_gradient_update", "gradient_update"),
     "collectives.groups": ("Group",),
     "spmd.mesh": ("DP_AXIS_NAME", "Mesh", "POP_AXIS_NAME", "new_mesh"),
-    "parallel": ("ParallelGroups", "ParallelLayout", "new_parallel_groups", "parallel_groups"),
+    "functional.parallel_groups": ("ParallelGroups", "ParallelLayout", "new_parallel_groups", "parallel_groups"),
     "spmd.sharding": (
         "Sharding",
         "get_global_ranks",
@@ -213,7 +226,7 @@ _NAMES: Final = {
         "init_process_group_from_backend",
         "set_distributed_backend",
     ),
-    "roles": (
+    "functional.rank_layout": (
         "DistributedContext",
         "DistributedContextmpi4py",
         "RankLayout",
@@ -226,7 +239,7 @@ _NAMES: Final = {
     "simulation.simulate": ("SimReport", "simulate"),
     "multiprocess_config": ("MultiprocessConfig",),
     "subprocesses": ("init_and_run", "launch_subprocesses"),
-    "timing_report": ("report_load_imbalance", "report_time_info"),
+    "functional.load_balance": ("report_load_imbalance", "report_time_info"),
     "runtime.world": ("World", "WorldStatistics", "current_world"),
 }
 _HOMES: Final = {name: home for home, names in _NAMES.items() for name in names}

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from asyncdist import environment, process_groups, validation
-from asyncdist.parallel import ParallelLayout
+from asyncdist.functional.parallel_groups import ParallelLayout
 
 LAUNCH_METHODS: Final = ("forkserver", "spawn")
 

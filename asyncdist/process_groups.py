@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from asyncdist import environment, validation
 from asyncdist.errors import LocalProtocolError, TransportError
-from asyncdist.parallel import ParallelGroups, ParallelLayout, current_groups
+from asyncdist.functional.parallel_groups import ParallelGroups, ParallelLayout, current_groups
 from asyncdist.transports.torch_distributed.rendezvous import await_listener
 
 #: Hand-made device types that a backend may be named for, as in ``"cpu:gloo,cuda:nccl"``.
@@ -243,7 +243,8 @@ def init_parallel_groups(
     pipeline_backend: str | None = None,
     data_backend: str | None = None,
 ) -> ParallelGroups[dist.ProcessGroup]:
-    """Make the model, pipeline and data parallel process groups. Collective; see :mod:`asyncdist.parallel`.
+    """Make the model, pipeline and data parallel process groups. Collective; see
+    :mod:`asyncdist.functional.parallel_groups`.
 
     Args:
         model_parallelism: ranks that share one stage of a model.

@@ -40,8 +40,8 @@ import torch
 
 from asyncdist import environment, guardians, process_groups
 from asyncdist.errors import is_consequence
+from asyncdist.functional.parallel_groups import new_parallel_groups
 from asyncdist.multiprocess_config import MultiprocessConfig
-from asyncdist.parallel import new_parallel_groups
 from asyncdist.runtime import run
 from asyncdist.runtime.supervision import told_elsewhere
 from asyncdist.runtime.tracebacks import format_error

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "_version",
+        "functional.__init__",
         "spmd.__init__",
         "runtime.__init__",
         "collectives.__init__",
@@ -80,10 +81,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("spmd.gradient_update", "spmd.shard_map", "runtime.supervision"),
     ("runtime.failure",),
-    ("runtime.run", "api", "timing_report", "mpirun", "processes"),
-    ("averaging", "everyday"),
-    ("gathering", "roles"),
-    ("parallel",),
+    ("runtime.run", "functional.collectives", "functional.load_balance", "mpirun", "processes"),
+    ("functional.averaging", "functional.main_process"),
+    ("functional.ragged_gather", "functional.rank_layout"),
+    ("functional.parallel_groups",),
     ("process_groups",),
     ("multiprocess_config",),
     ("subprocesses", "doctor"),

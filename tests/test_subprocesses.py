@@ -26,8 +26,8 @@ from support import mpi, torchrun
 import asyncdist as ad
 from asyncdist import environment, guardians, process_groups, subprocesses
 from asyncdist.errors import LocalProtocolError, RankLostError, TransportError
+from asyncdist.functional.parallel_groups import ParallelLayout
 from asyncdist.multiprocess_config import MultiprocessConfig
-from asyncdist.parallel import ParallelLayout
 from asyncdist.runtime import run
 
 #: Generous: what hangs is a failure, what is slow is not.

@@ -19,7 +19,6 @@ from typing import Any, Final, TypeVar, cast
 import numpy as np
 import torch
 
-from asyncdist.api import place
 from asyncdist.collectives.error_exchange import (
     Call,
     Frame,
@@ -35,6 +34,7 @@ from asyncdist.collectives.error_exchange import (
 from asyncdist.collectives.groups import Group, check_group
 from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.errors import LocalProtocolError
+from asyncdist.functional.collectives import place
 from asyncdist.runtime.world import World, current_world
 from asyncdist.tensors import serialization
 

@@ -8,12 +8,12 @@ from typing import Any, Final
 
 import torch
 
-from asyncdist.api import place
 from asyncdist.collectives.error_exchange import Call, Frame, attempt, meet, raise_first_error, settle
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.errors import DisagreementError
-from asyncdist.everyday import check_world_size
+from asyncdist.functional.collectives import place
+from asyncdist.functional.main_process import check_world_size
 from asyncdist.runtime.world import World
 from asyncdist.tensors import serialization
 from asyncdist.tensors.byte_views import flat_bytes, oddity_of

@@ -26,12 +26,12 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
-from asyncdist.api import place
 from asyncdist.collectives.error_exchange import Call, Frame, Outcome, attempt, meet, raise_first_error, settle, share
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.collectives.shared_memory_reduce import Commons
 from asyncdist.errors import DisagreementError
+from asyncdist.functional.collectives import place
 from asyncdist.runtime.world import World
 from asyncdist.tensors.bucket import Spread
 from asyncdist.tensors.byte_views import check_writable

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, TypeAlias
 from asyncdist import validation
 from asyncdist.collectives.agreed_start import Start
 from asyncdist.collectives.groups import Group
-from asyncdist.everyday import compute_and_broadcast, gather_from_all_ranks
+from asyncdist.functional.main_process import compute_and_broadcast, gather_from_all_ranks
 from asyncdist.runtime.world import World, current_world
 from asyncdist.transports.select import check_torch_backend
 

@@ -1,0 +1,1 @@
+"""Awaitable functions for training code."""
