@@ -72,9 +72,8 @@ if TYPE_CHECKING:
         initialize_distributed_compute,
         initialize_distributed_compute_mpi4py,
     )
-    from asyncdist.messaging.channels import Channel, ChannelStatistics, Envelope
-    from asyncdist.multiprocess_config import MultiprocessConfig
-    from asyncdist.process_groups import (
+    from asyncdist.launch.config import MultiprocessConfig
+    from asyncdist.launch.process_groups import (
         default_backend,
         get_distributed_backend,
         init_dist,
@@ -82,6 +81,8 @@ if TYPE_CHECKING:
         init_process_group_from_backend,
         set_distributed_backend,
     )
+    from asyncdist.launch.spawn import init_and_run, launch_subprocesses
+    from asyncdist.messaging.channels import Channel, ChannelStatistics, Envelope
     from asyncdist.runtime.run import open_world, run, run_local
     from asyncdist.runtime.world import World, WorldStatistics, current_world
     from asyncdist.simulation.explore import explore
@@ -98,7 +99,6 @@ if TYPE_CHECKING:
         tree_device_put,
     )
     from asyncdist.spmd.tree_collectives import pmax, pmean, pmin, psum
-    from asyncdist.subprocesses import init_and_run, launch_subprocesses
 
 environment.explain_shadowing()
 
@@ -218,7 +218,7 @@ _NAMES: Final = {
         "tree_device_put",
     ),
     "spmd.tree_collectives": ("pmax", "pmean", "pmin", "psum"),
-    "process_groups": (
+    "launch.process_groups": (
         "default_backend",
         "get_distributed_backend",
         "init_dist",
@@ -237,8 +237,8 @@ _NAMES: Final = {
     "spmd.shard_map": ("shmap_map", "shmap_vmap"),
     "simulation.explore": ("explore",),
     "simulation.simulate": ("SimReport", "simulate"),
-    "multiprocess_config": ("MultiprocessConfig",),
-    "subprocesses": ("init_and_run", "launch_subprocesses"),
+    "launch.config": ("MultiprocessConfig",),
+    "launch.spawn": ("init_and_run", "launch_subprocesses"),
     "functional.load_balance": ("report_load_imbalance", "report_time_info"),
     "runtime.world": ("World", "WorldStatistics", "current_world"),
 }

@@ -11,8 +11,9 @@ import sys
 from collections.abc import Sequence
 from typing import Final, NoReturn
 
-from asyncdist import environment, mpirun, processes
+from asyncdist import environment
 from asyncdist._version import __version__
+from asyncdist.launch import local_ranks, mpirun
 
 #: Those with a value; the others are one word.
 _RUN_OPTIONS: Final = ("-n", "--ranks", "--transport", "--mpi", "--threads-per-rank", "--stall-s")
@@ -196,7 +197,7 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.command == "sim":
         return _sim(options, rest)
     if options.command == "doctor":
-        from asyncdist import doctor  # imports torch
+        from asyncdist.launch import doctor  # imports torch
 
         return doctor.run()
     try:
@@ -229,7 +230,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         mpirun.run(script, arguments, ranks=ranks, mpi=options.mpi, threads=threads, environ=environ)
     if options.mpi is not None:
         raise environment.LaunchError(f"--mpi {options.mpi} is for --transport mpi")
-    return processes.run(script, arguments, ranks=ranks, threads=threads, environ=environ)
+    return local_ranks.run(script, arguments, ranks=ranks, threads=threads, environ=environ)
 
 
 def _sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:

@@ -2,7 +2,7 @@
 
 The only module that reads and sets environment variables. ``detect`` tells ``transport="auto"`` what it is in. Every
 rank of ``asyncdist run`` runs this file as a program, which becomes the user's script; who starts it is in
-:mod:`asyncdist.mpirun` and :mod:`asyncdist.processes`.
+:mod:`asyncdist.launch.mpirun` and :mod:`asyncdist.launch.local_ranks`.
 
 Only the standard library is imported here, and nothing of asyncdist at import time: a rank that runs this file as a
 program has no package around it, and starting ranks should cost no import of torch.

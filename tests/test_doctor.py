@@ -13,10 +13,11 @@ import pytest
 from support.mpi import flavour, require_mpi
 
 import asyncdist as ad
-from asyncdist import doctor, environment, mpirun
-from asyncdist.doctor import Facts, Mpi
+from asyncdist import environment
 from asyncdist.environment import Launch
-from asyncdist.mpirun import Installation
+from asyncdist.launch import doctor, mpirun
+from asyncdist.launch.doctor import Facts, Mpi
+from asyncdist.launch.mpirun import Installation
 
 TIMEOUT_S = 100.0
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist import guardians
+from asyncdist.launch import guardians
 
 pytestmark = pytest.mark.skipif(not guardians.ARE_HERE, reason="there are no subreapers")
 

@@ -13,11 +13,12 @@ from typing import NoReturn
 
 import pytest
 
-from asyncdist import cli, guardians, mpirun
+from asyncdist import cli
 from asyncdist import environment as launch
 from asyncdist.environment import Launch
 from asyncdist.errors import TransportError
-from asyncdist.mpirun import Installation
+from asyncdist.launch import guardians, mpirun
+from asyncdist.launch.mpirun import Installation
 
 # What each launcher really sets, of the variables that say something about ranks and places.
 RECORDED: dict[str, tuple[dict[str, str], Launch]] = {

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "_version",
+        "launch.__init__",
         "functional.__init__",
         "spmd.__init__",
         "runtime.__init__",
@@ -70,7 +71,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("collectives.agreed_start", "transports.torch_distributed.transport"),
     ("runtime.world",),
     ("collectives.one_sided", "collectives.error_exchange", "runtime.watchdogs"),
-    ("guardians", "environment", "spmd.mesh"),
+    ("launch.guardians", "environment", "spmd.mesh"),
     (
         "spmd.tree_collectives",
         "spmd.sharding",
@@ -81,13 +82,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("spmd.gradient_update", "spmd.shard_map", "runtime.supervision"),
     ("runtime.failure",),
-    ("runtime.run", "functional.collectives", "functional.load_balance", "mpirun", "processes"),
+    ("runtime.run", "functional.collectives", "functional.load_balance", "launch.mpirun", "launch.local_ranks"),
     ("functional.averaging", "functional.main_process"),
     ("functional.ragged_gather", "functional.rank_layout"),
     ("functional.parallel_groups",),
-    ("process_groups",),
-    ("multiprocess_config",),
-    ("subprocesses", "doctor"),
+    ("launch.process_groups",),
+    ("launch.config",),
+    ("launch.spawn", "launch.doctor"),
     ("simulation.outside", "simulation.entropy", "simulation.one_at_a_time"),
     ("simulation.samplers",),
     ("simulation.trace", "simulation.turns", "simulation.models", "simulation.random_states"),
@@ -164,14 +165,17 @@ def test_there_is_something_to_prove() -> None:
 
 def test_mpi4py_is_imported_in_the_mpi_transport_and_the_doctor_alone() -> None:
     users = {name for name, tree in ASYNCDIST.items() if uses(tree, "mpi4py")}
-    assert users <= {"transports.mpi", "doctor"}
+    assert users <= {"transports.mpi", "launch.doctor"}
     assert not any(uses(tree, "mpi4py") for tree in PROTOCOLS.values())
 
 
 def test_torch_distributed_is_imported_where_processes_meet_alone() -> None:
     """Plain functions of ``launch_subprocesses`` bring collectives of their own and need a process group of torch."""
     users = {name for name, tree in ASYNCDIST.items() if uses(tree, "torch.distributed")}
-    assert users == {"process_groups", *(f"transports.{name}" for name in ("backends", "gloo", "meeting", "torch"))}
+    assert users == {
+        "launch.process_groups",
+        *(f"transports.{name}" for name in ("backends", "gloo", "meeting", "torch")),
+    }
     assert not any(uses(tree, "torch.distributed") for tree in PROTOCOLS.values())
 
 

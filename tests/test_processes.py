@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist import cli, environment, guardians, processes
+from asyncdist import cli, environment
+from asyncdist.launch import guardians, local_ranks
 
 #: Generous: what hangs is a failure, what is slow is not.
 TIMEOUT_S = 90.0
@@ -116,7 +117,7 @@ def test_ranks_get_the_variables_of_torchrun_and_are_the_script(tmp_path: Path) 
 
 
 def test_every_job_has_a_port_and_a_name_of_its_own() -> None:
-    jobs = [processes.build_environments({}, ranks=2, threads=None)[1] for _ in range(3)]
+    jobs = [local_ranks.build_environments({}, ranks=2, threads=None)[1] for _ in range(3)]
     assert len({job["TORCHELASTIC_RUN_ID"] for job in jobs}) == 3
     assert all(0 < int(job["MASTER_PORT"]) < 65536 for job in jobs)
 
@@ -128,7 +129,7 @@ def test_every_job_has_a_port_and_a_name_of_its_own() -> None:
 def test_threads_are_a_share_of_the_cores_unless_the_user_chose(
     environ: dict[str, str], threads: int | None, expected: str
 ) -> None:
-    made = processes.build_environments({"PATH": "p"} | environ, ranks=4, threads=threads, cores=8)
+    made = local_ranks.build_environments({"PATH": "p"} | environ, ranks=4, threads=threads, cores=8)
     assert [(one["OMP_NUM_THREADS"], one["PATH"]) for one in made] == [(expected, "p")] * 4
 
 
@@ -217,19 +218,19 @@ def test_ranks_that_another_one_takes_along_and_that_end_before_it_are_not_the_c
     words: str,
 ) -> None:
     """Under ``ad.run`` the rank that fails waits for the others, so they often end first: it was theirs, 1, for 3."""
-    monkeypatch.setattr(processes, "SETTLE_S", TIMEOUT_S)
+    monkeypatch.setattr(local_ranks, "SETTLE_S", TIMEOUT_S)
     script = tmp_path / "script.py"
     script.write_text(AFTER.format(last=1, gone=2, failure=failure))
-    assert processes.run(str(script), [str(tmp_path)], ranks=3, environ=environment.environment()) == code
+    assert local_ranks.run(str(script), [str(tmp_path)], ranks=3, environ=environment.environment()) == code
     assert f"asyncdist run: {words}" in (said := capfd.readouterr().err)
     assert said.count("asyncdist run: ") == 1
 
 
 def test_ranks_that_do_not_stop_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "STOP_S", 0.2)
+    monkeypatch.setattr(local_ranks, "STOP_S", 0.2)
     script = tmp_path / "script.py"
     script.write_text(WAITS.format(before=DEAF, failure="sys.exit(7)"))
-    code = processes.run(str(script), [str(tmp_path)], ranks=3, environ=environment.environment())
+    code = local_ranks.run(str(script), [str(tmp_path)], ranks=3, environ=environment.environment())
     assert code == 7
     check_gone(pids_in(tmp_path, 3))
 
@@ -349,7 +350,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(
 
 def test_how_long_a_main_may_wait_reaches_the_ranks_as_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Mapping[str, str]] = []
-    monkeypatch.setattr(processes, "run", lambda *_, environ, **__: given.append(environ) or 0)
+    monkeypatch.setattr(local_ranks, "run", lambda *_, environ, **__: given.append(environ) or 0)
     with pytest.raises(SystemExit):
         cli.main(["run", "-n", "2", "--transport", "torch", "--stall-s", "20", __file__])
     assert environment.stall_s(given[0]) == 20.0
@@ -369,7 +370,7 @@ def test_a_process_that_cannot_be_started_ends_those_that_were(tmp_path: Path, m
 
     monkeypatch.setattr(subprocess, "Popen", refuse_the_third)
     with pytest.raises(environment.LaunchError, match=r"rank 2 cannot be started: .*Resource temporarily unavailable"):
-        processes.run(str(script), [str(tmp_path)], ranks=3, environ=environment.environment())
+        local_ranks.run(str(script), [str(tmp_path)], ranks=3, environ=environment.environment())
     check_gone(pids_in(tmp_path, 2))
 
 

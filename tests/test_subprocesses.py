@@ -24,10 +24,11 @@ import torch.distributed as dist
 from support import mpi, torchrun
 
 import asyncdist as ad
-from asyncdist import environment, guardians, process_groups, subprocesses
+from asyncdist import environment
 from asyncdist.errors import LocalProtocolError, RankLostError, TransportError
 from asyncdist.functional.parallel_groups import ParallelLayout
-from asyncdist.multiprocess_config import MultiprocessConfig
+from asyncdist.launch import guardians, process_groups, spawn
+from asyncdist.launch.config import MultiprocessConfig
 from asyncdist.runtime import run
 
 #: Generous: what hangs is a failure, what is slow is not.
@@ -326,7 +327,7 @@ def test_setup_runs_here_before_anything_is_started(tmp_path: Path, monkeypatch:
     def fail() -> None:
         raise OSError("no data here")
 
-    monkeypatch.setattr(subprocesses, "_start_all", lambda *_: pytest.fail("a rank was started"))
+    monkeypatch.setattr(spawn, "_start_all", lambda *_: pytest.fail("a rank was started"))
     with pytest.raises(OSError, match="no data here"):
         ad.launch_subprocesses(note_rank, config(), fail, 0, str(tmp_path))
 
@@ -677,7 +678,7 @@ def die(folder: str, how: str) -> None:
 def test_the_rank_that_died_is_named_and_not_one_that_lost_its_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, words: str
 ) -> None:
-    monkeypatch.setitem(subprocesses._PATIENCE_S, subprocesses._PERHAPS, TIMEOUT_S)
+    monkeypatch.setitem(spawn._PATIENCE_S, spawn._PERHAPS, TIMEOUT_S)
     with pytest.raises(RuntimeError, match=f"^rank 1 {words}$"):
         launch_here(die, config(), str(tmp_path), how)
 
@@ -692,7 +693,7 @@ def test_a_host_of_rank_0_that_does_not_answer_is_named_in_time(
     """Torch's own patience is half an hour."""
     for name in environment.rank_variables(0, 1, local_rank=0, local_size=1, address="", port=1, run_id=""):
         monkeypatch.setenv(name, "")
-    monkeypatch.setattr(subprocesses, "START_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(spawn, "START_TIMEOUT_S", 1.0)
     port = environment.find_free_port()
     cfg = MultiprocessConfig(rank=1, world_size=2, local_world_size=1, master_port=port)
     with pytest.raises(TransportError, match=f"rank 1 did not meet the other 1 at 127.0.0.1:{port} within 1 s: "):
@@ -704,7 +705,7 @@ def test_a_host_of_rank_0_that_does_not_answer_is_named_in_time(
 
 
 def test_a_master_port_that_is_taken_is_named_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocesses, "_start_all", lambda *_: pytest.fail("a rank was started"))
+    monkeypatch.setattr(spawn, "_start_all", lambda *_: pytest.fail("a rank was started"))
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
@@ -725,7 +726,7 @@ def ignore_signals(folder: str) -> None:
 
 
 def test_a_rank_that_does_not_stop_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocesses, "STOP_S", 0.2)
+    monkeypatch.setattr(spawn, "STOP_S", 0.2)
     with pytest.raises(RuntimeError, match="story"):
         launch_here(ignore_signals, config(), str(tmp_path))
     assert [pid for pid in pids_in(tmp_path, 2) if is_alive(pid)] == []
@@ -733,7 +734,7 @@ def test_a_rank_that_does_not_stop_is_killed(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_cannot_travel_is_refused_before_a_rank_starts(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocesses, "_wait_for_all", lambda *_: pytest.fail("a rank was started"))
+    monkeypatch.setattr(spawn, "_wait_for_all", lambda *_: pytest.fail("a rank was started"))
     with pytest.raises(TypeError, match=r"<lambda>.*must be taken to another process.*can be imported by name"):
         launch_here(lambda: None, config(launch_method=method))
     with pytest.raises(TypeError, match=r"note_rank.*must be taken to another process.*arguments that can be pickled"):
@@ -865,7 +866,7 @@ def test_a_rank_that_never_starts_is_explained(tmp_path: Path, options: dict[str
 def test_nothing_of_this_is_imported_with_the_package() -> None:
     source = (
         "import sys, asyncdist as ad\n"
-        "heavy = {'torch', 'multiprocessing', 'asyncdist.subprocesses'}\n"
+        "heavy = {'torch', 'multiprocessing', 'asyncdist.launch.spawn'}\n"
         "print(sorted(heavy & set(sys.modules)), 'launch_subprocesses' in dir(ad))"
     )
     ended = subprocess.run(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support import mpi, torchrun, warm
 
-from asyncdist import mpirun
+from asyncdist.launch import mpirun
 
 is_possible = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="every rank starts cold here")
 

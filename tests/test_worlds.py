@@ -21,7 +21,7 @@ from scripts import worlds
 from support import mpi, torchrun
 
 import asyncdist as ad
-from asyncdist import mpirun
+from asyncdist.launch import mpirun
 
 SCRIPT = Path(worlds.__file__)
 RANKS = 3

@@ -193,7 +193,7 @@ async def all_to_all(
         tensors: one for each member, of one shape and dtype throughout; or a single tensor, of one shape and dtype on
             all members, whose first dimension is split evenly among them.
         group: all ranks of the world by default. Process groups of torch.distributed, with gradients, are for
-            :func:`asyncdist.process_groups.all_to_all`.
+            :func:`asyncdist.launch.process_groups.all_to_all`.
 
     Returns:
         A list, or a tensor like the one that was given, in the group's order.
@@ -203,7 +203,7 @@ async def all_to_all(
     """
     if group is not None and not isinstance(group, Group):
         raise TypeError(
-            f"group is {group!r}; it must be a group of a world. asyncdist.process_groups.all_to_all takes process "
+            f"group is {group!r}; it must be a group of a world. asyncdist.launch.process_groups.all_to_all takes process "
             "groups of torch.distributed"
         )
     world, group = place(world, group)

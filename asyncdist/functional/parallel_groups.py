@@ -9,7 +9,7 @@ With 8 ranks, model parallelism 2 and pipeline parallelism 2::
     data      [0 4] [1 5] [2 6] [3 7]       who hold the same weights and see different data
 
 The arithmetic is :class:`ParallelLayout`. A coroutine gets groups of its world from :func:`new_parallel_groups`, a
-plain function groups of torch.distributed from :func:`asyncdist.process_groups.init_parallel_groups`.
+plain function groups of torch.distributed from :func:`asyncdist.launch.process_groups.init_parallel_groups`.
 """
 
 from __future__ import annotations

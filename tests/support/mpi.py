@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncdist import mpirun
+from asyncdist.launch import mpirun
 from support import warm
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -216,7 +216,8 @@ def _tell(client: socket.socket, number: int) -> None:
 
 def become(job: dict[str, Any], server: int) -> None:
     """In a child: be the rank."""
-    from asyncdist import environment, guardians
+    from asyncdist import environment
+    from asyncdist.launch import guardians
 
     guardians.die_with_parent(server)
     os.setpgid(0, 0)

@@ -21,11 +21,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
-from asyncdist import compiled, environment, mpirun
+from asyncdist import compiled, environment
 from asyncdist._version import __version__
 from asyncdist.environment import Launch
 from asyncdist.errors import TransportError
-from asyncdist.mpirun import Installation
+from asyncdist.launch import mpirun
+from asyncdist.launch.mpirun import Installation
 from asyncdist.transports import cross_memory_attach
 
 _STARTERS: Final[Mapping[str, str]] = {
@@ -362,7 +363,7 @@ def _ask_torch() -> tuple[dict[str, str], list[str], str | None]:
         import torch
     except ImportError:
         return {}, [], None
-    from asyncdist import process_groups
+    from asyncdist.launch import process_groups
     from asyncdist.transports import select
 
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]

@@ -4,7 +4,7 @@ What it keeps to:
 
 - A rank is in a process group of its own. So Ctrl-C in a terminal reaches the launcher alone, which passes it on, once.
   What a rank has started (the workers of a data loader) goes when the rank does, on Linux also what is in a session of
-  its own (:mod:`asyncdist.guardians`).
+  its own (:mod:`asyncdist.launch.guardians`).
 - The first rank to fail decides the exit code, as with mpirun. But 1 says little, with which Python ends after any
   exception: ranks that stop because another one fails often end so before that one does. So whoever ends in another
   way within ``SETTLE_S`` is the cause.
@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal, TypeAlias
 
 from asyncdist import environment as launch
-from asyncdist import guardians
+from asyncdist.launch import guardians
 
 #: How long ranks that were asked to stop may take.
 STOP_S: Final = 10.0

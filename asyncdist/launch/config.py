@@ -8,8 +8,9 @@ from typing import Final
 
 import torch
 
-from asyncdist import environment, process_groups, validation
+from asyncdist import environment, validation
 from asyncdist.functional.parallel_groups import ParallelLayout
+from asyncdist.launch import process_groups
 
 LAUNCH_METHODS: Final = ("forkserver", "spawn")
 

@@ -38,10 +38,11 @@ from typing import Any, Final, ParamSpec, cast
 
 import torch
 
-from asyncdist import environment, guardians, process_groups
+from asyncdist import environment
 from asyncdist.errors import is_consequence
 from asyncdist.functional.parallel_groups import new_parallel_groups
-from asyncdist.multiprocess_config import MultiprocessConfig
+from asyncdist.launch import guardians, process_groups
+from asyncdist.launch.config import MultiprocessConfig
 from asyncdist.runtime import run
 from asyncdist.runtime.supervision import told_elsewhere
 from asyncdist.runtime.tracebacks import format_error

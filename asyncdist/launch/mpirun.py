@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
-from asyncdist import environment, guardians
+from asyncdist import environment
+from asyncdist.launch import guardians
 
 TITLES: Final[Mapping[str, str]] = {"openmpi": "Open MPI", "mpich": "MPICH"}
 #: Both must be 1 before Open MPI's mpirun starts anything for root; PRRTE's own names do not do.

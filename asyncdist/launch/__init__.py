@@ -1,0 +1,1 @@
+"""Starts jobs and diagnoses them."""
