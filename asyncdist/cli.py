@@ -243,7 +243,7 @@ def _sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _run_sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from asyncdist.simulation import script as scripts  # imports torch
+    from asyncdist.simulation import run_script as scripts  # imports torch
 
     try:
         if options.processes is not None and options.explore is None:

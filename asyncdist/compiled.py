@@ -27,10 +27,10 @@ MODULES: Final = (
     "messaging.mailboxes",
     "transports.mpi_requests",
     "transports.persistent_send",
-    "simulation.turns",
+    "simulation.scheduler",
     "simulation.trace",
-    "simulation.samplers",
-    "simulation.medium",
+    "simulation.distributions",
+    "simulation.fabric",
 )
 PURE_VARIABLE: Final = "ASYNCDIST_PURE"
 #: A file in the folder, where compiling has come to its end without making all of them.

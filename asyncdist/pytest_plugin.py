@@ -492,6 +492,6 @@ def _command(item: pytest.Item, options: str) -> str:
     """The command that runs this test, from where pytest was started."""
     path = os.path.relpath(item.path, item.config.invocation_params.dir)
     name = shlex.quote(f"{path}::{item.nodeid.partition('::')[2]}")
-    from asyncdist.simulation.repeat import hash_seed_prefix
+    from asyncdist.simulation.repro_command import hash_seed_prefix
 
     return f"{hash_seed_prefix()}pytest {name}{options}"

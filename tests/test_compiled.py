@@ -108,7 +108,8 @@ SIMULATIONS = """
 import asyncio, json, torch
 import asyncdist as ad
 from asyncdist.simulation import Compute, Corrupt, Delay, Exponential, Kill, Link, LogNormal, Network, Partition
-from asyncdist.simulation import SlowLink, SlowRank, Stall, Uniform, simulate, turns
+from asyncdist.simulation import SlowLink, SlowRank, Stall, Uniform, simulate
+from asyncdist.simulation import scheduler
 from asyncdist.errors import AsyncdistError
 
 async def main(world, rounds):
@@ -154,13 +155,13 @@ async def forever(world):
     while True:
         await asyncio.sleep(0)
 
-turns.TURN_COUNT_MAX = 1000
+scheduler.TURN_COUNT_MAX = 1000
 lines = [told(seed) for seed in range(36)]
 try:
     simulate(forever, ranks=2)
 except AsyncdistError as error:
     lines.append(["endless", str(error)])
-print(json.dumps([turns.__file__, lines]))
+print(json.dumps([scheduler.__file__, lines]))
 """
 
 

@@ -18,7 +18,7 @@ from asyncdist import environment
 _MACHINERY: Final = (
     "asyncdist.runtime.run",
     "asyncdist.simulation.explore",
-    "asyncdist.simulation.script",
+    "asyncdist.simulation.run_script",
     "asyncdist.launch.spawn",
     "importlib._bootstrap",
     "runpy",

@@ -26,11 +26,11 @@ from asyncdist.errors import RankLostError
 from asyncdist.runtime.run import Outcome
 from asyncdist.runtime.tracebacks import format_error
 from asyncdist.simulation.faults import Fault
-from asyncdist.simulation.repeat import expression_of, repeat_line
+from asyncdist.simulation.process_pool import Inline, Pool, open_runner, pack, unpack
+from asyncdist.simulation.repro_command import expression_of, repeat_line
 from asyncdist.simulation.shrink import shrink
 from asyncdist.simulation.simulate import SimReport, observer
 from asyncdist.simulation.trace import Trace
-from asyncdist.simulation.workers import Inline, Pool, open_runner, pack, unpack
 
 #: Events of the trace that a failure shows.
 TAIL_EVENT_COUNT: Final = 20

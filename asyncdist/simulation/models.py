@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 from asyncdist import validation
-from asyncdist.simulation.samplers import LogNormalSampler
+from asyncdist.simulation.distributions import LogNormalSampler
 
 #: How many times as long as it would have taken a computation lasts, at most, to overrun a timer.
 OVERRUN_STEP_COUNT: Final = 1000

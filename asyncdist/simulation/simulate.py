@@ -32,18 +32,18 @@ from asyncdist.runtime.run import Outcome, host_rank, refuse_inside_a_world
 from asyncdist.runtime.supervision import Interrupts
 from asyncdist.runtime.watchdogs import what_awaits
 from asyncdist.runtime.world import World, WorldStatistics
-from asyncdist.simulation.clocks import virtual_clocks
+from asyncdist.simulation.determinism.clocks import virtual_clocks
+from asyncdist.simulation.determinism.generators import Generators, collecting_at_fixed_points
+from asyncdist.simulation.determinism.one_at_a_time import one_at_a_time
+from asyncdist.simulation.determinism.rng import INHERITABLE, RandomStates
+from asyncdist.simulation.determinism.sandbox import refused_outside
+from asyncdist.simulation.determinism.sets import ordered_sets
+from asyncdist.simulation.event_loop import RankLoop
+from asyncdist.simulation.fabric import Medium, SimTransport
 from asyncdist.simulation.faults import Fault, Interrupt, Kill, SlowRank, Stall, check_plan
-from asyncdist.simulation.generators import Generators, collecting_at_fixed_points
-from asyncdist.simulation.loop import RankLoop
-from asyncdist.simulation.medium import Medium, SimTransport
 from asyncdist.simulation.models import OVERRUN_S, OVERRUN_STEP_COUNT, Compute, Network, check_number
-from asyncdist.simulation.one_at_a_time import one_at_a_time
-from asyncdist.simulation.outside import refused_outside
-from asyncdist.simulation.random_states import INHERITABLE, RandomStates
-from asyncdist.simulation.sets import ordered_sets
+from asyncdist.simulation.scheduler import Scheduler
 from asyncdist.simulation.trace import Trace, TraceEvent, unpack
-from asyncdist.simulation.turns import Scheduler
 
 logger = logging.getLogger("asyncdist.simulation")
 

@@ -50,7 +50,7 @@ from asyncdist.simulation import (
     Uniform,
     simulate,
 )
-from asyncdist.simulation.repeat import repeat_line
+from asyncdist.simulation.repro_command import repeat_line
 from protocols import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,

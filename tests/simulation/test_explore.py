@@ -38,7 +38,7 @@ from asyncdist.simulation import (
     simulate,
 )
 from asyncdist.simulation.explore import signature_of
-from asyncdist.simulation.repeat import repeat_line
+from asyncdist.simulation.repro_command import repeat_line
 from asyncdist.simulation.shrink import minimize, shrink, simplify
 
 # ------------------------------------------------------------------------------------------------ a protocol with a bug

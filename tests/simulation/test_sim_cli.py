@@ -20,7 +20,7 @@ import pytest
 
 from asyncdist import cli
 from asyncdist.simulation import Corrupt, Delay, Fault, Interrupt, Kill, Partition, SlowLink, SlowRank, Stall
-from asyncdist.simulation.script import Script, ScriptError, format_faults, read_faults
+from asyncdist.simulation.run_script import Script, ScriptError, format_faults, read_faults
 
 SCRIPT = """
 import asyncio, os, random, sys

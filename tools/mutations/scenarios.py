@@ -49,7 +49,7 @@ from asyncdist.simulation import (
     Uniform,
     simulate,
 )
-from asyncdist.simulation.medium import SimTransport
+from asyncdist.simulation.fabric import SimTransport
 from asyncdist.transports.base import Transport
 from protocols import (
     AsyncSelectiveAveragingPolicy,

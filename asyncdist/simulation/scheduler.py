@@ -10,7 +10,7 @@ the scheduler. It and what it does are ahead of that instant by the time that it
 until then.
 
 Nothing here knows of messages or of asyncdist's protocols. It is compiled where that can be done (see
-:mod:`asyncdist.compiled`); what of a loop asyncio wants besides is in :mod:`asyncdist.simulation.loop`.
+:mod:`asyncdist.compiled`); what of a loop asyncio wants besides is in :mod:`asyncdist.simulation.event_loop`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The event loop of a simulated rank: what asyncio wants of one, on the turns of :mod:`asyncdist.simulation.turns`.
+"""The event loop of a simulated rank: what asyncio wants of one, on the turns of :mod:`asyncdist.simulation.scheduler`.
 
 What would touch the world outside, threads and sockets, is refused by name.
 """
@@ -14,8 +14,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Gene
 from typing import Any, Final, NoReturn, TypeVar
 
 from asyncdist.errors import LocalProtocolError
-from asyncdist.simulation.outside import refuse
-from asyncdist.simulation.turns import Scheduler, Turns
+from asyncdist.simulation.determinism.sandbox import refuse
+from asyncdist.simulation.scheduler import Scheduler, Turns
 
 logger = logging.getLogger("asyncdist.simulation")
 

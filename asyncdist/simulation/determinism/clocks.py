@@ -24,8 +24,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from asyncdist.simulation.loop import RankLoop
-from asyncdist.simulation.outside import TRUSTED
+from asyncdist.simulation.determinism.sandbox import TRUSTED
+from asyncdist.simulation.event_loop import RankLoop
 
 #: What ``time.time`` says when a simulation begins: 1 January 2020.
 EPOCH_S: Final = 1_577_836_800.0

@@ -2,7 +2,7 @@
 
 asyncio closes one that nobody iterates any more, by a task on the loop that began it, when Python finds that out. In a
 reference cycle that is the garbage collector's doing, so that in a simulation it looks for garbage at fixed points (see
-:class:`asyncdist.simulation.turns.Scheduler`), and while another rank has its turn or none has: hence the owners.
+:class:`asyncdist.simulation.scheduler.Scheduler`), and while another rank has its turn or none has: hence the owners.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import weakref
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any, Final
 
-from asyncdist.simulation.loop import RankLoop
+from asyncdist.simulation.event_loop import RankLoop
 
 #: Objects made since the last fixed point that make Python collect all the same, lest memory run out before the next.
 _OBJECT_COUNT_MAX: Final = 2_000_000

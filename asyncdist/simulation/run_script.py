@@ -34,7 +34,7 @@ from asyncdist import environment
 from asyncdist.errors import DeadlockError, TimeLimitError
 from asyncdist.runtime.run import run_elsewhere
 from asyncdist.runtime.tracebacks import format_error
-from asyncdist.simulation.entropy import entropy_from
+from asyncdist.simulation.determinism.entropy import entropy_from
 from asyncdist.simulation.explore import (
     TAIL_EVENT_COUNT,
     ExploreReport,
@@ -44,7 +44,7 @@ from asyncdist.simulation.explore import (
     is_good_end,
 )
 from asyncdist.simulation.faults import Fault, Interrupt, Kill, check_plan
-from asyncdist.simulation.repeat import expression_of, fields_of, hash_seed_prefix, python_command
+from asyncdist.simulation.repro_command import expression_of, fields_of, hash_seed_prefix, python_command
 from asyncdist.simulation.simulate import SimReport, simulate
 
 #: What a simulation raises that did not come to its end.

@@ -21,8 +21,8 @@ from asyncdist.collectives.call_checker import CallBook
 from asyncdist.errors import AsyncdistError, RankLostError, TruncationError
 from asyncdist.simulation.faults import Corrupt, Delay, Fault, Kill, Partition, SlowLink
 from asyncdist.simulation.models import Link, Network, draw, sampler
+from asyncdist.simulation.scheduler import Scheduler, Turns
 from asyncdist.simulation.trace import Trace
-from asyncdist.simulation.turns import Scheduler, Turns
 from asyncdist.tags import BULK_FIRST, BULK_LAST, COLLECTIVE_FIRST, COLLECTIVE_LAST, TAG_MAX
 from asyncdist.transports.base import (
     ANY_SOURCE,

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.random.bit_generator import ISeedSequence
 
-from asyncdist.simulation.entropy import entropy_from
+from asyncdist.simulation.determinism.entropy import entropy_from
 from asyncdist.tensors.torch_modes import FRESH, RankModes
 
 #: What may begin with the caller's state.

@@ -1,7 +1,7 @@
 cimport cython
 
 from asyncdist.simulation.trace cimport Trace
-from asyncdist.simulation.turns cimport Scheduler, Turns
+from asyncdist.simulation.scheduler cimport Scheduler, Turns
 
 
 cdef class _Message:
