@@ -26,15 +26,7 @@ from torch import nn
 from asyncdist import Group, World, average_models
 from asyncdist.collectives.agreed_start import Start
 from asyncdist.tensors.flat_state import SnapshotPool, reset_optimizer_state
-from protocols.spawn_policy import (
-    NOTHING,
-    AverageApplied,
-    MetricSource,
-    PolicyEvent,
-    SpawnPolicy,
-    StepInfo,
-    check_callable,
-)
+from protocols.policy import NOTHING, AverageApplied, MetricSource, PolicyEvent, SpawnPolicy, StepInfo, check_callable
 
 
 class AverageAllPolicy(SpawnPolicy):

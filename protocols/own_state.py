@@ -12,7 +12,7 @@ import torch
 
 from asyncdist.tensors.flat_state import FlatBuffers, FlatState, first_difference, reset_optimizer_state
 from asyncdist.tensors.infinities import KnownInfinities, all_finite
-from protocols.spawn_policy import ModelBuilder
+from protocols.policy import ModelBuilder
 
 logger = logging.getLogger("protocols.own_state")
 

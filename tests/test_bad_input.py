@@ -763,7 +763,7 @@ ad.run(main)
     ("source", "command"),
     [
         ("import asyncdist\nfrom protocols import AverageAllPolicy\n", []),
-        ("import asyncdist\nimport protocols.messages\n", []),
+        ("import asyncdist\nimport protocols.selective.messages\n", []),
         (IN_MAIN, []),
         ("from protocols import AverageAllPolicy\nimport asyncdist\n", [str(ROOT / "asyncdist" / "environment.py")]),
         ("import asyncdist\nfrom protocols import AverageAllPolicy\n", ["-m", "asyncdist", "sim", "-n", "2"]),

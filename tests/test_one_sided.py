@@ -26,7 +26,8 @@ from asyncdist.runtime import run as runtime
 from asyncdist.tensors.byte_layout import ALIGNMENT_NBYTES, Packing
 from asyncdist.tensors.flat_state import FlatState
 from asyncdist.transports import local
-from protocols import OneSidedSelectiveAveragingPolicy, OneSidedStatistics, StepInfo, one_sided_averaging
+from protocols import OneSidedSelectiveAveragingPolicy, OneSidedStatistics, StepInfo
+from protocols.one_sided import policy as one_sided_averaging
 
 MODES = ("age", "threshold", "worst_ratio")
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocols.one_sided_core import OneSidedRules, choose, donor_limit, is_dying
-from protocols.selective_core import STRATEGIES, averaging_weights, order_worst_first, replacer_count
+from protocols.one_sided.rules import OneSidedRules, choose, donor_limit, is_dying
+from protocols.selective.rules import STRATEGIES, averaging_weights, order_worst_first, replacer_count
 
 METRICS = st.dictionaries(
     st.integers(0, 11), st.one_of(st.floats(), st.integers(-3, 3).map(float)), min_size=1, max_size=12

@@ -41,10 +41,10 @@ from protocols import (
     SpawnPolicy,
     StepInfo,
     parameter_stream,
-    selective_averaging,
-    selective_coordinator,
 )
-from protocols.messages import REPLACER, Assign
+from protocols.selective import coordinator
+from protocols.selective import policy as selective_averaging
+from protocols.selective.messages import REPLACER, Assign
 
 STRATEGIES = ("mean", "weighted_mean", "best_only", "reset_weights")
 #: Steps within which a rank of these small populations must have been replaced; rounds take about ten.
@@ -880,7 +880,7 @@ def test_a_defect_inside_a_policys_own_task_ends_the_job_with_its_traceback(
         raise AssertionError("invariant 42")
 
     if where == "coordinator":
-        monkeypatch.setattr(selective_coordinator.RoundCoordinator, "on_ready", broken)
+        monkeypatch.setattr(coordinator.RoundCoordinator, "on_ready", broken)
     else:
         monkeypatch.setattr(selective_averaging.AsyncSelectiveAveragingPolicy, "_on_frozen", broken)
     with pytest.raises(AssertionError, match="invariant 42"):

@@ -14,7 +14,9 @@ from test_replay_buffer import on_ranks, run
 import asyncdist as ad
 from asyncdist.messaging.streams import CHUNK_NBYTES, Grant
 from asyncdist.simulation.faults import Kill
-from protocols import ReplayBuffer, replay_messages, replay_server, serve_replay_buffer
+from protocols import ReplayBuffer, serve_replay_buffer
+from protocols.replay import messages
+from protocols.replay import server as replay_server
 
 # -- draws that wait --------------------------------------------------------------------------------------------------
 
@@ -349,12 +351,12 @@ def test_items_unlike_the_others_are_not_stored_behind_the_refusal(seed: int) ->
 @pytest.mark.parametrize(
     ("hostile", "words"),
     [
-        ([replay_messages.Add(0, 1, False, 1 << 60, b"")], "1152921504606846976 bytes"),
-        ([replay_messages.Add(0, -1, False, -8, b"")], "-8 bytes"),
-        ([replay_messages.Update(0, 1 << 58, 1 << 60, b"")], "1152921504606846976 bytes"),
-        ([replay_messages.Draw(number, 900, 0.4, True) for number in range(5)], "more than 4 draws under way"),
-        ([replay_messages.Add(number, 9000, False, 72_000, b"") for number in range(6)], "more than 4 adds"),
-        ([replay_messages.Declare("list", ("a",), ("float32",), ((1,),))], "not a layout"),
+        ([messages.Add(0, 1, False, 1 << 60, b"")], "1152921504606846976 bytes"),
+        ([messages.Add(0, -1, False, -8, b"")], "-8 bytes"),
+        ([messages.Update(0, 1 << 58, 1 << 60, b"")], "1152921504606846976 bytes"),
+        ([messages.Draw(number, 900, 0.4, True) for number in range(5)], "more than 4 draws under way"),
+        ([messages.Add(number, 9000, False, 72_000, b"") for number in range(6)], "more than 4 adds"),
+        ([messages.Declare("list", ("a",), ("float32",), ((1,),))], "not a layout"),
         ([Grant(-1, 8, CHUNK_NBYTES)], "granted Grant"),
     ],
 )

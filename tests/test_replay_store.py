@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.odd_tensors import ODD, same
 
-from protocols.replay_store import ReplayStore, RowLayout
+from protocols.replay.store import ReplayStore, RowLayout
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)
 

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocols import messages, selective_core
-from protocols.messages import Applied, Assign, End, Frozen
-from protocols.selective_core import (
+from protocols.selective import messages
+from protocols.selective import rules as selective_core
+from protocols.selective.messages import Applied, Assign, End, Frozen
+from protocols.selective.rounds import RoundCoordinator, Send
+from protocols.selective.rules import (
     Decision,
     SelectiveRules,
     averaging_weights,
@@ -21,7 +23,6 @@ from protocols.selective_core import (
     order_worst_first,
     replacer_count,
 )
-from protocols.selective_rounds import RoundCoordinator, Send
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=200)
 NAN, INF = math.nan, math.inf

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from protocols.selective_core import Decision, SelectiveRules, averaging_weights, decide, order_worst_first
+from protocols.selective.rules import Decision, SelectiveRules, averaging_weights, decide, order_worst_first
 
 DRAWS = range(300)
 

@@ -39,9 +39,10 @@ from asyncdist.simulation import (
     Uniform,
     simulate,
 )
-from protocols import OneSidedSelectiveAveragingPolicy, StepInfo, one_sided_averaging
-from protocols.one_sided_core import REPLACEMENT_MODES
-from protocols.selective_core import STRATEGIES
+from protocols import OneSidedSelectiveAveragingPolicy, StepInfo
+from protocols.one_sided import policy as one_sided_averaging
+from protocols.one_sided.rules import REPLACEMENT_MODES
+from protocols.selective.rules import STRATEGIES
 
 #: Virtual seconds that no run takes, whatever goes wrong in it.
 LIMIT_S: Final = 1e5

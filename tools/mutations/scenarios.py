@@ -59,9 +59,9 @@ from protocols import (
     SnapshotTaken,
     StepInfo,
     parameter_stream,
-    selective_rounds,
 )
 from protocols.parameter_stream import Intake
+from protocols.selective import rounds
 
 STRATEGIES = ("mean", "weighted_mean", "best_only", "reset_weights")
 #: Virtual seconds that no run of these takes, whatever goes wrong in it.
@@ -276,7 +276,7 @@ class Watch:
 @contextlib.contextmanager
 def decisions_watched(watch: Watch) -> Iterator[None]:
     """Look at what the coordinator hears and decides."""
-    decide, on_report = selective_rounds.decide, selective_rounds.RoundCoordinator.on_report
+    decide, on_report = rounds.decide, rounds.RoundCoordinator.on_report
 
     def checked_decide(metrics: Mapping[int, float], rules: Any) -> Any:
         found = decide(metrics, rules)
@@ -288,8 +288,8 @@ def decisions_watched(watch: Watch) -> Iterator[None]:
         return on_report(self, rank, iteration, value, *rest)
 
     with (
-        mock.patch.object(selective_rounds, "decide", checked_decide),
-        mock.patch.object(selective_rounds.RoundCoordinator, "on_report", checked_on_report),
+        mock.patch.object(rounds, "decide", checked_decide),
+        mock.patch.object(rounds.RoundCoordinator, "on_report", checked_on_report),
     ):
         yield
 

@@ -18,7 +18,8 @@ from asyncdist import Envelope, RankLostError, World, current_world, tags, valid
 from asyncdist.collectives.agreement import Agreed
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
-from protocols.messages import (
+from protocols.policy import START
+from protocols.selective.messages import (
     Abandoned,
     Applied,
     Assign,
@@ -30,9 +31,8 @@ from protocols.messages import (
     Ready,
     Report,
 )
-from protocols.selective_core import SelectiveRules
-from protocols.selective_rounds import CoordinatorStatistics, RoundCoordinator, Send
-from protocols.spawn_policy import START
+from protocols.selective.rounds import CoordinatorStatistics, RoundCoordinator, Send
+from protocols.selective.rules import SelectiveRules
 
 
 async def coordinate(

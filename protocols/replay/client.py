@@ -47,7 +47,7 @@ from asyncdist.messaging.engine import Engine, yield_to_loop
 from asyncdist.messaging.polling import settle
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted, check_grant
 from asyncdist.tensors.byte_views import split
-from protocols.replay_messages import (
+from protocols.replay.messages import (
     INLINE_NBYTES_MAX,
     Add,
     Added,
@@ -65,8 +65,8 @@ from protocols.replay_messages import (
     Welcome,
     Withdraw,
 )
-from protocols.replay_server import declare, declared, refuse_grant, scopes
-from protocols.replay_store import Batch, RowLayout
+from protocols.replay.server import declare, declared, refuse_grant, scopes
+from protocols.replay.store import Batch, RowLayout
 
 _REQUEST_COUNT: Final = 1 << 32  # they travel in the frames' round
 #: After so long a client knocks again, then after twice as long, and so on: where a buffer has ended, and the next one

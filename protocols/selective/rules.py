@@ -1,7 +1,7 @@
 """Who replaces whom: the rules of selective averaging, and what they make of one set of metrics.
 
 Pure functions on plain values: no asyncio, no transport, no clock, no torch, no randomness, so they are tested by the
-thousand in microseconds. When to judge, and what becomes of a round, is in `protocols.selective_rounds`.
+thousand in microseconds. When to judge, and what becomes of a round, is in `protocols.selective.rounds`.
 """
 
 import math

@@ -34,11 +34,11 @@ from asyncdist.tensors.byte_layout import Packing
 from asyncdist.tensors.byte_views import byte_view
 from asyncdist.tensors.flat_state import FlatBuffers, SnapshotPool
 from asyncdist.tensors.means import WeightedMean
-from protocols.one_sided_core import Choice, OneSidedRules, choose, is_dying
-from protocols.one_sided_statistics import Durations, OneSidedStatistics
+from protocols.one_sided.rules import Choice, OneSidedRules, choose, is_dying
+from protocols.one_sided.statistics import Durations, OneSidedStatistics
 from protocols.own_state import OwnState
 from protocols.parameter_stream import ChunkRing
-from protocols.spawn_policy import (
+from protocols.policy import (
     NOTHING,
     AverageApplied,
     AveragingStrategy,
@@ -53,7 +53,7 @@ from protocols.spawn_policy import (
     check_callable,
 )
 
-logger = logging.getLogger("protocols.one_sided_averaging")
+logger = logging.getLogger("protocols.one_sided.policy")
 
 #: How often a replacement begins anew, with a fresh look at the others, after a snapshot was overwritten under it.
 _ATTEMPT_COUNT: Final = 3

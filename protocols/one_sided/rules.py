@@ -1,6 +1,6 @@
 """Who is to be replaced, and by whom, when each rank decides for itself.
 
-Pure functions on plain values, as in `protocols.selective_core`: no asyncio, no transport, no clock, no torch. Chance
+Pure functions on plain values, as in `protocols.selective.rules`: no asyncio, no transport, no clock, no torch. Chance
 is an argument. There is no coordinator: a rank knows its own metric and the newest ones that the others have published,
 and what two ranks know need not agree.
 """
@@ -13,13 +13,7 @@ from numbers import Integral
 from typing import Any, Final
 
 from asyncdist import validation
-from protocols.selective_core import (
-    METRIC_MODES,
-    STRATEGIES,
-    is_worse,
-    order_worst_first,
-    replacer_count,
-)
+from protocols.selective.rules import METRIC_MODES, STRATEGIES, is_worse, order_worst_first, replacer_count
 
 REPLACEMENT_MODES: Final = ("age", "threshold", "worst_ratio")
 

@@ -1,6 +1,6 @@
 """Asynchronous selective averaging: the worst ranks take the average of the good ones, and nobody waits.
 
-The member's side; :mod:`protocols.selective_coordinator` is the other one and :mod:`protocols.selective_core` decides.
+The member's side; :mod:`protocols.selective.coordinator` is the other one and :mod:`protocols.selective.rules` decides.
 A round, as a member sees it:
 
 1. every ``average_every`` steps it reports its metric, and goes on training;
@@ -31,25 +31,9 @@ from torch import nn
 from asyncdist import AsyncdistError, BusyError, Group, RankLostError, World, current_world, tags, validation
 from asyncdist.messaging.channels import Channel
 from asyncdist.tensors.flat_state import FlatBuffers, SnapshotPool
-from protocols.messages import (
-    DONOR,
-    Abandoned,
-    Applied,
-    Assign,
-    ControlMessage,
-    Decline,
-    End,
-    Frozen,
-    Leave,
-    Ready,
-    Report,
-)
 from protocols.own_state import OwnState
 from protocols.parameter_stream import ChunkRing, DonorDesk, Intake, Offer, safe_point_count
-from protocols.selective_coordinator import Coordinator, PolicyScopes
-from protocols.selective_core import SelectiveRules
-from protocols.selective_rounds import CoordinatorStatistics
-from protocols.spawn_policy import (
+from protocols.policy import (
     NOTHING,
     AverageApplied,
     AveragingStrategy,
@@ -63,8 +47,24 @@ from protocols.spawn_policy import (
     Timing,
     check_callable,
 )
+from protocols.selective.coordinator import Coordinator, PolicyScopes
+from protocols.selective.messages import (
+    DONOR,
+    Abandoned,
+    Applied,
+    Assign,
+    ControlMessage,
+    Decline,
+    End,
+    Frozen,
+    Leave,
+    Ready,
+    Report,
+)
+from protocols.selective.rounds import CoordinatorStatistics
+from protocols.selective.rules import SelectiveRules
 
-logger = logging.getLogger("protocols.selective_averaging")
+logger = logging.getLogger("protocols.selective.policy")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """When selective averaging judges, and what becomes of a round: the coordinator's state machine.
 
 `RoundCoordinator` turns events (a report, an answer, a departure, the time) into messages to send. Like the rules in
-`protocols.selective_core` it is a plain synchronous object: the same calls give the same answers.
+`protocols.selective.rules` it is a plain synchronous object: the same calls give the same answers.
 
 Invariants, asserted: rounds are numbered from 1 and never overlap; a rank has one role in a round; every rank named
 in a round that is still live gets exactly one `End` for it; nothing is sent to a rank that left or was lost; a round
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from decimal import ROUND_CEILING, Decimal
 from typing import Final, NamedTuple
 
-from protocols.messages import DONOR, REPLACER, Assign, ControlMessage, End, Frozen
-from protocols.selective_core import Decision, SelectiveRules, decide, order_worst_first
+from protocols.selective.messages import DONOR, REPLACER, Assign, ControlMessage, End, Frozen
+from protocols.selective.rules import Decision, SelectiveRules, decide, order_worst_first
 
 _STEP_TIME_LIMIT_S: Final = 3600.0  # a longer reported step is not believed: every deadline stays finite
 _STORY_LENGTH: Final = 32

@@ -31,7 +31,7 @@ from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted, check_grant
 from asyncdist.tensors.byte_views import split
 from asyncdist.tensors.serialization import words_of
-from protocols.replay_messages import (
+from protocols.replay.messages import (
     INLINE_NBYTES_MAX,
     Add,
     Added,
@@ -49,9 +49,9 @@ from protocols.replay_messages import (
     Welcome,
     Withdraw,
 )
-from protocols.replay_store import Batch, Field, ReplayStore, RowLayout, check_dtype
+from protocols.replay.store import Batch, Field, ReplayStore, RowLayout, check_dtype
 
-logger = logging.getLogger("protocols.replay_buffer")
+logger = logging.getLogger("protocols.replay.client")
 
 #: What the hook says of the items of one ``add``; it goes back to whoever sent them.
 Score = Callable[[Batch], float | int | torch.Tensor | None]

@@ -1,0 +1,1 @@
+"""Selective averaging without a coordinator: each rank reads what others expose."""

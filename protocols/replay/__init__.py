@@ -1,0 +1,1 @@
+"""Replay buffers served by ranks of the job."""
