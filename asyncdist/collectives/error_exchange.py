@@ -23,7 +23,6 @@ import torch
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.nonblocking import Collectives, shielded
 from asyncdist.errors import AsyncdistError, DisagreementError, RemoteError, remote_error
-from asyncdist.runtime.world import World
 from asyncdist.tensors import serialization
 
 T = TypeVar("T")
@@ -147,7 +146,7 @@ async def attempt(
 
 
 async def settle(
-    world: World, group: Group, outcome: Outcome, work: Callable[[Collectives], Coroutine[Any, Any, T]]
+    collectives: Collectives, group: Group, outcome: Outcome, work: Callable[[Collectives], Coroutine[Any, Any, T]]
 ) -> T:
     """Run the collectives that make an outcome known, then raise the outcome's error, if any.
 
@@ -156,7 +155,7 @@ async def settle(
     error = outcome.error
     if isinstance(error, GeneratorExit):  # the caller is being thrown away, perhaps with its loop
         raise error
-    task = world.collectives.start_sequence(group, work)
+    task = collectives.start_sequence(group, work)
     if error is not None and not isinstance(error, Exception):
         raise error
     try:

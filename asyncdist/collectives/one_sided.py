@@ -33,8 +33,8 @@ from asyncdist import tags
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import AsyncdistError, BusyError, RankLostError
 from asyncdist.messaging.channels import Channel, Envelope
+from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted
-from asyncdist.runtime.world import World
 from asyncdist.tensors.byte_views import byte_view, split
 from asyncdist.transports.base import ReadWindow
 
@@ -131,24 +131,24 @@ class Exposure(abc.ABC):
 
 
 async def open_exposure(
-    world: World, group: Group, nbytes: int, *, scope: int, chunk_nbytes: int = CHUNK_NBYTES
+    services: Services, group: Group, nbytes: int, *, scope: int, chunk_nbytes: int = CHUNK_NBYTES
 ) -> Exposure:
     """Begin to expose. Collective among the members of ``group``, who have agreed to call it with equal arguments.
 
     Args:
-        world: this rank's.
+        services: of this rank.
         group: who exposes and reads.
         nbytes: of one version; each rank keeps two.
         scope: one that these members alone use.
         chunk_nbytes: in which reads are cut.
     """
-    transport = world.engine.transport
+    transport = services.engine.transport
     if group.native is not None and transport.capabilities.one_sided_reads:
-        await world.assemble(group.ranks, "new window")
+        await services.assemble(group.ranks, "new window")
         window = transport.new_window(group.native, _WindowExposure.window_nbytes(nbytes))
         if window is not None:
-            return _WindowExposure(world, group, window, nbytes)
-    return _StreamExposure(world, group, nbytes, scope=scope, chunk_nbytes=chunk_nbytes)
+            return _WindowExposure(services, group, window, nbytes)
+    return _StreamExposure(services, group, nbytes, scope=scope, chunk_nbytes=chunk_nbytes)
 
 
 # -- one-sided --------------------------------------------------------------------------------------------------------
@@ -167,9 +167,9 @@ _RETIRED: Final = 1 << 62
 class _WindowExposure(Exposure):
     """An exposure in a window of the transport: see the module's text for the order of writes and reads."""
 
-    def __init__(self, world: World, group: Group, window: ReadWindow, nbytes: int) -> None:
-        self._world = world
-        self._engine = world.engine
+    def __init__(self, services: Services, group: Group, window: ReadWindow, nbytes: int) -> None:
+        self._services = services
+        self._engine = services.engine
         self._positions = {rank: position for position, rank in enumerate(group.ranks)}
         self._window = window
         self._writing = window.memory[:8].cast("Q")
@@ -201,7 +201,7 @@ class _WindowExposure(Exposure):
         return record
 
     async def published_by(self, rank: int) -> Published | None:
-        if rank in self._world.gone:
+        if rank in self._services.gone:
             return None
         writing, records = await self._look(rank)
         if writing >= _RETIRED or not records:
@@ -279,9 +279,9 @@ class _Answer:
 class _StreamExposure(Exposure):
     """An exposure whose owner answers. Its grants are answered until the job ends; its slots go when it is closed."""
 
-    def __init__(self, world: World, group: Group, nbytes: int, *, scope: int, chunk_nbytes: int) -> None:
-        self._world = world
-        self._others = tuple(rank for rank in group.ranks if rank != world.rank)
+    def __init__(self, services: Services, group: Group, nbytes: int, *, scope: int, chunk_nbytes: int) -> None:
+        self._services = services
+        self._others = tuple(rank for rank in group.ranks if rank != services.rank)
         self._nbytes = nbytes
         self._chunk_nbytes = chunk_nbytes
         self._slots = [torch.zeros(nbytes, dtype=torch.uint8, device="cpu") for _ in range(2)]
@@ -290,10 +290,10 @@ class _StreamExposure(Exposure):
         self._answers: list[_Answer] = []
         self._newest: dict[int, Published] = {}
         self._retired: set[int] = set()
-        self._reports: Channel[Published | Retired] = world.open_channel(
+        self._reports: Channel[Published | Retired] = services.open_channel(
             Published | Retired, tag=tags.METRIC, scope=scope, name="published versions", handler=self._on_report
         )
-        self._reads: Channel[Grant | Cancel] = world.open_channel(
+        self._reads: Channel[Grant | Cancel] = services.open_channel(
             Grant | Cancel, tag=tags.PARAM, scope=scope, name="reads of exposed state", handler=self._on_read
         )
 
@@ -313,7 +313,7 @@ class _StreamExposure(Exposure):
 
     def _tell(self, message: Published | Retired) -> None:
         for rank in self._others:
-            if rank not in self._world.gone and rank not in self._retired:
+            if rank not in self._services.gone and rank not in self._retired:
                 try:
                     self._reports.send_nowait(message, rank)
                 except RankLostError as error:
@@ -328,7 +328,7 @@ class _StreamExposure(Exposure):
             self._retired.add(envelope.source)
 
     async def published_by(self, rank: int) -> Published | None:
-        if rank in self._world.gone or rank in self._retired:
+        if rank in self._services.gone or rank in self._retired:
             return None
         return self._newest.get(rank)
 
@@ -341,14 +341,14 @@ class _StreamExposure(Exposure):
         *,
         deadline: float,
     ) -> None:
-        world, version = self._world, record.version
+        services, version = self._services, record.version
 
         def cancel(slot: int) -> None:
-            if rank not in world.gone:
+            if rank not in services.gone:
                 self._reads.send_nowait(Cancel(slot), rank, round=version)
 
         try:
-            with world.slots.inbound(rank, targets, cancel) as stream:
+            with services.slots.inbound(rank, targets, cancel) as stream:
                 grant = Grant(stream.slot, sum(map(len, targets)), self._chunk_nbytes)
                 self._reads.send_nowait(grant, rank, round=version)
                 async for index in stream.chunks(deadline=deadline):
@@ -357,7 +357,7 @@ class _StreamExposure(Exposure):
             raise OutdatedError(
                 f"rank {rank} has version {version} no more, or is leaving", rank=rank, version=version
             ) from error
-        world.stream_received_nbytes += stream.received_nbytes
+        services.stream_received_nbytes += stream.received_nbytes
 
     # -- the owner's end --------------------------------------------------------------------------------------------
 
@@ -370,10 +370,10 @@ class _StreamExposure(Exposure):
                     answer.stream.stop()
             return
         chunks = self._chunks(message, version)
-        answer = _Answer(version, key, OutboundStream(self._world.engine, chunks, *key))
+        answer = _Answer(version, key, OutboundStream(self._services.engine, chunks, *key))
         if chunks:
             self._answers.append(answer)
-        self._world.spawn_service(self._answer(answer, refused=not chunks), name=f"read by rank {key[0]}")
+        self._services.spawn_service(self._answer(answer, refused=not chunks), name=f"read by rank {key[0]}")
 
     def _has(self, version: int) -> bool:
         """Whether its slot still holds it."""
@@ -393,10 +393,10 @@ class _StreamExposure(Exposure):
         except RankLostError as error:
             logger.debug("nobody to answer: %s", error)
         finally:
-            self._world.stream_sent_nbytes += answer.stream.sent_nbytes
+            self._services.stream_sent_nbytes += answer.stream.sent_nbytes
             if answer in self._answers:
                 self._answers.remove(answer)
-            self._world.engine.recheck()
+            self._services.engine.recheck()
 
     async def close(self, deadline: float | None) -> None:
         if self._closed:
@@ -406,7 +406,7 @@ class _StreamExposure(Exposure):
         self._reports.close()
         try:
             if deadline is not None:
-                await self._world.engine.until(
+                await self._services.engine.until(
                     lambda: not self._answers, "the last reads of its exposed state", deadline=deadline
                 )
         finally:

@@ -118,7 +118,7 @@ async def _settle_or_restore(
 ) -> None:
     """Do it, or raise and leave every tensor as it was."""
     try:
-        raise_first_error(await settle(world, group, outcome, reduce))
+        raise_first_error(await settle(world.collectives, group, outcome, reduce))
     except BaseException:
         for spread in [] if outcome.error is not None else outcome.value.spreads:
             spread.give_up()

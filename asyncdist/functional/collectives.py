@@ -63,7 +63,7 @@ async def barrier(*, group: Group | None = None, world: World | None = None) -> 
     async def work(collectives: Collectives) -> None:
         await meet(collectives, group, Outcome(), Call("barrier"))
 
-    await settle(world, group, Outcome(), work)
+    await settle(world.collectives, group, Outcome(), work)
 
 
 async def broadcast(

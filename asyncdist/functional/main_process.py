@@ -92,7 +92,7 @@ async def compute_and_broadcast(
         frame = frames[group.ranks.index(root)]
         return frame, await share_payload(collectives, group, outcome, frame)
 
-    _, payload = await settle(world, group, outcome, tell)
+    _, payload = await settle(world.collectives, group, outcome, tell)
     return cast(T, outcome.value if is_root else serialization.decode(payload))
 
 
@@ -185,7 +185,7 @@ async def reduce_and_broadcast(
             frames = [frame]
         return reduced, frames, payload
 
-    reduced, frames, payload = await settle(world, group, outcome, gather_and_reduce)
+    reduced, frames, payload = await settle(world.collectives, group, outcome, gather_and_reduce)
     if reduced.error is not None:
         raise reduced.error
     raise_first_error(frames)
@@ -263,7 +263,7 @@ async def _gather(world: World, group: Group, call: Call, outcome: Outcome) -> l
     async def work(collectives: Collectives) -> tuple[list[Frame], list[bytes] | None]:
         return await collect(collectives, group, outcome, call)
 
-    frames, payloads = await settle(world, group, outcome, work)
+    frames, payloads = await settle(world.collectives, group, outcome, work)
     raise_first_error(frames)
     return None if payloads is None else [serialization.decode(payload) for payload in payloads]
 
@@ -272,7 +272,7 @@ async def _meet(world: World, group: Group, outcome: Outcome, call: Call) -> lis
     async def work(collectives: Collectives) -> list[Frame]:
         return await meet(collectives, group, outcome, call)
 
-    return await settle(world, group, outcome, work)
+    return await settle(world.collectives, group, outcome, work)
 
 
 def _place(world: World | None, group: Group | None, root: int | None) -> tuple[World, Group, int]:

@@ -74,7 +74,7 @@ async def gather_distributed_data(
         sizes = [_nbytes(description) for description in descriptions]
         return frames, await collectives.gather_bytes(contents[0], sizes, group, root)
 
-    frames, gathered = await settle(world, group, outcome, work)
+    frames, gathered = await settle(world.collectives, group, outcome, work)
     raise_first_error(frames)
     if gathered is None:
         return None

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -22,6 +21,7 @@ from asyncdist import tags
 from asyncdist.errors import ClosedError, LocalProtocolError, RankLostError
 from asyncdist.messaging import streams
 from asyncdist.messaging.channels import Channel, Envelope
+from asyncdist.messaging.services import Services
 from asyncdist.tensors.byte_views import byte_view, check_dense, split
 from asyncdist.transports.cross_memory_attach import Licence, Neighbour, Tail
 
@@ -44,29 +44,6 @@ class Card:
 @dataclass(frozen=True, slots=True)
 class Found:
     """Sender to receiver: this rank can write to that process."""
-
-
-class Host(Protocol):
-    """The world that these streams belong to: what they need of it."""
-
-    slots: streams.Slots
-    gone: set[int]
-    stream_sent_nbytes: int
-    stream_received_nbytes: int
-
-    def open_channel(
-        self, message_types: Any, *, tag: int, scope: int, name: str, handler: Callable[[Envelope[Any]], None]
-    ) -> Channel[Any]:
-        """One of the runtime's, with a handler."""
-
-    def spawn_service(self, coroutine: Coroutine[Any, Any, None], *, name: str) -> object:
-        """A task that the world waits for."""
-
-    def check_peer(self, rank: int) -> None:
-        """Refuse what is no rank."""
-
-    def on_gone(self, listener: Callable[[int], None]) -> None:
-        """``listener(rank)`` for each that has left or is lost from now on."""
 
 
 class _Outgoing:
@@ -113,7 +90,7 @@ class UserStreams:
         scope: of the grants on the wire; equal on all ranks.
     """
 
-    def __init__(self, world: Host, scope: int) -> None:
+    def __init__(self, world: Services, scope: int) -> None:
         self._world = world
         self._engine = world.slots.engine
         self._refusing = False

@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
-from asyncdist.collectives.call_checker import CallBook
 from asyncdist.transports.persistent_send import RepeatedSend
 
 ANY_SOURCE: Final = -1
@@ -155,6 +154,16 @@ class ReadWindow(Protocol):
         """
 
 
+class CallChecker(Protocol):
+    """Compares the collectives that the ranks of one process call; see :mod:`asyncdist.collectives.call_checker`."""
+
+    def note(self, ranks: Sequence[int], group_key: int, rank: int, call: Any) -> None:
+        """Take down that ``rank`` calls its next collective of a group."""
+
+    def forget(self, ranks: Sequence[int], group_key: int, rank: int) -> None:
+        """Drop what is known of ``rank`` in a group that all members have freed."""
+
+
 class Transport(abc.ABC):
     """A backend. See the module's text for what it promises.
 
@@ -172,7 +181,7 @@ class Transport(abc.ABC):
     rank: int
     size: int
     capabilities: Capabilities
-    call_book: CallBook | None = None
+    call_book: CallChecker | None = None
     job_nonce: int | None = None
 
     @abc.abstractmethod
