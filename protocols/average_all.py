@@ -110,9 +110,11 @@ class AverageAllPolicy(SpawnPolicy):
         self._flat.tensors(self._layout)  # raises where the model has been changed since
         # A member that stopped after go would leave the others in the average, and be out of step with them for good.
         name = "average of all"
-        return await world.start_together(members, self._subject, self._meet, _keep, name=name, is_held=True)
+        return await world.start_together(
+            members, self._subject, self._average_together, _keep, name=name, is_held=True
+        )
 
-    async def _meet(self, start: Start[StepInfo]) -> StepInfo:
+    async def _average_together(self, start: Start[StepInfo]) -> StepInfo:
         began_at = self._world.time()
         await start.agree({}, timeout_s=None)
         self._round += 1

@@ -79,7 +79,7 @@ class Offer:
         return chunks
 
 
-class DonorDesk:
+class SnapshotServer:
     """A donor's end of the protocol: answers every grant, by the snapshot on offer for its round or by the abort.
 
     A grant of a round to come is answered when there is an offer for it, or when the round is over for this rank. The
@@ -341,7 +341,7 @@ class _Layout:
         return _Share(landings, targets, share_nbytes, page, offset)
 
 
-class Intake:
+class SnapshotReceiver:
     """A replacer's end of the protocol: the weighted mean of the snapshots of a round's donors, added as they come.
 
     Args:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import asyncdist as ad
-from asyncdist.collectives.call_checker import CallBook, CollectiveCall
+from asyncdist.collectives.call_checker import CollectiveCall, CollectiveChecker
 
 Call = Callable[[], Coroutine[Any, Any, Any]]
 THREE = torch.zeros(3)
@@ -87,7 +87,7 @@ def test_groups_that_overlap_or_share_a_tag_are_told_apart(seed: int) -> None:
 
 
 def test_nothing_is_kept_of_what_all_have_called() -> None:
-    book = CallBook()
+    book = CollectiveChecker()
     for number in range(50):
         for rank in (4, 2, 7):
             book.note((2, 4, 7), 9000, rank, CollectiveCall("gather", root=number))

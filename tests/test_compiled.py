@@ -26,7 +26,7 @@ import json, random, sys
 from dataclasses import dataclass
 from asyncdist.messaging import mailboxes, wire
 from asyncdist.errors import LocalProtocolError
-from asyncdist.transports.persistent_send import RepeatedSend
+from asyncdist.transports.persistent_send import PersistentSend
 
 @dataclass(frozen=True)
 class Message:
@@ -60,7 +60,7 @@ class Sent:
         self.frames.append(bytes(frame))
     def prepare(self, nbytes, dest, tag):
         room = bytearray(-(-nbytes // 8) * 8)
-        return RepeatedSend(Prepared(self, memoryview(room)[:nbytes]), room, None, dest)
+        return PersistentSend(Prepared(self, memoryview(room)[:nbytes]), room, None, dest)
     def refuse(self, nbytes, dest, tag):
         return None
 

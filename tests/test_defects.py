@@ -194,9 +194,11 @@ def test_defect_08_chunks_of_an_abandoned_round_never_reach_the_next(monkeypatch
     monkeypatch.setattr(parameter_stream, "CHUNK_NBYTES", 64)
     monkeypatch.setattr(local, "EAGER_NBYTES", 65536)
     story, abandoned, tries = Story(), [], Counter[str]()
-    original = parameter_stream.Intake.run
+    original = parameter_stream.SnapshotReceiver.run
 
-    async def impatient(intake: parameter_stream.Intake, weights: tuple[float, ...], *, deadline: float) -> None:
+    async def impatient(
+        intake: parameter_stream.SnapshotReceiver, weights: tuple[float, ...], *, deadline: float
+    ) -> None:
         tries["all"] += 1
         if tries["all"] % 3 == 0:
             await original(intake, weights, deadline=deadline)
@@ -210,7 +212,7 @@ def test_defect_08_chunks_of_an_abandoned_round_never_reach_the_next(monkeypatch
             tries["without time"] += 1
             raise TimeoutError("no time")
 
-    monkeypatch.setattr(parameter_stream.Intake, "run", impatient)
+    monkeypatch.setattr(parameter_stream.SnapshotReceiver, "run", impatient)
 
     async def main(world: ad.World) -> int:
         model = Mixed(float(world.rank), width=64)
@@ -243,7 +245,7 @@ def test_defect_08_a_donor_answers_other_rounds_with_an_abort_and_keeps_its_buff
 
     async def main(world: ad.World) -> None:
         state = FlatState(fill(Mixed(width=64), 5.0))
-        desk = parameter_stream.DonorDesk(world, 77)
+        desk = parameter_stream.SnapshotServer(world, 77)
         if world.rank == 1:
             freed: list[Any] = []
             snapshot = state.new_buffers()
@@ -263,7 +265,7 @@ def test_defect_08_a_donor_answers_other_rounds_with_an_abort_and_keeps_its_buff
             return
 
         async def receive(number: int) -> None:
-            intake = parameter_stream.Intake(
+            intake = parameter_stream.SnapshotReceiver(
                 world,
                 desk.channel,
                 state.new_buffers(accumulate=True),

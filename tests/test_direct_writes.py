@@ -24,7 +24,7 @@ from asyncdist.messaging import streams, tensor_streams
 from asyncdist.messaging.channels import Envelope
 from asyncdist.runtime.world import World
 from asyncdist.transports import cross_memory_attach
-from asyncdist.transports.cross_memory_attach import Licence, Neighbour
+from asyncdist.transports.cross_memory_attach import AttachToken, PeerProcess
 
 PIECE = 4096
 MIN = 1000
@@ -44,13 +44,13 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of what has been written."""
     found: list[int] = []
-    write = Neighbour.write
+    write = PeerProcess.write
 
-    def counted(self: Neighbour, source: int, target: int, nbytes: int) -> None:
+    def counted(self: PeerProcess, source: int, target: int, nbytes: int) -> None:
         write(self, source, target, nbytes)
         found.append(nbytes)
 
-    monkeypatch.setattr(Neighbour, "write", counted)
+    monkeypatch.setattr(PeerProcess, "write", counted)
     return found
 
 
@@ -192,10 +192,10 @@ async def test_nothing_is_written_where_the_receiver_is_not_found(
 ) -> None:
     """As on another host: no such process, or one without the token."""
 
-    def not_here(self: Neighbour) -> None:
+    def not_here(self: PeerProcess) -> None:
         raise OSError(errno.EPERM, "not here")
 
-    monkeypatch.setattr(Neighbour, "check", not_here)
+    monkeypatch.setattr(PeerProcess, "check", not_here)
     async with neighbours(1.0) as (sender, receiver):
         for _ in range(3):
             assert torch.equal(await stream(sender, receiver, numbers(PIECE)), numbers(PIECE))
@@ -210,22 +210,22 @@ async def test_what_cannot_be_written_is_sent(
     share: float, good_count: int, writes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory of a device, say: the kernel copies none of it."""
-    write = Neighbour.write
+    write = PeerProcess.write
 
-    def write_some(self: Neighbour, source: int, target: int, nbytes: int) -> None:
+    def write_some(self: PeerProcess, source: int, target: int, nbytes: int) -> None:
         if len(writes) >= good_count:
             raise OSError(errno.EFAULT, "Bad address")
         write(self, source, target, nbytes)
 
     async with neighbours(share) as (sender, receiver):
         await acquaint(sender, receiver)
-        monkeypatch.setattr(Neighbour, "write", write_some)
+        monkeypatch.setattr(PeerProcess, "write", write_some)
         tensor = numbers(9 * PIECE + 5)
         before = sender.stream_sent_nbytes
         assert torch.equal(await stream(sender, receiver, tensor), tensor)
         assert len(writes) == good_count
         assert sender.stream_sent_nbytes - before == tensor.nbytes
-        monkeypatch.setattr(Neighbour, "write", write)
+        monkeypatch.setattr(PeerProcess, "write", write)
         assert torch.equal(await stream(sender, receiver, tensor), tensor)
 
 
@@ -304,8 +304,8 @@ async def test_other_tasks_have_their_turns_between_two_pieces(writes: list[int]
 
 
 def test_a_licence_is_found_and_used() -> None:
-    licence = Licence()
-    neighbour = Neighbour(licence.pid, licence.address, licence.token)
+    licence = AttachToken()
+    neighbour = PeerProcess(licence.pid, licence.address, licence.token)
     source, target = numbers(10_000), torch.zeros(10_000, dtype=torch.uint8)
     neighbour.write(source.data_ptr() + 5, target.data_ptr() + 7, 9000)
     assert torch.equal(target[7:9007], source[5:9005])
@@ -315,8 +315,8 @@ def test_a_licence_is_found_and_used() -> None:
 
 CHILD = """
 import ctypes, os, sys
-from asyncdist.transports.cross_memory_attach import Licence
-licence, room = Licence(), ctypes.create_string_buffer(8)
+from asyncdist.transports.cross_memory_attach import AttachToken
+licence, room = AttachToken(), ctypes.create_string_buffer(8)
 print(licence.pid, licence.address, licence.token.hex(), ctypes.addressof(room), flush=True)
 sys.stdin.readline()
 print(room.raw.decode(), flush=True)
@@ -330,7 +330,7 @@ def test_another_process_is_written_to_and_not_after_its_end() -> None:
         assert child.stdin is not None
         assert child.stdout is not None
         pid, address, token, room = child.stdout.readline().split()
-        neighbour = Neighbour(int(pid), int(address), bytes.fromhex(token))
+        neighbour = PeerProcess(int(pid), int(address), bytes.fromhex(token))
         source = torch.tensor(list(b"written!"), dtype=torch.uint8)
         neighbour.write(source.data_ptr(), int(room), 8)
         child.stdin.write("\n")
@@ -341,8 +341,8 @@ def test_another_process_is_written_to_and_not_after_its_end() -> None:
 
 
 def test_nothing_is_written_after_the_licence_is_taken_back() -> None:
-    licence = Licence()
-    neighbour = Neighbour(licence.pid, licence.address, licence.token)
+    licence = AttachToken()
+    neighbour = PeerProcess(licence.pid, licence.address, licence.token)
     licence.revoke()
     target = torch.zeros(8, dtype=torch.uint8)
     with pytest.raises(OSError, match="does not want to be written to"):
@@ -363,17 +363,17 @@ def test_nothing_is_written_after_the_licence_is_taken_back() -> None:
     ],
     ids=["token", "no token", "beside it", "address", "negative address", "negative pid", "pid"],
 )
-def test_who_has_not_the_token_is_no_neighbour(forge: Callable[[Licence], tuple[int, int, bytes]]) -> None:
-    licence = Licence()
+def test_who_has_not_the_token_is_no_neighbour(forge: Callable[[AttachToken], tuple[int, int, bytes]]) -> None:
+    licence = AttachToken()
     with pytest.raises(OSError, match=r"does not want|No such process|Bad address"):
-        Neighbour(*forge(licence))
+        PeerProcess(*forge(licence))
 
 
 def test_a_system_without_the_calls_has_no_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_memory_attach.ctypes, "PyDLL", lambda *_args, **_options: object())
-    licence = Licence()
+    licence = AttachToken()
     with pytest.raises(OSError, match="no process_vm_readv"):
-        Neighbour(licence.pid, licence.address, licence.token)
+        PeerProcess(licence.pid, licence.address, licence.token)
 
 
 def test_what_stands_in_the_way_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -419,8 +419,8 @@ async def test_a_sender_that_does_not_know_the_receiver_sends(writes: list[int])
 
 async def test_words_that_nobody_asked_for_change_nothing() -> None:
     async with neighbours(1.0) as (sender, _):
-        sender._streams._on_message(Envelope(tensor_streams.Found(), 1, 0))
-        sender._streams._on_message(Envelope(tensor_streams.Card(-5, -1, b"x"), 1, 0))
+        sender._streams._on_message(Envelope(tensor_streams.AttachAccept(), 1, 0))
+        sender._streams._on_message(Envelope(tensor_streams.AttachOffer(-5, -1, b"x"), 1, 0))
         assert not sender._streams._finders
         assert not sender._streams._neighbours
 

@@ -10,8 +10,8 @@ import torch
 from support.local import worlds
 
 from asyncdist.collectives import ordered_reduce
-from asyncdist.collectives.ordered_reduce import Into, Rooms, fold_in_shares
-from asyncdist.tensors.bucket import Spread
+from asyncdist.collectives.ordered_reduce import BufferPool, Into, fold_in_shares
+from asyncdist.tensors.bucket import Bucket
 from asyncdist.tensors.means import mean_into
 
 
@@ -54,7 +54,7 @@ async def test_every_rank_gets_the_fold_in_rank_order(size: int, count: int) -> 
         await asyncio.gather(
             *(
                 fold_in_shares(
-                    w.engine, Rooms(), w.group, part.clone(), lambda parts: mean(parts).double(), Into(result)
+                    w.engine, BufferPool(), w.group, part.clone(), lambda parts: mean(parts).double(), Into(result)
                 )
                 for w, part, result in zip(made, parts, results, strict=True)
             )
@@ -79,7 +79,7 @@ async def test_a_spread_is_read_and_written_piece_by_piece(size: int) -> None:
             spreads.append(spread_over(found, count))
         await asyncio.gather(
             *(
-                fold_in_shares(w.engine, Rooms(), w.group, spread.flat, mean, spread)
+                fold_in_shares(w.engine, BufferPool(), w.group, spread.flat, mean, spread)
                 for w, spread in zip(made, spreads, strict=True)
             )
         )
@@ -115,7 +115,7 @@ def turned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.t().contiguous().t()
 
 
-def spread_over(tensors: Sequence[torch.Tensor], count: int) -> Spread:
+def spread_over(tensors: Sequence[torch.Tensor], count: int) -> Bucket:
     flat = torch.full((count,), float("nan"))
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    return Spread(flat, [(tensor, part.view(tensor.shape)) for tensor, part in zip(tensors, parts, strict=True)])
+    return Bucket(flat, [(tensor, part.view(tensor.shape)) for tensor, part in zip(tensors, parts, strict=True)])

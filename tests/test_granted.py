@@ -14,7 +14,7 @@ import torch
 
 from asyncdist.errors import RankLostError
 from asyncdist.transports.base import Request
-from asyncdist.transports.matching import Inbox, Matcher
+from asyncdist.transports.matching import CallbackQueue, Matcher
 from asyncdist.transports.torch_distributed.gloo_streams import Passage
 
 TAG = 8001
@@ -73,7 +73,7 @@ class End:
     """A passage, and what its threads and its peer have told it."""
 
     def __init__(self, bulk: Bulk, peer: int, ends: list[End]) -> None:
-        self.inbox = Inbox()
+        self.callbacks = CallbackQueue()
         self.threads: list[threading.Thread] = []
         names: set[str] = set()
 
@@ -87,14 +87,14 @@ class End:
             TAG,
             peer,
             bulk,
-            Matcher(self.inbox),
+            Matcher(self.callbacks),
             start=start,
             acknowledge=lambda: ends[peer].hear(lambda passage: passage.on_acknowledged()),
             ask_for_nothing=lambda number: ends[peer].hear(lambda passage: passage.on_unwanted(number)),
         )
 
     def hear(self, call: Callable[[Passage], None]) -> None:
-        self.inbox.put(call, self.passage)
+        self.callbacks.put(call, self.passage)
 
 
 @pytest.fixture
@@ -120,10 +120,10 @@ def complete(*requests: Request) -> None:
 
 def hear_all(end: End) -> None:
     deadline = time.monotonic() + LIMIT_S
-    while not end.inbox.calls:
+    while not end.callbacks.calls:
         assert time.monotonic() < deadline
         time.sleep(0.0001)
-    end.inbox.empty()
+    end.callbacks.empty()
 
 
 def test_messages_meet_their_receives_in_order_and_say_how_long_they_are(ends: list[End]) -> None:

@@ -15,7 +15,7 @@ from support.local import eventually, worlds
 import asyncdist as ad
 from asyncdist import World
 from asyncdist.collectives.groups import Group
-from asyncdist.collectives.membership import Attendance
+from asyncdist.collectives.membership import MembershipLog
 from asyncdist.errors import ClosedError, LocalProtocolError, RemoteError, StartTimeoutError
 from asyncdist.runtime.world import Leave
 from asyncdist.tensors.model_cache import MODEL_COUNT_MAX, Scratch
@@ -88,16 +88,16 @@ def test_where_the_second_of_several_groups_cannot_be_made_the_first_is_given_ba
 def test_what_a_free_costs_grows_with_the_members_and_not_with_their_square(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each member looked at all of them whenever it heard of one: half the time of a simulation of 128 ranks."""
     asked: list[int] = []
-    left_after = Attendance.left_after
+    left_after = MembershipLog.left_after
 
-    def counted(self: Attendance, group: Group, rank: int) -> int | None:
+    def counted(self: MembershipLog, group: Group, rank: int) -> int | None:
         asked.append(rank)
         return left_after(self, group, rank)
 
     async def main(world: World) -> None:
         await (await world.new_group(range(world.size))).free()
 
-    monkeypatch.setattr(Attendance, "left_after", counted)
+    monkeypatch.setattr(MembershipLog, "left_after", counted)
     ad.simulate(main, ranks=16, strict=True)
     assert len(asked) <= 3 * 16 * 16
 

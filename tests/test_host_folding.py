@@ -30,10 +30,10 @@ import asyncdist as ad
 from asyncdist.collectives import nonblocking, shared_memory_reduce
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.nonblocking import _mean
-from asyncdist.collectives.ordered_reduce import Rooms, fold_in_shares
-from asyncdist.collectives.shared_memory_reduce import Commons
+from asyncdist.collectives.ordered_reduce import BufferPool, fold_in_shares
+from asyncdist.collectives.shared_memory_reduce import SharedFlatBuffers
 from asyncdist.tensors import shared_memory
-from asyncdist.tensors.bucket import Spread
+from asyncdist.tensors.bucket import Bucket
 from asyncdist.tensors.flat_state import accumulate_dtype
 from asyncdist.tensors.means import mean_into
 from asyncdist.tensors.shared_memory import SharedMemory, find
@@ -89,16 +89,16 @@ def tensors_of(seed: int, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype)
     return [t.t().contiguous().t() if t.ndim == 2 and n % 2 else t for n, t in enumerate(found)]
 
 
-def spread_of(tensors: Sequence[torch.Tensor], commons: Commons) -> Spread:
+def spread_of(tensors: Sequence[torch.Tensor], commons: SharedFlatBuffers) -> Bucket:
     wide = accumulate_dtype(tensors[0].dtype)
     flat = commons.new(sum(tensor.numel() for tensor in tensors), dtype=wide)
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     pairs = [(tensor, part.view(tensor.shape)) for tensor, part in zip(tensors, parts, strict=True)]
-    return Spread(flat, pairs, commons.memory_of(flat))
+    return Bucket(flat, pairs, commons.memory_of(flat))
 
 
 async def mean_of_all(
-    made: Sequence[ad.World], spreads: Sequence[Spread], groups: Sequence[Group] | None = None
+    made: Sequence[ad.World], spreads: Sequence[Bucket], groups: Sequence[Group] | None = None
 ) -> None:
     groups = [world.group for world in made] if groups is None else groups
     means = zip(made, spreads, groups, strict=True)
@@ -120,7 +120,7 @@ def test_the_same_bits_as_by_messages(size: int, shapes: list[tuple[int, ...]], 
         lines = [tensors_of(seed + 100 * rank, shapes, dtype) for rank in range(size)]
         by_messages = [[tensor.clone() for tensor in line] for line in lines]
         async with sharing(size) as made:
-            spreads = [spread_of(line, Commons(True)) for line in lines]
+            spreads = [spread_of(line, SharedFlatBuffers(True)) for line in lines]
             is_shared = size > 1 and len(spreads[0].flat) > 0
             for _ in range(2):  # the second time in the memory of the first
                 await mean_of_all(made, spreads)
@@ -130,10 +130,10 @@ def test_the_same_bits_as_by_messages(size: int, shapes: list[tuple[int, ...]], 
             if not is_shared:
                 return
             for _ in range(2):
-                rivals = [spread_of(line, Commons(False)) for line in by_messages]
+                rivals = [spread_of(line, SharedFlatBuffers(False)) for line in by_messages]
                 await asyncio.gather(
                     *(
-                        fold_in_shares(world.engine, Rooms(), world.group, rival.flat, _mean, rival)
+                        fold_in_shares(world.engine, BufferPool(), world.group, rival.flat, _mean, rival)
                         for world, rival in zip(made, rivals, strict=True)
                     )
                 )
@@ -143,14 +143,14 @@ def test_the_same_bits_as_by_messages(size: int, shapes: list[tuple[int, ...]], 
     asyncio.run(main())
 
 
-def spread_over(spread: Spread, tensors: Sequence[torch.Tensor]) -> Spread:
+def spread_over(spread: Bucket, tensors: Sequence[torch.Tensor]) -> Bucket:
     """A new one, of the same flat tensor."""
     parts = torch.split(spread.flat, [tensor.numel() for tensor in tensors])
     pairs = [(tensor, part.view(tensor.shape)) for tensor, part in zip(tensors, parts, strict=True)]
-    return Spread(spread.flat, pairs, spread.memory)
+    return Bucket(spread.flat, pairs, spread.memory)
 
 
-def views_of(spread: Spread) -> list[torch.Tensor]:
+def views_of(spread: Bucket) -> list[torch.Tensor]:
     """Of the only group."""
     found = [] if spread.memory is None else list(spread.memory.views.values())
     return (found[0][1] or []) if found else []
@@ -186,7 +186,7 @@ async def test_no_rank_reads_too_early_and_none_writes_too_early(seed: int) -> N
     size, count = rng.randint(2, 4), rng.choice([20, 48, 96, 300])
     lines = [[numbers(rank, count, torch.float32)] for rank in range(size)]
     expected = _mean([line[0].clone() for line in lines])
-    spreads = [spread_of(line, Commons(True)) for line in lines]
+    spreads = [spread_of(line, SharedFlatBuffers(True)) for line in lines]
     memories = [spread.memory.tensor for spread in spreads if spread.memory is not None]
     barrier = Barrier(size, rng)
 
@@ -203,10 +203,10 @@ async def test_no_rank_reads_too_early_and_none_writes_too_early(seed: int) -> N
 # ------------------------------------------------------------------------------------------------------------ agreement
 
 
-async def counted_mean(made: Sequence[ad.World], spreads: Sequence[Spread], monkeypatch: pytest.MonkeyPatch) -> int:
+async def counted_mean(made: Sequence[ad.World], spreads: Sequence[Bucket], monkeypatch: pytest.MonkeyPatch) -> int:
     """How many small all-gathers it took, on the first rank."""
     count = 0
-    original = shared_memory_reduce.meet
+    original = shared_memory_reduce.map_shared_buffers
 
     async def counting(memory: Any, group: Group, all_gather: Callable[[torch.Tensor], Any]) -> Any:
         def gather(card: torch.Tensor) -> Any:
@@ -217,7 +217,7 @@ async def counted_mean(made: Sequence[ad.World], spreads: Sequence[Spread], monk
         return await original(memory, group, gather)
 
     with monkeypatch.context() as patch:
-        patch.setattr("asyncdist.collectives.nonblocking.meet", counting)
+        patch.setattr("asyncdist.collectives.nonblocking.map_shared_buffers", counting)
         await mean_of_all(made, spreads)
     return count
 
@@ -228,7 +228,7 @@ async def test_a_few_bytes_are_sent_without_asking(monkeypatch: pytest.MonkeyPat
         for count, gather_count in ((0, 0), (19, 0), (20, 2)):
             lines = [[numbers(rank, count, torch.float32)] for rank in range(2)]
             expected = _mean([line[0].clone() for line in lines])
-            spreads = [spread_of(line, Commons(True)) for line in lines]
+            spreads = [spread_of(line, SharedFlatBuffers(True)) for line in lines]
             assert [spread.memory is not None for spread in spreads] == [gather_count > 0] * 2
             assert await counted_mean(made, spreads, monkeypatch) == gather_count
             assert [bits(line[0]) for line in lines] == [bits(expected)] * 2
@@ -238,11 +238,11 @@ async def test_members_map_each_other_once(monkeypatch: pytest.MonkeyPatch) -> N
     """Again only where a member's memory is another one."""
     async with sharing(3) as made:
         lines = [[torch.full((5,), float(rank))] for rank in range(3)]
-        spreads = [spread_of(line, Commons(True)) for line in lines]
+        spreads = [spread_of(line, SharedFlatBuffers(True)) for line in lines]
         counts = []
         for round_ in range(5):
             if round_ == 3:
-                spreads[1] = spread_of(lines[1], Commons(True))
+                spreads[1] = spread_of(lines[1], SharedFlatBuffers(True))
             counts.append(await counted_mean(made, spreads, monkeypatch))
             spreads = [spread_over(spread, line) for spread, line in zip(spreads, lines, strict=True)]
         assert counts == [2, 1, 1, 2, 1]
@@ -259,7 +259,9 @@ async def test_where_one_member_cannot_all_use_messages(how: str, monkeypatch: p
     async with sharing(3) as made:
         lines = [[numbers(rank, 50, torch.float32)] for rank in range(3)]
         expected = _mean([line[0].clone() for line in lines])
-        spreads = [spread_of(line, Commons(rank != 1 or how == "cannot be found")) for rank, line in enumerate(lines)]
+        spreads = [
+            spread_of(line, SharedFlatBuffers(rank != 1 or how == "cannot be found")) for rank, line in enumerate(lines)
+        ]
         calls = iter(range(100))
         refused = lambda address: refuse_find(address) if next(calls) == 3 else find(address)  # noqa: E731
         if how == "cannot be found":
@@ -321,7 +323,7 @@ def test_where_there_is_none_a_flat_tensor_is_ordinary(step: str, monkeypatch: p
         raise OSError(errno.ENOSPC, "no space left")
 
     monkeypatch.setattr(shared_memory.fcntl if step == "fcntl" else os, step, refuse)
-    commons = Commons(True)
+    commons = SharedFlatBuffers(True)
     flat = commons.new(9, dtype=torch.float32)
     assert (flat.shape, flat.dtype, commons.memory_of(flat)) == ((9,), torch.float32, None)
     assert descriptor_count() == before
@@ -338,7 +340,7 @@ def test_a_flat_tensor_and_its_rooms() -> None:
     mib = 1 << 20
     for flat_mib, rooms_mib in ((1, 0.5), (64, 32), (65, 64), (4096, 64)):
         assert shared_memory_reduce._memory_nbytes(flat_mib * mib // 4, torch.float32) == (flat_mib + rooms_mib) * mib
-    commons = Commons(True)
+    commons = SharedFlatBuffers(True)
     flats = [commons.new(10, dtype=dtype) for dtype in (torch.float32, torch.complex64, torch.int64)]
     assert [commons.memory_of(flat) is not None for flat in flats] == [True, True, False], "integers are not averaged"
     commons.keep(flats[:1])
@@ -348,7 +350,7 @@ def test_a_flat_tensor_and_its_rooms() -> None:
 async def test_what_a_group_has_mapped_goes_with_the_group() -> None:
     """A model that is averaged in one new group after another maps no more than in one."""
     async with sharing(2) as made:
-        spreads = [spread_of([torch.ones(9)], Commons(True)) for _ in range(2)]
+        spreads = [spread_of([torch.ones(9)], SharedFlatBuffers(True)) for _ in range(2)]
         counts = []
         for _ in range(3):
             groups = await asyncio.gather(*(world.new_group([0, 1]) for world in made))
@@ -364,7 +366,7 @@ async def test_what_a_group_has_mapped_goes_with_the_group() -> None:
 async def test_memory_goes_with_the_last_who_uses_it() -> None:
     async with sharing(2) as made:
         before = descriptor_count()
-        spreads = [spread_of([torch.ones(9)], Commons(True)) for _ in range(2)]
+        spreads = [spread_of([torch.ones(9)], SharedFlatBuffers(True)) for _ in range(2)]
         await mean_of_all(made, spreads)
         assert (mapped_count(), descriptor_count()) == (4, before + 2)
         del spreads
@@ -438,7 +440,7 @@ def test_the_policy_that_averages_all_does_so_in_shared_memory(monkeypatch: pyte
     folded: list[int] = []
     fold_on_host = nonblocking.fold_on_host
 
-    async def counted(group: Group, spread: Spread, *rest: Any) -> None:
+    async def counted(group: Group, spread: Bucket, *rest: Any) -> None:
         folded.append(len(spread.flat))
         await fold_on_host(group, spread, *rest)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncdist.messaging import mailboxes, wire
-from asyncdist.transports.persistent_send import RepeatedSend
+from asyncdist.transports.persistent_send import PersistentSend
 
 TAG = 77
 
@@ -53,13 +53,13 @@ class Transport:
     count_max: int = 100
     holds: bool = False
     left: list[tuple[str, bytes]] = field(default_factory=list)
-    repeated: dict[tuple[int, int, int], RepeatedSend] = field(default_factory=dict)
+    repeated: dict[tuple[int, int, int], PersistentSend] = field(default_factory=dict)
 
-    def prepare_send(self, nbytes: int, dest: int, tag: int) -> RepeatedSend | None:
+    def prepare_send(self, nbytes: int, dest: int, tag: int) -> PersistentSend | None:
         key = nbytes, dest, tag
         if key not in self.repeated and len(self.repeated) < self.count_max:
             room = bytearray(-(-nbytes // 8) * 8)
-            self.repeated[key] = RepeatedSend(Prepared(self, nbytes, room), room, no_failure, dest)
+            self.repeated[key] = PersistentSend(Prepared(self, nbytes, room), room, no_failure, dest)
         return self.repeated.get(key)
 
     def start_send(self, frame: bytearray, dest: int, tag: int) -> None:

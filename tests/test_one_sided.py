@@ -458,7 +458,7 @@ def test_a_lost_donor_leaves_the_reader_with_its_own_weights_and_the_others_go_o
     if long_stream:
         monkeypatch.setattr(one_sided_averaging, "CHUNK_NBYTES", 64)
         monkeypatch.setattr(local, "EAGER_NBYTES", 16)
-        answer = one_sided._StreamExposure._answer
+        answer = one_sided._StreamedWindow._answer
 
         async def die_in_the_midst(self: Any, found: Any, *, refused: bool) -> None:
             sending = asyncio.ensure_future(answer(self, found, refused=refused))
@@ -468,7 +468,7 @@ def test_a_lost_donor_leaves_the_reader_with_its_own_weights_and_the_others_go_o
                 dead.append(3)
             await sending
 
-        monkeypatch.setattr(one_sided._StreamExposure, "_answer", die_in_the_midst)
+        monkeypatch.setattr(one_sided._StreamedWindow, "_answer", die_in_the_midst)
     ledger = Ledger()
     told: dict[int, list[StepInfo]] = {0: [], 1: [], 2: [], 3: []}
     counts: dict[int, OneSidedStatistics] = {}
@@ -669,7 +669,7 @@ def test_a_hostile_grant_is_answered_by_an_abort() -> None:
 
     async def main(world: ad.World) -> list[str]:
         scope = world.next_scope(world.group.ranks, "test")
-        mine: Any = await one_sided.open_exposure(world, world.group, 100, scope=scope, chunk_nbytes=64)
+        mine: Any = await one_sided.open_versioned_window(world, world.group, 100, scope=scope, chunk_nbytes=64)
         memory = mine.begin()
         assert memory is not None
         mine.publish(0, 1.0)

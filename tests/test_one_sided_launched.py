@@ -47,9 +47,9 @@ def typed(state: dict[str, list[float]]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("ranks", "transport", "story", "exposure"),
     [
-        *(pytest.param(ranks, "mpi", "walk", "_WindowExposure", marks=pytest.mark.mpi) for ranks in SIZES),
-        *(pytest.param(ranks, "mpi", "apart", "_StreamExposure", marks=pytest.mark.mpi) for ranks in SIZES),
-        (TORCH_SIZE, "torch", "walk", "_StreamExposure"),
+        *(pytest.param(ranks, "mpi", "walk", "_OneSidedWindow", marks=pytest.mark.mpi) for ranks in SIZES),
+        *(pytest.param(ranks, "mpi", "apart", "_StreamedWindow", marks=pytest.mark.mpi) for ranks in SIZES),
+        (TORCH_SIZE, "torch", "walk", "_StreamedWindow"),
     ],
 )
 def test_defect_14_every_average_is_the_one_of_its_donors_snapshots(

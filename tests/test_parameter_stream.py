@@ -21,7 +21,7 @@ from asyncdist.messaging.streams import WINDOW_COUNT, OutboundStream, StreamAbor
 from asyncdist.tensors.flat_state import FlatBuffers, FlatState
 from asyncdist.transports import local
 from protocols import parameter_stream
-from protocols.parameter_stream import ChunkRing, DonorDesk, Intake, Offer
+from protocols.parameter_stream import ChunkRing, Offer, SnapshotReceiver, SnapshotServer
 
 SCOPE = 77
 ROUND = 5
@@ -38,7 +38,7 @@ class Party:
 
     worlds: list[World]
     state: FlatState
-    desks: list[DonorDesk]
+    desks: list[SnapshotServer]
     snapshots: dict[int, FlatBuffers]
     offers: dict[int, Offer]
     freed: list[FlatBuffers]
@@ -47,7 +47,7 @@ class Party:
     def of(cls, made: list[World], *, late: bool = False) -> Party:
         model = Mixed(width=16)
         state = FlatState(model)
-        party = cls(made, state, [DonorDesk(world, SCOPE) for world in made], {}, {}, [])
+        party = cls(made, state, [SnapshotServer(world, SCOPE) for world in made], {}, {}, [])
         for donor in DONORS:
             fill(model, VALUES[donor])
             party.snapshots[donor] = state.new_buffers()
@@ -62,9 +62,9 @@ class Party:
 
     def intake(
         self, ring: ChunkRing | None = None, accumulator: FlatBuffers | None = None
-    ) -> tuple[Intake, FlatBuffers]:
+    ) -> tuple[SnapshotReceiver, FlatBuffers]:
         accumulator = accumulator or self.state.new_buffers(accumulate=True)
-        intake = Intake(
+        intake = SnapshotReceiver(
             self.worlds[0],
             self.desks[0].channel,
             accumulator,
@@ -111,7 +111,7 @@ def chunk_nbytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     return nbytes
 
 
-def silence(desk: DonorDesk) -> None:
+def silence(desk: SnapshotServer) -> None:
     """It hears nothing any more."""
     desk.channel.inbox.handler = lambda envelope: None
 

@@ -205,7 +205,7 @@ def test_gloo_does_not_pass() -> None:
         from asyncdist.transports.torch_distributed.polled import Pairs
 
         rank = int(os.environ["RANK"])
-        store = rendezvous.meet(environment.torch_rendezvous(), rank, 2, 60.0)
+        store = rendezvous.join_store(environment.torch_rendezvous(), rank, 2, 60.0)
         make = lambda name: gloo.make_group(store, name, rank, 2, datetime.timedelta(seconds=60))
         try:
             completion_probe.examine(Pairs(make, rank, torch.device("cpu")), "gloo", store, rank, 2, patience_s=5.0)

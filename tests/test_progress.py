@@ -15,7 +15,7 @@ from support.local import engines, eventually, yields
 from asyncdist.errors import AsyncdistError, RankLostError, TruncationError
 from asyncdist.messaging import engine as progress
 from asyncdist.messaging.engine import TALK_PASS_COUNT_MAX, Engine
-from asyncdist.messaging.polling import HOT_PASS_COUNT, WARM_PASS_COUNT, Inlet
+from asyncdist.messaging.polling import HOT_PASS_COUNT, WARM_PASS_COUNT, Pollable
 from asyncdist.transports.base import ANY_SOURCE, Capabilities
 
 
@@ -64,7 +64,7 @@ class ScriptedTransport:
         self.ring = ring
 
 
-class CountingInlet(Inlet):
+class CountingInlet(Pollable):
     """Delivers what it is given, one message a poll."""
 
     def __init__(self) -> None:
@@ -452,7 +452,7 @@ async def test_a_deadline_is_judged_after_what_arrived_during_a_gap(engine: Engi
 
 
 async def test_a_peer_that_never_stops_sending_cannot_put_off_a_deadline(engine: Engine) -> None:
-    class Flood(Inlet):
+    class Flood(Pollable):
         def poll(self) -> int:
             return 1
 
@@ -537,7 +537,7 @@ async def test_progress_ends_when_the_budget_is_spent(engine: Engine, monkeypatc
         def perf_counter() -> float:
             return now
 
-    class Busy(Inlet):
+    class Busy(Pollable):
         polls = 0
 
         def poll(self) -> int:
@@ -766,7 +766,7 @@ async def test_a_lost_rank_fails_the_requests_that_involve_it_and_no_others() ->
 
 
 async def test_peers_that_never_stop_talking_do_not_hold_a_safe_point(engine: Engine) -> None:
-    class Chatter(Inlet):
+    class Chatter(Pollable):
         polls = 0
 
         def poll(self) -> int:

@@ -20,7 +20,7 @@ from support import torchrun
 import asyncdist as ad
 from asyncdist.messaging.engine import Engine
 from asyncdist.runtime import run
-from asyncdist.runtime.watchdogs import EndWatch, Patience, StallWatch
+from asyncdist.runtime.watchdogs import EndWatch, StallWatch, WatchdogOptions
 from asyncdist.simulation import Compute
 
 
@@ -307,7 +307,7 @@ def test_only_a_main_whose_wait_does_not_end_by_itself_is_spoken_of(
                     await channel.send(Note(number), dest=0)
             return
         mine = asyncio.ensure_future(work(world, channel))
-        watch = StallWatch(world, mine, Patience(stall_s=period_s))
+        watch = StallWatch(world, mine, WatchdogOptions(stall_s=period_s))
         await asyncio.sleep(0)
         watch.begin()
         await world.sleep(99)

@@ -87,7 +87,7 @@ class Start(Generic[T]):
                 await self._give_back(result)
 
     async def result(self, task: asyncio.Task[None], *, is_held: bool) -> T:
-        """What came of the work, for the caller. ``task``: the one of :meth:`run`; :mod:`asyncdist.runtime.watchdogs` reads it."""
+        """Return what came of the work. ``task`` is that of :meth:`run`; ``asyncdist.runtime.watchdogs`` reads it."""
         try:
             result = await self._outcome
             await yield_to_loop()  # the task has ended; this rank forgets it now

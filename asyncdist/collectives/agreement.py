@@ -109,7 +109,7 @@ class Meeting:
 
 
 class Caller(Protocol):
-    """Is told how far a start has come, and may give it up meanwhile: :class:`asyncdist.collectives.agreed_start.Start`."""
+    """Is told how far a start has come, and may give it up meanwhile; see ``collectives.agreed_start.Start``."""
 
     def on_asked(self) -> None:
         """This rank has said that it has come, or is about to."""

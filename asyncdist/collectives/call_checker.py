@@ -60,7 +60,7 @@ class _First:
     missing_count: int
 
 
-class CallBook:
+class CollectiveChecker:
     """The calls of all ranks of this process."""
 
     def __init__(self) -> None:

@@ -27,11 +27,11 @@ from asyncdist.tensors import serialization
 
 T = TypeVar("T")
 
-FRAME_NBYTES: Final = 1024
+HEADER_NBYTES: Final = 1024
 #: Bytes of the payload; status, operation and root.
-_HEADER: Final = struct.Struct("<QBBi")
+_FORMAT: Final = struct.Struct("<QBBi")
 #: What a frame can hold itself.
-INLINE_NBYTES: Final = FRAME_NBYTES - _HEADER.size
+INLINE_NBYTES: Final = HEADER_NBYTES - _FORMAT.size
 _NOTHING, _VALUE, _ERROR = range(3)
 #: What may begin with frames; a frame names one by its place here.
 _OPERATIONS: Final = (
@@ -66,7 +66,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class LocalResult:
     """What a computation came to on this rank.
 
     Attributes:
@@ -81,7 +81,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class ResultHeader:
     """What a member says of its outcome.
 
     Attributes:
@@ -124,7 +124,7 @@ async def attempt(
     to_payload: Callable[[Any], bytes] = serialization.encode,
     *,
     checks: Sequence[Callable[[], None]] = (),
-) -> Outcome:
+) -> LocalResult:
     """Call ``fn``, await what it returns if it is awaitable, and write the value down. Never raises.
 
     Args:
@@ -136,17 +136,17 @@ async def attempt(
         for check in checks:
             check()
         if fn is None:
-            return Outcome()
+            return LocalResult()
         value = fn()
         if inspect.isawaitable(value):
             value = await value
-        return Outcome(value, to_payload(value))
+        return LocalResult(value, to_payload(value))
     except BaseException as error:  # it is raised by whoever asked, once the others have been told
-        return Outcome(error=error)
+        return LocalResult(error=error)
 
 
-async def settle(
-    collectives: Collectives, group: Group, outcome: Outcome, work: Callable[[Collectives], Coroutine[Any, Any, T]]
+async def run_and_raise(
+    collectives: Collectives, group: Group, outcome: LocalResult, work: Callable[[Collectives], Coroutine[Any, Any, T]]
 ) -> T:
     """Run the collectives that make an outcome known, then raise the outcome's error, if any.
 
@@ -169,96 +169,100 @@ async def settle(
     return result
 
 
-async def meet(collectives: Collectives, group: Group, outcome: Outcome, call: Call) -> list[Frame]:
+async def exchange_headers(
+    collectives: Collectives, group: Group, outcome: LocalResult, call: Call
+) -> list[ResultHeader]:
     """Every member's frame, in the group's order, on every member.
 
     Raises:
         DisagreementError: members have called different operations, or with different roots; on every member.
     """
-    parts = await collectives.all_gather(_to_tensor(_pack_frame(outcome, call)), group)
-    frames = [_read_frame(rank, part) for rank, part in zip(group.ranks, parts, strict=True)]
-    _check_same_call(frames)
-    return frames
+    parts = await collectives.all_gather(_to_tensor(_pack_header(outcome, call)), group)
+    headers = [_read_header(rank, part) for rank, part in zip(group.ranks, parts, strict=True)]
+    _check_same_call(headers)
+    return headers
 
 
-def _check_same_call(frames: Sequence[Frame]) -> None:
+def _check_same_call(headers: Sequence[ResultHeader]) -> None:
     """An error of the same operation comes before its root, which may be what is wrong."""
-    first = frames[0]
-    ignores_root = any(frame.has_error for frame in frames)
-    for frame in frames:
-        if frame.call == first.call or (ignores_root and frame.call.operation == first.call.operation):
+    first = headers[0]
+    ignores_root = any(header.has_error for header in headers)
+    for header in headers:
+        if header.call == first.call or (ignores_root and header.call.operation == first.call.operation):
             continue
         raise DisagreementError(
-            f"rank {first.rank} calls {first.call}, rank {frame.rank} {frame.call}; allowed: the same on all members",
-            ranks=(first.rank, frame.rank),
+            f"rank {first.rank} calls {first.call}, rank {header.rank} {header.call}; allowed: the same on all members",
+            ranks=(first.rank, header.rank),
         )
 
 
 async def collect(
-    collectives: Collectives, group: Group, outcome: Outcome, call: Call
-) -> tuple[list[Frame], list[bytes] | None]:
+    collectives: Collectives, group: Group, outcome: LocalResult, call: Call
+) -> tuple[list[ResultHeader], list[bytes] | None]:
     """Bring every member's payload to the call's root.
 
     Returns:
         Every member's frame; and on the root, where nobody failed, the payloads, elsewhere None.
     """
-    frames = await meet(collectives, group, outcome, call)
+    headers = await exchange_headers(collectives, group, outcome, call)
     root = call.root
-    sizes = [frame.later_nbytes for frame in frames]
-    if any(frame.has_error for frame in frames):
-        return frames, None
+    sizes = [header.later_nbytes for header in headers]
+    if any(header.has_error for header in headers):
+        return headers, None
     later: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device="cpu")
     if any(sizes):
         own = outcome.payload if sizes[group.index] else b""
         later = await collectives.gather_bytes(_to_tensor(own or b""), sizes, group, root)
     if later is None or group.ranks[group.index] != root:
-        return frames, None
+        return headers, None
     parts = torch.split(later, sizes)
-    return frames, [
-        bytes(part.numpy()) if size else frame.inline for frame, part, size in zip(frames, parts, sizes, strict=True)
+    return headers, [
+        bytes(part.numpy()) if size else header.inline for header, part, size in zip(headers, parts, sizes, strict=True)
     ]
 
 
-async def share(collectives: Collectives, group: Group, outcome: Outcome, root: int) -> tuple[Frame, bytes]:
-    """Bring ``root``'s frame and payload to every member. ``outcome`` counts on ``root`` only."""
-    packed = _to_tensor(_pack_frame(outcome, Call(_OPERATIONS[0], root)))
-    frame = _read_frame(root, await collectives.broadcast(packed, group, root))
-    return frame, await share_payload(collectives, group, outcome, frame)
+async def share(collectives: Collectives, group: Group, outcome: LocalResult, root: int) -> tuple[ResultHeader, bytes]:
+    """Bring ``root``'s header and payload to every member. ``outcome`` counts on ``root`` only."""
+    packed = _to_tensor(_pack_header(outcome, Call(_OPERATIONS[0], root)))
+    header = _read_header(root, await collectives.broadcast(packed, group, root))
+    return header, await share_payload(collectives, group, outcome, header)
 
 
-async def share_payload(collectives: Collectives, group: Group, outcome: Outcome, frame: Frame) -> bytes:
-    """Bring the payload that belongs to ``frame``, which all members have, to all of them."""
-    root = frame.rank
-    if not frame.later_nbytes:
-        return frame.inline
+async def share_payload(collectives: Collectives, group: Group, outcome: LocalResult, header: ResultHeader) -> bytes:
+    """Bring the payload that belongs to ``header``, which all members have, to all of them."""
+    root = header.rank
+    if not header.later_nbytes:
+        return header.inline
     is_root = group.ranks[group.index] == root
-    room = _to_tensor(outcome.payload or b"") if is_root else torch.empty(frame.nbytes, dtype=torch.uint8, device="cpu")
+    room = (
+        _to_tensor(outcome.payload or b"") if is_root else torch.empty(header.nbytes, dtype=torch.uint8, device="cpu")
+    )
     return bytes((await collectives.broadcast(room, group, root)).numpy())
 
 
-def raise_first_error(frames: Sequence[Frame]) -> None:
+def raise_first_error(headers: Sequence[ResultHeader]) -> None:
     """Raise the first member's exception, in the group's order, as a RemoteError."""
-    for frame in frames:
-        if frame.has_error:
-            raise frame.remote_error()
+    for header in headers:
+        if header.has_error:
+            raise header.remote_error()
 
 
-def _pack_frame(outcome: Outcome, call: Call) -> bytes:
+def _pack_header(outcome: LocalResult, call: Call) -> bytes:
     if outcome.error is not None:
         status, payload = _ERROR, serialization.encode(list(serialization.words_of(outcome.error)))
     else:
         status, payload = (_NOTHING, b"") if outcome.payload is None else (_VALUE, outcome.payload)
     inline = payload if len(payload) <= INLINE_NBYTES else b""
     root = call.root if type(call.root) is int and 0 <= call.root < 1 << 31 else _NO_ROOT
-    header = _HEADER.pack(len(payload), status, _OPERATIONS.index(call.operation), root)
-    return (header + inline).ljust(FRAME_NBYTES, b"\0")
+    header = _FORMAT.pack(len(payload), status, _OPERATIONS.index(call.operation), root)
+    return (header + inline).ljust(HEADER_NBYTES, b"\0")
 
 
-def _read_frame(rank: int, tensor: torch.Tensor) -> Frame:
+def _read_header(rank: int, tensor: torch.Tensor) -> ResultHeader:
     data = bytes(tensor.numpy())
-    nbytes, status, operation, root = _HEADER.unpack_from(data)
-    inline = data[_HEADER.size : _HEADER.size + nbytes] if nbytes <= INLINE_NBYTES else b""
-    return Frame(rank, Call(_OPERATIONS[operation], None if root == _NO_ROOT else root), status, nbytes, inline)
+    nbytes, status, operation, root = _FORMAT.unpack_from(data)
+    inline = data[_FORMAT.size : _FORMAT.size + nbytes] if nbytes <= INLINE_NBYTES else b""
+    return ResultHeader(rank, Call(_OPERATIONS[operation], None if root == _NO_ROOT else root), status, nbytes, inline)
 
 
 def _to_tensor(data: bytes) -> torch.Tensor:

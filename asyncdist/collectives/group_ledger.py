@@ -19,7 +19,7 @@ from typing import Final, TypeAlias
 from asyncdist import tags
 from asyncdist.collectives.agreement_messages import Runs, runs_of
 from asyncdist.collectives.groups import Group, Lease
-from asyncdist.collectives.membership import Attendance
+from asyncdist.collectives.membership import MembershipLog
 from asyncdist.errors import LocalProtocolError
 from asyncdist.messaging import wire
 from asyncdist.transports.base import GroupHandle
@@ -73,7 +73,7 @@ class GroupLedger:
 
     def __init__(
         self,
-        attendance: Attendance,
+        attendance: MembershipLog,
         give_back: Callable[[Group], Awaitable[None]],
         forget: Callable[[Group], None],
     ) -> None:
@@ -127,15 +127,15 @@ class GroupLedger:
     def on_gone(self) -> None:
         """A rank has left, and so freed all groups that it was in; or it is lost."""
         for entry in list(self._entries.values()) if self._entries else ():
-            self._settle(entry)
+            self._release(entry)
 
     def _note(self, entry: _Entry, rank: int, started: int) -> None:
         entry.freed[rank] = started
         if rank != entry.group.ranks[entry.group.index]:
             self._attendance.on_freed(entry.group, rank, started)
-        self._settle(entry)
+        self._release(entry)
 
-    def _settle(self, entry: _Entry) -> None:
+    def _release(self, entry: _Entry) -> None:
         """Give the group's tag and communicator back, if nobody needs them any more and nothing is left on its way."""
         group = entry.group
         if group.ranks[group.index] not in entry.freed or self._attendance.is_spoiled(group):

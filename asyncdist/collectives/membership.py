@@ -41,7 +41,7 @@ class Participation:
     error: AsyncdistError | None = None
 
 
-class Attendance:
+class MembershipLog:
     """Of one rank."""
 
     def __init__(self) -> None:

@@ -40,13 +40,13 @@ import torch
 from asyncdist.collectives import reductions
 from asyncdist.collectives.call_checker import HELPER, CollectiveCall
 from asyncdist.collectives.groups import Group
-from asyncdist.collectives.membership import Attendance
-from asyncdist.collectives.ordered_reduce import Fold, Into, Rooms, fold_in_shares
-from asyncdist.collectives.shared_memory_reduce import fold_on_host, is_worth_sharing, meet
+from asyncdist.collectives.membership import MembershipLog
+from asyncdist.collectives.ordered_reduce import BufferPool, Into, Reduction, fold_in_shares
+from asyncdist.collectives.shared_memory_reduce import fold_on_host, is_worth_sharing, map_shared_buffers
 from asyncdist.errors import AsyncdistError, LocalProtocolError, RankLostError
 from asyncdist.messaging.engine import Engine, yield_to_loop
-from asyncdist.messaging.polling import settle
-from asyncdist.tensors.bucket import Spread
+from asyncdist.messaging.polling import resolve_waiter
+from asyncdist.tensors.bucket import Bucket
 from asyncdist.tensors.byte_views import byte_view, check_dense, check_writable, flat_bytes, split, to_host
 from asyncdist.tensors.means import mean_into
 from asyncdist.transports.base import GroupHandle, ReduceOp, Request
@@ -82,16 +82,16 @@ class Collectives:
         engine: Engine,
         rank: int,
         spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
-        attendance: Attendance | None = None,
+        attendance: MembershipLog | None = None,
         *,
-        rooms: Rooms | None = None,
+        rooms: BufferPool | None = None,
     ) -> None:
         self._engine = engine
         self._rank = rank
         self._spawn = spawn
-        self._rooms = Rooms() if rooms is None else rooms
+        self._rooms = BufferPool() if rooms is None else rooms
         self._attendance = attendance
-        self._book = None if attendance is None else engine.transport.call_book
+        self._book = None if attendance is None else engine.transport.collective_checker
         self._newest: dict[int, asyncio.Task[Any]] = {}
 
     async def barrier(self, group: Group) -> None:
@@ -175,7 +175,7 @@ class Collectives:
             flat.copy_(await self._finish(group, self._fold_on_first, group, flat, _mean))
         return tensor
 
-    async def all_mean_spread(self, spread: Spread, group: Group) -> None:
+    async def all_mean_spread(self, spread: Bucket, group: Group) -> None:
         """The same of tensors that lie elsewhere: copied piece by piece, just before it is sent and when it has come.
 
         Args:
@@ -196,14 +196,14 @@ class Collectives:
             spread.fill(0, count)
             spread.store(0, await self.all_mean(spread.flat.clone(), group))
 
-    async def _shared_views(self, spread: Spread, group: Group) -> list[torch.Tensor] | None:
+    async def _shared_views(self, spread: Bucket, group: Group) -> list[torch.Tensor] | None:
         """Every member's memory, where they are on one host and had better use it."""
         is_wanted = group.size > 1 and is_worth_sharing(len(spread.flat), spread.flat.dtype)
         if not is_wanted or not self._engine.transport.capabilities.shares_memory:
             return None
-        return await meet(spread.memory, group, lambda card: self.all_gather(card, group))
+        return await map_shared_buffers(spread.memory, group, lambda card: self.all_gather(card, group))
 
-    async def reduce_in_order(self, tensor: torch.Tensor, group: Group, fold: Fold) -> torch.Tensor:
+    async def reduce_in_order(self, tensor: torch.Tensor, group: Group, fold: Reduction) -> torch.Tensor:
         """What ``fold`` makes of every member's tensor, in rank order; each member folds a share of it.
 
         That moves as many bytes as a ring reduction does, while the order of a backend's own reduction depends on its
@@ -351,13 +351,13 @@ class Collectives:
         def stop(error: AsyncdistError) -> None:
             engine.disown(request)
             attendance.end(entry)
-            settle(waiter, error)
+            resolve_waiter(waiter, error)
 
         def on_done(error: AsyncdistError | None) -> None:
             if error is not None:
                 attendance.spoil(group, error)
             attendance.end(entry)
-            settle(waiter, error)
+            resolve_waiter(waiter, error)
 
         entry = attendance.enter(group, number, stop)
         engine.watch(request, what, on_done)
@@ -487,7 +487,7 @@ class Collectives:
     async def _in_turn(
         self,
         previous: asyncio.Task[Any] | None,
-        attendance: Attendance,
+        attendance: MembershipLog,
         group: Group,
         number: int,
         work: Callable[..., Coroutine[Any, Any, T]],
@@ -567,7 +567,7 @@ class Collectives:
         await self._broadcast_bytes(group, byte_view(receive), root)
         return receive
 
-    async def _fold_on_first(self, group: Group, work: torch.Tensor, fold: Fold) -> torch.Tensor:
+    async def _fold_on_first(self, group: Group, work: torch.Tensor, fold: Reduction) -> torch.Tensor:
         root = group.ranks[0]
         receive = _room(work, group.size) if self._rank == root else None
         await self._gather_or_give_up(group, byte_view(work), receive, root)

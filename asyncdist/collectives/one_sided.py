@@ -42,7 +42,7 @@ logger = logging.getLogger("asyncdist.collectives.one_sided")
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class VersionRecord:
     """The record of one version.
 
     Attributes:
@@ -65,8 +65,8 @@ class OutdatedError(AsyncdistError):
     """The version that was being read is not there any more. Carries ``rank`` and ``version``."""
 
 
-class Exposure(abc.ABC):
-    """One rank's end. Made by :func:`open_exposure`.
+class VersionedWindow(abc.ABC):
+    """One rank's end. Made by :func:`open_versioned_window`.
 
     Attributes:
         version: the newest that this rank has published; 0 for none.
@@ -85,18 +85,18 @@ class Exposure(abc.ABC):
         """
 
     @abc.abstractmethod
-    def publish(self, iteration: int, metric: float) -> Published:
+    def publish(self, iteration: int, metric: float) -> VersionRecord:
         """What was begun is whole: readers may have it from now on."""
 
     @abc.abstractmethod
-    async def published_by(self, rank: int) -> Published | None:
+    async def published_by(self, rank: int) -> VersionRecord | None:
         """The newest record of another member; None if it has published nothing, has retired or is gone."""
 
     @abc.abstractmethod
     async def read(
         self,
         rank: int,
-        record: Published,
+        record: VersionRecord,
         targets: Sequence[memoryview],
         take: Callable[[int], None],
         *,
@@ -130,9 +130,9 @@ class Exposure(abc.ABC):
         """
 
 
-async def open_exposure(
+async def open_versioned_window(
     services: Services, group: Group, nbytes: int, *, scope: int, chunk_nbytes: int = CHUNK_NBYTES
-) -> Exposure:
+) -> VersionedWindow:
     """Begin to expose. Collective among the members of ``group``, who have agreed to call it with equal arguments.
 
     Args:
@@ -145,10 +145,10 @@ async def open_exposure(
     transport = services.engine.transport
     if group.native is not None and transport.capabilities.one_sided_reads:
         await services.assemble(group.ranks, "new window")
-        window = transport.new_window(group.native, _WindowExposure.window_nbytes(nbytes))
+        window = transport.new_window(group.native, _OneSidedWindow.window_nbytes(nbytes))
         if window is not None:
-            return _WindowExposure(services, group, window, nbytes)
-    return _StreamExposure(services, group, nbytes, scope=scope, chunk_nbytes=chunk_nbytes)
+            return _OneSidedWindow(services, group, window, nbytes)
+    return _StreamedWindow(services, group, nbytes, scope=scope, chunk_nbytes=chunk_nbytes)
 
 
 # -- one-sided --------------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ _HEAD_NBYTES: Final = 3 * _LINE_NBYTES
 _RETIRED: Final = 1 << 62
 
 
-class _WindowExposure(Exposure):
+class _OneSidedWindow(VersionedWindow):
     """An exposure in a window of the transport: see the module's text for the order of writes and reads."""
 
     def __init__(self, services: Services, group: Group, window: ReadWindow, nbytes: int) -> None:
@@ -190,8 +190,8 @@ class _WindowExposure(Exposure):
         self._window.sync()
         return self._slots[version % 2]
 
-    def publish(self, iteration: int, metric: float) -> Published:
-        record = Published(self.version + 1, iteration, metric)
+    def publish(self, iteration: int, metric: float) -> VersionRecord:
+        record = VersionRecord(self.version + 1, iteration, metric)
         packed = _RECORD.pack(record.version, iteration, metric)
         start = _RECORD_OFFSETS[record.version % 2]
         self._window.sync()
@@ -200,7 +200,7 @@ class _WindowExposure(Exposure):
         self.version = record.version
         return record
 
-    async def published_by(self, rank: int) -> Published | None:
+    async def published_by(self, rank: int) -> VersionRecord | None:
         if rank in self._services.gone:
             return None
         writing, records = await self._look(rank)
@@ -211,7 +211,7 @@ class _WindowExposure(Exposure):
     async def read(
         self,
         rank: int,
-        record: Published,
+        record: VersionRecord,
         targets: Sequence[memoryview],
         take: Callable[[int], None],
         *,
@@ -232,7 +232,7 @@ class _WindowExposure(Exposure):
                 version=record.version,
             )
 
-    async def _look(self, rank: int) -> tuple[int, list[Published]]:
+    async def _look(self, rank: int) -> tuple[int, list[VersionRecord]]:
         """What ``rank`` says that it is writing, and its whole records."""
         head = bytearray(_HEAD_NBYTES)
         await self._engine.wait(self._window.start_read(head, self._positions[rank], 0), f"records of rank {rank}")
@@ -240,7 +240,7 @@ class _WindowExposure(Exposure):
         for start in _RECORD_OFFSETS:
             packed = bytes(head[start : start + _RECORD.size])
             if _CRC.unpack_from(head, start + _RECORD.size)[0] == zlib.crc32(packed):
-                records.append(Published(*_RECORD.unpack(packed)))
+                records.append(VersionRecord(*_RECORD.unpack(packed)))
         return int.from_bytes(head[:8], "little"), records
 
     async def close(self, deadline: float | None) -> None:
@@ -258,7 +258,7 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _LINE_NBYTES) * _LINE_NBYTES
 
 
-def _same(one: Published, two: Published) -> bool:
+def _same(one: VersionRecord, two: VersionRecord) -> bool:
     """Equal, NaN included."""
     metrics = one.metric == two.metric or (math.isnan(one.metric) and math.isnan(two.metric))
     return metrics and (one.version, one.iteration) == (two.version, two.iteration)
@@ -276,7 +276,7 @@ class _Answer:
     stream: OutboundStream
 
 
-class _StreamExposure(Exposure):
+class _StreamedWindow(VersionedWindow):
     """An exposure whose owner answers. Its grants are answered until the job ends; its slots go when it is closed."""
 
     def __init__(self, services: Services, group: Group, nbytes: int, *, scope: int, chunk_nbytes: int) -> None:
@@ -288,10 +288,10 @@ class _StreamExposure(Exposure):
         self._begun = False
         self._closed = False
         self._answers: list[_Answer] = []
-        self._newest: dict[int, Published] = {}
+        self._newest: dict[int, VersionRecord] = {}
         self._retired: set[int] = set()
-        self._reports: Channel[Published | Retired] = services.open_channel(
-            Published | Retired, tag=tags.METRIC, scope=scope, name="published versions", handler=self._on_report
+        self._reports: Channel[VersionRecord | Retired] = services.open_channel(
+            VersionRecord | Retired, tag=tags.METRIC, scope=scope, name="published versions", handler=self._on_report
         )
         self._reads: Channel[Grant | Cancel] = services.open_channel(
             Grant | Cancel, tag=tags.PARAM, scope=scope, name="reads of exposed state", handler=self._on_read
@@ -304,14 +304,14 @@ class _StreamExposure(Exposure):
         self._begun = True
         return self._slots[version % 2]
 
-    def publish(self, iteration: int, metric: float) -> Published:
+    def publish(self, iteration: int, metric: float) -> VersionRecord:
         self.version += 1
         self._begun = False
-        record = Published(self.version, iteration, metric)
+        record = VersionRecord(self.version, iteration, metric)
         self._tell(record)
         return record
 
-    def _tell(self, message: Published | Retired) -> None:
+    def _tell(self, message: VersionRecord | Retired) -> None:
         for rank in self._others:
             if rank not in self._services.gone and rank not in self._retired:
                 try:
@@ -321,13 +321,13 @@ class _StreamExposure(Exposure):
                 except BusyError:  # thousands unheard: that rank does not listen, and a newer one will count
                     logger.debug("rank %d does not listen", rank)
 
-    def _on_report(self, envelope: Envelope[Published | Retired]) -> None:
-        if isinstance(envelope.message, Published):
+    def _on_report(self, envelope: Envelope[VersionRecord | Retired]) -> None:
+        if isinstance(envelope.message, VersionRecord):
             self._newest[envelope.source] = envelope.message
         else:
             self._retired.add(envelope.source)
 
-    async def published_by(self, rank: int) -> Published | None:
+    async def published_by(self, rank: int) -> VersionRecord | None:
         if rank in self._services.gone or rank in self._retired:
             return None
         return self._newest.get(rank)
@@ -335,7 +335,7 @@ class _StreamExposure(Exposure):
     async def read(
         self,
         rank: int,
-        record: Published,
+        record: VersionRecord,
         targets: Sequence[memoryview],
         take: Callable[[int], None],
         *,

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from asyncdist.collectives.groups import Group
 from asyncdist.messaging.engine import Engine
-from asyncdist.tensors.bucket import Spread
+from asyncdist.tensors.bucket import Bucket
 from asyncdist.tensors.byte_views import byte_view
 from asyncdist.transports.base import Request
 
 #: Turns the ranks' tensors, in rank order, into their reduction: elementwise, of any dtype, which follows from theirs.
 #: It leaves them as they are.
-Fold: TypeAlias = Callable[[Sequence[Tensor]], Tensor]
+Reduction: TypeAlias = Callable[[Sequence[Tensor]], Tensor]
 
 #: 64 MiB between two ranks, beside other work: 36 ms of CPU time in pieces of 1 MiB, 26 of 2, 22 of 4 and 33 of 16.
 PIECE_NBYTES: Final = 4 << 20
@@ -70,7 +70,7 @@ def pieces(count: int, size: int, share_count: int) -> Iterator[Piece]:
         yield Piece(start, length, -(-length // size))
 
 
-class Rooms:
+class BufferPool:
     """Memory for pieces under way, kept from one reduction to the next.
 
     The kernel hands fresh memory out page by page: the 8,000 pages of one reduction took as long as all copying in it.
@@ -105,7 +105,7 @@ class Into:
 
 
 async def fold_in_shares(
-    engine: Engine, rooms: Rooms, group: Group, flat: Tensor, fold: Fold, target: Into | Spread
+    engine: Engine, rooms: BufferPool, group: Group, flat: Tensor, fold: Reduction, target: Into | Bucket
 ) -> None:
     """Reduce every member's ``flat``; all members await this at the same time.
 
@@ -122,14 +122,14 @@ async def fold_in_shares(
 
 class _Folding:
     def __init__(
-        self, engine: Engine, rooms: Rooms, group: Group, flat: Tensor, fold: Fold, target: Into | Spread
+        self, engine: Engine, rooms: BufferPool, group: Group, flat: Tensor, fold: Reduction, target: Into | Bucket
     ) -> None:
         self._engine = engine
         self._group = group
         self._flat = flat
         self._fold = fold
         self._result = target.tensor if isinstance(target, Into) else None
-        self._spread = target if isinstance(target, Spread) else None
+        self._spread = target if isinstance(target, Bucket) else None
         share_count = -(-min(PIECE_NBYTES // flat.itemsize, len(flat)) // group.size)
         self._pieces = list(pieces(len(flat), group.size, share_count))
         room_count = min(len(self._pieces), _AHEAD_COUNT + 1)

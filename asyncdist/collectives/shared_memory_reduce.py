@@ -19,7 +19,7 @@ ranks as it orders the ranks.
 Beside the flat tensor, which is kept for each model on every transport, the rooms take half as much, and 64 MiB at
 most; nothing grows with the number of ranks. There is nothing to switch on or off: from 64 KiB on members say to each
 other what they can map before anything is written, and unless all of them can map all of it they use messages (see
-:func:`meet`).
+:func:`map_shared_buffers`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.ordered_reduce import pieces
-from asyncdist.tensors.bucket import Spread
+from asyncdist.tensors.bucket import Bucket
 from asyncdist.tensors.shared_memory import Address, SharedMemory, find
 
 #: Writes into its first argument what the ranks' tensors, in rank order, come to; elementwise, of their dtype.
@@ -62,7 +62,7 @@ def is_worth_sharing(count: int, dtype: torch.dtype) -> bool:
     return count * dtype.itemsize >= max(1, SHARED_NBYTES_MIN)
 
 
-class Commons:
+class SharedFlatBuffers:
     """Flat tensors that the ranks of a host share, with room for results behind them.
 
     Args:
@@ -93,7 +93,7 @@ class Commons:
         self._memories = {start: memory for start, memory in self._memories.items() if start in kept}
 
 
-async def meet(memory: SharedMemory | None, group: Group, all_gather: AllGather) -> list[Tensor] | None:
+async def map_shared_buffers(memory: SharedMemory | None, group: Group, all_gather: AllGather) -> list[Tensor] | None:
     """Find every member's memory. All members await this at the same time.
 
     One small all-gather, and another one where the members have not met with just this memory before.
@@ -134,14 +134,15 @@ def _find_all(memory: SharedMemory, index: int, packed: Sequence[bytes]) -> list
 
 
 async def fold_on_host(
-    group: Group, spread: Spread, views: Sequence[Tensor], fold: FoldInto, barrier: Callable[[], Awaitable[None]]
+    group: Group, spread: Bucket, views: Sequence[Tensor], fold: FoldInto, barrier: Callable[[], Awaitable[None]]
 ) -> None:
     """Reduce every member's tensors; all members await this at the same time.
 
     Args:
         group: of two members or more.
         spread: the tensors, equally long on all members, not empty.
-        views: every member's memory, as :func:`meet` gave it; this rank's begins with the spread's flat tensor.
+        views: every member's memory, as :func:`map_shared_buffers` gave it; this rank's begins with the spread's flat
+            tensor.
         fold: the reduction, the same on all members.
         barrier: of the group.
     """
@@ -160,7 +161,7 @@ async def fold_on_host(
 class _Folding:
     """Where everything lies in the members' memory."""
 
-    def __init__(self, group: Group, spread: Spread, views: Sequence[Tensor], fold: FoldInto) -> None:
+    def __init__(self, group: Group, spread: Bucket, views: Sequence[Tensor], fold: FoldInto) -> None:
         self._group = group
         self._spread = spread
         self._fold = fold

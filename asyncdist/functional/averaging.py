@@ -26,14 +26,23 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
-from asyncdist.collectives.error_exchange import Call, Frame, Outcome, attempt, meet, raise_first_error, settle, share
+from asyncdist.collectives.error_exchange import (
+    Call,
+    LocalResult,
+    ResultHeader,
+    attempt,
+    exchange_headers,
+    raise_first_error,
+    run_and_raise,
+    share,
+)
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.nonblocking import Collectives
-from asyncdist.collectives.shared_memory_reduce import Commons
+from asyncdist.collectives.shared_memory_reduce import SharedFlatBuffers
 from asyncdist.errors import DisagreementError
 from asyncdist.functional.collectives import place
 from asyncdist.runtime.world import World
-from asyncdist.tensors.bucket import Spread
+from asyncdist.tensors.bucket import Bucket
 from asyncdist.tensors.byte_views import check_writable
 from asyncdist.tensors.flat_state import Fingerprint, FlatBuffers, FlatState, accumulate_dtype, first_difference
 
@@ -61,16 +70,16 @@ async def average_models(model: nn.Module, training_group: Group | None = None, 
     world, group = place(world, training_group)
     outcome = await attempt(lambda: _Models(model, world), lambda models: models.summary)
 
-    async def reduce(collectives: Collectives) -> list[Frame]:
-        frames = await meet(collectives, group, outcome, Call("average_models"))
-        if not any(frame.has_error for frame in frames):
+    async def reduce(collectives: Collectives) -> list[ResultHeader]:
+        headers = await exchange_headers(collectives, group, outcome, Call("average_models"))
+        if not any(header.has_error for header in headers):
             models = outcome.value
-            await _check_equal(collectives, group, frames, models.fingerprint)
+            await _check_equal(collectives, group, headers, models.fingerprint)
             for spread in models.spreads:
                 await collectives.all_mean_spread(spread, group)
             for tensor in models.exact:
                 await collectives.broadcast(tensor, group, group.ranks[0])
-        return frames
+        return headers
 
     await _settle_or_restore(world, group, outcome, reduce)
     outcome.value.finish()
@@ -97,28 +106,31 @@ async def average_gradients(model: nn.Module, group: Group | None = None, *, wor
     world, group = place(world, group)
     outcome = await attempt(lambda: _Gradients(model, world), lambda gradients: gradients.summary)
 
-    async def reduce(collectives: Collectives) -> list[Frame]:
-        frames = await meet(collectives, group, outcome, Call("average_gradients"))
-        if not any(frame.has_error for frame in frames):
+    async def reduce(collectives: Collectives) -> list[ResultHeader]:
+        headers = await exchange_headers(collectives, group, outcome, Call("average_gradients"))
+        if not any(header.has_error for header in headers):
             gradients = outcome.value
-            await _check_equal(collectives, group, frames, gradients.fingerprint)
-            if any(frame.inline != frames[0].inline for frame in frames):
+            await _check_equal(collectives, group, headers, gradients.fingerprint)
+            if any(header.inline != headers[0].inline for header in headers):
                 await collectives.all_reduce(gradients.present, group, "max")
                 gradients.lay_out()
             for spread in gradients.spreads:
                 await collectives.all_mean_spread(spread, group)
-        return frames
+        return headers
 
     await _settle_or_restore(world, group, outcome, reduce)
     outcome.value.finish()
 
 
 async def _settle_or_restore(
-    world: World, group: Group, outcome: Outcome, reduce: Callable[[Collectives], Coroutine[Any, Any, list[Frame]]]
+    world: World,
+    group: Group,
+    outcome: LocalResult,
+    reduce: Callable[[Collectives], Coroutine[Any, Any, list[ResultHeader]]],
 ) -> None:
     """Do it, or raise and leave every tensor as it was."""
     try:
-        raise_first_error(await settle(world.collectives, group, outcome, reduce))
+        raise_first_error(await run_and_raise(world.collectives, group, outcome, reduce))
     except BaseException:
         for spread in [] if outcome.error is not None else outcome.value.spreads:
             spread.give_up()
@@ -138,7 +150,7 @@ class _Kept:
 
     state: FlatState
     buffers: FlatBuffers
-    commons: Commons
+    commons: SharedFlatBuffers
     digest: bytes
 
 
@@ -170,7 +182,7 @@ class _Models:
             by_dtype.setdefault(entry.dtype, []).append(pair)
         buffers = self._kept.buffers
         self.spreads = [
-            Spread(flat, by_dtype[dtype], self._kept.commons.memory_of(flat))
+            Bucket(flat, by_dtype[dtype], self._kept.commons.memory_of(flat))
             for dtype, flat in buffers.averaged().items()
         ]
         self._exact_pairs = [pair for dtype in buffers.exact() for pair in by_dtype[dtype]]
@@ -193,29 +205,29 @@ class _Models:
             with contextlib.suppress(ValueError):  # it has been changed since: another layer, another dtype
                 return kept, kept.state.pairs(kept.buffers)
         state = FlatState(cast(nn.Module, weakref.proxy(self._model)))
-        commons = Commons(self._shares_memory)
+        commons = SharedFlatBuffers(self._shares_memory)
         buffers = state.new_buffers(accumulate=True, new=commons.new)
         kept = _Kept(state, buffers, commons, state.fingerprint.digest.encode())
         return kept, state.pairs(kept.buffers)
 
 
 async def _check_equal(
-    collectives: Collectives, group: Group, frames: Sequence[Frame], fingerprint: Fingerprint
+    collectives: Collectives, group: Group, headers: Sequence[ResultHeader], fingerprint: Fingerprint
 ) -> None:
     """Raise on every member if one of them is about to average something else than the first."""
-    digests = [frame.inline[:_DIGEST_LENGTH] for frame in frames]
+    digests = [header.inline[:_DIGEST_LENGTH] for header in headers]
     if all(digest == digests[0] for digest in digests):
         return
-    other = next(frame.rank for frame, digest in zip(frames, digests, strict=True) if digest != digests[0])
+    other = next(header.rank for header, digest in zip(headers, digests, strict=True) if digest != digests[0])
     first = group.ranks[0]
     own = group.ranks[group.index]
-    text = Outcome(payload=fingerprint.to_text().encode() if own == first else None)
+    text = LocalResult(payload=fingerprint.to_text().encode() if own == first else None)
     _, reference = await share(collectives, group, text, first)
     found = b""
     if own == other:
         difference = first_difference(fingerprint, Fingerprint.from_text(reference.decode()))
         found = f"the model on rank {other} is not the one on rank {first}: {difference}".encode()
-    _, sentence = await share(collectives, group, Outcome(payload=found), other)
+    _, sentence = await share(collectives, group, LocalResult(payload=found), other)
     raise DisagreementError(f"{sentence.decode()} (here: rank {other})", ranks=(first, other))
 
 
@@ -256,7 +268,7 @@ class _Gradients:
         present_digest = hashlib.sha256(self.present.numpy().tobytes()).digest()
         self._flats: dict[torch.dtype, Tensor] = {}
         self._views: dict[torch.dtype, list[Tensor]] = {}
-        self._commons = Commons(world.shares_memory)
+        self._commons = SharedFlatBuffers(world.shares_memory)
         kept = self._scratch.take(model, "gradients")
         before: Fingerprint | None = None
         if kept is not None:
@@ -265,7 +277,7 @@ class _Gradients:
             self._views = {}
             self._digest = self.fingerprint.digest.encode()
         self.summary = self._digest + present_digest
-        self.spreads: list[Spread] = []
+        self.spreads: list[Bucket] = []
         self._missing: list[tuple[nn.Parameter, Tensor]] = []
         self.lay_out()
 
@@ -284,7 +296,7 @@ class _Gradients:
         self._commons.keep(self._flats.values())
         self._views = {wide: _views(self._views.get(wide), flat, by_dtype[wide]) for wide, flat in self._flats.items()}
         self.spreads = [
-            Spread(flat, list(zip(by_dtype[wide], self._views[wide], strict=True)), self._commons.memory_of(flat))
+            Bucket(flat, list(zip(by_dtype[wide], self._views[wide], strict=True)), self._commons.memory_of(flat))
             for wide, flat in self._flats.items()
         ]
 

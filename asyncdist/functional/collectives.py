@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar, overload
 
 import torch
 
-from asyncdist.collectives.error_exchange import Call, Outcome, meet, settle
+from asyncdist.collectives.error_exchange import Call, LocalResult, exchange_headers, run_and_raise
 from asyncdist.collectives.groups import Group, check_member
 from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.runtime.world import World, current_world
@@ -61,9 +61,9 @@ async def barrier(*, group: Group | None = None, world: World | None = None) -> 
         return
 
     async def work(collectives: Collectives) -> None:
-        await meet(collectives, group, Outcome(), Call("barrier"))
+        await exchange_headers(collectives, group, LocalResult(), Call("barrier"))
 
-    await settle(world.collectives, group, Outcome(), work)
+    await run_and_raise(world.collectives, group, LocalResult(), work)
 
 
 async def broadcast(
@@ -203,8 +203,8 @@ async def all_to_all(
     """
     if group is not None and not isinstance(group, Group):
         raise TypeError(
-            f"group is {group!r}; it must be a group of a world. asyncdist.launch.process_groups.all_to_all takes process "
-            "groups of torch.distributed"
+            f"group is {group!r}; it must be a group of a world. "
+            "asyncdist.launch.process_groups.all_to_all takes process groups of torch.distributed"
         )
     world, group = place(world, group)
     if not isinstance(tensors, torch.Tensor):

@@ -21,13 +21,13 @@ import torch
 
 from asyncdist.collectives.error_exchange import (
     Call,
-    Frame,
-    Outcome,
+    LocalResult,
+    ResultHeader,
     attempt,
     collect,
-    meet,
+    exchange_headers,
     raise_first_error,
-    settle,
+    run_and_raise,
     share,
     share_payload,
 )
@@ -86,13 +86,13 @@ async def compute_and_broadcast(
     is_root = world.rank == root
     outcome = await attempt(fn if is_root else None, checks=_checks(group, root, None, fn=fn))
 
-    async def tell(collectives: Collectives) -> tuple[Frame, bytes]:
-        frames = await meet(collectives, group, outcome, Call("compute_and_broadcast", root))
-        raise_first_error(frames)
-        frame = frames[group.ranks.index(root)]
-        return frame, await share_payload(collectives, group, outcome, frame)
+    async def tell(collectives: Collectives) -> tuple[ResultHeader, bytes]:
+        headers = await exchange_headers(collectives, group, outcome, Call("compute_and_broadcast", root))
+        raise_first_error(headers)
+        header = headers[group.ranks.index(root)]
+        return header, await share_payload(collectives, group, outcome, header)
 
-    _, payload = await settle(world.collectives, group, outcome, tell)
+    _, payload = await run_and_raise(world.collectives, group, outcome, tell)
     return cast(T, outcome.value if is_root else serialization.decode(payload))
 
 
@@ -175,20 +175,20 @@ async def reduce_and_broadcast(
     world, group, root = _place(world, group, root)
     outcome = await attempt(fn1, checks=_checks(group, root, world_size, fn1=fn1, fn2=fn2))
 
-    async def gather_and_reduce(collectives: Collectives) -> tuple[Outcome, list[Frame], bytes]:
-        frames, payloads = await collect(collectives, group, outcome, Call("reduce_and_broadcast", root))
-        reduced, payload = Outcome(), b""
-        if not any(frame.has_error for frame in frames):
+    async def gather_and_reduce(collectives: Collectives) -> tuple[LocalResult, list[ResultHeader], bytes]:
+        headers, payloads = await collect(collectives, group, outcome, Call("reduce_and_broadcast", root))
+        reduced, payload = LocalResult(), b""
+        if not any(header.has_error for header in headers):
             if payloads is not None:
                 reduced = await attempt(lambda: fn2([serialization.decode(part) for part in payloads]))
-            frame, payload = await share(collectives, group, reduced, root)
-            frames = [frame]
-        return reduced, frames, payload
+            header, payload = await share(collectives, group, reduced, root)
+            headers = [header]
+        return reduced, headers, payload
 
-    reduced, frames, payload = await settle(world.collectives, group, outcome, gather_and_reduce)
+    reduced, headers, payload = await run_and_raise(world.collectives, group, outcome, gather_and_reduce)
     if reduced.error is not None:
         raise reduced.error
-    raise_first_error(frames)
+    raise_first_error(headers)
     return cast(U, reduced.value if world.rank == root else serialization.decode(payload))
 
 
@@ -210,18 +210,18 @@ async def zero_first(is_main: bool, *, group: Group | None = None, world: World 
     call = Call("zero_first")
     checked = await attempt(None, checks=[functools.partial(_check_is_main, is_main)])
     if checked.error is not None:
-        await _meet(world, group, checked, call)
+        await _exchange(world, group, checked, call)
     if is_main:
         error: BaseException | None = None
         try:
             yield
         except BaseException as caught:
             error = caught
-        await _meet(world, group, Outcome(payload=b"", error=error), call)
+        await _exchange(world, group, LocalResult(payload=b"", error=error), call)
         return
-    frames = await _meet(world, group, Outcome(), call)
-    raise_first_error(frames)
-    if not any(frame.has_value for frame in frames):
+    headers = await _exchange(world, group, LocalResult(), call)
+    raise_first_error(headers)
+    if not any(header.has_value for header in headers):
         raise LocalProtocolError(f"is_main is False on all ranks of {list(group.ranks)}; allowed: True on one at least")
     yield
 
@@ -247,32 +247,32 @@ async def zero_only(
     world, group, root = _place(world, group, root)
     call = Call("zero_only", root)
     if root not in group.ranks:
-        await _meet(world, group, await attempt(None, checks=_checks(group, root, None)), call)
+        await _exchange(world, group, await attempt(None, checks=_checks(group, root, None)), call)
     error: BaseException | None = None
     try:
         yield world.rank == root
     except BaseException as caught:
         error = caught
-    raise_first_error(await _meet(world, group, Outcome(payload=b"", error=error), call))
+    raise_first_error(await _exchange(world, group, LocalResult(payload=b"", error=error), call))
 
 
 # -- shared -----------------------------------------------------------------------------------------------------------
 
 
-async def _gather(world: World, group: Group, call: Call, outcome: Outcome) -> list[Any] | None:
-    async def work(collectives: Collectives) -> tuple[list[Frame], list[bytes] | None]:
+async def _gather(world: World, group: Group, call: Call, outcome: LocalResult) -> list[Any] | None:
+    async def work(collectives: Collectives) -> tuple[list[ResultHeader], list[bytes] | None]:
         return await collect(collectives, group, outcome, call)
 
-    frames, payloads = await settle(world.collectives, group, outcome, work)
-    raise_first_error(frames)
+    headers, payloads = await run_and_raise(world.collectives, group, outcome, work)
+    raise_first_error(headers)
     return None if payloads is None else [serialization.decode(payload) for payload in payloads]
 
 
-async def _meet(world: World, group: Group, outcome: Outcome, call: Call) -> list[Frame]:
-    async def work(collectives: Collectives) -> list[Frame]:
-        return await meet(collectives, group, outcome, call)
+async def _exchange(world: World, group: Group, outcome: LocalResult, call: Call) -> list[ResultHeader]:
+    async def work(collectives: Collectives) -> list[ResultHeader]:
+        return await exchange_headers(collectives, group, outcome, call)
 
-    return await settle(world.collectives, group, outcome, work)
+    return await run_and_raise(world.collectives, group, outcome, work)
 
 
 def _place(world: World | None, group: Group | None, root: int | None) -> tuple[World, Group, int]:
@@ -309,8 +309,8 @@ def _encode_scalar(value: Any) -> bytes:
     )
     if not is_scalar:
         raise TypeError(
-            f"fn returned {value!r:.80}, a {serialization.type_name(type(value))}; allowed: one bool, int, float or complex, "
-            "a numpy scalar, a tensor with one element"
+            f"fn returned {value!r:.80}, a {serialization.type_name(type(value))}; allowed: one bool, int, float or "
+            "complex, a numpy scalar, a tensor with one element"
         )
     return serialization.encode(value)
 

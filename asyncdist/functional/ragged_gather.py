@@ -8,7 +8,14 @@ from typing import Any, Final
 
 import torch
 
-from asyncdist.collectives.error_exchange import Call, Frame, attempt, meet, raise_first_error, settle
+from asyncdist.collectives.error_exchange import (
+    Call,
+    ResultHeader,
+    attempt,
+    exchange_headers,
+    raise_first_error,
+    run_and_raise,
+)
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.errors import DisagreementError
@@ -65,20 +72,20 @@ async def gather_distributed_data(
 
     outcome = await attempt(describe, checks=[lambda: check_world_size(world_size, group), check_rank])
 
-    async def work(collectives: Collectives) -> tuple[list[Frame], torch.Tensor | None]:
-        frames = await meet(collectives, group, outcome, Call("gather_distributed_data"))
-        if any(frame.has_error for frame in frames):
-            return frames, None
-        descriptions = [serialization.decode(frame.inline) for frame in frames]
+    async def work(collectives: Collectives) -> tuple[list[ResultHeader], torch.Tensor | None]:
+        headers = await exchange_headers(collectives, group, outcome, Call("gather_distributed_data"))
+        if any(header.has_error for header in headers):
+            return headers, None
+        descriptions = [serialization.decode(header.inline) for header in headers]
         _check_alike(group, descriptions)
         sizes = [_nbytes(description) for description in descriptions]
-        return frames, await collectives.gather_bytes(contents[0], sizes, group, root)
+        return headers, await collectives.gather_bytes(contents[0], sizes, group, root)
 
-    frames, gathered = await settle(world.collectives, group, outcome, work)
-    raise_first_error(frames)
+    headers, gathered = await run_and_raise(world.collectives, group, outcome, work)
+    raise_first_error(headers)
     if gathered is None:
         return None
-    return _assemble([serialization.decode(frame.inline) for frame in frames], gathered, local_tensor)
+    return _assemble([serialization.decode(header.inline) for header in headers], gathered, local_tensor)
 
 
 def _describe(data: Any) -> tuple[tuple[str, str, list[int]], torch.Tensor]:

@@ -166,11 +166,11 @@ def init_dist(
     chosen = get_distributed_backend() if backend is None else check_backend(str(backend))
     url = urllib.parse.urlsplit(init_method)
     place = (master_addr, master_port) if init_method == "env://" else (url.hostname, url.port)
-    store = _meet(init_method, place, rank, world_size, timeout_s)
+    store = _join_store(init_method, place, rank, world_size, timeout_s)
     dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size)
 
 
-def _meet(
+def _join_store(
     init_method: str, place: tuple[str | None, int | None], rank: int, world_size: int, timeout_s: float | None
 ) -> Any:
     """The store of all ranks, when they have come. As ``init_process_group`` does it, but for the time it may take."""
@@ -243,8 +243,9 @@ def init_parallel_groups(
     pipeline_backend: str | None = None,
     data_backend: str | None = None,
 ) -> ParallelGroups[dist.ProcessGroup]:
-    """Make the model, pipeline and data parallel process groups. Collective; see
-    :mod:`asyncdist.functional.parallel_groups`.
+    """Make the model, pipeline and data parallel process groups. Collective.
+
+    See :mod:`asyncdist.functional.parallel_groups`.
 
     Args:
         model_parallelism: ranks that share one stage of a model.

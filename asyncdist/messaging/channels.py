@@ -1,10 +1,10 @@
 """Typed, bounded channels, multiplexed by tag and scope.
 
-A :class:`Lane` is one tag's inlet: a single persistent wildcard receive, whose frames it checks and hands to the
-:class:`Channel` of their scope, which it finds by the route in the frame's header. Frames for a scope that is not open
-here yet wait, within a bound; frames for a closed scope are dropped and counted. What does not decode is counted and
-logged once per peer, and never raises here. Reasons for drops are few, so that their counts take no memory; the last
-example of each is kept.
+A :class:`TagDemultiplexer` is one tag's inlet: a single persistent wildcard receive, whose frames it checks and hands
+to the :class:`Channel` of their scope, which it finds by the route in the frame's header. Frames for a scope that is
+not open here yet wait, within a bound; frames for a closed scope are dropped and counted. What does not decode is
+counted and logged once per peer, and never raises here. Reasons for drops are few, so that their counts take no memory;
+the last example of each is kept.
 
 The runtime's own channels have a *handler* in place of a mailbox: a function, called as each message arrives.
 
@@ -33,9 +33,9 @@ from asyncdist.errors import AsyncdistError, BusyError, ClosedError, LocalProtoc
 from asyncdist.messaging import wire
 from asyncdist.messaging.engine import Engine, yield_to_loop
 from asyncdist.messaging.mailboxes import Envelope as Envelope
-from asyncdist.messaging.mailboxes import FrameInlet, Inbox, MessageT, Outbox
+from asyncdist.messaging.mailboxes import FrameReceiver, Inbox, MessageT, Outbox
 from asyncdist.messaging.mailboxes import Overflow as Overflow
-from asyncdist.messaging.polling import settle
+from asyncdist.messaging.polling import resolve_waiter
 from asyncdist.transports.base import Request
 
 logger = logging.getLogger("asyncdist.messaging.channels")
@@ -60,7 +60,7 @@ class ChannelStatistics:
     sending_count: int
 
 
-class Lane:
+class TagDemultiplexer:
     """One tag's inlet and outlet on this rank.
 
     Args:
@@ -98,7 +98,7 @@ class Lane:
         # Not cleared, as a bytearray is: most frames take its first hundred bytes, and simulations have thousands.
         buffer = numpy.empty(wire.FRAME_NBYTES_MAX, dtype=numpy.uint8).data
         request = engine.transport.persistent_receive(buffer, tag)
-        self.inlet = FrameInlet(request, buffer, drop=self.drop, explain=self._explain, ring=engine.ring)
+        self.inlet = FrameReceiver(request, buffer, drop=self.drop, explain=self._explain, ring=engine.ring)
         engine.add_inlet(self.inlet)
 
     def _explain(self, frame: wire.FrameReader, source: int) -> bool:
@@ -260,7 +260,7 @@ class Channel(Generic[MessageT]):
 
     def __init__(
         self,
-        lane: Lane,
+        lane: TagDemultiplexer,
         codec: wire.Codec,
         scope: int,
         *,
@@ -349,7 +349,7 @@ class Channel(Generic[MessageT]):
         request = self._post(message, dest, round)
         if request is not None:
             waiter = self._engine.loop.create_future()
-            self._watch(request, dest, functools.partial(settle, waiter))
+            self._watch(request, dest, functools.partial(resolve_waiter, waiter))
             await self._engine.park(waiter, f"{self.name}: send to {dest}")
             return
         self._since_yield += 1
@@ -487,7 +487,7 @@ class Channel(Generic[MessageT]):
 
     def _wake_all(self) -> None:
         for waiter in self.inbox.waiters:
-            settle(waiter, None)
+            resolve_waiter(waiter, None)
         self._engine.recheck()
 
     @property

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncdist.errors import AsyncdistError, TruncationError
-from asyncdist.messaging.polling import Operation, Passes, settle
+from asyncdist.messaging.polling import PendingRequest, Poller, resolve_waiter
 from asyncdist.transports.base import Buffer, Request, Transport
 
 DRAIN_PASS_COUNT_MAX: Final = 1000
@@ -44,7 +44,7 @@ class EngineStatistics:
     outstanding_count: int
 
 
-class Engine(Passes):
+class Engine(Poller):
     """Polls the requests of one rank, and lets coroutines wait for them.
 
     Args:
@@ -54,7 +54,7 @@ class Engine(Passes):
 
     def __init__(self, transport: Transport, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(transport, loop)
-        self._disowned: list[Operation] = []
+        self._disowned: list[PendingRequest] = []
         self._abandoned: dict[tuple[int, int], deque[_Abandoned]] = {}
 
     # -- passes -----------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class Engine(Passes):
         Raises:
             RankLostError, TruncationError: as the request.
         """
-        await self._wait(Operation(request, what, None))
+        await self._wait(PendingRequest(request, what, None))
 
     def disown(self, request: Request) -> None:
         """Never wait for ``request`` again: it cannot complete, since a peer that it needs has left.
@@ -129,7 +129,7 @@ class Engine(Passes):
             operation.disowned = True
         self._has_disowned = True
         self._operations[:] = [operation for operation in self._operations if not operation.disowned]
-        self._disowned += waited or [Operation(request, "a request that nobody waits for", None)]
+        self._disowned += waited or [PendingRequest(request, "a request that nobody waits for", None)]
 
     async def send(self, buffer: Buffer, dest: int, tag: int) -> None:
         """Send ``buffer`` and wait until it may be reused. **Cancellation**: the message is sent all the same."""
@@ -150,7 +150,7 @@ class Engine(Passes):
                 abandoned.popleft()
                 return entry.hand_over(buffer)
         request = self.transport.irecv(buffer, source, tag)
-        operation = Operation(request, f"receive from {source}, tag {tag}", None)
+        operation = PendingRequest(request, f"receive from {source}, tag {tag}", None)
         try:
             await self._wait(operation)
         except asyncio.CancelledError:
@@ -158,18 +158,18 @@ class Engine(Passes):
             raise
         return request.source, request.nbytes
 
-    async def _wait(self, operation: Operation) -> None:
+    async def _wait(self, operation: PendingRequest) -> None:
         if self.failure is not None:
             self._operations.append(operation)
             raise self.failure
         if operation.request.test():
             return
         waiter = self._new_waiter()
-        operation.on_done = lambda error: settle(waiter, error)
+        operation.on_done = lambda error: resolve_waiter(waiter, error)
         self._operations.append(operation)
         await self.park(waiter, operation.what)
 
-    def _abandon(self, operation: Operation, buffer: Buffer, stash: deque[_Abandoned]) -> None:
+    def _abandon(self, operation: PendingRequest, buffer: Buffer, stash: deque[_Abandoned]) -> None:
         """The receiver has gone; the request has not, until the transport says how it ended."""
         entry = _Abandoned(operation.request, buffer)
 
@@ -179,7 +179,7 @@ class Engine(Passes):
             if entry.error is None and (error is not None or operation.request.cancelled) and entry in stash:
                 stash.remove(entry)
             for waiter in entry.waiters:
-                settle(waiter, None)
+                resolve_waiter(waiter, None)
 
         if operation in self._operations:
             stash.append(entry)
@@ -228,7 +228,7 @@ class Engine(Passes):
                 continue
             waiter = self._new_waiter()
             self._conditions[waiter] = condition
-            timer = self.loop.call_at(deadline, settle, waiter, None) if deadline is not None else None
+            timer = self.loop.call_at(deadline, resolve_waiter, waiter, None) if deadline is not None else None
             try:
                 await self.park(waiter, what)
             finally:

@@ -1,8 +1,8 @@
 cimport cython
 
-from asyncdist.messaging.polling cimport Inlet
-from asyncdist.transports.persistent_send cimport RepeatedSend
-from asyncdist.messaging.wire cimport Codec, FrameReader, FrameRoom, FrameWriter
+from asyncdist.messaging.polling cimport Pollable
+from asyncdist.transports.persistent_send cimport PersistentSend
+from asyncdist.messaging.wire cimport Codec, FrameReader, FrameBuffer, FrameWriter
 
 
 cdef Py_ssize_t DELIVERY_COUNT_MAX
@@ -12,8 +12,8 @@ cdef class _Prepared:
     cdef Py_ssize_t kind
     cdef Py_ssize_t dest
     cdef Py_ssize_t payload_nbytes
-    cdef FrameRoom room
-    cdef RepeatedSend send
+    cdef FrameBuffer room
+    cdef PersistentSend send
 
 
 cdef class Outbox:
@@ -39,7 +39,7 @@ cdef class Outbox:
 
 
 cdef class Inbox:
-    cdef FrameInlet _inlet
+    cdef FrameReceiver _inlet
     cdef object _name
     cdef object _tag
     cdef Py_ssize_t _capacity
@@ -64,7 +64,7 @@ cdef class Inbox:
     cpdef void wake_one(self)
 
 
-cdef class FrameInlet(Inlet):
+cdef class FrameReceiver(Pollable):
     cdef readonly object request
     cdef object _take
     cdef FrameReader _frame

@@ -1,7 +1,7 @@
 """The way of a small message: from a dataclass to a frame under way, and from a frame that arrived to an envelope.
 
 Everything that happens for each message and needs no waiting is here: an :class:`Outbox` checks, packs and posts; a
-:class:`FrameInlet` takes what has arrived on a tag and checks it; an :class:`Inbox` puts it in order, decodes it and
+:class:`FrameReceiver` takes what has arrived on a tag and checks it; an :class:`Inbox` puts it in order, decodes it and
 keeps it until somebody receives. Who may wait for what, and which scopes are open, is
 :mod:`asyncdist.messaging.channels`'s.
 
@@ -20,10 +20,10 @@ from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from asyncdist.errors import AsyncdistError, ClosedError, LocalProtocolError, RemoteProtocolError
 from asyncdist.messaging import wire
-from asyncdist.messaging.polling import Inlet
-from asyncdist.messaging.wire import FrameReader, FrameRoom, FrameWriter
+from asyncdist.messaging.polling import Pollable
+from asyncdist.messaging.wire import FrameBuffer, FrameReader, FrameWriter
 from asyncdist.transports.base import PersistentReceive, Request
-from asyncdist.transports.persistent_send import RepeatedSend
+from asyncdist.transports.persistent_send import PersistentSend
 
 MessageT = TypeVar("MessageT")
 Overflow: TypeAlias = Literal["stall", "error", "latest"]
@@ -55,7 +55,7 @@ _as_envelope: Final[Callable[[Any], Envelope[Any]]] = functools.partial(tuple.__
 class _Prepared:
     """Messages of one kind and one size to one rank: where they are written, and what sends them from there."""
 
-    def __init__(self, kind: int, dest: int, payload_nbytes: int, room: FrameRoom, send: RepeatedSend) -> None:
+    def __init__(self, kind: int, dest: int, payload_nbytes: int, room: FrameBuffer, send: PersistentSend) -> None:
         self.kind = kind
         self.dest = dest
         self.payload_nbytes = payload_nbytes
@@ -86,7 +86,7 @@ class Outbox:
         codec: wire.Codec,
         routes: list[bytes],
         start_send: Callable[[Any, int, int], Request | None],
-        prepare_send: Callable[[int, int, int], RepeatedSend | None],
+        prepare_send: Callable[[int, int, int], PersistentSend | None],
         *,
         tag: int,
         size: int,
@@ -96,7 +96,7 @@ class Outbox:
     ) -> None:
         self._codec = codec
         self.start_send = start_send
-        self._prepare_send: Callable[[int, int, int], RepeatedSend | None] | None = prepare_send
+        self._prepare_send: Callable[[int, int, int], PersistentSend | None] | None = prepare_send
         self._tag = tag
         self._size = size
         self._name = name
@@ -139,7 +139,7 @@ class Outbox:
             if send is None:
                 self._prepare_send = None
             else:
-                room = FrameRoom(self.routes[kind], send.room, payload_nbytes)
+                room = FrameBuffer(self.routes[kind], send.room, payload_nbytes)
                 self._last = self._prepared[key] = _Prepared(kind, dest, payload_nbytes, room, send)
         return self._last
 
@@ -193,7 +193,7 @@ class Inbox:
 
     def __init__(
         self,
-        inlet: FrameInlet,
+        inlet: FrameReceiver,
         *,
         name: str,
         tag: int,
@@ -314,7 +314,7 @@ class Inbox:
         return len(self.mailbox) >= self._capacity
 
 
-class FrameInlet(Inlet):
+class FrameReceiver(Pollable):
     """The receive of a lane: takes what arrives on its tag, checks it, and hands it to the inbox of its route.
 
     Args:
@@ -351,7 +351,7 @@ class FrameInlet(Inlet):
         self._key = self._stamp = 0
         self._inbox: Inbox | None = None
         self._decode: wire.Decode
-        self.stalled_on: Inbox | FrameInlet | None = None
+        self.stalled_on: Inbox | FrameReceiver | None = None
         self.received_late_count = 0
         self.request.start()
         self.is_posted = True
@@ -417,7 +417,7 @@ class FrameInlet(Inlet):
         self.routes.pop(key, None)
         self._inbox = None
 
-    def resume(self, full: Inbox | FrameInlet | None) -> None:
+    def resume(self, full: Inbox | FrameReceiver | None) -> None:
         """What the lane may be stalled on has room again, or is gone."""
         if self.stalled_on is full and full is not None:
             self.stalled_on = None

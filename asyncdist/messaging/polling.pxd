@@ -1,11 +1,11 @@
 cimport cython
 
 
-cdef class Inlet:
+cdef class Pollable:
     cpdef Py_ssize_t poll(self) except -1
 
 
-cdef class Operation:
+cdef class PendingRequest:
     cdef readonly object request
     cdef readonly object what
     cdef public object on_done
@@ -15,7 +15,7 @@ cdef class Operation:
     cpdef object finish(self, object error)
 
 
-cdef class Passes:
+cdef class Poller:
     cdef readonly object transport
     cdef readonly object loop
     cdef readonly object failure
@@ -45,9 +45,9 @@ cdef class Passes:
     cdef bint _has_threads
     cdef object __weakref__
 
-    @cython.locals(inlet=Inlet, completed=Py_ssize_t)
+    @cython.locals(inlet=Pollable, completed=Py_ssize_t)
     cpdef Py_ssize_t poll(self) except -1
-    @cython.locals(operations=list, pending=list, left=list, operation=Operation, position=Py_ssize_t, completed=Py_ssize_t)
+    @cython.locals(operations=list, pending=list, left=list, operation=PendingRequest, position=Py_ssize_t, completed=Py_ssize_t)
     cdef Py_ssize_t _test_operations(self) except -1
     cpdef object give_core(self)
     cpdef object watch(self, object request, object what, object on_done=*)
@@ -58,8 +58,8 @@ cdef class Passes:
     @cython.locals(began_at=double, alone=bint)
     cpdef object _tick(self)
     cdef Py_ssize_t _poll_for_waiters(self) except -1
-    @cython.locals(quiet=Py_ssize_t, operation=Operation)
+    @cython.locals(quiet=Py_ssize_t, operation=PendingRequest)
     cdef object _next_tick(self, bint alone)
 
 
-cpdef object settle(object waiter, object error)
+cpdef object resolve_waiter(object waiter, object error)

@@ -41,7 +41,7 @@ SAFETY_PERIOD_S: Final = 0.05
 ALONE_GAP_S: Final = 20e-6
 
 
-class Inlet:
+class Pollable:
     """Something with receives of its own that a pass must poll, e.g. a lane of channels."""
 
     def poll(self) -> int:
@@ -49,7 +49,7 @@ class Inlet:
         raise NotImplementedError
 
 
-class Operation:
+class PendingRequest:
     """A request in the engine's keeping and what to do when it has completed.
 
     Attributes:
@@ -75,7 +75,7 @@ class Operation:
             self.on_done(error)
 
 
-class Passes:
+class Poller:
     """Tests what is outstanding on one rank, and wakes whoever waited for it.
 
     Args:
@@ -90,9 +90,9 @@ class Passes:
         self.transport = transport
         self.loop = loop
         self.failure: BaseException | None = None
-        self._inlets: tuple[Inlet, ...] = ()
-        self._operations: list[Operation] = []
-        self._in_test: list[Operation] = []  # those of the pass that is under way
+        self._inlets: tuple[Pollable, ...] = ()
+        self._operations: list[PendingRequest] = []
+        self._in_test: list[PendingRequest] = []  # those of the pass that is under way
         self._has_disowned = False  # some of these
         self._waiters: dict[asyncio.Future[None], str] = {}
         self._conditions: dict[asyncio.Future[None], Callable[[], bool]] = {}
@@ -188,7 +188,7 @@ class Passes:
         error: AsyncdistError | None = None
         try:
             if not request.test():
-                self._operations.append(Operation(request, what, on_done))
+                self._operations.append(PendingRequest(request, what, on_done))
                 if self._has_threads:
                     self._transferred_at = time.perf_counter()
                 self.wake()
@@ -205,12 +205,12 @@ class Passes:
 
     # -- inlets -----------------------------------------------------------------------------------------------------
 
-    def add_inlet(self, inlet: Inlet) -> None:
+    def add_inlet(self, inlet: Pollable) -> None:
         """Poll ``inlet`` in every pass, and soon: what came for it before it was there has rung already."""
         self._inlets = (*self._inlets, inlet)
         self.ring()
 
-    def remove_inlet(self, inlet: Inlet) -> None:
+    def remove_inlet(self, inlet: Pollable) -> None:
         """Poll it no more."""
         self._inlets = tuple([other for other in self._inlets if other is not inlet])
 
@@ -221,15 +221,15 @@ class Passes:
         for waiter, condition in self._conditions.items():
             try:
                 if condition():
-                    settle(waiter, None)
+                    resolve_waiter(waiter, None)
             except Exception as error:
-                settle(waiter, error)
+                resolve_waiter(waiter, error)
 
     def fail(self, error: BaseException) -> None:
         """Make every wait raise ``error`` from now on. Requests stay in the engine's keeping."""
         self.failure = error
         for waiter in list(self._waiters):
-            settle(waiter, error)
+            resolve_waiter(waiter, error)
 
     # -- the driver -------------------------------------------------------------------------------------------------
 
@@ -328,7 +328,7 @@ class Passes:
         return self.loop.call_later(IDLE_PERIOD_S, self._take_tick)
 
 
-def settle(waiter: asyncio.Future[None], error: BaseException | None) -> None:
+def resolve_waiter(waiter: asyncio.Future[None], error: BaseException | None) -> None:
     """Complete ``waiter``, unless it has been cancelled or settled already."""
     if waiter.done():
         return

@@ -24,10 +24,10 @@ from typing import ClassVar, Final
 from asyncdist import tags
 from asyncdist.errors import AsyncdistError, BusyError, RemoteProtocolError
 from asyncdist.messaging.engine import Engine
-from asyncdist.messaging.polling import Inlet
+from asyncdist.messaging.polling import Pollable
 from asyncdist.tensors.byte_views import split
 from asyncdist.transports.base import Request
-from asyncdist.transports.cross_memory_attach import Tail
+from asyncdist.transports.cross_memory_attach import DirectWrite
 
 logger = logging.getLogger("asyncdist.messaging.streams")
 
@@ -114,7 +114,7 @@ class _Stream:
             raise TimeoutError(f"{self._what}: nothing more came in time")
 
 
-class Writer(Inlet):
+class Writer(Pollable):
     """Writes the tails of this rank's streams: in each pass a piece, of each stream in turn.
 
     No request: what it does is nothing that has arrived, and no deadline or safe point waits for it.
@@ -166,7 +166,7 @@ class OutboundStream(_Stream):
         chunks: Sequence[memoryview],
         dest: int,
         slot: int,
-        tail: Tail | None = None,
+        tail: DirectWrite | None = None,
     ) -> None:
         super().__init__(engine, dest, slot)
         self.dest = dest

@@ -23,7 +23,7 @@ from asyncdist.messaging import streams
 from asyncdist.messaging.channels import Channel, Envelope
 from asyncdist.messaging.services import Services
 from asyncdist.tensors.byte_views import byte_view, check_dense, split
-from asyncdist.transports.cross_memory_attach import Licence, Neighbour, Tail
+from asyncdist.transports.cross_memory_attach import AttachToken, DirectWrite, PeerProcess
 
 logger = logging.getLogger("asyncdist.messaging.streams")
 
@@ -33,7 +33,7 @@ _PAGE_NBYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class AttachOffer:
     """Receiver to sender: where this process's licence to be written to is."""
 
     pid: int
@@ -42,7 +42,7 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class AttachAccept:
     """Sender to receiver: this rank can write to that process."""
 
 
@@ -99,12 +99,12 @@ class UserStreams:
         self._waiting: dict[int, deque[_Outgoing]] = {}
         self._under_way: dict[tuple[int, int], streams.OutboundStream] = {}
         self._written_share = self._engine.transport.capabilities.written_share
-        self._licences: dict[int, Licence] = {}
+        self._licences: dict[int, AttachToken] = {}
         self._finders: set[int] = set()  # ranks that can write to this one
-        self._neighbours: dict[int, Neighbour] = {}  # and those that this one can write to
+        self._neighbours: dict[int, PeerProcess] = {}  # and those that this one can write to
         self._writer: streams.Writer | None = None
         self._channel: Channel[Any] = world.open_channel(
-            streams.Grant | streams.Cancel | Card | Found,
+            streams.Grant | streams.Cancel | AttachOffer | AttachAccept,
             tag=tags.PARAM,
             scope=scope,
             name="streams",
@@ -121,9 +121,9 @@ class UserStreams:
                 self._refuse(source)
             else:
                 self._start_next(source)
-        elif isinstance(message, Card):
+        elif isinstance(message, AttachOffer):
             self._look_for(source, message)
-        elif isinstance(message, Found):
+        elif isinstance(message, AttachAccept):
             self._finders |= self._licences.keys() & {source}
         elif pending := [grant for grant in grants if grant.slot == message.slot]:
             # Given up before anybody sent. (An older stream on this slot may still be under way here: it has arrived.)
@@ -165,7 +165,7 @@ class UserStreams:
         tail = None
         if grant.written_nbytes:
             view, address = outgoing.view[sent_nbytes:], outgoing.address + sent_nbytes
-            tail = Tail(self._neighbours.get(dest), view, address, grant.address)
+            tail = DirectWrite(self._neighbours.get(dest), view, address, grant.address)
         outgoing.stream = streams.OutboundStream(self._engine, chunks, dest, grant.slot, tail)
         self._under_way[dest, grant.slot] = outgoing.stream
         outgoing.stream.start()
@@ -251,16 +251,16 @@ class UserStreams:
         if source not in self._licences:
             if not self._licences:
                 self._world.on_gone(self._on_gone)
-            licence = self._licences[source] = Licence()
-            self._channel.send_nowait(Card(licence.pid, licence.address, licence.token), source)
+            licence = self._licences[source] = AttachToken()
+            self._channel.send_nowait(AttachOffer(licence.pid, licence.address, licence.token), source)
         return 0
 
-    def _look_for(self, source: int, card: Card) -> None:
+    def _look_for(self, source: int, card: AttachOffer) -> None:
         if self._written_share:
             try:
-                self._neighbours[source] = Neighbour(card.pid, card.address, card.token)
+                self._neighbours[source] = PeerProcess(card.pid, card.address, card.token)
             except OSError as error:  # of another host, or not allowed
                 logger.debug("rank %d cannot be written to: %s", source, error)
             else:
                 self._writer = self._writer or streams.Writer(self._engine)
-                self._channel.send_nowait(Found(), source)
+                self._channel.send_nowait(AttachAccept(), source)

@@ -26,7 +26,7 @@ cdef class FrameWriter:
     cdef unsigned int _crc(self, bytes payload) except? 0
 
 
-cdef class FrameRoom:
+cdef class FrameBuffer:
     cdef Py_ssize_t _nbytes
     cdef object _payload
     cdef unsigned int[::1] _route

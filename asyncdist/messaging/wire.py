@@ -188,7 +188,7 @@ class FrameWriter:
         return crc ^ _ONES
 
 
-class FrameRoom:
+class FrameBuffer:
     """Writes frames of one route and one size into a room, one after the other.
 
     Args:

@@ -38,7 +38,7 @@ _INTERRUPTS: Final = frozenset(summarise(interrupt_error(number)) for number in 
 _report = FailureReport()
 
 
-class PeerGuard:
+class FailureMonitor:
     """Watches for failures elsewhere while main runs, and stops main: first at its safe points, then by cancelling it.
 
     Elsewhere is a peer, or a service of this rank, which nobody awaits, or its watchdog.
@@ -193,7 +193,7 @@ def _with_notes(line: str, error: BaseException) -> str:
     return "; ".join([line, *getattr(error, "__notes__", ())])
 
 
-def own_error(caught: BaseException, guard: PeerGuard | None, interrupts: Interrupts, rank: int) -> BaseException:
+def own_error(caught: BaseException, guard: FailureMonitor | None, interrupts: Interrupts, rank: int) -> BaseException:
     """What the caller should see: the cause in place of what it brought about.
 
     A mistake of this rank's own is none of that where a peer fails on account of it, or at the same time.

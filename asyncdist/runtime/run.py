@@ -27,16 +27,16 @@ import torch
 from asyncdist import environment, tags, validation
 from asyncdist._version import __version__
 from asyncdist.collectives.groups import Group
-from asyncdist.collectives.membership import Attendance
+from asyncdist.collectives.membership import MembershipLog
 from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.errors import AsyncdistError, DisagreementError, LocalProtocolError, is_consequence
 from asyncdist.messaging import wire
 from asyncdist.messaging.engine import Engine
-from asyncdist.runtime.failure import Everybody, PeerGuard, fail, fail_alone, own_error, refuse
+from asyncdist.runtime.failure import Everybody, FailureMonitor, fail, fail_alone, own_error, refuse
 from asyncdist.runtime.notebooks import call_beside_loop, is_loop_running
 from asyncdist.runtime.process import limit_threads, spare_collections
 from asyncdist.runtime.supervision import Interrupts
-from asyncdist.runtime.watchdogs import ENDLESS, EndWatch, Patience, StallWatch, describe_wait
+from asyncdist.runtime.watchdogs import ENDLESS, EndWatch, StallWatch, WatchdogOptions, describe_wait
 from asyncdist.runtime.world import Farewell, World, _current_world
 from asyncdist.tensors import torch_modes
 from asyncdist.transports import select
@@ -193,7 +193,7 @@ def _run_local(
     loop: LoopName | None,
     *,
     strict: bool,
-    patience: Patience,
+    patience: WatchdogOptions,
 ) -> list[T]:
     validation.main_function(main, args)
     with Interrupts(spares_process=is_loop_running()) as interrupts:  # here: signals come to the main thread
@@ -218,8 +218,8 @@ def _host_locally(
     interrupts: Interrupts,
     *,
     strict: bool,
-    patience: Patience,
-) -> list[Outcome]:
+    patience: WatchdogOptions,
+) -> list[RankResult]:
     """How each of the ranks ended, on a loop of their own in this thread."""
     hub = LocalHub(ranks)
     with _loop_of(loop) as event_loop, torch_modes.of_ranks(event_loop, ranks) as contexts:
@@ -275,7 +275,7 @@ async def open_world(
 
 @asynccontextmanager
 async def _hosted(
-    transport: Transport, interrupts: Interrupts, *, grace_s: float, strict: bool, patience: Patience
+    transport: Transport, interrupts: Interrupts, *, grace_s: float, strict: bool, patience: WatchdogOptions
 ) -> AsyncIterator[World]:
     loop = asyncio.get_running_loop()
     engine = Engine(transport, loop)
@@ -290,7 +290,7 @@ async def _hosted(
             _raise_as_it_is(error)
         token = _current_world.set(world)
         engine.start()  # again: messages are handled in this rank's context from now on
-        guard = PeerGuard(world)
+        guard = FailureMonitor(world)
         world.agreements.is_interrupted = lambda: interrupts.received is not None
         interrupts.ask_before(world.rank, functools.partial(describe_wait, asyncio.current_task(), world))
         success: SystemExit | None = None  # sys.exit(0) is a way to return
@@ -322,7 +322,7 @@ async def _hosted(
 
 
 @asynccontextmanager
-async def _task_group(world: World, guard: PeerGuard, patience: Patience) -> AsyncIterator[None]:
+async def _task_group(world: World, guard: FailureMonitor, patience: WatchdogOptions) -> AsyncIterator[None]:
     """The task group of main and of what it spawns.
 
     An error of main alone comes out as it is, those of tasks as a group.
@@ -373,7 +373,7 @@ async def _handshake(transport: Transport, engine: Engine, loop: asyncio.Abstrac
     nonce = transport.job_nonce
     if nonce is None:
         nonce = await _exchange_hellos(
-            transport.rank, group, Collectives(engine, transport.rank, loop.create_task, Attendance())
+            transport.rank, group, Collectives(engine, transport.rank, loop.create_task, MembershipLog())
         )
     return World(transport, loop, nonce=nonce, group=group, engine=engine)
 
@@ -462,7 +462,7 @@ def _report_leftovers(world: World, leftovers: Sequence[str], *, strict: bool) -
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RankResult:
     """How a rank ended: with a value, or with an error."""
 
     value: Any = None
@@ -477,9 +477,9 @@ async def host_rank(
     *,
     grace_s: float = GRACE_S,
     strict: bool = False,
-    patience: Patience = ENDLESS,
+    patience: WatchdogOptions = ENDLESS,
     on_open: Callable[[World], None] | None = None,
-) -> Outcome:
+) -> RankResult:
     """Host one rank. Never raises: an exit or interrupt that leaves a task would stop the loop under the others.
 
     Args:
@@ -500,12 +500,12 @@ async def host_rank(
                 on_open(world)
             if not transport.capabilities.shares_process:  # the others have looked before they began
                 validation.main_function(main, args)  # here, where a mistake that all ranks make is told once
-            return Outcome(value=await main(world, *args))
+            return RankResult(value=await main(world, *args))
     except BaseException as error:
-        return Outcome(error=error)
+        return RankResult(error=error)
 
 
-def _complete(loop: asyncio.AbstractEventLoop, tasks: Sequence[asyncio.Task[Outcome]]) -> list[Outcome]:
+def _complete(loop: asyncio.AbstractEventLoop, tasks: Sequence[asyncio.Task[RankResult]]) -> list[RankResult]:
     """Run until every task has ended, also past an exit or interrupt that a spawned task raised through the loop."""
     while pending := [task for task in tasks if not task.done()]:
         with contextlib.suppress(SystemExit, KeyboardInterrupt):
@@ -535,11 +535,11 @@ def refuse_inside_a_world() -> None:
         )
 
 
-def _patience(watchdog_s: float, stall_s: float | None, stall_aborts: bool) -> Patience:
+def _patience(watchdog_s: float, stall_s: float | None, stall_aborts: bool) -> WatchdogOptions:
     chosen = environment.stall_s() if stall_s is None else stall_s
     if chosen is None:
-        return Patience(watchdog_s, STALL_S, stall_aborts, collectives_alone=True)
-    return Patience(watchdog_s, chosen, stall_aborts)
+        return WatchdogOptions(watchdog_s, STALL_S, stall_aborts, collectives_alone=True)
+    return WatchdogOptions(watchdog_s, chosen, stall_aborts)
 
 
 def _check_options(

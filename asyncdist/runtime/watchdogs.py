@@ -24,7 +24,7 @@ _TIMED: Final = frozenset({asyncio.sleep.__code__, asyncio.to_thread.__code__, C
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class WatchdogOptions:
     """How long a rank may stand still before that is said: the options of :func:`asyncdist.run`.
 
     Attributes:
@@ -46,7 +46,7 @@ class Patience:
         validation.seconds("stall_s", self.stall_s, finite=False)
 
 
-ENDLESS: Final = Patience()
+ENDLESS: Final = WatchdogOptions()
 #: Functions that wait for the task that their variable ``task`` holds.
 _SHOWS_ITS_TASK: Final = (shielded.__code__, ended.__code__, Start.result.__code__)
 
@@ -120,7 +120,7 @@ class StallWatch:
         self,
         world: World,
         main: asyncio.Task[Any] | None,
-        patience: Patience,
+        patience: WatchdogOptions,
         end: Callable[[StallError], None] | None = None,
     ) -> None:
         self._world = world

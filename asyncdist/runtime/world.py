@@ -26,7 +26,7 @@ from asyncdist.collectives.agreement import Agreements
 from asyncdist.collectives.agreement_messages import Inquiry, Join, Objection, Reminder, Verdict, Withdraw
 from asyncdist.collectives.group_ledger import Freed, GroupLedger
 from asyncdist.collectives.groups import Group, check_open, check_ranks, short
-from asyncdist.collectives.membership import Attendance
+from asyncdist.collectives.membership import MembershipLog
 from asyncdist.collectives.nonblocking import Collectives, shielded
 from asyncdist.errors import (
     AsyncdistError,
@@ -38,7 +38,7 @@ from asyncdist.errors import (
     StartTimeoutError,
 )
 from asyncdist.messaging import streams, wire
-from asyncdist.messaging.channels import Channel, Envelope, Lane, Overflow
+from asyncdist.messaging.channels import Channel, Envelope, Overflow, TagDemultiplexer
 from asyncdist.messaging.engine import PROGRESS_BUDGET_S, Engine, EngineStatistics, yield_to_loop
 from asyncdist.messaging.tensor_streams import UserStreams
 from asyncdist.runtime.compute import Computing, VirtualClock
@@ -181,7 +181,7 @@ class World:
         self._transport = transport
         self._loop = loop
         self._nonce = nonce
-        self._lanes: dict[int, Lane] = {}
+        self._lanes: dict[int, TagDemultiplexer] = {}
         self._tags = tags.TagRegistry()
         self._scope_counts: Counter[tuple[tuple[int, ...], str]] = Counter()
         self._closed_counts: Counter[str] = Counter()
@@ -200,7 +200,7 @@ class World:
             handler=self._on_system,
         )
         self.agreements = Agreements(engine, self._system, self.rank)
-        self.attendance = Attendance()
+        self.attendance = MembershipLog()
         self.group_ledger = GroupLedger(self.attendance, self._free_group, self._forget_group)
         self.collectives = Collectives(engine, self.rank, self.spawn_service, self.attendance)
         transport.set_loss_listener(self.mark_lost)
@@ -416,10 +416,10 @@ class World:
             left=self._returned if lane.is_users else (),
         )
 
-    def _lane(self, tag: int, *, is_users: bool) -> Lane:
+    def _lane(self, tag: int, *, is_users: bool) -> TagDemultiplexer:
         lane = self._lanes.get(tag)
         if lane is None:
-            lane = self._lanes[tag] = Lane(self.engine, tag, self._nonce, is_users=is_users)
+            lane = self._lanes[tag] = TagDemultiplexer(self.engine, tag, self._nonce, is_users=is_users)
         return lane
 
     def next_scope(self, ranks: Sequence[int], name: str) -> int:
@@ -589,8 +589,8 @@ class World:
     def _forget_group(self, group: Group) -> None:
         for subject in group.lease.subjects:
             self.agreements.forget(group.ranks, subject)
-        if self._transport.call_book is not None:
-            self._transport.call_book.forget(group.ranks, group.key, self.rank)
+        if self._transport.collective_checker is not None:
+            self._transport.collective_checker.forget(group.ranks, group.key, self.rank)
 
     async def assemble(self, ranks: Sequence[int], what: str) -> None:
         """Return when all ``ranks`` are here, and what follows at once may block until all of them have entered it.

@@ -23,7 +23,7 @@ from typing import Any, Final, Protocol
 
 from asyncdist import environment
 from asyncdist.errors import RankLostError
-from asyncdist.runtime.run import Outcome
+from asyncdist.runtime.run import RankResult
 from asyncdist.runtime.tracebacks import format_error
 from asyncdist.simulation.faults import Fault
 from asyncdist.simulation.process_pool import Inline, Pool, open_runner, pack, unpack
@@ -218,7 +218,7 @@ class _Failed:
 
 
 def _attempt(scenario: Callable[..., Any], seed: int, faults: Sequence[Fault] | None = None) -> _Passed | _Failed:
-    seen: list[tuple[tuple[Fault, ...], Trace, Mapping[int, Outcome]]] = []
+    seen: list[tuple[tuple[Fault, ...], Trace, Mapping[int, RankResult]]] = []
     token = observer.set(lambda *simulation: seen.__setitem__(slice(None), [simulation]))
     try:
         report = scenario(seed) if faults is None else scenario(seed, faults=tuple(faults))

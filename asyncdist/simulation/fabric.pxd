@@ -19,7 +19,7 @@ cdef class _Message:
 
 
 cdef class _Receive:
-    cdef Medium _medium
+    cdef Fabric _medium
     cdef object buffer
     cdef Py_ssize_t dest
     cdef readonly Py_ssize_t wanted
@@ -36,7 +36,7 @@ cdef class _Receive:
     cpdef object start(self)
 
 
-cdef class _Inbox:
+cdef class _ArrivalQueue:
     cdef dict _by_source
     cdef list _sources
 
@@ -53,7 +53,7 @@ cdef class _Path:
     cdef dict last_arrival
 
 
-cdef class Medium:
+cdef class Fabric:
     cdef readonly Py_ssize_t size
     cdef readonly object network
     cdef Scheduler _scheduler
@@ -75,7 +75,7 @@ cdef class Medium:
     cdef dict _pair_counts
     cdef dict _frame_counts
     cdef readonly object job_nonce
-    cdef readonly object call_book
+    cdef readonly object collective_checker
     cdef readonly Py_ssize_t message_count
     cdef readonly Py_ssize_t byte_count
     cdef bint _muted
@@ -100,11 +100,11 @@ cdef class Medium:
         now=double, path=_Path, latency=double, transfer=double, factor=double, sent_at=double, arrival=double, last=double
     )
     cdef double _arrival(self, _Message message, double delay) except -1
-    @cython.locals(unexpected=dict, inbox=_Inbox)
+    @cython.locals(unexpected=dict, inbox=_ArrivalQueue)
     cdef object _keep(self, _Message message)
     @cython.locals(receive=_Receive)
     cpdef object _arrive(self, _Message message)
-    @cython.locals(message=_Message, waiting=_Inbox)
+    @cython.locals(message=_Message, waiting=_ArrivalQueue)
     cpdef object post(self, _Receive receive)
     cpdef object _rendezvous(self, _Receive receive, _Message message)
     @cython.locals(

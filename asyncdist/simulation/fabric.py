@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final
 
-from asyncdist.collectives.call_checker import CallBook
+from asyncdist.collectives.call_checker import CollectiveChecker
 from asyncdist.errors import AsyncdistError, RankLostError, TruncationError
 from asyncdist.simulation.faults import Corrupt, Delay, Fault, Kill, Partition, SlowLink
 from asyncdist.simulation.models import Link, Network, draw, sampler
@@ -81,7 +81,7 @@ class _Receive:
         "wanted",
     )
 
-    def __init__(self, medium: Medium, buffer: Buffer, dest: int, wanted: int, tag: int) -> None:
+    def __init__(self, medium: Fabric, buffer: Buffer, dest: int, wanted: int, tag: int) -> None:
         self._medium = medium
         self.buffer = as_bytes(buffer)
         self.dest = dest
@@ -116,7 +116,7 @@ class _Receive:
             self._medium.withdraw(self)
 
 
-class _Inbox:
+class _ArrivalQueue:
     """Messages of one tag that have come to one rank, and that nobody has asked for yet."""
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class _Path:
         self.last_arrival: dict[int, float] = {}
 
 
-class Medium:
+class Fabric:
     """What all simulated transports of one run share.
 
     Args:
@@ -202,7 +202,7 @@ class Medium:
         self._is_pushed = rng.random() < 0.5  # large messages, by a sender that must not compute; else they are fetched
         self._paths: list[dict[int, _Path]] = [{} for _ in range(size)]
         self._posted: list[dict[int, deque[_Receive]]] = [{} for _ in range(size)]
-        self._unexpected: list[dict[int, _Inbox]] = [{} for _ in range(size)]
+        self._unexpected: list[dict[int, _ArrivalQueue]] = [{} for _ in range(size)]
         self._doorbells: list[Callable[[], None] | None] = [None] * size
         self._listeners: list[Callable[[int], object] | None] = [None] * size
         self._known_lost: list[set[int]] = [set() for _ in range(size)]
@@ -212,7 +212,7 @@ class Medium:
         self._pair_counts: dict[tuple[int, int], int] = {}
         self._frame_counts: dict[tuple[int, int], int] = {}
         self.job_nonce = rng.getrandbits(32)
-        self.call_book = CallBook()
+        self.collective_checker = CollectiveChecker()
         self.message_count = 0
         self.byte_count = 0
         self._muted = False
@@ -321,7 +321,7 @@ class Medium:
         unexpected = self._unexpected[message.dest]
         inbox = unexpected.get(message.tag)
         if inbox is None:
-            inbox = unexpected[message.tag] = _Inbox()
+            inbox = unexpected[message.tag] = _ArrivalQueue()
         inbox.add(message)
 
     # -- receiving --------------------------------------------------------------------------------------------------
@@ -535,7 +535,7 @@ def _is_raw(tag: int) -> bool:
 
 
 class SimTransport(Transport):
-    """One rank's end of the :class:`Medium`.
+    """One rank's end of the :class:`Fabric`.
 
     Args:
         medium: shared by all ranks.
@@ -545,11 +545,11 @@ class SimTransport(Transport):
 
     name = "sim"
 
-    def __init__(self, medium: Medium, rank: int, call_soon: Callable[..., object]) -> None:
+    def __init__(self, medium: Fabric, rank: int, call_soon: Callable[..., object]) -> None:
         self._medium = medium
         self._call_soon = call_soon
         self.rank = rank
-        self.call_book = medium.call_book
+        self.collective_checker = medium.collective_checker
         self.job_nonce = medium.job_nonce
         self.size = medium.size
         self.capabilities = Capabilities(

@@ -28,7 +28,7 @@ from asyncdist import validation
 from asyncdist.errors import DeadlockError, TimeLimitError, is_consequence
 from asyncdist.messaging.engine import Engine
 from asyncdist.runtime.notebooks import call_beside_loop, is_loop_running
-from asyncdist.runtime.run import Outcome, host_rank, refuse_inside_a_world
+from asyncdist.runtime.run import RankResult, host_rank, refuse_inside_a_world
 from asyncdist.runtime.supervision import Interrupts
 from asyncdist.runtime.watchdogs import what_awaits
 from asyncdist.runtime.world import World, WorldStatistics
@@ -39,7 +39,7 @@ from asyncdist.simulation.determinism.rng import INHERITABLE, RandomStates
 from asyncdist.simulation.determinism.sandbox import refused_outside
 from asyncdist.simulation.determinism.sets import ordered_sets
 from asyncdist.simulation.event_loop import RankLoop
-from asyncdist.simulation.fabric import Medium, SimTransport
+from asyncdist.simulation.fabric import Fabric, SimTransport
 from asyncdist.simulation.faults import Fault, Interrupt, Kill, SlowRank, Stall, check_plan
 from asyncdist.simulation.models import OVERRUN_S, OVERRUN_STEP_COUNT, Compute, Network, check_number
 from asyncdist.simulation.scheduler import Scheduler
@@ -50,7 +50,7 @@ logger = logging.getLogger("asyncdist.simulation")
 T = TypeVar("T")
 
 #: Is given the fault plan, the trace and how ranks end, of every simulation as it begins, to tell of one that raised.
-observer: ContextVar[Callable[[tuple[Fault, ...], Trace, Mapping[int, Outcome]], None] | None] = ContextVar(
+observer: ContextVar[Callable[[tuple[Fault, ...], Trace, Mapping[int, RankResult]], None] | None] = ContextVar(
     "observer", default=None
 )
 
@@ -275,7 +275,7 @@ class _Simulation:
         self._overrun_probability = compute.draw_overrun_probability(self._overruns)
         self._scheduler = Scheduler(random.Random(f"{seed} ties"))
         self._trace = Trace()
-        self._medium = Medium(
+        self._medium = Fabric(
             size,
             network,
             faults,
@@ -307,7 +307,7 @@ class _Simulation:
         self._medium.connect(self._loops)
         self._interrupts = [Interrupts() for _ in range(size)]
         self._hosts: list[asyncio.Task[None]] = []
-        self._outcomes: dict[int, Outcome] = {}
+        self._outcomes: dict[int, RankResult] = {}
         self._worlds: dict[int, World] = {}
         self._killed: set[int] = set()
         self._generators = Generators()
@@ -398,7 +398,7 @@ class _Simulation:
             error = self._interrupts[rank].error(rank)
             if error is None:
                 raise
-            outcome = Outcome(error=error)  # a signal ends the rank, whose main has returned
+            outcome = RankResult(error=error)  # a signal ends the rank, whose main has returned
         if rank not in self._killed and not self._scheduler.stopped:
             self._outcomes[rank] = outcome
             self._trace.add(self._scheduler.now, "end", rank, 0, 0, 0)

@@ -38,7 +38,7 @@ import optree
 import torch
 from torch import Tensor
 
-from asyncdist.collectives.ordered_reduce import Fold
+from asyncdist.collectives.ordered_reduce import Reduction
 from asyncdist.errors import DisagreementError, LocalProtocolError
 from asyncdist.spmd.mesh import Axis, Mesh, find_axis
 from asyncdist.tensors import pytrees
@@ -205,7 +205,7 @@ def all_gather(
 
 
 def _reduce(
-    name: str, tree: T, axis_name: str | None, mesh: Mesh | None, fold: Fold, dtypes: Sequence[torch.dtype]
+    name: str, tree: T, axis_name: str | None, mesh: Mesh | None, fold: Reduction, dtypes: Sequence[torch.dtype]
 ) -> Coroutine[Any, Any, T]:
     refuse_inside_vmap(name)
     if axis_name is None:
@@ -316,14 +316,14 @@ def _placed(stacked: Tensor, dim: int, tiled: bool) -> Tensor:
     return stacked.movedim(0, dim).contiguous()
 
 
-async def _reduce_leaves(axis: Axis, leaves: Sequence[Tensor], fold: Fold) -> list[Tensor]:
+async def _reduce_leaves(axis: Axis, leaves: Sequence[Tensor], fold: Reduction) -> list[Tensor]:
     flats = {}
     for dtype, flat in pytrees.pack(leaves).items():
         flats[dtype] = await _reduce_flat(axis, flat, fold)
     return pytrees.unpack(flats, leaves)
 
 
-async def _reduce_flat(axis: Axis, flat: Tensor, fold: Fold) -> Tensor:
+async def _reduce_flat(axis: Axis, flat: Tensor, fold: Reduction) -> Tensor:
     """Reduce in rank order: a small tensor whole, on every rank; a large one in as many shares as there are ranks."""
     collectives, group = axis.world.collectives, axis.group
     if axis.size == 1:

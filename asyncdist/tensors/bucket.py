@@ -17,7 +17,7 @@ from torch._utils import _unflatten_dense_tensors  # as DDP does: 200 views in o
 from asyncdist.tensors.shared_memory import SharedMemory
 
 
-class Spread:
+class Bucket:
     """Some tensors of one flat dtype.
 
     Args:

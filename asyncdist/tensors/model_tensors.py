@@ -166,12 +166,12 @@ def _check_cluster(cluster: Sequence[tuple[str, Tensor]], start: int, end: int) 
     for index, (name, tensor) in enumerate(cluster):
         view = _mark(mask, tensor, start)
         if view.any():
-            others = [other for other in cluster[:index] if _meet(other[1], tensor, start, end)]
+            others = [other for other in cluster[:index] if _overlap(other[1], tensor, start, end)]
             raise ValueError(f"{name!r} and {others[0][0]!r} overlap in memory without being the same view; {_ALLOWED}")
         view[...] = True
 
 
-def _meet(one: Tensor, two: Tensor, start: int, end: int) -> bool:
+def _overlap(one: Tensor, two: Tensor, start: int, end: int) -> bool:
     """Tell whether two tensors have a byte in common."""
     mask = np.zeros(end - start, dtype=np.bool_)
     _mark(mask, one, start)[...] = True

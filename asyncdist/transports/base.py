@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
-from asyncdist.transports.persistent_send import RepeatedSend
+from asyncdist.transports.persistent_send import PersistentSend
 
 ANY_SOURCE: Final = -1
 
@@ -154,7 +154,7 @@ class ReadWindow(Protocol):
         """
 
 
-class CallChecker(Protocol):
+class CollectiveCheckerProtocol(Protocol):
     """Compares the collectives that the ranks of one process call; see :mod:`asyncdist.collectives.call_checker`."""
 
     def note(self, ranks: Sequence[int], group_key: int, rank: int, call: Any) -> None:
@@ -181,7 +181,7 @@ class Transport(abc.ABC):
     rank: int
     size: int
     capabilities: Capabilities
-    call_book: CallChecker | None = None
+    collective_checker: CollectiveCheckerProtocol | None = None
     job_nonce: int | None = None
 
     @abc.abstractmethod
@@ -193,7 +193,7 @@ class Transport(abc.ABC):
         request = self.isend(buffer, dest, tag)
         return None if request.test() else request
 
-    def prepare_send(self, nbytes: int, dest: int, tag: int) -> RepeatedSend | None:
+    def prepare_send(self, nbytes: int, dest: int, tag: int) -> PersistentSend | None:
         """A send of so many bytes that can be started again and again; None where there is no such thing, or no more.
 
         Whoever asks for the same once more gets the same.

@@ -34,7 +34,7 @@ class _Stretch(ctypes.Structure):
     _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
 
-class Licence:
+class AttachToken:
     """This process's word to another one that it may be written to, until it takes it back.
 
     Attributes:
@@ -54,7 +54,7 @@ class Licence:
         ctypes.memset(self._memory, 0, TOKEN_NBYTES)
 
 
-class Neighbour:
+class PeerProcess:
     """A process of this host that gave a licence.
 
     Args:
@@ -143,8 +143,8 @@ class _Copy:
 def obstacle() -> str | None:
     """Why processes of this host will not find each other, as far as one of them can tell; None if nothing is known."""
     try:
-        licence = Licence()
-        Neighbour(licence.pid, licence.address, licence.token)
+        licence = AttachToken()
+        PeerProcess(licence.pid, licence.address, licence.token)
         scope = _YAMA.read_text().strip() if os.geteuid() else "0"
     except FileNotFoundError:  # of Yama's file: this kernel has no Yama
         return None
@@ -153,7 +153,7 @@ def obstacle() -> str | None:
     return None if scope == "0" else f"kernel.yama.ptrace_scope is {scope}"
 
 
-class Tail:
+class DirectWrite:
     """The end of a tensor, on its way into a neighbour's memory.
 
     Args:
@@ -166,7 +166,7 @@ class Tail:
         written_nbytes: how many are there.
     """
 
-    def __init__(self, neighbour: Neighbour | None, view: memoryview, source: int, target: int) -> None:
+    def __init__(self, neighbour: PeerProcess | None, view: memoryview, source: int, target: int) -> None:
         self._neighbour = neighbour
         self._view = view
         self._source = source
@@ -179,7 +179,7 @@ class Tail:
         return self._view[self.written_nbytes :]
 
     def write_piece(self) -> int:
-        """Write the next piece; returns its size. Raises OSError as :meth:`Neighbour.write`."""
+        """Write the next piece; returns its size. Raises OSError as :meth:`PeerProcess.write`."""
         if self._neighbour is None:
             raise OSError(errno.EPERM, "it is not known how to write there")
         nbytes = min(PIECE_NBYTES, len(self.rest))

@@ -4,8 +4,8 @@ A :class:`Matcher` owns the receives that are posted and the messages that nobod
 MPI: by tag, posted receives and unexpected messages queue in order, and the first that fits wins. A message that is
 matched is *taken* by its receive, which may last: its bytes may still be with the sender.
 
-Threads of a backend never come in here. They hand what has arrived to an :class:`Inbox`, whose content the loop takes
-whenever it tests a request.
+Threads of a backend never come in here. They hand what has arrived to an :class:`CallbackQueue`, whose content the loop
+takes whenever it tests a request.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from asyncdist.transports.base import (
 EAGER_NBYTES: Final = 65536
 
 
-class Inbox:
+class CallbackQueue:
     """Calls that threads want made on the loop, in order.
 
     The bell is rung when something comes and nothing lay here; what comes later is found by the same look. So no
@@ -77,20 +77,20 @@ class Inbox:
 class Send:
     """A send request: what it has come to."""
 
-    __slots__ = ("_inbox", "done", "error", "nbytes")
+    __slots__ = ("_callbacks", "done", "error", "nbytes")
 
     cancelled: Final = False
     source: Final = ANY_SOURCE
 
-    def __init__(self, inbox: Inbox, nbytes: int) -> None:
-        self._inbox = inbox
+    def __init__(self, callbacks: CallbackQueue, nbytes: int) -> None:
+        self._callbacks = callbacks
         self.nbytes = nbytes
         self.done = False
         self.error: AsyncdistError | None = None
 
     def test(self) -> bool:
-        if self._inbox.calls:
-            self._inbox.empty()
+        if self._callbacks.calls:
+            self._callbacks.empty()
         if self.error is not None:
             raise self.error
         return self.done
@@ -126,11 +126,11 @@ class Message(Protocol):
 class Receive:
     """A receive request, which may be posted again."""
 
-    __slots__ = ("_inbox", "_matcher", "cancelled", "done", "error", "nbytes", "source", "tag", "view", "wanted")
+    __slots__ = ("_callbacks", "_matcher", "cancelled", "done", "error", "nbytes", "source", "tag", "view", "wanted")
 
     def __init__(self, matcher: Matcher, buffer: Buffer, wanted: int, tag: int) -> None:
         self._matcher = matcher
-        self._inbox = matcher.inbox
+        self._callbacks = matcher.callbacks
         self.view = as_bytes(buffer)
         self.wanted = wanted
         self.tag = tag
@@ -141,8 +141,8 @@ class Receive:
         self.error: AsyncdistError | None = None
 
     def test(self) -> bool:
-        if self._inbox.calls:
-            self._inbox.empty()
+        if self._callbacks.calls:
+            self._callbacks.empty()
         if self.error is not None:
             raise self.error
         return self.done
@@ -203,12 +203,12 @@ class InlineMessage:
 class OwnMessage:
     """A message of this rank to itself: eager when it is small, else waiting in the sender's buffer."""
 
-    __slots__ = ("_inbox", "_send", "_view", "nbytes", "source", "tag")
+    __slots__ = ("_callbacks", "_send", "_view", "nbytes", "source", "tag")
 
     is_here: Final = True
 
-    def __init__(self, inbox: Inbox, send: Send, rank: int, tag: int, view: memoryview) -> None:
-        self._inbox = inbox
+    def __init__(self, callbacks: CallbackQueue, send: Send, rank: int, tag: int, view: memoryview) -> None:
+        self._callbacks = callbacks
         self._send = send
         self.source = rank
         self.tag = tag
@@ -226,7 +226,7 @@ class OwnMessage:
     def discard(self) -> None:
         if not self._send.done:
             self._send.done = True
-            self._inbox.ring()
+            self._callbacks.ring()
 
 
 class Matcher:
@@ -236,8 +236,8 @@ class Matcher:
         inbox: rung when a receive completes outside of a test.
     """
 
-    def __init__(self, inbox: Inbox) -> None:
-        self.inbox = inbox
+    def __init__(self, callbacks: CallbackQueue) -> None:
+        self.callbacks = callbacks
         self._posted: dict[int, deque[Receive]] = {}
         self._unexpected: dict[int, deque[Message]] = {}
         self._gone: dict[int, RankLostError] = {}
@@ -295,12 +295,12 @@ class MatchedTransport(Transport):
         capabilities: of the backend.
     """
 
-    def __init__(self, rank: int, size: int, inbox: Inbox, capabilities: Capabilities) -> None:
+    def __init__(self, rank: int, size: int, callbacks: CallbackQueue, capabilities: Capabilities) -> None:
         self.rank = rank
         self.size = size
         self.capabilities = capabilities
-        self._inbox = inbox
-        self._matcher = Matcher(inbox)
+        self._callbacks = callbacks
+        self._matcher = Matcher(callbacks)
 
     @abc.abstractmethod
     def _send_away(self, view: memoryview, dest: int, tag: int) -> Request:
@@ -310,9 +310,9 @@ class MatchedTransport(Transport):
         view = as_bytes(buffer)
         if dest != self.rank:
             return self._send_away(view, dest, tag)
-        send = Send(self._inbox, view.nbytes)
-        self._matcher.deliver(OwnMessage(self._inbox, send, self.rank, tag, view))
-        self._inbox.ring()
+        send = Send(self._callbacks, view.nbytes)
+        self._matcher.deliver(OwnMessage(self._callbacks, send, self.rank, tag, view))
+        self._callbacks.ring()
         return send
 
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:

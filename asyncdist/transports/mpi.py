@@ -38,7 +38,7 @@ from asyncdist.transports.base import (
     Transport,
 )
 from asyncdist.transports.mpi_requests import ReceiveRequest, SendRequest
-from asyncdist.transports.persistent_send import RepeatedSend
+from asyncdist.transports.persistent_send import PersistentSend
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -166,7 +166,7 @@ class MpiTransport(Transport):
             written_share=0.5,
         )
         self._isend = self._comm.Isend
-        self._repeated: dict[tuple[int, int, int], RepeatedSend] = {}
+        self._repeated: dict[tuple[int, int, int], PersistentSend] = {}
         self._lost: set[int] = set()
         self._windows: list[_MpiWindow] = []
         self._windows_of: dict[tuple[int, ...], _Windows] = {}
@@ -176,13 +176,13 @@ class MpiTransport(Transport):
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         return SendRequest(self._isend(buffer, dest, tag), buffer, self._fail, dest)
 
-    def prepare_send(self, nbytes: int, dest: int, tag: int) -> RepeatedSend | None:
+    def prepare_send(self, nbytes: int, dest: int, tag: int) -> PersistentSend | None:
         key = nbytes, dest, tag
         send = self._repeated.get(key)
         if send is None and len(self._repeated) < REPEATED_SEND_COUNT_MAX:
             room = bytearray(-(-nbytes // 8) * 8)
             request = self._comm.Send_init(memoryview(room)[:nbytes], dest, tag)
-            send = self._repeated[key] = RepeatedSend(request, room, self._fail, dest)
+            send = self._repeated[key] = PersistentSend(request, room, self._fail, dest)
         return send
 
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:

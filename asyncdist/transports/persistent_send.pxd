@@ -1,4 +1,4 @@
-cdef class RepeatedSend:
+cdef class PersistentSend:
     cdef object _request
     cdef object _start
     cdef object _test

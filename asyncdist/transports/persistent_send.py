@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
 
-class RepeatedSend:
+class PersistentSend:
     """A send of one room to one rank on one tag (MPI-4.1 section 3.9). As a request it is that of its last message.
 
     A start costs 0.25 us and an Isend 0.7: mpi4py need not ask a buffer again what it is, nor make a request.
@@ -46,7 +46,7 @@ class RepeatedSend:
         self.room = room
         self.is_free = True
 
-    def start(self) -> RepeatedSend | None:
+    def start(self) -> PersistentSend | None:
         """Send what the room holds now, and test once; None when it has left already. Only when it is free."""
         self.is_free = False
         try:

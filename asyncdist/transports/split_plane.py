@@ -19,7 +19,7 @@ from asyncdist.transports.base import (
     Request,
     Transport,
 )
-from asyncdist.transports.persistent_send import RepeatedSend
+from asyncdist.transports.persistent_send import PersistentSend
 
 
 class TwoPlaneTransport(Transport):
@@ -78,7 +78,7 @@ class TwoPlaneTransport(Transport):
     def start_send(self, buffer: Buffer, dest: int, tag: int) -> Request | None:
         return self._plane(tag).start_send(buffer, dest, tag)
 
-    def prepare_send(self, nbytes: int, dest: int, tag: int) -> RepeatedSend | None:
+    def prepare_send(self, nbytes: int, dest: int, tag: int) -> PersistentSend | None:
         return self._plane(tag).prepare_send(nbytes, dest, tag)
 
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:

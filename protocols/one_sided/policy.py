@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from asyncdist import AsyncdistError, Group, RankLostError, World, validation
-from asyncdist.collectives.one_sided import Exposure, OutdatedError, Published, open_exposure
+from asyncdist.collectives.one_sided import OutdatedError, VersionedWindow, VersionRecord, open_versioned_window
 from asyncdist.messaging import wire
 from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.streams import CHUNK_NBYTES
@@ -207,7 +207,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         self._accumulators = SnapshotPool(self._flat, accumulate=True)
         self._chunk_nbytes = CHUNK_NBYTES
         self._ring = ChunkRing(self._chunk_nbytes)
-        self._exposure: Exposure | None = None
+        self._exposure: VersionedWindow | None = None
         self._is_publishing = False
         self._own_metric: float | None = None
         self._replacement: _Replacement | None = None
@@ -269,7 +269,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         agreed = await self._agree()
         scope = wire.scope_of(members, f"{type(self).__name__} {self.name or '(none)'}", agreed.time)
         self._random = world.generator(f"policy {scope}")
-        self._exposure = await open_exposure(
+        self._exposure = await open_versioned_window(
             world, self._group, self._packing.nbytes, scope=scope, chunk_nbytes=self._chunk_nbytes
         )
         self._begin_life()
@@ -544,7 +544,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         self,
         replacement: _Replacement,
         donor: int,
-        record: Published,
+        record: VersionRecord,
         mean: WeightedMean,
         deadline: float,
         *,

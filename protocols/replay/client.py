@@ -44,7 +44,7 @@ from asyncdist import (
 )
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.engine import Engine, yield_to_loop
-from asyncdist.messaging.polling import settle
+from asyncdist.messaging.polling import resolve_waiter
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted, check_grant
 from asyncdist.tensors.byte_views import split
 from protocols.replay.messages import (
@@ -466,11 +466,11 @@ class ReplayBuffer:
                 self._on_declare(message)
             case Added(requests, scores):
                 for request, score in zip(requests, scores, strict=False):
-                    self._settle(request, score, None)
+                    self._complete(request, score, None)
             case Drawn() as drawn:
                 self._on_drawn(drawn)
             case Failed(request, later, reason):
-                self._settle(request, None, BusyError(reason) if later else LocalProtocolError(reason))
+                self._complete(request, None, BusyError(reason) if later else LocalProtocolError(reason))
             case Grant() as grant:
                 self._on_grant(grant, envelope.round)
             case Cancel(slot):
@@ -495,13 +495,13 @@ class ReplayBuffer:
         call = self._calls.get(drawn.request)
         if drawn.nbytes and not drawn.data and (call is None or call.waiter.done()):
             self._send(Withdraw(drawn.request))  # nobody will grant
-        self._settle(drawn.request, drawn, None)
+        self._complete(drawn.request, drawn, None)
 
-    def _settle(self, request: int, answer: Any, error: AsyncdistError | None) -> None:
+    def _complete(self, request: int, answer: Any, error: AsyncdistError | None) -> None:
         call = self._calls.pop(request, None)
         if call is not None:
             call.answer, call.error = answer, error
-            settle(call.waiter, None)
+            resolve_waiter(call.waiter, None)
             call.room.release()
 
     def _on_grant(self, grant: Grant, request: int) -> None:
@@ -562,7 +562,7 @@ class ReplayBuffer:
         """Nothing is answered any more."""
         self._error = self._error or error
         for request in list(self._calls):
-            self._settle(request, None, self._error)
+            self._complete(request, None, self._error)
 
 
 def _ids(ids: Any) -> npt.NDArray[np.int64]:

@@ -32,7 +32,7 @@ from asyncdist import AsyncdistError, BusyError, Group, RankLostError, World, cu
 from asyncdist.messaging.channels import Channel
 from asyncdist.tensors.flat_state import FlatBuffers, SnapshotPool
 from protocols.own_state import OwnState
-from protocols.parameter_stream import ChunkRing, DonorDesk, Intake, Offer, safe_point_count
+from protocols.parameter_stream import ChunkRing, Offer, SnapshotReceiver, SnapshotServer, safe_point_count
 from protocols.policy import (
     NOTHING,
     AverageApplied,
@@ -117,7 +117,7 @@ class _ReplacerRole:
     assigned_at: float
     frozen: Frozen | None = None
     exchange: asyncio.Task[None] | None = None
-    intake: Intake | None = None
+    intake: SnapshotReceiver | None = None
     average: FlatBuffers | None = None
     complete: bool = False
     nbytes: int = 0
@@ -329,7 +329,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._control: Channel[ControlMessage] = world.open_channel(
             ControlMessage, tag=tags.CONTROL, scope=scopes.to_members, peer_scope=scopes.to_coordinator, name="control"
         )
-        self._desk = DonorDesk(world, scopes.to_members)
+        self._desk = SnapshotServer(world, scopes.to_members)
         world.on_gone(self._on_gone)
         world.leftover_probes.append(self._leftovers)
         self._reported_at = world.time()
@@ -549,9 +549,9 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             logger.info("round %d: not asked early, %s", role.round, error)
             self._end_intake(role)
 
-    def _begin_intake(self, role: _ReplacerRole, donors: tuple[int, ...], best: int) -> Intake:
+    def _begin_intake(self, role: _ReplacerRole, donors: tuple[int, ...], best: int) -> SnapshotReceiver:
         accumulator = self._accumulators.acquire()
-        role.intake = Intake(
+        role.intake = SnapshotReceiver(
             self._world, self._desk.channel, accumulator, self._ring, donors=donors, best=best, round=role.round
         )
         return role.intake

@@ -1,4 +1,4 @@
-"""Exposed state: `asyncdist/collectives/one_sided.py`, whether the transport has one-sided reads or the owner answers."""
+"""Exposed state: `asyncdist/collectives/one_sided.py`, with one-sided reads or answered by the owner."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncdist.collectives.groups import Group
-from asyncdist.collectives.one_sided import Exposure, OutdatedError, Published, open_exposure
+from asyncdist.collectives.one_sided import OutdatedError, VersionedWindow, VersionRecord, open_versioned_window
 from asyncdist.messaging.streams import WINDOW_COUNT
 from conformance.endpoint import Endpoint
 
@@ -21,28 +21,30 @@ NBYTES = CHUNK_NBYTES * (WINDOW_COUNT + 2) + 40
 
 
 @asynccontextmanager
-async def exposed(end: Endpoint, *, nbytes: int = NBYTES, group: Group | None = None) -> AsyncIterator[Exposure]:
+async def exposed(end: Endpoint, *, nbytes: int = NBYTES, group: Group | None = None) -> AsyncIterator[VersionedWindow]:
     group = group or end.world.group
     scope = end.world.next_scope(group.ranks, "exposure of a case")
-    exposure = await open_exposure(end.world, group, nbytes, scope=scope, chunk_nbytes=CHUNK_NBYTES)
+    exposure = await open_versioned_window(end.world, group, nbytes, scope=scope, chunk_nbytes=CHUNK_NBYTES)
     try:
         yield exposure
     finally:
         await exposure.close(end.world.time() + 30.0)
 
 
-def publish(exposure: Exposure, *, metric: float = 1.0) -> bool:
+def publish(exposure: VersionedWindow, *, metric: float = 1.0) -> bool:
     """The next version, whose bytes all say its number; whether there was room for it."""
     memory = exposure.begin()
     if memory is None:
         return False
     version = exposure.version + 1
     memory.fill_(version % 251)
-    assert exposure.publish(1000 + version, metric) == Published(version, 1000 + version, metric) or math.isnan(metric)
+    assert exposure.publish(1000 + version, metric) == VersionRecord(version, 1000 + version, metric) or math.isnan(
+        metric
+    )
     return True
 
 
-async def published(end: Endpoint, exposure: Exposure, rank: int, version: int) -> Published:
+async def published(end: Endpoint, exposure: VersionedWindow, rank: int, version: int) -> VersionRecord:
     """The record of that version of ``rank``, when it is the newest one known here."""
     while True:
         record = await exposure.published_by(rank)
@@ -51,7 +53,9 @@ async def published(end: Endpoint, exposure: Exposure, rank: int, version: int) 
         await end.world.safe_point()
 
 
-async def read(end: Endpoint, exposure: Exposure, rank: int, record: Published, nbytes: int = NBYTES) -> bytes:
+async def read(
+    end: Endpoint, exposure: VersionedWindow, rank: int, record: VersionRecord, nbytes: int = NBYTES
+) -> bytes:
     ring = [bytearray(CHUNK_NBYTES) for _ in range(WINDOW_COUNT)]
     sizes = [min(CHUNK_NBYTES, nbytes - start) for start in range(0, nbytes, CHUNK_NBYTES)]
     targets = [memoryview(ring[index % WINDOW_COUNT])[:size] for index, size in enumerate(sizes)]
@@ -76,13 +80,13 @@ async def case_the_two_newest_versions_are_there_and_older_ones_are_not(end: End
         await end.barrier()
         if end.size > 1:
             newest = await published(end, exposure, end.left, 3)
-            assert newest == Published(3, 1003, 1.0)
+            assert newest == VersionRecord(3, 1003, 1.0)
             assert await read(end, exposure, end.left, newest) == content(3)
             assert await read(end, exposure, end.left, newest, CHUNK_NBYTES + 8) == content(3, CHUNK_NBYTES + 8)
             with pytest.raises(OutdatedError, match=f"rank {end.left}"):
-                await read(end, exposure, end.left, Published(1, 1001, 1.0))
+                await read(end, exposure, end.left, VersionRecord(1, 1001, 1.0))
             with pytest.raises(OutdatedError):
-                await read(end, exposure, end.left, Published(9, 1009, 1.0))
+                await read(end, exposure, end.left, VersionRecord(9, 1009, 1.0))
         await end.barrier()
         assert exposure.version == 3
 
@@ -91,7 +95,7 @@ async def case_a_version_is_gone_when_the_next_but_one_is_begun(end: Endpoint) -
     async with exposed(end) as exposure:
         assert publish(exposure) and publish(exposure)
         await end.barrier()
-        before = Published(1, 1001, 1.0)
+        before = VersionRecord(1, 1001, 1.0)
         if end.size > 1:
             await published(end, exposure, end.left, 2)
             assert await read(end, exposure, end.left, before) == content(1)

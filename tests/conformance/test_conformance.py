@@ -11,7 +11,7 @@ from support.mpi import Result, require_mpi, run_ranks, run_source
 
 import asyncdist as ad
 from asyncdist.messaging import streams
-from asyncdist.runtime.run import Outcome, host_rank
+from asyncdist.runtime.run import RankResult, host_rank
 from asyncdist.tags import TAG_MAX
 from asyncdist.transports.local import LocalHub
 from asyncdist.transports.split_plane import TwoPlaneTransport
@@ -64,7 +64,7 @@ def test_two_planes(name: str) -> None:
     """Odd tags on one hub, even ones on another: neighbours that every case uses together."""
     control, bulk = LocalHub(3), LocalHub(3)
 
-    async def job() -> list[Outcome]:
+    async def job() -> list[RankResult]:
         ranks = (TwoPlaneTransport(control.transport(r), bulk.transport(r), range(1, TAG_MAX + 1, 2)) for r in range(3))
         return await asyncio.gather(*(host_rank(run_case, (name,), transport, strict=True) for transport in ranks))
 
@@ -79,7 +79,7 @@ def test_polled(how: str, kind: str, name: str, monkeypatch: pytest.MonkeyPatch)
     """On a backend that ignores tags and does one thing after the other, alone and as what NCCL would be used for."""
     monkeypatch.setattr(polled, "GOODBYE_S", 0.0)  # nobody else is of this process when a rank closes
 
-    async def job() -> list[Outcome]:
+    async def job() -> list[RankResult]:
         transports = local_polled.MAKERS[how](kind, 3)
         return await asyncio.gather(*(host_rank(run_case, (name,), transport, strict=True) for transport in transports))
 

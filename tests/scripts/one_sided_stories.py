@@ -18,7 +18,7 @@ from scripts.population import Mixed, State, clone_state, equal_states, flat_sta
 from support.mpi import report
 
 import asyncdist as ad
-from asyncdist.collectives.one_sided import Exposure, OutdatedError, Published, open_exposure
+from asyncdist.collectives.one_sided import OutdatedError, VersionedWindow, VersionRecord, open_versioned_window
 from protocols import OneSidedSelectiveAveragingPolicy
 
 LIMIT_S = 90.0
@@ -124,7 +124,7 @@ async def apart(world: ad.World) -> dict[str, Any]:
 async def torn(world: ad.World) -> dict[str, Any]:
     """Rank 0 publishes all the time; the others copy its slots all the time, and never see two versions in one."""
     scope = world.next_scope(world.group.ranks, "torn")
-    exposure = await open_exposure(world, world.group, SLOT_NBYTES, scope=scope, chunk_nbytes=CHUNK_NBYTES)
+    exposure = await open_versioned_window(world, world.group, SLOT_NBYTES, scope=scope, chunk_nbytes=CHUNK_NBYTES)
     done = world.channel(Done, tag=41)
     counts = {"whole": 0, "torn": 0, "mixed": 0}
     if world.rank == 0:
@@ -149,7 +149,7 @@ async def torn(world: ad.World) -> dict[str, Any]:
     if world.rank:
         newest = await exposure.published_by(0)
         assert newest is not None
-        before = Published(newest.version - 1, newest.iteration - 1, newest.metric)
+        before = VersionRecord(newest.version - 1, newest.iteration - 1, newest.metric)
         slots = [await _copy(exposure, record) for record in (newest, before)]
     await ad.barrier()
     await exposure.close(world.time() + 10.0)
@@ -157,14 +157,14 @@ async def torn(world: ad.World) -> dict[str, Any]:
     return {**counts, "both slots": slots}
 
 
-def _publish(exposure: Exposure) -> None:
+def _publish(exposure: VersionedWindow) -> None:
     memory = exposure.begin()
     if memory is not None:
         memory.view(torch.int64).fill_(exposure.version + 1)
         exposure.publish(exposure.version + 1, 0.5)
 
 
-async def _copy(exposure: Exposure, record: Published) -> str:
+async def _copy(exposure: VersionedWindow, record: VersionRecord) -> str:
     buffer = torch.empty(SLOT_NBYTES, dtype=torch.uint8)
     view = memoryview(buffer.numpy())
     targets = [view[start : start + CHUNK_NBYTES] for start in range(0, SLOT_NBYTES, CHUNK_NBYTES)]
@@ -178,7 +178,7 @@ async def _copy(exposure: Exposure, record: Published) -> str:
 async def asleep(world: ad.World, folder: str) -> dict[str, Any]:
     """The last rank computes and never enters MPI until the others have read it: they need no help."""
     scope = world.next_scope(world.group.ranks, "asleep")
-    exposure = await open_exposure(world, world.group, SLOT_NBYTES, scope=scope, chunk_nbytes=CHUNK_NBYTES)
+    exposure = await open_versioned_window(world, world.group, SLOT_NBYTES, scope=scope, chunk_nbytes=CHUNK_NBYTES)
     _publish(exposure)
     await ad.barrier()
     owner, helped = world.size - 1, False

@@ -23,7 +23,7 @@ from asyncdist.collectives import nonblocking, shared_memory_reduce
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import DisagreementError
 
-_original_meet = nonblocking.meet
+_original_meet = nonblocking.map_shared_buffers
 
 
 class Mixed(nn.Module):
@@ -60,16 +60,16 @@ def watched() -> Iterator[list[bool]]:
     """Whether each flat tensor was averaged in shared memory."""
     found: list[bool] = []
 
-    async def meet(memory: object, group: Group, all_gather: Callable[..., object]) -> object:
+    async def map_shared_buffers(memory: object, group: Group, all_gather: Callable[..., object]) -> object:
         views = await _original_meet(memory, group, all_gather)  # type: ignore[arg-type]
         found.append(views is not None)
         return views
 
-    nonblocking.meet = meet  # type: ignore[assignment]
+    nonblocking.map_shared_buffers = map_shared_buffers  # type: ignore[assignment]
     try:
         yield found
     finally:
-        nonblocking.meet = _original_meet
+        nonblocking.map_shared_buffers = _original_meet
 
 
 @contextmanager

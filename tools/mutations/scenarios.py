@@ -60,7 +60,7 @@ from protocols import (
     StepInfo,
     parameter_stream,
 )
-from protocols.parameter_stream import Intake
+from protocols.parameter_stream import SnapshotReceiver
 from protocols.selective import rounds
 
 STRATEGIES = ("mean", "weighted_mean", "best_only", "reset_weights")
@@ -353,9 +353,9 @@ def sends_watched() -> Iterator[None]:
 @contextlib.contextmanager
 def deadlines_watched(slack_s: float) -> Iterator[None]:
     """A replacer waits for a stream until its deadline, and for no longer than it may itself be deaf after that."""
-    run = Intake.run
+    run = SnapshotReceiver.run
 
-    async def checked(intake: Intake, weights: Sequence[float], *, deadline: float) -> None:
+    async def checked(intake: SnapshotReceiver, weights: Sequence[float], *, deadline: float) -> None:
         world = ad.current_world()
         try:
             await run(intake, weights, deadline=deadline)
@@ -363,7 +363,7 @@ def deadlines_watched(slack_s: float) -> Iterator[None]:
             late_s = world.time() - deadline
             assert late_s <= slack_s, f"rank {world.rank} waited {late_s:.3f} s past the deadline of its exchange"
 
-    with mock.patch.object(Intake, "run", checked):
+    with mock.patch.object(SnapshotReceiver, "run", checked):
         yield
 
 

@@ -183,7 +183,7 @@ class Link:
         self._control = control
         self._bulk = bulk
         self._matcher = matcher
-        self._inbox = matcher.inbox
+        self._callbacks = matcher.callbacks
         self._on_lost = on_lost
         self._sent: deque[tuple[Any, _Frame]] = deque()
         self._spare: list[_Frame] = []
@@ -209,7 +209,7 @@ class Link:
 
     def send(self, view: memoryview, tag: int) -> Send:
         """Start sending; a small message has left when the window has room."""
-        send = Send(self._inbox, view.nbytes)
+        send = Send(self._callbacks, view.nbytes)
         send.error = self.error
         if send.error is not None:
             return send
@@ -228,10 +228,10 @@ class Link:
         return send
 
     def send_granted(self, view: memoryview, tag: int) -> Send:
-        """Start sending a message whose receive the peer has posted; see :mod:`asyncdist.transports.torch_distributed.gloo_streams`."""
+        """Start sending a message whose receive the peer has posted; see ``gloo_streams``."""
         if self.error is None:
             return self._passage(tag).send(view)
-        send = Send(self._inbox, view.nbytes)
+        send = Send(self._callbacks, view.nbytes)
         send.error = self.error
         return send
 
@@ -285,7 +285,7 @@ class Link:
     # -- receiving --------------------------------------------------------------------------------------------------
 
     def receive_granted(self, buffer: Buffer, tag: int) -> Receive:
-        """Post a receive of that tag, whose message will be no larger; see :mod:`asyncdist.transports.torch_distributed.gloo_streams`."""
+        """Post a receive of that tag, whose message will be no larger; see ``gloo_streams``."""
         if self.error is None:
             return self._passage(tag).receive(buffer)
         receive = Receive(self._matcher, buffer, self.peer, tag)
@@ -425,7 +425,7 @@ class Link:
         finally:
             self._ended[name].set()
             self._ended[other].wait(_LINGER_S)
-            self._inbox.put(self._on_ended, why)
+            self._callbacks.put(self._on_ended, why)
 
     def _run_control(self) -> None:
         """Take frames out of the ring."""
@@ -445,7 +445,7 @@ class Link:
                     kind, exit_code, _, _ = _ENTRY.unpack_from(frame, _FRAME.size)
                     if kind == _ABORT:
                         end_process(self.peer, exit_code)
-                self._inbox.put(self._on_frame, frame)
+                self._callbacks.put(self._on_frame, frame)
                 if slot % _BATCH_COUNT == _BATCH_COUNT - 1 and closed is None:
                     try:
                         for tensor in tensors[slot + 1 - _BATCH_COUNT : slot + 1]:
@@ -475,7 +475,7 @@ class Link:
         with contextlib.suppress(RuntimeError):
             while (download := self._to_land.get()) is not None:
                 download.wait()
-                self._inbox.put(self._on_landed, download)
+                self._callbacks.put(self._on_landed, download)
                 del download
 
 
@@ -500,7 +500,7 @@ class Mesh:
     """
 
     def __init__(self, make_group: Callable[[str], Any], rank: int, size: int, matcher: Matcher) -> None:
-        self._inbox = matcher.inbox
+        self._callbacks = matcher.callbacks
         self._listen: Callable[[int], None] = lambda _: None
         self.lost: frozenset[int] = frozenset()
         self.links: dict[int, Link] = {}
@@ -538,14 +538,14 @@ class Mesh:
         """
         self._listen = lambda _: None
         arrived = threading.Event()
-        self._inbox.set_bell(arrived.set)
+        self._callbacks.set_bell(arrived.set)
         for link in self._live():
             link.say_goodbye()
         deadline = time.monotonic() + _GOODBYE_S
         while any(not link.said_goodbye for link in self._live()) and time.monotonic() < deadline:
             arrived.wait(deadline - time.monotonic())
             arrived.clear()
-            self._inbox.empty()
+            self._callbacks.empty()
         for group in self._groups:
             _close_connections(group)
         sys.setswitchinterval(self._switch_interval_s)

@@ -78,7 +78,7 @@ class Passage:
         self._peer = peer
         self._bulk = bulk
         self._matcher = matcher
-        self._inbox = matcher.inbox
+        self._callbacks = matcher.callbacks
         self._start = start
         self._acknowledge = acknowledge
         self.ask_for_nothing = ask_for_nothing
@@ -98,7 +98,7 @@ class Passage:
 
     def _send(self, view: memoryview, mark: int) -> Send:
         self._sent_count += 1
-        send = Send(self._inbox, view.nbytes)
+        send = Send(self._callbacks, view.nbytes)
         upload = Transfer(_FIRST_TAG + self._tag, readable(view), mark)
         self._uploads.append((upload, send))
         self._start(f"send-{self._tag}", self._run_sends)
@@ -178,5 +178,5 @@ class Passage:
                 receive = posted.popleft()
                 receive.transfer.wait()
                 self._acknowledge()
-                self._inbox.put(self._on_landed, receive)
+                self._callbacks.put(self._on_landed, receive)
                 del receive

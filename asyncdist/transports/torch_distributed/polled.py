@@ -35,7 +35,7 @@ import torch
 
 from asyncdist.errors import RankLostError, TransportError
 from asyncdist.transports.base import Capabilities, Request, Transport
-from asyncdist.transports.matching import Inbox, InlineMessage, MatchedTransport, Matcher, Receive, Send
+from asyncdist.transports.matching import CallbackQueue, InlineMessage, MatchedTransport, Matcher, Receive, Send
 from asyncdist.transports.torch_distributed.gloo import end_process, reason
 
 logger = logging.getLogger("asyncdist.transports.torch_distributed.polled")
@@ -144,7 +144,7 @@ def _bytes_tensor(buffer: Any) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
-class _Poller(Inbox):
+class _Poller(CallbackQueue):
     """In place of what threads bring: there is always something to look at, and a look polls."""
 
     def __init__(self, poll: Callable[[], None]) -> None:
@@ -216,7 +216,7 @@ class _Exchange:
 
     def send(self, view: memoryview, dest: int, tag: int) -> Send:
         """Start sending; a small message leaves with its entry."""
-        send = Send(self._matcher.inbox, view.nbytes)
+        send = Send(self._matcher.callbacks, view.nbytes)
         send.error = self.lost.get(dest)
         if send.error is not None:
             return send

@@ -72,7 +72,7 @@ def is_group_initialised() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def meet(rendezvous: Rendezvous | None, rank: int, size: int, timeout_s: float) -> Any:
+def join_store(rendezvous: Rendezvous | None, rank: int, size: int, timeout_s: float) -> Any:
     """Wait for all ranks.
 
     Args:

@@ -23,10 +23,10 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from asyncdist.errors import TransportError
 from asyncdist.transports.base import Buffer, Capabilities, Request, Transport
-from asyncdist.transports.matching import Inbox, MatchedTransport
+from asyncdist.transports.matching import CallbackQueue, MatchedTransport
 from asyncdist.transports.torch_distributed import backends, completion_probe, gloo
 from asyncdist.transports.torch_distributed.polled import Pairs, PolledBulk, PolledTransport
-from asyncdist.transports.torch_distributed.rendezvous import Rendezvous, meet
+from asyncdist.transports.torch_distributed.rendezvous import Rendezvous, join_store
 
 #: How long the ranks wait for each other at the start.
 START_TIMEOUT_S = 300.0
@@ -92,7 +92,7 @@ def _make_pairs(
 ) -> list[Pairs]:
     """Pairs on groups of their own, each found to tell the truth."""
     rank, size = _place(rendezvous)
-    store = meet(rendezvous, rank, size, START_TIMEOUT_S)
+    store = join_store(rendezvous, rank, size, START_TIMEOUT_S)
     device = backends.device_of(backend, local_rank)
     made: list[Pairs] = []
     for name in names:
@@ -135,7 +135,7 @@ class TorchTransport(MatchedTransport):
     ) -> None:
         rank, size = _place(rendezvous)
         timeout_s = START_TIMEOUT_S if start_timeout_s is None else start_timeout_s
-        store = meet(rendezvous, rank, size, timeout_s) if size > 1 else None
+        store = join_store(rendezvous, rank, size, timeout_s) if size > 1 else None
         capabilities = Capabilities(
             native_collectives=False,
             survives_rank_loss=True,
@@ -146,7 +146,7 @@ class TorchTransport(MatchedTransport):
             shares_memory=True,
             written_share=1.0,
         )
-        super().__init__(rank, size, Inbox(), capabilities)
+        super().__init__(rank, size, CallbackQueue(), capabilities)
         self._granted_tags = granted_tags
         make_group = functools.partial(gloo.make_group, store, rank=rank, size=size, timeout=_GROUP_TIMEOUT)
         self._mesh = gloo.Mesh(make_group, rank, size, self._matcher)
@@ -181,7 +181,7 @@ class TorchTransport(MatchedTransport):
             self._mesh.close(join_s)
 
     def set_doorbell(self, ring: Callable[[], None]) -> None:
-        self._inbox.set_bell(ring)
+        self._callbacks.set_bell(ring)
 
     def set_loss_listener(self, listen: Callable[[int], None]) -> None:
         self._mesh.set_loss_listener(listen)
