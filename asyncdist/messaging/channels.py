@@ -32,9 +32,14 @@ import numpy
 from asyncdist.errors import AsyncdistError, BusyError, ClosedError, LocalProtocolError
 from asyncdist.messaging import wire
 from asyncdist.messaging.engine import Engine, yield_to_loop
-from asyncdist.messaging.mailboxes import Envelope as Envelope
-from asyncdist.messaging.mailboxes import FrameReceiver, Inbox, MessageT, Outbox
-from asyncdist.messaging.mailboxes import Overflow as Overflow
+from asyncdist.messaging.mailboxes import (
+    Envelope as Envelope,
+    FrameReceiver,
+    Inbox,
+    MessageT,
+    Outbox,
+    Overflow as Overflow,
+)
 from asyncdist.messaging.polling import resolve_waiter
 from asyncdist.transports.base import Request
 

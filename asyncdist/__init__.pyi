@@ -1,0 +1,122 @@
+"""The public names of asyncdist, each with the module that it is imported from on its first use."""
+
+from ._version import __version__ as __version__
+from .collectives.groups import Group as Group
+from .errors import (
+    AsyncdistError as AsyncdistError,
+    BusyError as BusyError,
+    ClosedError as ClosedError,
+    DeadlockError as DeadlockError,
+    DisagreementError as DisagreementError,
+    LocalProtocolError as LocalProtocolError,
+    RankLostError as RankLostError,
+    RemoteError as RemoteError,
+    RemoteProtocolError as RemoteProtocolError,
+    StallError as StallError,
+    StartTimeoutError as StartTimeoutError,
+    TimeLimitError as TimeLimitError,
+    TransportError as TransportError,
+    TruncationError as TruncationError,
+)
+from .functional.averaging import (
+    average_gradients as average_gradients,
+    average_models as average_models,
+)
+from .functional.collectives import (
+    all_gather as all_gather,
+    all_reduce as all_reduce,
+    all_to_all as all_to_all,
+    barrier as barrier,
+    broadcast as broadcast,
+    gather as gather,
+    new_group as new_group,
+)
+from .functional.load_balance import (
+    report_load_imbalance as report_load_imbalance,
+    report_time_info as report_time_info,
+)
+from .functional.main_process import (
+    compute_and_broadcast as compute_and_broadcast,
+    gather_from_all_ranks as gather_from_all_ranks,
+    gather_scalar_from_all_ranks as gather_scalar_from_all_ranks,
+    is_distributed as is_distributed,
+    is_main_process as is_main_process,
+    reduce_and_broadcast as reduce_and_broadcast,
+    zero_first as zero_first,
+    zero_only as zero_only,
+)
+from .functional.parallel_groups import (
+    ParallelGroups as ParallelGroups,
+    ParallelLayout as ParallelLayout,
+    new_parallel_groups as new_parallel_groups,
+    parallel_groups as parallel_groups,
+)
+from .functional.ragged_gather import gather_distributed_data as gather_distributed_data
+from .functional.rank_layout import (
+    DistributedContext as DistributedContext,
+    DistributedContextmpi4py as DistributedContextmpi4py,
+    RankLayout as RankLayout,
+    initialize_distributed_compute as initialize_distributed_compute,
+    initialize_distributed_compute_mpi4py as initialize_distributed_compute_mpi4py,
+)
+from .launch.config import MultiprocessConfig as MultiprocessConfig
+from .launch.process_groups import (
+    default_backend as default_backend,
+    get_distributed_backend as get_distributed_backend,
+    init_dist as init_dist,
+    init_parallel_groups as init_parallel_groups,
+    init_process_group_from_backend as init_process_group_from_backend,
+    set_distributed_backend as set_distributed_backend,
+)
+from .launch.spawn import (
+    init_and_run as init_and_run,
+    launch_subprocesses as launch_subprocesses,
+)
+from .messaging.channels import (
+    Channel as Channel,
+    ChannelStatistics as ChannelStatistics,
+    Envelope as Envelope,
+)
+from .runtime.run import (
+    open_world as open_world,
+    run as run,
+    run_local as run_local,
+)
+from .runtime.world import (
+    World as World,
+    WorldStatistics as WorldStatistics,
+    current_world as current_world,
+)
+from .simulation.explore import explore as explore
+from .simulation.simulate import (
+    SimReport as SimReport,
+    simulate as simulate,
+)
+from .spmd.gradient_update import (
+    agent_gradient_update as agent_gradient_update,
+    gradient_update as gradient_update,
+)
+from .spmd.mesh import (
+    DP_AXIS_NAME as DP_AXIS_NAME,
+    POP_AXIS_NAME as POP_AXIS_NAME,
+    Mesh as Mesh,
+    new_mesh as new_mesh,
+)
+from .spmd.shard_map import (
+    shmap_map as shmap_map,
+    shmap_vmap as shmap_vmap,
+)
+from .spmd.sharding import (
+    Sharding as Sharding,
+    get_global_ranks as get_global_ranks,
+    get_process_id as get_process_id,
+    is_dist_initialized as is_dist_initialized,
+    split_key_to_devices as split_key_to_devices,
+    tree_device_put as tree_device_put,
+)
+from .spmd.tree_collectives import (
+    pmax as pmax,
+    pmean as pmean,
+    pmin as pmin,
+    psum as psum,
+)
