@@ -10,8 +10,7 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from support.local import worlds, yields
 
 import asyncdist as ad

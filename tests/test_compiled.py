@@ -217,8 +217,8 @@ def test_compiled_and_interpreted_simulations_are_equal() -> None:
         pytest.skip("no compiler here")
     compiled_from, compiled_lines = account(SIMULATIONS, pure=False)
     source, lines = account(SIMULATIONS, pure=True)
-    assert Path(source).name == "turns.py"
-    assert Path(compiled_from).name.startswith("turns.cpython"), compiled.describe()
+    assert Path(source).name == "scheduler.py"
+    assert Path(compiled_from).name.startswith("scheduler.cpython"), compiled.describe()
     assert compiled_lines == lines
     assert len(lines) == len({line[0] for line in lines}) == 37
     for plan in range(1, 6):

@@ -13,8 +13,7 @@ from typing import NoReturn
 
 import pytest
 
-from asyncdist import cli
-from asyncdist import environment as launch
+from asyncdist import cli, environment as launch
 from asyncdist.environment import Launch
 from asyncdist.errors import TransportError
 from asyncdist.launch import guardians, mpirun
@@ -604,7 +603,8 @@ def test_a_run_gives_every_rank_its_arguments_its_modules_and_no_input(tmp_path:
 def test_ranks_belong_to_the_innermost_launcher(tmp_path: Path) -> None:
     """In a worker of torchrun they joined torchrun's job, and with a variable left behind each trained alone."""
     source = (
-        "import asyncdist as ad\nfrom mpi4py import MPI\nprint(MPI.COMM_WORLD.size, ad.launch.detect().transport)\n"
+        "from mpi4py import MPI\nfrom asyncdist import environment\n"
+        "print(MPI.COMM_WORLD.size, environment.detect().transport)\n"
     )
     around = TORCHRUN | OPENMPI | HYDRA | {"ASYNCDIST_TRANSPORT": "local"}
     code, output, error = finish(start(tmp_path, source, options=["--transport", "mpi"], environ=around))

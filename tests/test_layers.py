@@ -1,4 +1,7 @@
-"""DESIGN section 2, read from the imports themselves: what may import what, and who reads the environment."""
+"""Which folder may import which, read from the imports themselves; and who alone reads the environment, or MPI.
+
+``docs/architecture.md`` shows the diagram that :func:`diagram` draws from the same imports.
+"""
 
 from __future__ import annotations
 
@@ -10,99 +13,31 @@ from torch.utils._device import _device_constructors
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: From the bottom up. A module may import those of lower layers alone.
-LAYERS: tuple[tuple[str, ...], ...] = (
-    (
-        "_version",
-        "simulation.determinism.__init__",
-        "launch.__init__",
-        "functional.__init__",
-        "spmd.__init__",
-        "runtime.__init__",
-        "collectives.__init__",
-        "messaging.__init__",
-        "transports.torch_distributed.__init__",
-        "tensors.__init__",
-        "tensors.byte_views",
-        "validation",
-        "compiled",
-        "transports.cross_memory_attach",
-        "errors",
-        "tensors.means",
-        "tensors.model_tensors",
-        "tensors.shared_memory",
-        "tensors.torch_modes",
-        "transports.persistent_send",
-    ),
-    ("collectives.call_checker", "tensors.flat_state", "tensors.pytrees"),
-    (
-        "tensors.infinities",
-        "tags",
-        "tensors.byte_layout",
-        "tensors.model_cache",
-        "tensors.bucket",
-        "transports.base",
-        "transports.torch_distributed.gloo_transfers",
-        "tensors.serialization",
-    ),
-    ("messaging.polling", "collectives.reductions", "transports.mpi_requests"),
-    (
-        "messaging.wire",
-        "messaging.engine",
-        "transports.local",
-        "transports.matching",
-        "transports.mpi",
-        "transports.split_plane",
-        "transports.__init__",
-    ),
-    ("messaging.mailboxes", "messaging.streams", "transports.torch_distributed.gloo_streams"),
-    ("messaging.channels",),
-    ("collectives.agreement_messages", "collectives.groups", "transports.torch_distributed.gloo"),
-    ("collectives.agreement",),
-    ("collectives.membership", "runtime.compute", "collectives.ordered_reduce"),
-    ("collectives.group_ledger", "collectives.shared_memory_reduce"),
-    (
-        "collectives.nonblocking",
-        "transports.torch_distributed.backends",
-        "transports.torch_distributed.rendezvous",
-        "transports.torch_distributed.polled",
-        "transports.torch_distributed.completion_probe",
-        "messaging.tensor_streams",
-    ),
-    ("collectives.agreed_start", "transports.torch_distributed.transport"),
-    ("runtime.world",),
-    ("collectives.one_sided", "collectives.error_exchange", "runtime.watchdogs"),
-    ("launch.guardians", "environment", "spmd.mesh"),
-    (
-        "spmd.tree_collectives",
-        "spmd.sharding",
-        "runtime.notebooks",
-        "transports.select",
-        "runtime.process",
-        "runtime.tracebacks",
-    ),
-    ("spmd.gradient_update", "spmd.shard_map", "runtime.supervision"),
-    ("runtime.failure",),
-    ("runtime.run", "functional.collectives", "functional.load_balance", "launch.mpirun", "launch.local_ranks"),
-    ("functional.averaging", "functional.main_process"),
-    ("functional.ragged_gather", "functional.rank_layout"),
-    ("functional.parallel_groups",),
-    ("launch.process_groups",),
-    ("launch.config",),
-    ("launch.spawn", "launch.doctor"),
-    ("simulation.determinism.sandbox", "simulation.determinism.entropy", "simulation.determinism.one_at_a_time"),
-    ("simulation.distributions",),
-    ("simulation.trace", "simulation.scheduler", "simulation.models", "simulation.determinism.rng"),
-    ("simulation.faults",),
-    ("simulation.fabric", "simulation.event_loop"),
-    ("simulation.determinism.clocks", "simulation.determinism.generators", "simulation.determinism.sets"),
-    ("simulation.simulate", "simulation.shrink", "simulation.repro_command", "simulation.process_pool"),
-    ("simulation.explore",),
-    ("simulation.run_script",),
-    ("simulation.__init__",),
-    ("__init__", "cli", "pytest_plugin"),
-    ("__main__",),
-)
+#: Folders of the package from the bottom up, each with the folders that it may import. All may import the ground.
+FOLDERS: dict[str, set[str]] = {
+    "ground": set(),
+    "tensors": set(),
+    "transports": {"tensors"},
+    "messaging": {"tensors", "transports"},
+    "collectives": {"tensors", "transports", "messaging"},
+    "runtime": {"tensors", "transports", "messaging", "collectives"},
+    "spmd": {"tensors", "transports", "messaging", "collectives", "runtime"},
+    "functional": {"tensors", "transports", "messaging", "collectives", "runtime", "spmd"},
+    "launch": {"tensors", "transports", "messaging", "collectives", "runtime", "spmd", "functional"},
+    "simulation": {"tensors", "transports", "messaging", "collectives", "runtime"},
+    "face": {"tensors", "transports", "runtime", "launch", "simulation"},
+}
+#: Modules of ``asyncdist/`` itself that everybody may import; the others there are the face that users see.
+GROUND = {"_version", "compiled", "environment", "errors", "tags", "validation"}
+FACE = {"__init__", "__main__", "cli", "pytest_plugin"}
+#: Modules that decide and do nothing else: no event loop, no clock, no randomness that is not an argument.
+PURE = {
+    "one_sided.rules",
+    "replay.store",
+    "selective.messages",
+    "selective.rounds",
+    "selective.rules",
+}
 
 
 def modules(package: str) -> dict[str, ast.Module]:
@@ -110,8 +45,8 @@ def modules(package: str) -> dict[str, ast.Module]:
     folder = ROOT / package
     found = {}
     for path in sorted(folder.rglob("*.py")):
-        name = ".".join(path.relative_to(folder).with_suffix("").parts)
-        found[name] = ast.parse(path.read_text(), str(path))
+        if "_compiled" not in path.parts:
+            found[".".join(path.relative_to(folder).with_suffix("").parts)] = ast.parse(path.read_text(), str(path))
     return found
 
 
@@ -134,7 +69,7 @@ def imports(tree: ast.Module) -> set[str]:
 
 
 def own_imports(tree: ast.Module) -> set[str]:
-    """The modules of asyncdist among them, by their names in LAYERS."""
+    """The modules of asyncdist among them, by their names below it."""
     found = {name.removeprefix("asyncdist.") for name in imports(tree) if name.startswith("asyncdist.")}
     return {name for name in found if name in ASYNCDIST}
 
@@ -143,18 +78,50 @@ def uses(tree: ast.Module, package: str) -> bool:
     return any(name == package or name.startswith(f"{package}.") for name in imports(tree))
 
 
-def layer_of(name: str) -> int:
-    return next(number for number, layer in enumerate(LAYERS) if name in layer)
+def folder_of(name: str) -> str:
+    folder, dot, _ = name.partition(".")
+    if dot:
+        return folder
+    return "ground" if name in GROUND else "face"
 
 
-def test_every_module_has_its_layer() -> None:
-    assert sorted(ASYNCDIST) == sorted(name for layer in LAYERS for name in layer)
+def edges() -> set[tuple[str, str]]:
+    """Pairs of folders of which the first one imports the second one."""
+    found = {(folder_of(name), folder_of(other)) for name, tree in ASYNCDIST.items() for other in own_imports(tree)}
+    return {(folder, other) for folder, other in found if folder != other}
+
+
+def diagram() -> str:
+    """The folders and their imports in Mermaid's language, without arrows that follow from others."""
+    above = {folder: {other for start, other in edges() if start == folder} for folder in FOLDERS}
+    lines = ["graph TD"]
+    for folder in reversed(FOLDERS):
+        implied = {far for near in above[folder] for far in _reachable(near, above)}
+        lines += [f"    {folder} --> {other}" for other in FOLDERS if other in above[folder] - implied]
+    return "\n".join(lines)
+
+
+def _reachable(folder: str, above: dict[str, set[str]]) -> set[str]:
+    return above[folder].union(*(_reachable(other, above) for other in above[folder]))
+
+
+def test_every_module_has_its_folder() -> None:
+    assert {name for name in ASYNCDIST if "." not in name} == GROUND | FACE
+    assert {folder_of(name) for name in ASYNCDIST} == set(FOLDERS)
 
 
 @pytest.mark.parametrize("name", sorted(ASYNCDIST))
 def test_imports_go_down_only(name: str) -> None:
-    wrong = {other for other in own_imports(ASYNCDIST[name]) if layer_of(other) >= layer_of(name)}
-    assert not wrong
+    allowed = FOLDERS[folder_of(name)] | {folder_of(name), "ground"}
+    assert not {other for other in own_imports(ASYNCDIST[name]) if folder_of(other) not in allowed}
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Within a folder too. Imports inside functions and for annotations count."""
+    left = {name: own_imports(tree) - {name} for name, tree in ASYNCDIST.items()}
+    while free := {name for name, used in left.items() if not used & left.keys()}:
+        left = {name: used for name, used in left.items() if name not in free}
+    assert not left
 
 
 def test_there_is_something_to_prove() -> None:
@@ -162,6 +129,18 @@ def test_there_is_something_to_prove() -> None:
     assert {"messaging.engine", "messaging.wire", "errors"} <= own_imports(ASYNCDIST["messaging.channels"])
     assert "transports.mpi" in own_imports(ASYNCDIST["transports.select"]), "an import inside a function"
     assert uses(ASYNCDIST["transports.mpi"], "mpi4py")
+    assert len(edges()) > 20
+
+
+def test_the_diagram_of_the_documentation_is_that_of_the_imports() -> None:
+    assert f"```mermaid\n{diagram()}\n```" in (ROOT / "docs" / "architecture.md").read_text(), f"now:\n{diagram()}"
+
+
+def test_no_folder_is_too_large_to_look_through() -> None:
+    for package, count_max in (("asyncdist", 15), ("protocols", 15)):
+        for folder in {path.parent for path in (ROOT / package).rglob("*.py") if "_compiled" not in path.parts}:
+            count = len(list(folder.glob("*.py")))
+            assert count <= (14 if folder.name == "asyncdist" else count_max), folder
 
 
 def test_mpi4py_is_imported_in_the_mpi_transport_and_the_doctor_alone() -> None:
@@ -173,20 +152,14 @@ def test_mpi4py_is_imported_in_the_mpi_transport_and_the_doctor_alone() -> None:
 def test_torch_distributed_is_imported_where_processes_meet_alone() -> None:
     """Plain functions of ``launch_subprocesses`` bring collectives of their own and need a process group of torch."""
     users = {name for name, tree in ASYNCDIST.items() if uses(tree, "torch.distributed")}
-    assert users == {
-        "launch.process_groups",
-        *(f"transports.{name}" for name in ("backends", "gloo", "meeting", "torch")),
-    }
+    transport = {f"transports.torch_distributed.{name}" for name in ("backends", "gloo", "rendezvous", "transport")}
+    assert users == {"launch.process_groups", *transport}
     assert not any(uses(tree, "torch.distributed") for tree in PROTOCOLS.values())
 
 
 def test_a_concrete_transport_is_known_to_what_opens_it_alone() -> None:
-    users = {
-        name
-        for name, tree in ASYNCDIST.items()
-        if own_imports(tree) & {"transports.local", "transports.mpi", "transports.torch_distributed.transport"}
-        and not name.startswith("transports.")
-    }
+    concrete = {"transports.local", "transports.mpi", "transports.torch_distributed.transport"}
+    users = {name for name, tree in ASYNCDIST.items() if own_imports(tree) & concrete}
     assert users == {"transports.select", "runtime.run"}
 
 
@@ -195,13 +168,11 @@ def test_asyncdist_never_imports_protocols() -> None:
 
 
 def test_protocols_import_no_transport() -> None:
-    forbidden = {
-        "asyncdist.transports.local",
-        "asyncdist.transports.mpi",
-        "asyncdist.runtime.run",
-        "asyncdist.environment",
-    }
-    assert not {name: found for name, tree in PROTOCOLS.items() if (found := imports(tree) & forbidden)}
+    for name, tree in PROTOCOLS.items():
+        assert not {
+            other for other in own_imports(tree) if folder_of(other) in ("transports", "launch", "simulation")
+        }, name
+        assert not own_imports(tree) & {"runtime.run", "environment"}, name
 
 
 def test_protocols_never_ask_which_transport_they_run_on() -> None:
@@ -211,16 +182,15 @@ def test_protocols_never_ask_which_transport_they_run_on() -> None:
         assert not attributes & asked, name
 
 
-@pytest.mark.parametrize("name", sorted(PROTOCOLS))
+@pytest.mark.parametrize("name", sorted(PURE))
 def test_decision_cores_know_no_loop_no_clock_and_no_chance(name: str) -> None:
-    if name.endswith("_core") or name == "messages":
-        for package in ("asyncio", "time", "random", "secrets", "torch"):
-            assert not uses(PROTOCOLS[name], package), package
-        used = {module for module in imports(PROTOCOLS[name]) if module.startswith("asyncdist.")}
-        assert used <= {"asyncdist.validation"}, "options are checked in one way; all else there knows a loop"
+    for package in ("asyncio", "time", "random", "secrets"):
+        assert not uses(PROTOCOLS[name], package), package
+    assert not uses(PROTOCOLS[name], "torch") or name == "replay.store", "what it keeps are tensors"
+    assert own_imports(PROTOCOLS[name]) <= {"validation", "tensors.byte_views"}, "all else there knows a loop"
 
 
-def test_the_environment_is_read_in_the_launcher_and_before_it_alone() -> None:
+def test_the_environment_is_read_in_one_module_and_before_it_alone() -> None:
     readers = set()
     for package, trees in (("asyncdist", ASYNCDIST), ("protocols", PROTOCOLS)):
         for name, tree in trees.items():

@@ -7,8 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from protocols.one_sided.rules import OneSidedRules, choose, donor_limit, is_dying
 from protocols.selective.rules import STRATEGIES, averaging_weights, order_worst_first, replacer_count

@@ -42,8 +42,7 @@ from protocols import (
     StepInfo,
     parameter_stream,
 )
-from protocols.selective import coordinator
-from protocols.selective import policy as selective_averaging
+from protocols.selective import coordinator, policy as selective_averaging
 from protocols.selective.messages import REPLACER, Assign
 
 STRATEGIES = ("mean", "weighted_mean", "best_only", "reset_weights")

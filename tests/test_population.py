@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import optree
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from support import jax_table
 
 import asyncdist as ad

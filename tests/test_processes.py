@@ -134,7 +134,7 @@ def test_threads_are_a_share_of_the_cores_unless_the_user_chose(
 
 
 def test_the_variables_of_another_launcher_do_not_win(tmp_path: Path) -> None:
-    source = "import asyncdist as ad; print(ad.launch.detect())"
+    source = "from asyncdist import environment; print(environment.detect())"
     around = {"RANK": "7", "WORLD_SIZE": "9", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}
     with running(tmp_path, source, ranks=1, environ=around) as process:
         code, output, _ = finish(process)

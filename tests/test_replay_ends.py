@@ -15,8 +15,7 @@ import asyncdist as ad
 from asyncdist.messaging.streams import CHUNK_NBYTES, Grant
 from asyncdist.simulation.faults import Kill
 from protocols import ReplayBuffer, serve_replay_buffer
-from protocols.replay import messages
-from protocols.replay import server as replay_server
+from protocols.replay import messages, server as replay_server
 
 # -- draws that wait --------------------------------------------------------------------------------------------------
 

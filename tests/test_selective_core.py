@@ -8,11 +8,9 @@ from dataclasses import FrozenInstanceError, fields, is_dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from protocols.selective import messages
-from protocols.selective import rules as selective_core
+from protocols.selective import messages, rules as selective_core
 from protocols.selective.messages import Applied, Assign, End, Frozen
 from protocols.selective.rounds import RoundCoordinator, Send
 from protocols.selective.rules import (

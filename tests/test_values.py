@@ -9,8 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from support.values_of_all_types import LARGE, UNSUPPORTED, VALUES, same
 
 from asyncdist.errors import RemoteProtocolError

@@ -10,8 +10,7 @@ from typing import Any, Optional
 
 import msgspec
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from asyncdist.errors import LocalProtocolError
 from asyncdist.messaging import wire

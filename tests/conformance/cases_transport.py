@@ -1,4 +1,4 @@
-"""What the transport's contract promises: DESIGN section 3, `asyncdist/transports/base.py`."""
+"""What the transport's contract promises: docs/architecture.md, section 3, `asyncdist/transports/base.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a simulation may do and what it may not: DESIGN section 10.
+"""What a simulation may do and what it may not: docs/architecture.md, section 10.
 
 Each freedom is shown to be used over some seeds; each prohibition has a test of its own, over many.
 """

@@ -159,7 +159,7 @@ def draw_faults(rng: random.Random, ranks: int) -> tuple[Fault, ...]:
 
 
 def expected_decision(metrics: Mapping[int, float], rules: Any) -> tuple[list[int], list[int], list[float]] | None:
-    """Replacers, donors and their weights, summing to one, from the definition (DESIGN section 8, number 3)."""
+    """Replacers, donors and their weights, summing to one: docs/architecture.md, section 8, number 3."""
     count = len(metrics)
     ratio = Fraction(str(rules.replacement_ratio))
     if count < 2 or ratio == 0:

@@ -1,4 +1,4 @@
-"""The mutants: each one of the defects of DESIGN section 11, put back by a small replacement in the source.
+"""The mutants: each puts one of the defects of docs/architecture.md, section 11, back by a small replacement.
 
 A mutant is what a hurried change might leave behind: the program starts, trains and mostly works. The old text of
 each edit must be in its file exactly once, so that a mutant whose place has changed is an error and not a survivor.
@@ -30,7 +30,7 @@ class Mutant:
 
     Attributes:
         name: for the command line.
-        defect: its number in DESIGN section 11, or in words what else it is.
+        defect: its number in docs/architecture.md, section 11, or in words what else it is.
         what: what goes wrong, in one line.
         file: from the top of the repository.
         old: in the file, exactly once.
