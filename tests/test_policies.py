@@ -669,6 +669,34 @@ def test_a_reserved_rank_coordinates_and_trains_nothing() -> None:
     assert results[3].rounds_decided == results[3].rounds_ended
 
 
+def test_a_coordinator_that_is_cancelled_tells_its_members(caplog: pytest.LogCaptureFixture) -> None:
+    """They reported to nobody without a word, and a donor that left waited ten seconds for the end of its round."""
+
+    async def main(world: ad.World) -> Any:
+        if world.rank == 2:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(2):
+                    await protocols.coordinate([0, 1])
+            return None
+        group = await ad.new_group([0, 1])
+        model = Mixed(float(world.rank))
+        policy = AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1, group=group, coordinator=2)
+        async with policy:
+            await policy.step(float(world.rank))
+            await asyncio.sleep(1)
+            if world.rank == 1:
+                await policy.step(1.0)  # the snapshot, whose round stays open until rank 0 has taken it
+            await asyncio.sleep(2)
+            info = await policy.step(float(world.rank))
+            left_at = world.time()
+        assert world.time() - left_at < 1
+        return info.abandoned
+
+    assert ad.simulate(main, ranks=3, strict=True).results[:2] == ("the coordinator has stopped", "")
+    warnings = [record.getMessage() for record in caplog.records if "trains on without averaging" in record.message]
+    assert warnings == ["rank 2, the coordinator, has stopped: this rank trains on without averaging"] * 2
+
+
 # -- stragglers and leavers -------------------------------------------------------------------------------------------
 
 

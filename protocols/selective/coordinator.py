@@ -9,6 +9,7 @@ the last member has left.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import fields
@@ -51,6 +52,8 @@ async def coordinate(
         TypeError, ValueError: ``members`` is no list of ranks, names one twice or this one, or is empty; the timeout is
             out of range.
         StartTimeoutError, DisagreementError: as the policy's start on the members.
+
+    **Cancellation**: the members are told, and train on without averaging; each of them warns of it.
     """
     world = world or current_world()
     _check_members(members, world)
@@ -65,7 +68,7 @@ async def coordinate(
     rules = SelectiveRules(**{entry.name: options[entry.name] for entry in fields(SelectiveRules)})
     scopes = PolicyScopes(ranks, agreed)
     coordinator = Coordinator(world, members, rules, scopes, stream_safe_points=int(options["stream_safe_points"]))
-    await coordinator.serve()
+    await coordinator.serve(is_reserved=True)
     return coordinator.statistics()
 
 
@@ -117,8 +120,12 @@ class Coordinator:
             name="coordinator",
         )
 
-    async def serve(self) -> None:
-        """Coordinate until every member has left or is lost."""
+    async def serve(self, *, is_reserved: bool = False) -> None:
+        """Coordinate until every member has left or is lost.
+
+        Args:
+            is_reserved: whether a user awaits this, and may cancel it while the members go on: they are told then.
+        """
         core, world = self._core, self._world
         try:
             while not core.finished:
@@ -133,6 +140,10 @@ class Coordinator:
                     self._send(core.on_time(world.time()))
                 elif not core.finished:
                     await world.engine.until(self._has_work, "reports and answers of members", deadline=deadline)
+        except asyncio.CancelledError:
+            if is_reserved and world.engine.failure is None:  # donors would wait for the end of their round in vain
+                self._send(core.on_stop())
+            raise
         finally:
             world.off_gone(self._gone.append)
             self._reports.close()

@@ -108,7 +108,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Member to coordinator: this rank ends its part in the policy for good."""
+    """Member to coordinator: this rank ends its part in the policy for good. A coordinator that stops says it too."""
 
 
 ControlMessage = Assign | Ready | Decline | Frozen | Applied | Abandoned | End | Leave

@@ -501,6 +501,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
                     self._on_frozen(frozen, envelope.round)
                 case End(reason):
                     self._on_end(reason, envelope.round)
+                case Leave():
+                    self._go_on_alone("has stopped")
                 case other:
                     logger.debug("the coordinator sent a %s", type(other).__name__)
 
@@ -643,11 +645,16 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
 
     def _on_gone(self, rank: int) -> None:
         """A coordinator that is lost ends the averaging, not the training."""
-        if rank != self._leader or rank in self._world.left or self._coordinator_gone:
+        if rank == self._leader and rank not in self._world.left:
+            self._go_on_alone("is gone")
+
+    def _go_on_alone(self, why: str) -> None:
+        """Nobody decides any more; ``why`` says what the coordinator has done."""
+        if self._coordinator_gone:
             return
         self._coordinator_gone = True
         if self._stage != "closed":
-            logger.warning("rank %d, the coordinator, is gone: this rank trains on without averaging", rank)
+            logger.warning("rank %d, the coordinator, %s: this rank trains on without averaging", self._leader, why)
         self._end_donor_role()
         self._desk.end_rounds(math.inf)
-        self._give_up("the coordinator is gone")
+        self._give_up(f"the coordinator {why}")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from decimal import ROUND_CEILING, Decimal
 from typing import Final, NamedTuple
 
-from protocols.selective.messages import DONOR, REPLACER, Assign, ControlMessage, End, Frozen
+from protocols.selective.messages import DONOR, REPLACER, Assign, ControlMessage, End, Frozen, Leave
 from protocols.selective.rules import Decision, SelectiveRules, decide, order_worst_first
 
 _STEP_TIME_LIMIT_S: Final = 3600.0  # a longer reported step is not believed: every deadline stays finite
@@ -280,6 +280,10 @@ class RoundCoordinator:
     def on_time(self, now: float) -> tuple[Send, ...]:
         """Judge the deadlines. Call it when `next_deadline` has come, after everything that has arrived."""
         return self._advance(now, timers=True)
+
+    def on_stop(self) -> tuple[Send, ...]:
+        """The coordinator stops before its members do. Each of them hears it: nobody decides any more."""
+        return tuple(Send(rank, 0, Leave()) for rank in self._live_ranks())
 
     # ---------------------------------------------------------------- what is known
 
