@@ -33,6 +33,7 @@ FACE = {"__init__", "__main__", "cli", "pytest_plugin"}
 #: Modules that decide and do nothing else: no event loop, no clock, no randomness that is not an argument.
 PURE = {
     "one_sided.rules",
+    "ranking",
     "replay.store",
     "selective.messages",
     "selective.rounds",

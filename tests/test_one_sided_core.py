@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from protocols.one_sided.rules import OneSidedRules, choose, donor_limit, is_dying
-from protocols.selective.rules import STRATEGIES, averaging_weights, order_worst_first, replacer_count
+from protocols.ranking import STRATEGIES, order_worst_first, replacer_count
+from protocols.selective.rules import averaging_weights
 
 METRICS = st.dictionaries(
     st.integers(0, 11), st.one_of(st.floats(), st.integers(-3, 3).map(float)), min_size=1, max_size=12

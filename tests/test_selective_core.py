@@ -1,6 +1,5 @@
 """The decision core of selective averaging: exact tables, laws, and the defects it must not have again."""
 
-import inspect
 import math
 import typing
 from collections import Counter
@@ -10,17 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from protocols.selective import messages, rules as selective_core
+from protocols.ranking import order_worst_first, replacer_count
+from protocols.selective import messages
 from protocols.selective.messages import Applied, Assign, End, Frozen
 from protocols.selective.rounds import RoundCoordinator, Send
-from protocols.selective.rules import (
-    Decision,
-    SelectiveRules,
-    averaging_weights,
-    decide,
-    order_worst_first,
-    replacer_count,
-)
+from protocols.selective.rules import Decision, SelectiveRules, averaging_weights, decide
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=200)
 NAN, INF = math.nan, math.inf
@@ -543,13 +536,6 @@ def test_a_broken_invariant_tells_the_story() -> None:
     decision = Decision((1,), (0,), (1.0,), 1)
     with pytest.raises(AssertionError, match=r"(?s)before the last one ended.*rank 3 reports 3\.0 at iteration 9"):
         coordinator._start([], decision, {}, 0.0)
-
-
-def test_the_core_imports_nothing_that_waits() -> None:
-    source = inspect.getsource(selective_core).replace("from asyncdist import checks\n", "")  # of options, nothing else
-    for name in ("asyncio", "torch", "time", "random", "asyncdist"):
-        assert f"import {name}" not in source
-        assert f"from {name}" not in source
 
 
 # -------------------------------------------------------------------------------------- coordinator, at random

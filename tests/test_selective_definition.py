@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from protocols.selective.rules import Decision, SelectiveRules, averaging_weights, decide, order_worst_first
+from protocols.ranking import order_worst_first
+from protocols.selective.rules import Decision, SelectiveRules, averaging_weights, decide
 
 DRAWS = range(300)
 

@@ -13,7 +13,14 @@ from numbers import Integral
 from typing import Any, Final
 
 from asyncdist import validation
-from protocols.selective.rules import METRIC_MODES, STRATEGIES, is_worse, order_worst_first, replacer_count
+from protocols.ranking import (
+    METRIC_MODES,
+    STRATEGIES,
+    WEIGHT_EXPONENT_LIMIT,
+    is_worse,
+    order_worst_first,
+    replacer_count,
+)
 
 REPLACEMENT_MODES: Final = ("age", "threshold", "worst_ratio")
 
@@ -30,8 +37,8 @@ class OneSidedRules:
         age_range: The shortest and the longest life, in steps; each life is drawn anew.
         threshold_metric: For `"threshold"`: what a metric must not be worse than.
         replacement_ratio: For `"worst_ratio"`: part of those with a metric that is replaced, 0..1, as in
-            `selective_core.replacer_count`.
-        averaging_strategy: One of `selective_core.STRATEGIES`.
+            `protocols.ranking.replacer_count`.
+        averaging_strategy: One of `protocols.ranking.STRATEGIES`.
         metric_mode: `"max"` when a larger metric is better, `"min"` when a smaller one is.
         donor_count: How many are drawn; None for `donor_ratio`.
         donor_ratio: Part of the members, this rank included, that is drawn: rounded down, and at least one.
@@ -105,10 +112,7 @@ class Choice:
         mantissa, exponent = _gain(metric, self.floor, self.sign)
         if mantissa <= 0.0:
             return 0.0
-        return math.ldexp(mantissa, min(exponent - self.exponent, _WEIGHT_EXPONENT_LIMIT))
-
-
-_WEIGHT_EXPONENT_LIMIT: Final = 20  # as in `selective_core`: w * x stays inside float32
+        return math.ldexp(mantissa, min(exponent - self.exponent, WEIGHT_EXPONENT_LIMIT))
 
 
 def _gain(metric: float, floor: float, sign: float) -> tuple[float, int]:
@@ -203,7 +207,7 @@ def _weighted(rank: int, drawn: Sequence[int], best: int, metrics: Mapping[int, 
         return Choice(tuple(drawn), best)
     sign = 1.0 if rules.metric_mode == "max" else -1.0
     exponent = _gain(metrics[best], floor, sign)[1]
-    return Choice(donors, best, floor, sign, exponent if abs(exponent) > _WEIGHT_EXPONENT_LIMIT else 0)
+    return Choice(donors, best, floor, sign, exponent if abs(exponent) > WEIGHT_EXPONENT_LIMIT else 0)
 
 
 def _worst(metrics: Mapping[int, float], rules: OneSidedRules) -> tuple[int, ...]:

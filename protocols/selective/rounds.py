@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, replace
 from decimal import ROUND_CEILING, Decimal
 from typing import Final, NamedTuple
 
+from protocols.ranking import order_worst_first
 from protocols.selective.messages import DONOR, REPLACER, Assign, ControlMessage, End, Frozen, Leave
-from protocols.selective.rules import Decision, SelectiveRules, decide, order_worst_first
+from protocols.selective.rules import Decision, SelectiveRules, decide
 
 _STEP_TIME_LIMIT_S: Final = 3600.0  # a longer reported step is not believed: every deadline stays finite
 _STORY_LENGTH: Final = 32

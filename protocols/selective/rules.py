@@ -1,21 +1,22 @@
-"""Who replaces whom: the rules of selective averaging, and what they make of one set of metrics.
+"""Decides who replaces whom in selective averaging: the options that matter for it, and the decision on given metrics.
 
-Pure functions on plain values: no asyncio, no transport, no clock, no torch, no randomness, so they are tested by the
-thousand in microseconds. When to judge, and what becomes of a round, is in `protocols.selective.rounds`.
+Pure functions on plain values: no asyncio, no transport, no clock, no torch, no randomness, so thousands of tests run
+in milliseconds. `protocols.selective.rounds` decides when to judge and carries each round to its end.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from decimal import ROUND_HALF_UP, Decimal
-from typing import Final
 
 from asyncdist import validation
-
-STRATEGIES: Final = ("mean", "weighted_mean", "best_only", "reset_weights")
-METRIC_MODES: Final = ("max", "min")
-
-_WEIGHT_EXPONENT_LIMIT: Final = 20  # weights outside 2^-20..2^20 are rescaled, so that w * x stays inside float32
+from protocols.ranking import (
+    METRIC_MODES,
+    STRATEGIES,
+    WEIGHT_EXPONENT_LIMIT,
+    is_worse,
+    order_worst_first,
+    replacer_count,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,34 +86,6 @@ class Decision:
     best: int
 
 
-def replacer_count(participant_count: int, replacement_ratio: float) -> int:
-    """Return how many of the participants are replaced.
-
-    Half rounds up, and the ratio is taken as the decimal that the user wrote: 0.29 of 50 is 14.5, which gives 15,
-    where the binary product falls just short. The result leaves at least one to replace and one to give, except that
-    ratio 0 replaces nobody (it once replaced one rank) and fewer than two participants have nothing to exchange.
-    """
-    if participant_count < 2 or replacement_ratio == 0:
-        return 0
-    exact = Decimal(repr(float(replacement_ratio))) * participant_count
-    return min(max(int(exact.to_integral_value(ROUND_HALF_UP)), 1), participant_count - 1)
-
-
-def order_worst_first(metrics: Mapping[int, float], metric_mode: str = "max") -> tuple[int, ...]:
-    """Return the ranks, worst metric first.
-
-    NaN and both infinities are equally bad and worse than any number: a rank that diverged to +inf has not won. Of
-    equal metrics the lower rank counts as worse, so the order is total and the same wherever it is computed.
-    """
-    sign = 1.0 if metric_mode == "max" else -1.0
-
-    def badness(rank: int) -> tuple[bool, float, int]:
-        finite = math.isfinite(metrics[rank])
-        return finite, sign * metrics[rank] if finite else 0.0, rank
-
-    return tuple(sorted(metrics, key=badness))
-
-
 def averaging_weights(
     metrics: Mapping[int, float], donors: Sequence[int], *, averaging_strategy: str, metric_mode: str = "max"
 ) -> tuple[float, ...]:
@@ -142,7 +115,7 @@ def averaging_weights(
     if largest == 0.0:
         return even
     exponent = math.frexp(largest)[1]
-    if abs(exponent) > _WEIGHT_EXPONENT_LIMIT:
+    if abs(exponent) > WEIGHT_EXPONENT_LIMIT:
         gains = [math.ldexp(gain, -exponent) for gain in gains]
     return tuple(gains)
 
@@ -182,10 +155,3 @@ def decide(metrics: Mapping[int, float], rules: SelectiveRules) -> Decision | No
     chosen = {rank: weight for rank, weight in zip(candidates, weights, strict=True) if weight > 0.0}
     assert best in chosen, f"the best donor {best} got no weight: {metrics}, {rules}"
     return Decision(donors=tuple(chosen), replacers=replacers, weights=tuple(chosen.values()), best=best)
-
-
-def is_worse(metric: float, threshold: float, metric_mode: str) -> bool:
-    """Tell whether a metric is strictly worse than the threshold; what is not finite always is."""
-    if not math.isfinite(metric):
-        return True
-    return metric < threshold if metric_mode == "max" else metric > threshold

@@ -62,8 +62,9 @@ from protocols import (
     coordinate,
     parameter_stream,
 )
+from protocols.ranking import STRATEGIES
 from protocols.selective.rounds import CoordinatorStatistics, RoundCoordinator
-from protocols.selective.rules import STRATEGIES, decide
+from protocols.selective.rules import decide
 
 #: No scenario takes longer than this in virtual seconds, whatever goes wrong in it.
 VIRTUAL_TIME_MAX_S: Final = 1e6

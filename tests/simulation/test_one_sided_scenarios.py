@@ -8,7 +8,7 @@ import pytest
 
 from asyncdist.simulation import Fault, Interrupt
 from protocols.one_sided.rules import REPLACEMENT_MODES
-from protocols.selective.rules import STRATEGIES
+from protocols.ranking import STRATEGIES
 from simulation.one_sided_scenarios import Tally, draw_plan, scenario
 
 pytestmark = pytest.mark.timeout(900)  # all seeds run in the first test that asks for what was seen in them

@@ -17,7 +17,7 @@ from types import ModuleType
 import pytest
 
 from asyncdist.simulation import Fault, Interrupt, SimReport, explore
-from protocols.selective.rules import STRATEGIES
+from protocols.ranking import STRATEGIES
 from simulation.scenarios import Recorder, draw_plan, examine, scenario
 
 pytestmark = pytest.mark.timeout(900)  # all seeds run in the first test that asks for what was seen in them

@@ -1,0 +1,50 @@
+"""How ranks are compared by their metrics, and how many are replaced: what both selective policies rely on.
+
+Pure functions on plain values: no asyncio, no transport, no clock, no torch, no randomness.
+"""
+
+import math
+from collections.abc import Mapping
+from decimal import ROUND_HALF_UP, Decimal
+from typing import Final
+
+STRATEGIES: Final = ("mean", "weighted_mean", "best_only", "reset_weights")
+METRIC_MODES: Final = ("max", "min")
+
+#: Weights outside 2^-20..2^20 are rescaled, so that weight * value stays inside float32.
+WEIGHT_EXPONENT_LIMIT: Final = 20
+
+
+def replacer_count(participant_count: int, replacement_ratio: float) -> int:
+    """Return how many of the participants are replaced.
+
+    Half rounds up, and the ratio is taken as the decimal that the user wrote: 0.29 of 50 is 14.5, which gives 15,
+    where the binary product falls just short. The result leaves at least one to replace and one to give, except that
+    ratio 0 replaces nobody (it once replaced one rank) and fewer than two participants have nothing to exchange.
+    """
+    if participant_count < 2 or replacement_ratio == 0:
+        return 0
+    exact = Decimal(repr(float(replacement_ratio))) * participant_count
+    return min(max(int(exact.to_integral_value(ROUND_HALF_UP)), 1), participant_count - 1)
+
+
+def order_worst_first(metrics: Mapping[int, float], metric_mode: str = "max") -> tuple[int, ...]:
+    """Return the ranks, worst metric first.
+
+    NaN and both infinities are equally bad and worse than any number: a rank that diverged to +inf has not won. Of
+    equal metrics the lower rank counts as worse, so the order is total and the same wherever it is computed.
+    """
+    sign = 1.0 if metric_mode == "max" else -1.0
+
+    def badness(rank: int) -> tuple[bool, float, int]:
+        finite = math.isfinite(metrics[rank])
+        return finite, sign * metrics[rank] if finite else 0.0, rank
+
+    return tuple(sorted(metrics, key=badness))
+
+
+def is_worse(metric: float, threshold: float, metric_mode: str) -> bool:
+    """Tell whether a metric is strictly worse than the threshold; what is not finite always is."""
+    if not math.isfinite(metric):
+        return True
+    return metric < threshold if metric_mode == "max" else metric > threshold
