@@ -1,4 +1,4 @@
-"""The stories of ``test_one_sided_launched.py``, one after the other in one job; each rank reports what it saw.
+"""The stories of ``launched/test_one_sided.py``, one after the other in one job; each rank reports what it saw.
 
 Nothing here counts on speed: a story goes on until the ranks that it is about have seen enough.
 """

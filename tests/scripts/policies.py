@@ -1,4 +1,4 @@
-"""The stories of ``test_policies_launched.py``, one after the other in one job; each rank reports what it saw.
+"""The stories of ``launched/test_policies.py``, one after the other in one job; each rank reports what it saw.
 
 Nothing here counts on speed: a story goes on until the rank that it is about has seen enough and tells the others.
 """

@@ -26,7 +26,7 @@ import asyncdist as ad
 from asyncdist import environment
 from asyncdist.errors import RankLostError, TransportError, TruncationError
 from asyncdist.transports.base import ANY_SOURCE
-from asyncdist.transports.matching import Inbox, InlineMessage, Matcher, OwnMessage, Receive, Send
+from asyncdist.transports.matching import CallbackQueue, InlineMessage, Matcher, OwnMessage, Receive, Send
 from asyncdist.transports.torch_distributed import gloo
 from asyncdist.transports.torch_distributed.gloo import _ENTRY, _FRAME, _MESSAGE, _RING_COUNT, Link, reason
 from asyncdist.transports.torch_distributed.rendezvous import _Gathering as Gathering
@@ -158,7 +158,7 @@ def test_threads_that_end_late_are_waited_for_and_no_reason_to_fail(
     is_failed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """32 ranks on two cores have three thousand threads. Those of a lost rank may never end, nor after a failure."""
-    mesh = gloo.Mesh(lambda _: None, 0, 1, Matcher(Inbox()))
+    mesh = gloo.Mesh(lambda _: None, 0, 1, Matcher(CallbackQueue()))
     mesh.links = cast(Any, {1: SlowLink(10.0)})
     with caplog.at_level(logging.WARNING, "asyncdist"):
         mesh.close(gloo.HOPELESS_JOIN_S if is_failed else gloo.JOIN_S)
@@ -689,7 +689,7 @@ def test_a_backend_of_nothing_is_refused(name: str) -> None:
 
 @pytest.fixture
 def matcher() -> Matcher:
-    return Matcher(Inbox())
+    return Matcher(CallbackQueue())
 
 
 def inline(source: int, tag: int, data: bytes) -> InlineMessage:
@@ -762,7 +762,7 @@ def test_a_matched_receive_cannot_be_withdrawn(matcher: Matcher) -> None:
 
 
 def test_the_inbox_rings_once_for_all_that_came_and_again_after_a_look() -> None:
-    inbox, rung, seen = Inbox(), list[None](), list[int]()
+    inbox, rung, seen = CallbackQueue(), list[None](), list[int]()
     inbox.put(seen.append, 1)  # before anybody listens
     inbox.set_bell(lambda: rung.append(None))
     inbox.put(seen.append, 2)
@@ -774,7 +774,7 @@ def test_the_inbox_rings_once_for_all_that_came_and_again_after_a_look() -> None
 
 def test_a_look_between_a_call_and_its_bell_does_not_silence_the_next_one() -> None:
     """It did: a rank slept for ever with a message in its inbox."""
-    inbox, rung, seen = Inbox(), list[None](), list[int]()
+    inbox, rung, seen = CallbackQueue(), list[None](), list[int]()
 
     def look_then_ring() -> None:
         inbox.empty()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +10,13 @@ import numpy as np
 import pytest
 import torch
 from support import mpi, torchrun
+from support.replay import on_ranks, run
 
 import asyncdist as ad
 from asyncdist.simulation.faults import Kill
 from protocols import ReplayBuffer, Sample, serve_replay_buffer
 
-Main = Callable[[ad.World], Coroutine[Any, Any, Any]]
-SCRIPT = Path(__file__).parent / "scripts" / "replay.py"
-
-
-def on_ranks(ranks: int, client: Callable[[ad.World, ReplayBuffer], Coroutine[Any, Any, Any]], **options: Any) -> Main:
-    """The last rank serves, the others are clients of one buffer each."""
-
-    async def main(world: ad.World) -> Any:
-        if world.rank == ranks - 1:
-            return await serve_replay_buffer(range(ranks - 1), **{"capacity": 1000, **options})
-        async with ReplayBuffer(ranks - 1) as buffer:
-            return await client(world, buffer)
-
-    return main
-
-
-def run(ranks: int, client: Callable[[ad.World, ReplayBuffer], Coroutine[Any, Any, Any]], **options: Any) -> list[Any]:
-    return ad.run_local(on_ranks(ranks, client, **options), ranks=ranks, strict=True)
+SCRIPT = Path(__file__).parents[2] / "scripts" / "replay.py"
 
 
 def batch_of(rank: int, numbers: list[int]) -> dict[str, torch.Tensor]:

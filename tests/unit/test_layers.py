@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch.utils._device import _device_constructors
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 #: Folders of the package from the bottom up, each with the folders that it may import. All may import the ground.
 FOLDERS: dict[str, set[str]] = {

@@ -1,7 +1,7 @@
 """The policies on the local transport: several ranks on one loop, everything left over is a failure (``strict``).
 
 Ranks share the loop and take their steps in turn, so most stories here are short and repeat exactly. What only real
-processes show is in ``test_policies_launched.py``.
+processes show is in ``launched/test_policies.py``.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import pytest
 
 from asyncdist import compiled
 
-TOP = Path(__file__).resolve().parents[1]
+TOP = Path(__file__).resolve().parents[2]
 
 #: Frames, errors and what becomes of damaged frames, as text: to be compared between both ways.
 ACCOUNT = """

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_replay_buffer import on_ranks, run
+from support.replay import on_ranks, run
 
 import asyncdist as ad
 from asyncdist.messaging.streams import CHUNK_NBYTES, Grant

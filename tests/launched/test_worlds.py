@@ -2,7 +2,7 @@
 
 ``scripts/worlds.py`` is that file. What it must print is computed here by plain torch, without a world: the training
 steps of all ranks one after the other, and the averages by hand. What ``srun`` tells its tasks is detected in
-``test_launch.py``, from recorded environments: there is no Slurm here.
+``unit/test_launch.py``, from recorded environments: there is no Slurm here.
 """
 
 from __future__ import annotations

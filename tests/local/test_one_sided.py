@@ -1,6 +1,6 @@
 """The one-sided policy on the local transport, where owners answer reads: several ranks on one loop, and ``strict``.
 
-Reads of shared memory are in ``test_one_sided_launched.py``; what any transport must do with exposed state, in the
+Reads of shared memory are in ``launched/test_one_sided.py``; what any transport must do with exposed state, in the
 conformance suite.
 """
 

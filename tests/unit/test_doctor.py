@@ -20,7 +20,7 @@ from asyncdist.launch.doctor import Facts, Mpi
 from asyncdist.launch.mpirun import Installation
 
 TIMEOUT_S = 100.0
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 WELL = Facts(
     started=Launch("local", 1, 0, "no launcher"),

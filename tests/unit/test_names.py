@@ -17,7 +17,7 @@ import helpers.cases
 import pytest
 from support.reach import reach, source
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 _LISTED = """
 DistributedContext DistributedContextmpi4py initialize_distributed_compute initialize_distributed_compute_mpi4py
 average_gradients average_models gather_distributed_data report_load_imbalance report_time_info
@@ -112,15 +112,16 @@ def is_run(path: str, function: str) -> bool:
 
 
 def test_a_row_of_another_name_is_found_out() -> None:
-    reached = reach(ROOT / "tests" / "test_timing_report.py", "test_work_and_waiting")
+    reached = reach(ROOT / "tests" / "unit" / "test_timing_report.py", "test_work_and_waiting")
     assert {"report_load_imbalance", "random"} <= reached.names and "report_time_info" not in reached.names
     assert "report_load_imbalance" in reached.offered and "random" not in reached.offered
     other = reach(
-        ROOT / "tests" / "test_collectives.py", "test_a_lost_rank_ends_the_collective_of_those_that_wait_for_it"
+        ROOT / "tests" / "local" / "test_collectives.py",
+        "test_a_lost_rank_ends_the_collective_of_those_that_wait_for_it",
     )
     assert "barrier" in other.attributes and "barrier" not in other.offered, "of another object than the package"
-    assert not is_run("tests/test_timing_report.py", "EVEN") and not is_run(
-        "tests/test_timing_report.py", "test_nothing"
+    assert not is_run("tests/unit/test_timing_report.py", "EVEN") and not is_run(
+        "tests/unit/test_timing_report.py", "test_nothing"
     )
     assert not is_run("tests/helpers/cases_roles.py", "check")
 

@@ -21,7 +21,7 @@ from support import mpi, torchrun
 
 pytestmark = pytest.mark.timeout(300)  # up to seven ranks, on any number of cores
 
-RUN = Path(__file__).parents[1] / "tools" / "benchmarks" / "run.py"
+RUN = Path(__file__).parents[2] / "tools" / "benchmarks" / "run.py"
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from support.mpi import require_mpi
 from asyncdist.tensors.means import WeightedMean
 from protocols import AverageApplied, ReplayStatistics, SnapshotTaken, StepInfo
 
-HYPERGRID = Path(__file__).resolve().parent.parent / "tools" / "hypergrid"
+HYPERGRID = Path(__file__).resolve().parents[2] / "tools" / "hypergrid"
 sys.path.insert(0, str(HYPERGRID))
 import demo  # noqa: E402
 import display  # noqa: E402

@@ -1,8 +1,8 @@
 """What a user can do wrong: one clear error each, naming the value and what is allowed, and nothing left behind.
 
 "Before any report or weight is sent" is checked where there is somebody to send to: the peers' counts stay zero.
-``asyncdist run``'s own errors are in ``test_launch.py``; tensors that cannot be averaged, one by one, in
-``test_flat.py``.
+``asyncdist run``'s own errors are in ``unit/test_launch.py``; tensors that cannot be averaged, one by one, in
+``unit/test_flat.py``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import asyncdist as ad
 import protocols
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedSelectiveAveragingPolicy
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(main: Callable[..., Coroutine[Any, Any, Any]], ranks: int) -> list[Any]:

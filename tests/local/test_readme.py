@@ -11,7 +11,7 @@ from typing import Any
 
 import asyncdist as ad
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
 def block(first: str, **names: Any) -> dict[str, Any]:
