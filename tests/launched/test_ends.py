@@ -26,7 +26,7 @@ from asyncdist.messaging import wire
 from asyncdist.runtime import failure
 from asyncdist.runtime.supervision import FailureReport, peer_failed
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 #: Until a job has come to the place where something is done to it.
 START_S = 60.0
 #: Until it must have ended after that. The programs themselves would take 300 s.

@@ -16,7 +16,7 @@ import asyncdist as ad
 from asyncdist.simulation.faults import Kill
 from protocols import ReplayBuffer, Sample, serve_replay_buffer
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "replay.py"
+SCRIPT = Path(__file__).parents[1] / "scripts" / "replay.py"
 
 
 def batch_of(rank: int, numbers: list[int]) -> dict[str, torch.Tensor]:
