@@ -31,7 +31,7 @@ from asyncdist import (
     validation,
 )
 from asyncdist.collectives.agreed_start import Start
-from asyncdist.collectives.agreement import Agreed
+from asyncdist.collectives.agreement_messages import Agreed
 from asyncdist.collectives.groups import check_open
 from asyncdist.tensors.flat_state import Fingerprint, FlatState, first_difference
 from protocols.wrappers import check_not_inside, check_not_wrapped

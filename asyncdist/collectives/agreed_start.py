@@ -21,7 +21,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Generic, TypeVar
 
-from asyncdist.collectives.agreement import MEMBER_PATIENCE_S, Agreed, Agreements, Meeting
+from asyncdist.collectives.agreement import MEMBER_PATIENCE_S, Agreements
+from asyncdist.collectives.agreement_messages import Agreed, Meeting
 from asyncdist.collectives.nonblocking import ended
 from asyncdist.errors import AsyncdistError, StartTimeoutError
 from asyncdist.messaging.engine import yield_to_loop

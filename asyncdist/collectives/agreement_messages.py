@@ -1,23 +1,113 @@
-"""What the ranks of an agreement say to each other: see :mod:`asyncdist.collectives.agreement`."""
+"""The key that identifies an agreement, and the messages of :mod:`asyncdist.collectives.agreement`.
+
+A message carries its key as text (:attr:`AgreementKey.text`), since a string takes fewer bytes than a map of fields.
+The ``key`` property of a message parses that text; nothing else reads it.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
 
-#: Some ranks, or numbers, in their order, short also where there are thousands: the first and the last of those
-#: without a gap.
+from asyncdist.errors import RemoteProtocolError
+
+#: Ranks, or other numbers, in their order: the first and the last of each run without a gap, which is short also for
+#: thousands of them.
 Runs: TypeAlias = tuple[tuple[int, int], ...]
+
+_ON_RANKS: Final = " on ranks "
+_TIME: Final = ", time "
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
-    """Member to leader: I am about to start ``subject`` and these are my values.
+class AgreementKey:
+    """Identifies one agreement; equal on all of its ranks.
 
     Attributes:
-        taken: numbers that are in use here.
+        subject: names what the ranks start.
+        ranks: the members, in their order.
+        occurrence: attempt number of these ranks at this subject, counted from 1; 0 stands for all attempts.
+    """
+
+    subject: str
+    ranks: Runs
+    occurrence: int = 0
+
+    def __hash__(self) -> int:
+        # The first run only: there may be thousands, and each message that arrives is looked up by its key.
+        return hash((self.subject, self.occurrence, self.ranks[:1]))
+
+    def __str__(self) -> str:
+        """Return the subject and its ranks, ``barrier on ranks 0,2,4-9``, which is the same for all occurrences."""
+        return f"{self.subject}{_ON_RANKS}{_in_words(self.ranks)}"
+
+    @property
+    def text(self) -> str:
+        """The key as it travels in messages: ``barrier on ranks 0-3, time 2``."""
+        return f"{self}{_TIME}{self.occurrence}" if self.occurrence else str(self)
+
+    @property
+    def of_all_occurrences(self) -> AgreementKey:
+        """The key that all attempts have in common."""
+        return AgreementKey(self.subject, self.ranks)
+
+    @classmethod
+    def of(cls, subject: str, ranks: Sequence[int]) -> AgreementKey:
+        """Make the key for all occurrences."""
+        return cls(subject, runs_of(tuple(ranks)))
+
+    @classmethod
+    def parse(cls, text: str) -> AgreementKey:
+        """Make the key from its :attr:`text`.
+
+        Raises:
+            RemoteProtocolError: a peer sent something else.
+        """
+        return _parse(text)
+
+
+@functools.lru_cache(64)
+def _in_words(runs: Runs) -> str:
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+
+
+@functools.lru_cache(64)
+def _parse(text: str) -> AgreementKey:
+    subject, _, rest = text.rpartition(_ON_RANKS)
+    ranks, _, occurrence = rest.partition(_TIME)
+    runs = []
+    try:
+        for run in ranks.split(","):
+            first, _, last = run.partition("-")
+            runs.append((int(first), int(last or first)))
+        return AgreementKey(subject, tuple(runs), int(occurrence or 0))
+    except ValueError as error:
+        raise RemoteProtocolError(f"{text!r:.200} is not the key of an agreement") from error
+
+
+class _Keyed:
+    """A message whose ``subject`` is the text of a key."""
+
+    __slots__ = ()
+
+    subject: str
+
+    @property
+    def key(self) -> AgreementKey:
+        """The agreement that the message belongs to."""
+        return _parse(self.subject)
+
+
+@dataclass(frozen=True, slots=True)
+class Join(_Keyed):
+    """Member to leader: this rank is about to start the agreement, with these values.
+
+    Attributes:
+        subject: the key's text.
+        values: what must be equal on all ranks, by name.
+        taken: numbers that are in use on this rank.
     """
 
     subject: str
@@ -26,13 +116,14 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
-class Objection:
-    """Member to leader: I cannot start ``subject``, since here it raised this.
+class Objection(_Keyed):
+    """Member to leader: this rank cannot start, because of an exception that it raised.
 
     Attributes:
-        members: who was to start it.
+        subject: the key's text.
+        members: the ranks that were to start.
         kind: the exception's class; empty where members disagree.
-        text: what it says.
+        text: the exception's message.
     """
 
     subject: str
@@ -42,13 +133,13 @@ class Objection:
 
 
 @dataclass(frozen=True, slots=True)
-class Reminder:
-    """Leader to a member that is missing: these wait for you.
+class Reminder(_Keyed):
+    """Leader to a missing member: other ranks are waiting for it.
 
     Attributes:
-        subject: in which, without the time.
-        members: all who are to start it.
-        present: those who have come.
+        subject: the text of the key for all occurrences.
+        members: all ranks that are to start.
+        present: the ranks that have come.
     """
 
     subject: str
@@ -57,8 +148,14 @@ class Reminder:
 
 
 @dataclass(frozen=True, slots=True)
-class Inquiry:
-    """Member to leader: my time, ``waited_s``, is up and you have not said anything. Who is missing?"""
+class Inquiry(_Keyed):
+    """Member to leader: this rank's timeout has passed without a verdict, and it asks which ranks are missing.
+
+    Attributes:
+        subject: the key's text.
+        members: all ranks that are to start.
+        waited_s: the timeout that has passed.
+    """
 
     subject: str
     members: Runs
@@ -66,17 +163,19 @@ class Inquiry:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """Leader to member: go (with the agreed number), or why not.
+class Verdict(_Keyed):
+    """Leader to member: go, with the agreed number, or the reason against it.
 
     Attributes:
-        difference: the name of what differs; of an objection, the exception's class.
-        refusal: a sentence; of an objection, what the exception says.
-        missing: who has not come in time.
-        waited_s: for how long the one had waited whose time was up first.
-        gone: who has left, or is lost, and will not come.
-        lost: those of them that are lost.
-        objector: the member who objected, -1 where nobody did.
+        subject: the key's text.
+        difference: the name of the value that differs; of an objection, the exception's class.
+        refusal: a sentence; of an objection, the exception's message.
+        missing: the ranks that have not come in time.
+        waited_s: the timeout of the rank whose timeout passed first.
+        gone: the ranks that have left or are lost, and will not come.
+        lost: those of ``gone`` that are lost.
+        agreed: the smallest number that no member has taken.
+        objector: the rank that objected, or -1.
     """
 
     subject: str
@@ -91,15 +190,56 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Withdraw:
-    """Member to member: I shall never start ``subject`` again."""
+class Withdraw(_Keyed):
+    """Member to member: this rank will never start the subject again.
+
+    Attributes:
+        subject: the text of the key for all occurrences.
+    """
 
     subject: str
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Meeting:
+    """One start of this rank, which must either come to it or stay away from it.
+
+    Attributes:
+        key: of the agreement.
+        ranks: its members.
+        leader: the rank that decides.
+        began_at: when the start was asked for, on the loop's clock.
+    """
+
+    key: AgreementKey
+    ranks: tuple[int, ...]
+    leader: int
+    began_at: float
+
+    def __str__(self) -> str:
+        return repr(str(self.key))
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """The result of an agreement.
+
+    Attributes:
+        number: the smallest number that no member has taken.
+        values: the values that all members sent; on a leader that passed none, those of the first member.
+        time: attempt number, counted from 1, failed attempts included; equal on all ranks, also when some of them did
+            not hear of a failure. What starts must be numbered by it: a rank that missed a verdict would count one
+            less than the rest.
+    """
+
+    number: int
+    values: Mapping[str, str]
+    time: int = field(default=1, compare=False)
+
+
 @functools.lru_cache(64)
 def runs_of(ranks: tuple[int, ...]) -> Runs:
-    """Ranks that follow each other as the first and the last of them."""
+    """Write ranks as runs: the first and the last of those that follow each other."""
     runs: list[tuple[int, int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -110,12 +250,12 @@ def runs_of(ranks: tuple[int, ...]) -> Runs:
 
 
 def ranks_of(runs: Runs) -> set[int]:
-    """All ranks of some runs."""
+    """Return all ranks of the runs."""
     return {rank for first, last in runs for rank in range(first, last + 1)}
 
 
 def first_free(taken: Iterable[Runs]) -> int:
-    """The smallest number, from 0, that is in none of them."""
+    """Return the smallest number, from 0, that is in none of ``taken``."""
     free = 0
     for first, last in sorted(run for runs in taken for run in runs):
         if first > free:

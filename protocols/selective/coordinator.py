@@ -16,7 +16,7 @@ from dataclasses import fields
 from typing import Any, assert_never
 
 from asyncdist import Envelope, RankLostError, World, current_world, tags, validation
-from asyncdist.collectives.agreement import Agreed
+from asyncdist.collectives.agreement_messages import Agreed
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from protocols.policy import START

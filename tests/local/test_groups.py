@@ -11,7 +11,7 @@ from support.local import worlds, yields
 
 import asyncdist as ad
 from asyncdist import World, tags
-from asyncdist.collectives.agreement import Agreed
+from asyncdist.collectives.agreement_messages import Agreed
 from asyncdist.collectives.groups import Group, check_ranks
 from asyncdist.errors import (
     AsyncdistError,

@@ -1,0 +1,124 @@
+"""Judges what the members of an agreement said, and keeps verdicts for members that come late. Nothing here waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from asyncdist.collectives.agreement_messages import AgreementKey, Join, Verdict
+from asyncdist.errors import ClosedError, DisagreementError, RankLostError, StartTimeoutError, remote_error
+
+
+@dataclass(slots=True)
+class _LateVerdict:
+    """An agreement that failed before all members came; ``absent`` are the members that have not heard of it."""
+
+    verdict: Verdict
+    absent: set[int]
+
+
+class LateVerdicts:
+    """Keeps the verdict of each failed agreement until every absent member has come, or is known never to come."""
+
+    def __init__(self) -> None:
+        self._kept: dict[AgreementKey, _LateVerdict] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, verdict: Verdict, absent: set[int]) -> None:
+        """Keep ``verdict`` for the members in ``absent``; with no such member it is dropped."""
+        if absent:
+            self._kept[verdict.key] = _LateVerdict(verdict, absent)
+
+    def hear(self, key: AgreementKey, rank: int) -> Verdict | None:
+        """Return the verdict for ``rank``, which has come to ``key`` now; None where the agreement has not failed."""
+        late = self._kept.get(key)
+        if late is None:
+            return None
+        self._expect_no_more(rank, [key])
+        return late.verdict
+
+    def on_withdrawn(self, rank: int, key: AgreementKey) -> None:
+        """Note that ``rank`` comes to no occurrence of ``key`` any more."""
+        self._expect_no_more(rank, [kept for kept in self._kept if kept.of_all_occurrences == key])
+
+    def on_gone(self, rank: int) -> None:
+        """Note that ``rank`` comes to no agreement any more."""
+        self._expect_no_more(rank, list(self._kept))
+
+    def take_all(self) -> list[tuple[Verdict, set[int]]]:
+        """Return all verdicts with the members that have not heard them, and keep nothing."""
+        kept = [(late.verdict, late.absent) for late in self._kept.values()]
+        self._kept.clear()
+        return kept
+
+    def _expect_no_more(self, rank: int, keys: Iterable[AgreementKey]) -> None:
+        for key in keys:
+            late = self._kept[key]
+            late.absent.discard(rank)
+            if not late.absent:
+                del self._kept[key]
+
+
+class Absentees:
+    """Finds those of ``ranks`` that will not come: they have left the world, or withdrawn from the subject."""
+
+    def __init__(self, ranks: Sequence[int], left: set[int], withdrawn: set[int]) -> None:
+        self._ranks = ranks
+        self._left = left
+        self._withdrawn = withdrawn
+
+    def ranks(self) -> tuple[int, ...]:
+        """Return them, in the order of the group."""
+        if not self._left and not self._withdrawn:
+            return ()
+        return tuple(rank for rank in self._ranks if rank in self._left or rank in self._withdrawn)
+
+
+def first_difference(joins: Mapping[int, Join], ranks: Sequence[int]) -> tuple[str, str]:
+    """Compare what ``ranks`` said with what the first of them said.
+
+    Returns:
+        The name of the first value that differs, and a sentence about it; both empty when all are equal.
+    """
+    first = ranks[0]
+    expected = dict(joins[first].values)
+    for rank in ranks[1:]:
+        given = dict(joins[rank].values)
+        for name in sorted(expected.keys() | given.keys()):
+            mine, theirs = expected.get(name, "nothing"), given.get(name, "nothing")
+            if mine != theirs:
+                return name, f"{name} is {mine} on rank {first} and {theirs} on rank {rank}"
+    return "", ""
+
+
+def raise_refusal(verdict: Verdict) -> None:
+    """Raise the error that ``verdict`` stands for, unless it says go."""
+    if verdict.objector >= 0:
+        raise remote_error(verdict.objector, verdict.difference, verdict.refusal)
+    if verdict.lost:
+        are = "are" if len(verdict.lost) > 1 else "is"
+        raise RankLostError(f"{verdict.key}: {_name(verdict.lost)} {are} lost", rank=verdict.lost[0])
+    if verdict.gone:
+        raise ClosedError(f"{verdict.key}: {_name(verdict.gone)} left", ranks=verdict.gone)
+    if verdict.missing:
+        raise start_timeout_error(verdict)
+    if verdict.refusal:
+        raise DisagreementError(f"{verdict.key}: {verdict.refusal}", difference=verdict.difference)
+
+
+def is_go(verdict: Verdict) -> bool:
+    """Whether ``verdict`` lets the members start."""
+    return not (verdict.refusal or verdict.missing or verdict.gone) and verdict.objector < 0
+
+
+def start_timeout_error(verdict: Verdict) -> StartTimeoutError:
+    """Make the error that names the ranks that are missing in ``verdict``."""
+    return StartTimeoutError(
+        f"{verdict.key}: {_name(verdict.missing)} did not come within {verdict.waited_s:g} s", missing=verdict.missing
+    )
+
+
+def _name(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
