@@ -10,8 +10,8 @@ torch takes a second or more, which ``asyncdist run``, the start of a test sessi
 
 import lazy_loader
 
-from asyncdist import environment
+from asyncdist import rank_program
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
-environment.explain_shadowing()
+rank_program.explain_shadowing()

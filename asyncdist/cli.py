@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final, NoReturn
 
-from asyncdist import environment
+from asyncdist import environment, local_host
 from asyncdist._version import __version__
 from asyncdist.launch import local_ranks, mpirun
 
@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Args:
         arguments: Without the program's name; the process's own by default.
     """
-    environment.open_standard_files()
+    local_host.open_standard_files()
     words = list(sys.argv[1:] if arguments is None else arguments)
     rest: list[str] = []
     if words[:1] in (["run"], ["sim"]):
@@ -188,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         _Parser(prog=f"asyncdist {options.command}").error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command == "sim" and arguments is None:  # this process is the command's
         environment.fix_hash_seed()
-    with environment.heeding_children():
+    with local_host.heeding_children():
         sys.exit(_main(options, rest))
 
 
@@ -202,7 +202,7 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
         return doctor.run()
     try:
         return _run(options, rest)
-    except environment.LaunchError as error:
+    except local_host.LaunchError as error:
         print(f"asyncdist {options.command}: {error}", file=sys.stderr)
         return 2
 
@@ -213,7 +213,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if ranks is None:
         is_behind = any(word.partition("=")[0] in ("-n", "--ranks") for word in arguments)
         hint = f": what follows the script is passed to it; asyncdist run -n RANKS {script}" if is_behind else ""
-        raise environment.LaunchError(f"the following arguments are required before the script: -n/--ranks{hint}")
+        raise local_host.LaunchError(f"the following arguments are required before the script: -n/--ranks{hint}")
     environ = environment.environment()
     try:
         transport, backend, environ = environment.choose_transport(options.transport, environ)
@@ -225,11 +225,11 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             environment.seconds(options.stall_s, "--stall-s")
             environ = {**environ, environment.STALL_VARIABLE: options.stall_s}
     except ValueError as error:
-        raise environment.LaunchError(str(error)) from error
+        raise local_host.LaunchError(str(error)) from error
     if transport == "mpi":
         mpirun.run(script, arguments, ranks=ranks, mpi=options.mpi, threads=threads, environ=environ)
     if options.mpi is not None:
-        raise environment.LaunchError(f"--mpi {options.mpi} is for --transport mpi")
+        raise local_host.LaunchError(f"--mpi {options.mpi} is for --transport mpi")
     return local_ranks.run(script, arguments, ranks=ranks, threads=threads, environ=environ)
 
 
@@ -248,12 +248,12 @@ def _run_sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     try:
         if options.processes is not None and options.explore is None:
             raise scripts.ScriptError("--processes is for --explore")
-        environment.check_script(options.script)
+        local_host.check_script(options.script)
         faults = () if options.faults is None else scripts.read_faults(options.faults, options.ranks)
         script = scripts.Script(options.script, tuple(arguments), options.ranks, faults, options.until_s)
         if options.explore is None:
             return scripts.run_once(script, options.seed)
         return scripts.run_many(script, range(options.seed, options.seed + options.explore), options.processes)
-    except (scripts.ScriptError, environment.LaunchError) as error:
+    except (scripts.ScriptError, local_host.LaunchError) as error:
         print(f"asyncdist sim: {error}", file=sys.stderr)
         return 2

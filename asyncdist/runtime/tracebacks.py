@@ -12,7 +12,7 @@ import traceback
 from types import TracebackType
 from typing import Final
 
-from asyncdist import environment
+from asyncdist import rank_program
 
 #: Modules between what starts a rank, scenario or script and its first line.
 _MACHINERY: Final = (
@@ -35,7 +35,7 @@ _REFUSAL: Final = ("asyncdist.validation", "main_function")
 
 def format_error(error: BaseException) -> str:
     """The traceback without the machinery around, the exception, and what its text does not say."""
-    environment.explain_import(error)
+    rank_program.explain_import(error)
     return format_from(error, user_traceback(error))
 
 

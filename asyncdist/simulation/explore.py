@@ -21,7 +21,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from asyncdist import environment
+from asyncdist import local_host
 from asyncdist.errors import RankLostError
 from asyncdist.runtime.run import RankResult
 from asyncdist.runtime.tracebacks import format_error
@@ -169,7 +169,7 @@ def explore(
         raise ValueError(f"processes is {processes!r}; a whole number of 1 or more is needed, or None")
     checked = _checked(seeds)
     progress = _Progress(on_progress)
-    with open_runner(payload, processes or environment.available_cores()) as runner:
+    with open_runner(payload, processes or local_host.available_cores()) as runner:
         failed = _search(runner, checked, progress)
         failure = None if failed is None else _investigate(runner, scenario, failed)
     report = progress.report(failure)

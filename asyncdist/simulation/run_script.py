@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 import torch
 
-from asyncdist import environment
+from asyncdist import rank_program
 from asyncdist.errors import DeadlockError, TimeLimitError
 from asyncdist.runtime.run import run_elsewhere
 from asyncdist.runtime.tracebacks import format_error
@@ -288,7 +288,7 @@ def _program(script: Script) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        environment.explain_import(error)  # now: afterwards the script's folder is not searched any more
+        rank_program.explain_import(error)  # now: afterwards the script's folder is not searched any more
         raise
     finally:
         sys.argv, sys.path[:] = argv, path

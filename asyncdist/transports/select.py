@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from asyncdist import environment, tags
+from asyncdist import environment, local_host, tags
 from asyncdist.errors import TransportError
+from asyncdist.transports import mpi_launchers
 from asyncdist.transports.base import Transport
 
 if TYPE_CHECKING:
@@ -84,9 +85,11 @@ def _open_mpi(started: environment.Launch) -> MpiTransport:
             f"this process is a child of {above} and has its variables, with which MPI would take it for that rank: "
             "open the world there, or start this program as a job of its own, with asyncdist run"
         )
-    transport = MpiTransport(functools.partial(environment.check_library, started))
+    transport = MpiTransport(functools.partial(mpi_launchers.check_library, started))
     if started.transport == "mpi":
-        environment.check_world_size(started.expected_size, transport.size, transport.describe(), source=started.source)
+        mpi_launchers.check_world_size(
+            started.expected_size, transport.size, transport.describe(), source=started.source
+        )
         if transport.size == 1 and started.source == environment.NO_LAUNCHER:
             environment.check_alone()
         hint = environment.oversubscription_hint()
@@ -114,7 +117,7 @@ def _open_torch(mpi: MpiTransport | None, backend: str, control: Transport | Non
 def _torch_rendezvous(mpi: MpiTransport | None) -> environment.TorchRendezvous:
     if mpi is None or environment.names_torch_rendezvous():
         return environment.torch_rendezvous()
-    address, port = mpi.said_by_rank_0(f"{mpi.own_address()} {environment.find_free_port()}").split()
+    address, port = mpi.said_by_rank_0(f"{mpi.own_address()} {local_host.find_free_port()}").split()
     return environment.TorchRendezvous(mpi.rank, mpi.size, address, int(port), is_store_served=False)
 
 

@@ -47,7 +47,7 @@ class Job:
         self.stdout = self.stderr = ""
         self.statuses: list[int] = []
         self.memory: list[str] = []
-        launch = Path(ad.__file__).with_name("environment.py")
+        launch = Path(ad.__file__).with_name("rank_program.py")
         program = [launch, SCRIPTS / "ends.py", folder, way]
         watched = [SCRIPTS / "watched.py", folder, ranks if by_themselves else 0]
         command = [sys.executable, "-m", "asyncdist", "run", "-n", ranks, *watched, *program]
@@ -381,7 +381,7 @@ def test_ctrl_c_that_comes_while_a_failed_rank_tidies_up_is_not_told() -> None:
     """Its peer had heard it a little earlier; there was a traceback out of torch's own callbacks."""
     program = """
 import atexit, os, signal
-from asyncdist.runtime.run.supervision import FailureReport
+from asyncdist.runtime.supervision import FailureReport
 atexit.register(os.kill, os.getpid(), signal.SIGINT)
 FailureReport().print_line("rank 0 stopped", ValueError())
 """

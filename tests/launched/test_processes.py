@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist import cli, environment
+from asyncdist import cli, environment, local_host
 from asyncdist.launch import guardians, local_ranks
 
 #: Generous: what hangs is a failure, what is slow is not.
@@ -109,7 +109,7 @@ def test_ranks_get_the_variables_of_torchrun_and_are_the_script(tmp_path: Path) 
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "False",
-            "OMP_NUM_THREADS": str(max(1, environment.available_cores() // 3)),
+            "OMP_NUM_THREADS": str(max(1, local_host.available_cores() // 3)),
         }
         facts = {name: report[name] for name in ("arguments", "input", "main", "torch")}
         assert facts == {"arguments": arguments, "input": "", "main": "__main__", "torch": False}
@@ -184,7 +184,7 @@ def test_a_failing_rank_ends_the_others_with_its_exit_code(
         ended, _, error = finish(process)
     assert ended == code
     assert [error.count(word) for word in words] == [1] * len(words), error
-    assert "environment.py" not in error
+    assert "rank_program.py" not in error
     check_gone(pids)
 
 
@@ -369,7 +369,7 @@ def test_a_process_that_cannot_be_started_ends_those_that_were(tmp_path: Path, m
         return started[-1]
 
     monkeypatch.setattr(subprocess, "Popen", refuse_the_third)
-    with pytest.raises(environment.LaunchError, match=r"rank 2 cannot be started: .*Resource temporarily unavailable"):
+    with pytest.raises(local_host.LaunchError, match=r"rank 2 cannot be started: .*Resource temporarily unavailable"):
         local_ranks.run(str(script), [str(tmp_path)], ranks=3, environ=environment.environment())
     check_gone(pids_in(tmp_path, 2))
 

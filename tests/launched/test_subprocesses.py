@@ -24,10 +24,10 @@ import torch.distributed as dist
 from support import mpi, torchrun
 
 import asyncdist as ad
-from asyncdist import environment
+from asyncdist import environment, local_host, rank_program
 from asyncdist.errors import LocalProtocolError, RankLostError, TransportError
 from asyncdist.functional.parallel_groups import ParallelLayout
-from asyncdist.launch import guardians, process_groups, spawn
+from asyncdist.launch import guardians, local_ranks, process_groups, spawn
 from asyncdist.launch.config import MultiprocessConfig
 from asyncdist.runtime import run
 
@@ -302,7 +302,7 @@ def test_a_plain_function_finds_its_process_groups(tmp_path: Path, method: str) 
             "given": [[7], {"name": "x"}],
             "threads": values["threads"]
             if os.environ.get("OMP_NUM_THREADS")
-            else max(1, environment.available_cores() // 4),
+            else max(1, local_host.available_cores() // 4),
         }
 
 
@@ -314,7 +314,7 @@ def test_two_hosts_make_one_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Two launchers, each with its offset; and a backend that was set goes to the ranks of both."""
     monkeypatch.setenv("ASYNCDIST_BACKEND", "")
     ad.set_distributed_backend("cpu:gloo")
-    cfg = MultiprocessConfig(world_size=4, local_world_size=2, master_port=environment.find_free_port())
+    cfg = MultiprocessConfig(world_size=4, local_world_size=2, master_port=local_host.find_free_port())
     first = threading.Thread(target=ad.launch_subprocesses, args=(note_rank, cfg, None, 0, str(tmp_path)))
     first.start()
     ad.launch_subprocesses(note_rank, cfg, None, 2, str(tmp_path))
@@ -333,7 +333,7 @@ def test_setup_runs_here_before_anything_is_started(tmp_path: Path, monkeypatch:
 
 
 def test_init_and_run_is_one_rank_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in environment.rank_variables(0, 1, local_rank=0, local_size=1, address="", port=1, run_id=""):
+    for name in local_ranks.rank_variables(0, 1, local_rank=0, local_size=1, address="", port=1, run_id=""):
         monkeypatch.setenv(name, "")  # so that they are taken back afterwards
     cfg = MultiprocessConfig(world_size=1, init_method=f"file://{tmp_path / 'store'}")
     ad.init_and_run(note_rank, cfg, str(tmp_path))
@@ -397,7 +397,7 @@ def test_a_coroutine_function_is_run_with_a_world_on_the_torch_transport(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In this process, with the local transport in place of torch's: the variables and the call are what is shown."""
-    for name in environment.rank_variables(0, 1, local_rank=0, local_size=1, address="", port=1, run_id=""):
+    for name in local_ranks.rank_variables(0, 1, local_rank=0, local_size=1, address="", port=1, run_id=""):
         monkeypatch.setenv(name, "")
     asked = []
 
@@ -552,7 +552,7 @@ def test_an_end_that_is_no_exception_or_looks_like_success_is_told(code: int | N
 
 @pytest.mark.parametrize(("code", "expected"), [(None, 0), (0, 0), (3, 3), (256, 1), (-1, 255), (2**40, 1), ("no", 1)])
 def test_no_exit_code_of_a_failure_is_0(code: object, expected: int) -> None:
-    assert environment.exit_code(code) == expected
+    assert rank_program.exit_code(code) == expected
 
 
 def start_children(folder: str, how: str) -> None:
@@ -691,10 +691,10 @@ def test_a_host_of_rank_0_that_does_not_answer_is_named_in_time(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Torch's own patience is half an hour."""
-    for name in environment.rank_variables(0, 1, local_rank=0, local_size=1, address="", port=1, run_id=""):
+    for name in local_ranks.rank_variables(0, 1, local_rank=0, local_size=1, address="", port=1, run_id=""):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(spawn, "START_TIMEOUT_S", 1.0)
-    port = environment.find_free_port()
+    port = local_host.find_free_port()
     cfg = MultiprocessConfig(rank=1, world_size=2, local_world_size=1, master_port=port)
     with pytest.raises(TransportError, match=f"rank 1 did not meet the other 1 at 127.0.0.1:{port} within 1 s: "):
         ad.init_and_run(nothing, cfg)
@@ -712,7 +712,7 @@ def test_a_master_port_that_is_taken_is_named_before_a_rank_starts(monkeypatch: 
         port = holder.getsockname()[1]
         with pytest.raises(ValueError, match=f"master_port is {port}, where rank 0 of this host cannot listen"):
             launch_here(note_rank, config(master_port=port), "folder")
-    environment.probe_port(port)
+    local_host.probe_port(port)
 
 
 def ignore_signals(folder: str) -> None:
@@ -778,7 +778,7 @@ def test_a_rank_that_cannot_be_is_refused(func: Any, cfg: Any, words: str) -> No
 SCRIPT = """
 import pathlib, os, subprocess, sys, time
 import asyncdist as ad
-from asyncdist import subprocesses
+from asyncdist.launch import spawn
 
 {top}
 
@@ -790,7 +790,7 @@ def work(folder):
     time.sleep(600)
 
 {guard}
-    subprocesses.START_TIMEOUT_S = {timeout_s}
+    spawn.START_TIMEOUT_S = {timeout_s}
     ad.launch_subprocesses(work, ad.MultiprocessConfig(world_size=2, launch_method={method!r}), None, 0, sys.argv[1])
 """
 GUARD = 'if __name__ == "__main__":'

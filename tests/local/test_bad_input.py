@@ -765,7 +765,7 @@ ad.run(main)
         ("import asyncdist\nfrom protocols import AverageAllPolicy\n", []),
         ("import asyncdist\nimport protocols.selective.messages\n", []),
         (IN_MAIN, []),
-        ("from protocols import AverageAllPolicy\nimport asyncdist\n", [str(ROOT / "asyncdist" / "environment.py")]),
+        ("from protocols import AverageAllPolicy\nimport asyncdist\n", [str(ROOT / "asyncdist" / "rank_program.py")]),
         ("import asyncdist\nfrom protocols import AverageAllPolicy\n", ["-m", "asyncdist", "sim", "-n", "2"]),
         (IN_MAIN, ["-m", "asyncdist", "sim", "-n", "2"]),
         (IN_MAIN, ["-m", "asyncdist", "sim", "-n", "2", "--explore", "3", "--processes", "1"]),

@@ -397,10 +397,10 @@ def test_a_rank_that_is_killed_in_the_middle(turn: str) -> None:
         import torch
         from support.mpi import report
         import asyncdist as ad
-        from asyncdist import host_folding
+        from asyncdist.collectives import shared_memory_reduce
 
-        host_folding.SHARED_NBYTES_MIN = 0
-        original = host_folding._Folding.{turn}
+        shared_memory_reduce.SHARED_NBYTES_MIN = 0
+        original = shared_memory_reduce._Folding.{turn}
 
         def deadly(self, number):
             if ad.current_world().rank == 1:
@@ -414,7 +414,7 @@ def test_a_rank_that_is_killed_in_the_middle(turn: str) -> None:
                     for parameter in model.parameters():
                         parameter.fill_(value * world.rank)
                 if value == 2.0:
-                    host_folding._Folding.{turn} = deadly
+                    shared_memory_reduce._Folding.{turn} = deadly
                 errors = []
                 for _ in range(2 if value == 2.0 else 1):
                     try:

@@ -216,7 +216,7 @@ def _tell(client: socket.socket, number: int) -> None:
 
 def become(job: dict[str, Any], server: int) -> None:
     """In a child: be the rank."""
-    from asyncdist import environment
+    from asyncdist import rank_program
     from asyncdist.launch import guardians
 
     guardians.die_with_parent(server)
@@ -232,7 +232,7 @@ def become(job: dict[str, Any], server: int) -> None:
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     script, *arguments = job["arguments"]
-    environment._run_script(script, arguments)
+    rank_program.run_script(script, arguments)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ from typing import NoReturn
 
 import pytest
 
-from asyncdist import cli, environment as launch
+from asyncdist import cli, environment as launch, local_host
 from asyncdist.environment import Launch
 from asyncdist.errors import TransportError
 from asyncdist.launch import guardians, mpirun
 from asyncdist.launch.mpirun import Installation
+from asyncdist.transports import mpi_launchers
 
 # What each launcher really sets, of the variables that say something about ranks and places.
 RECORDED: dict[str, tuple[dict[str, str], Launch]] = {
@@ -270,7 +271,7 @@ def test_malformed_or_contradictory_variables_are_named_with_their_values(
 
 def test_singleton_worlds_are_explained() -> None:
     with pytest.raises(TransportError) as caught:
-        launch.check_world_size(4, 1, "MPICH 5.0.2")
+        mpi_launchers.check_world_size(4, 1, "MPICH 5.0.2")
     for words in ("started 4 ranks", "world of 1", "MPICH 5.0.2", "asyncdist run -n 4", "pip install"):
         assert words in str(caught.value)
     assert (caught.value.expected, caught.value.actual) == (4, 1)
@@ -282,7 +283,7 @@ def test_singleton_worlds_are_explained() -> None:
 )
 def test_singleton_worlds_of_srun_name_the_plugin_that_joins_them(library: str, way: str) -> None:
     with pytest.raises(TransportError, match="srun started 4 ranks") as caught:
-        launch.check_world_size(4, 1, library, source="SLURM_STEP_NUM_TASKS")
+        mpi_launchers.check_world_size(4, 1, library, source="SLURM_STEP_NUM_TASKS")
     assert library in str(caught.value) and way in str(caught.value)
     assert "different MPIs" not in str(caught.value)
     assert (caught.value.expected, caught.value.actual) == (4, 1)
@@ -292,7 +293,7 @@ def test_open_mpi_under_the_plugin_of_mpich_is_told_which_one_is_its_own() -> No
     """pmi2 sets the variables of MPICH's mpirun, so the error spoke of two mpiruns where there was none."""
     environ, started = RECORDED["srun --mpi=pmi2 -n 2"]
     with pytest.raises(TransportError, match=r"srun started 2 ranks.*srun --mpi=pmix -n 2 ") as caught:
-        launch.check_world_size(2, 1, "Open MPI v5.0.11", source=started.source, environ=environ)
+        mpi_launchers.check_world_size(2, 1, "Open MPI v5.0.11", source=started.source, environ=environ)
     assert "different MPIs" not in str(caught.value)
     for hydra in (HYDRA, environ | {"HYDI_CONTROL_FD": "7"}, environ | {"SLURM_STEP_NUM_TASKS": "1"}):
         assert not launch.is_sruns("PMI_SIZE", hydra)
@@ -302,17 +303,17 @@ def test_mpich_under_open_mpis_mpirun_is_refused_before_it_can_abort() -> None:
     version = "MPICH Version:      5.0.2\nMPICH Release date: Fri Sep 25 2026\nMPICH ABI:          18:2:6\n\x00"
     said = r"Open MPI's mpirun started 4 ranks.*\(MPICH Version: 5\.0\.2\)"
     with pytest.raises(TransportError, match=said) as caught:
-        launch.check_library(launch.detect(OPENMPI), version)
+        mpi_launchers.check_library(launch.detect(OPENMPI), version)
     assert "\n" not in str(caught.value)
-    launch.check_library(launch.detect(OPENMPI), "Open MPI v5.0.11")
-    launch.check_library(launch.detect(HYDRA), "MPICH Version: 5.0.2")
+    mpi_launchers.check_library(launch.detect(OPENMPI), "Open MPI v5.0.11")
+    mpi_launchers.check_library(launch.detect(HYDRA), "MPICH Version: 5.0.2")
 
 
 @pytest.mark.parametrize("expected", [3, None])
 def test_a_world_of_the_right_or_of_unknown_size_is_accepted(expected: int | None) -> None:
-    launch.check_world_size(expected, 3, "any")
+    mpi_launchers.check_world_size(expected, 3, "any")
     with pytest.raises(TransportError):
-        launch.check_world_size(4, 3, "any")
+        mpi_launchers.check_world_size(4, 3, "any")
 
 
 @pytest.mark.parametrize(
@@ -407,7 +408,7 @@ def test_the_library_decides_the_flavour(wanted: launch.Flavour | None) -> None:
 def test_no_usable_mpi_is_explained(
     installation: Installation, wanted: launch.Flavour | None, words: list[str]
 ) -> None:
-    with pytest.raises(launch.LaunchError) as caught:
+    with pytest.raises(local_host.LaunchError) as caught:
         mpirun.choose_flavour(installation, wanted)
     assert [word for word in words if word not in str(caught.value)] == []
     assert "\n" not in str(caught.value)
@@ -484,12 +485,12 @@ def test_a_host_without_loopback_is_one_line(monkeypatch: pytest.MonkeyPatch) ->
     def refuse(*_: object, **__: object) -> NoReturn:
         raise OSError(101, "Network is unreachable")
 
-    launch.check_loopback()
+    local_host.check_loopback()
     monkeypatch.setattr("socket.create_connection", refuse)
     with pytest.raises(
-        launch.LaunchError, match=r"127\.0\.0\.1 \(Network is unreachable\): the loopback interface is down"
+        local_host.LaunchError, match=r"127\.0\.0\.1 \(Network is unreachable\): the loopback interface is down"
     ):
-        launch.check_loopback()
+        local_host.check_loopback()
 
 
 def test_no_mpi_at_all_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -663,7 +664,7 @@ def test_a_failing_rank_ends_the_others_with_its_exit_code(
     ended, _, error = finish(start(tmp_path, body.format(failure=failure)))
     assert ended == code
     assert error.count(message) == 1 or not message
-    assert "environment.py" not in error
+    assert "rank_program.py" not in error
     assert time.monotonic() - begin < 30
 
 

@@ -28,7 +28,7 @@ FOLDERS: dict[str, set[str]] = {
     "face": {"tensors", "transports", "runtime", "launch", "simulation"},
 }
 #: Modules of ``asyncdist/`` itself that everybody may import; the others there are the face that users see.
-GROUND = {"_version", "compiled", "environment", "errors", "tags", "validation"}
+GROUND = {"_version", "compiled", "environment", "errors", "local_host", "rank_program", "tags", "validation"}
 FACE = {"__init__", "__main__", "cli", "pytest_plugin"}
 #: Modules that decide and do nothing else: no event loop, no clock, no randomness that is not an argument.
 PURE = {
@@ -200,7 +200,7 @@ def test_the_environment_is_read_in_one_module_and_before_it_alone() -> None:
                     readers.add(f"{package}.{name}")
             if imports(tree) & {"os.environ", "os.getenv", "os.environb"}:
                 readers.add(f"{package}.{name}")
-    assert readers == {"asyncdist.environment", "asyncdist.compiled"}  # which says why
+    assert readers == {"asyncdist.environment", "asyncdist.compiled", "asyncdist.rank_program"}  # both say why
 
 
 @pytest.mark.parametrize("trees", [ASYNCDIST, PROTOCOLS], ids=["asyncdist", "protocols"])
@@ -211,7 +211,7 @@ def test_nothing_is_pickled_and_nothing_is_evaluated(trees: dict[str, ast.Module
         called = {
             node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         }
-        assert not called & ({"eval"} if name == "environment" else {"eval", "exec", "compile"}), name
+        assert not called & ({"eval"} if name == "rank_program" else {"eval", "exec", "compile"}), name
 
 
 @pytest.mark.parametrize("trees", [ASYNCDIST, PROTOCOLS], ids=["asyncdist", "protocols"])

