@@ -4,13 +4,14 @@ from protocols.average_all import AverageAllPolicy
 from protocols.one_sided.policy import OneSidedSelectiveAveragingPolicy
 from protocols.one_sided.rules import OneSidedRules
 from protocols.one_sided.statistics import Durations, OneSidedStatistics
-from protocols.policy import AverageApplied, PolicyEvent, SnapshotTaken, SpawnPolicy, StepInfo
+from protocols.policy import SpawnPolicy
 from protocols.replay.client import ReplayBuffer, Sample
 from protocols.replay.server import ReplayStatistics, serve_replay_buffer
 from protocols.selective.coordinator import coordinate
 from protocols.selective.policy import AsyncSelectiveAveragingPolicy, SelectiveStatistics
 from protocols.selective.rounds import CoordinatorStatistics
 from protocols.selective.rules import SelectiveRules
+from protocols.step_info import AverageApplied, PolicyEvent, SnapshotTaken, StepInfo
 
 #: Other names of the same, as torchgfn has them.
 AverageAllPolicympi4py = AverageAllPolicy

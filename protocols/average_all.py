@@ -26,7 +26,9 @@ from torch import nn
 from asyncdist import Group, World, average_models
 from asyncdist.collectives.agreed_start import Start
 from asyncdist.tensors.flat_state import SnapshotPool, reset_optimizer_state
-from protocols.policy import NOTHING, AverageApplied, MetricSource, PolicyEvent, SpawnPolicy, StepInfo, check_callable
+from protocols.options import AveragingOptions
+from protocols.policy import MetricSource, SpawnPolicy
+from protocols.step_info import NOTHING, AverageApplied, PolicyEvent, StepInfo
 
 
 class AverageAllPolicy(SpawnPolicy):
@@ -68,11 +70,9 @@ class AverageAllPolicy(SpawnPolicy):
             world=world,
             start_timeout_s=start_timeout_s,
         )
-        if optimizer_state not in ("keep", "reset"):
-            raise ValueError(f"optimizer_state is {optimizer_state!r}; allowed: 'keep', 'reset'")
-        check_callable("on_event", on_event, "a callable that takes one event")
-        self._resets_optimizer = optimizer_state == "reset"
-        self._on_event = on_event
+        options = AveragingOptions(optimizer_state=optimizer_state, on_event=on_event)
+        self._resets_optimizer = options.resets_optimizer
+        self._on_event = options.on_event
         self._snapshots = SnapshotPool(self._flat)
         self._layout = self._flat.new_buffers(accumulate=True, device="meta")
         self._round = 0

@@ -1,7 +1,7 @@
-"""A rank's own state in a selective policy: whether others may have it, and what takes its place.
+"""Decides what of a rank's own state is given to others, and what is kept when an average replaces it.
 
-What a rank keeps of its own when it takes an average, part of its weights (``momentum``) and its optimizer's state, it
-keeps only if that is finite. Adam's moments that have become NaN would spoil every average in the next step.
+A rank that takes an average keeps a part of its weights (``momentum``) and its optimizer's state, if they are finite:
+Adam's moments that have become NaN would spoil every average in the next step.
 """
 
 from __future__ import annotations
@@ -12,45 +12,35 @@ import torch
 
 from asyncdist.tensors.flat_state import FlatBuffers, FlatState, first_difference, reset_optimizer_state
 from asyncdist.tensors.infinities import KnownInfinities, all_finite
-from protocols.policy import ModelBuilder
+from protocols.options import AveragingOptions, ModelBuilder
 
 logger = logging.getLogger("protocols.own_state")
 
 
 class OwnState:
-    """One rank's model and optimizer.
+    """Holds one rank's model and optimizer, and replaces their state.
 
     Args:
         flat: the model's state.
         optimizer: of that model.
-        momentum: what is kept of the own weights, 0 to 1.
-        resets_optimizer: whether its state is cleared whenever weights are replaced.
-        model_builder: makes fresh weights; None where averages alone replace them.
+        options: how weights are replaced: ``momentum``, ``resets_optimizer``, and ``model_builder`` for fresh weights.
 
     Raises:
         ValueError: ``model_builder`` makes a model of another layout; the first difference is named.
     """
 
-    def __init__(
-        self,
-        flat: FlatState,
-        optimizer: torch.optim.Optimizer,
-        *,
-        momentum: float,
-        resets_optimizer: bool,
-        model_builder: ModelBuilder | None,
-    ) -> None:
+    def __init__(self, flat: FlatState, optimizer: torch.optim.Optimizer, options: AveragingOptions) -> None:
         self._flat = flat
         self._optimizer = optimizer
-        self._momentum = momentum
-        self._resets_optimizer = resets_optimizer
-        self._model_builder = model_builder
+        self._momentum = float(options.momentum)
+        self._resets_optimizer = options.resets_optimizer
+        self._model_builder = options.model_builder if options.makes_fresh_weights else None
         self._known: KnownInfinities | None = None
         self._has_warned = False
-        if model_builder is not None:
+        if self._model_builder is not None:
             devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
             with torch.random.fork_rng(devices):  # training draws what it would draw without this look
-                self._build(model_builder)
+                self._build(self._model_builder)
 
     def begin(self) -> None:
         """Remember which infinities belong to the model; the policy starts."""
@@ -76,8 +66,8 @@ class OwnState:
         """Put an average in place of the weights.
 
         Returns:
-            What of this rank's own was not finite, so that nothing of it was kept: neither a part of the weights nor
-            the optimizer's state, whatever the options say. Else "".
+            Which part of this rank's own state was not finite. Then neither a part of the weights nor the optimizer's
+            state was kept, whatever the options say. "" if all was finite.
         """
         trouble = self._own_trouble()
         self._flat.load(average, momentum=0.0 if trouble else self._momentum)

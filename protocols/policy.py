@@ -1,7 +1,7 @@
-"""What every policy is: an async context manager around a training loop, with one method that may change weights.
+"""Defines the contract of a policy: an async context manager around a training loop, whose ``step`` may change weights.
 
-:class:`SpawnPolicy` holds what they share and nothing else: the guard of ``step``, the count of iterations, and the
-collective start, in which all members prove that they mean the same policy. Subclasses say what a step does.
+:class:`SpawnPolicy` holds what all policies share: the guard of ``step``, the count of iterations, and the collective
+start, in which all members prove that they mean the same policy. Subclasses say what a step does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, ClassVar, Final, Literal, Self, TypeAlias
 
@@ -34,103 +33,13 @@ from asyncdist.collectives.agreed_start import Start
 from asyncdist.collectives.agreement_messages import Agreed
 from asyncdist.collectives.groups import check_open
 from asyncdist.tensors.flat_state import Fingerprint, FlatState, first_difference
+from protocols.options import check_callable
+from protocols.step_info import StepInfo
 from protocols.wrappers import check_not_inside, check_not_wrapped
 
 #: The metric given to ``step``, or something that yields it when it is due.
 Metric: TypeAlias = float | int | torch.Tensor
 MetricSource: TypeAlias = Metric | Callable[[], Metric] | None
-#: What takes the place of weights that are replaced.
-AveragingStrategy: TypeAlias = Literal["mean", "weighted_mean", "best_only", "reset_weights"]
-#: For ``"reset_weights"``: makes a model of the same layout, or the pair (model, optimizer).
-ModelBuilder: TypeAlias = Callable[[], nn.Module | tuple[nn.Module, torch.optim.Optimizer]]
-
-
-@dataclass(frozen=True, slots=True)
-class StepInfo:
-    """What one ``step`` did; true when it changed weights.
-
-    Attributes:
-        averaged_this_iteration: whether weights changed.
-        round: the round that changed them, or that was abandoned; 0 when neither happened.
-        donors: the ranks whose weights were averaged, ascending.
-        weights: their weights, summing to one.
-        staleness_steps: the oldest snapshot's age: this rank's iteration minus the donor's, in steps, at least 0.
-        seconds: from the assignment to the new weights.
-        nbytes: received for it.
-        abandoned: why a round that this rank was to apply came to nothing, else "".
-        recovered: what of this rank's own state was not finite, where the average was therefore taken whole and the
-            optimizer's state reset, whatever the options say; else "".
-    """
-
-    averaged_this_iteration: bool = False
-    round: int = 0
-    donors: tuple[int, ...] = ()
-    weights: tuple[float, ...] = ()
-    staleness_steps: int = 0
-    seconds: float = 0.0
-    nbytes: int = 0
-    abandoned: str = ""
-    recovered: str = ""
-
-    def __bool__(self) -> bool:
-        return self.averaged_this_iteration
-
-    def __str__(self) -> str:
-        if self.abandoned:
-            return f"round {self.round}: abandoned, {self.abandoned}"
-        if not self.averaged_this_iteration:
-            return "nothing changed"
-        if not self.donors:
-            return f"round {self.round}: fresh weights"
-        ranks = ", ".join(map(str, self.donors))
-        age = f"{self.staleness_steps} step{'' if self.staleness_steps == 1 else 's'} old"
-        cure = f"; {self.recovered}: taken whole, optimizer reset" if self.recovered else ""
-        return f"round {self.round}: average of rank{'' if len(self.donors) == 1 else 's'} {ranks} ({age}){cure}"
-
-
-#: Shared by all steps in which nothing happened, so that such a step makes no object.
-NOTHING = StepInfo()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SnapshotTaken:
-    """Told to ``on_event`` on a donor, inside its step.
-
-    Attributes:
-        round: the round that asked for it; of a snapshot that is published to whoever asks, its version.
-        iteration: the donor's, 0-based.
-        state: dtype name (``"float32"``) to the flat 1-D tensor; valid during the call, not to be changed.
-    """
-
-    round: int
-    iteration: int
-    state: Mapping[str, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AverageApplied:
-    """Told to ``on_event`` on a replacer, inside its step, right after its weights changed.
-
-    Attributes:
-        round: the round.
-        donors: ascending.
-        weights: as they were used: not normalised, in the donors' order.
-        best: the donor of the integer and bool entries; -1 for none.
-        iteration: the replacer's, 0-based.
-        state: this rank's own state now; as in :class:`SnapshotTaken`.
-        versions: of the donors' snapshots, in their order, where they are not all of this round.
-    """
-
-    round: int
-    donors: tuple[int, ...]
-    weights: tuple[float, ...]
-    best: int
-    iteration: int
-    state: Mapping[str, torch.Tensor]
-    versions: tuple[int, ...] = ()
-
-
-PolicyEvent: TypeAlias = SnapshotTaken | AverageApplied
 _Stage: TypeAlias = Literal["new", "starting", "open", "closed"]
 
 #: What the members, and a reserved coordinator, agree on.
@@ -490,25 +399,3 @@ def _line_of_caller() -> tuple[str, int]:
     """Return file and line of the code that has called a method of a policy."""
     frame = sys._getframe(2)
     return frame.f_code.co_filename, frame.f_lineno
-
-
-def check_callable(name: str, value: Any, allowed: str) -> None:
-    """Refuse what is neither callable nor None."""
-    if value is not None and not callable(value):
-        raise TypeError(f"{name} is {value!r}; allowed: {allowed}")
-
-
-@dataclass(slots=True)
-class Timing:
-    """Collects durations by name, in the form of torchgfn's ``timing`` option: name to a list of seconds."""
-
-    seconds: dict[str, list[float]] | None = field(default=None)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.seconds, dict | None):
-            raise TypeError(f"timing is {self.seconds!r:.80}; allowed: a dict, or None")
-
-    def add(self, name: str, duration_s: float) -> None:
-        """Append one duration, if anybody wants to know."""
-        if self.seconds is not None:
-            self.seconds.setdefault(name, []).append(duration_s)

@@ -34,24 +34,14 @@ from asyncdist.tensors.byte_layout import Packing
 from asyncdist.tensors.byte_views import byte_view
 from asyncdist.tensors.flat_state import FlatBuffers, SnapshotPool
 from asyncdist.tensors.means import WeightedMean
+from protocols.applier import Applier, NewWeights
 from protocols.one_sided.rules import Choice, OneSidedRules, choose, is_dying
 from protocols.one_sided.statistics import Durations, OneSidedStatistics
+from protocols.options import AveragingOptions, AveragingStrategy, ModelBuilder, Timing
 from protocols.own_state import OwnState
 from protocols.parameter_stream import ChunkRing
-from protocols.policy import (
-    NOTHING,
-    AverageApplied,
-    AveragingStrategy,
-    Metric,
-    MetricSource,
-    ModelBuilder,
-    PolicyEvent,
-    SnapshotTaken,
-    SpawnPolicy,
-    StepInfo,
-    Timing,
-    check_callable,
-)
+from protocols.policy import Metric, MetricSource, SpawnPolicy
+from protocols.step_info import NOTHING, PolicyEvent, SnapshotTaken, StepInfo
 
 logger = logging.getLogger("protocols.one_sided.policy")
 
@@ -178,32 +168,24 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             donor_count=donor_count,
             donor_ratio=donor_ratio,
         )
-        validation.fraction("momentum", momentum)
-        if optimizer_state not in ("keep", "reset"):
-            raise ValueError(f"optimizer_state is {optimizer_state!r}; allowed: 'keep', 'reset'")
-        if averaging_strategy == "reset_weights" and model_builder is None:
-            raise ValueError("averaging_strategy 'reset_weights' needs model_builder, which makes the fresh weights")
-        check_callable("model_builder", model_builder, "a callable that returns a model")
-        check_callable("on_event", on_event, "a callable that takes one event")
-        validation.seconds("read_timeout_s", read_timeout_s)
-        validation.seconds("drain_timeout_s", drain_timeout_s)
-        self._momentum = float(momentum)
-        self._resets_optimizer = optimizer_state == "reset" or averaging_strategy == "reset_weights"
-        self._own = OwnState(
-            self._flat,
-            optimizer,
-            momentum=self._momentum,
-            resets_optimizer=self._resets_optimizer,
-            model_builder=model_builder if averaging_strategy == "reset_weights" else None,
+        self._averaging = AveragingOptions(
+            averaging_strategy=averaging_strategy,
+            momentum=momentum,
+            optimizer_state=optimizer_state,
+            model_builder=model_builder,
+            on_event=on_event,
+            timing=timing,
+            drain_timeout_s=drain_timeout_s,
         )
+        validation.seconds("read_timeout_s", read_timeout_s)
+        self._own = OwnState(self._flat, optimizer, self._averaging)
         self._read_timeout_s = read_timeout_s
-        self._drain_timeout_s = drain_timeout_s
-        self._on_event = on_event
         self._timing = Timing(timing)
         self._durations: dict[str, Durations] = {}
         self._packing = Packing(self._flat.entries)
         self._states: dict[int, FlatBuffers] = {}
         self._snapshots = SnapshotPool(self._flat)
+        self._applier = Applier(self._flat, self._own, self._snapshots, on_event)
         self._accumulators = SnapshotPool(self._flat, accumulate=True)
         self._chunk_nbytes = CHUNK_NBYTES
         self._ring = ChunkRing(self._chunk_nbytes)
@@ -258,8 +240,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         return {
             **asdict(self._rules),
             "average_every": self.average_every,
-            "momentum": self._momentum,
-            "resets_optimizer": self._resets_optimizer,
+            **self._averaging.agreed(),
             "chunk_nbytes": self._chunk_nbytes,
         }
 
@@ -288,7 +269,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         deadline = None
         try:
             if error is None and self._world.engine.failure is None:
-                deadline = self._world.time() + self._drain_timeout_s
+                deadline = self._world.time() + self._averaging.drain_timeout_s
                 await self._world.engine.until(self._is_quiet, "the end of its own reads", deadline=deadline)
         finally:
             self._states.clear()
@@ -370,8 +351,8 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             self._own_metric = metric = float("nan")
         record = self._exposure.publish(iteration, metric)
         self._note_time("publish", began_at)
-        if self._on_event is not None:
-            self._on_event(SnapshotTaken(record.version, iteration, state.by_name()))
+        if self._averaging.on_event is not None:
+            self._averaging.on_event(SnapshotTaken(record.version, iteration, state.by_name()))
 
     def _is_to_be_judged(self, is_due: bool) -> bool:
         mode = self._rules.replacement_mode
@@ -395,50 +376,28 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             self._dies_at = self._born_at + self._random.randint(*self._rules.age_range)
 
     def _apply(self, replacement: _Replacement) -> StepInfo:
-        """New weights, in place."""
-        began_at, recovered = self._world.time(), ""
-        if replacement.donors:
-            assert replacement.average is not None, f"replacement {replacement.number} is complete without an average"
-            recovered = self._own.take(replacement.average)
-            self._release(replacement)
-        else:
-            self._own.take_fresh()
+        """Put the new weights in place."""
+        began_at = self._world.time()
+        new = NewWeights(
+            round=replacement.number,
+            donors=tuple(replacement.donors),
+            weights=tuple(replacement.weights),
+            iterations=tuple(replacement.iterations),
+            best=replacement.best,
+            versions=tuple(replacement.versions),
+            average=replacement.average,
+            began_at=replacement.judged_at,
+            nbytes=replacement.nbytes,
+        )
+        info = self._applier.apply(new, self.iteration, self._world.time)
+        self._release(replacement)
         self._note_time("apply", began_at)
         self._replacement = None
         self._begin_life()
         self._counts["replacements"] += 1
-        self._counts["donors"] += len(replacement.donors)
-        if self._on_event is not None:
-            self._announce(self._on_event, replacement)
-        total = sum(replacement.weights)
-        return StepInfo(
-            averaged_this_iteration=True,
-            round=replacement.number,
-            donors=tuple(replacement.donors),
-            weights=tuple(weight / total for weight in replacement.weights),
-            staleness_steps=max([0, *(self.iteration - iteration for iteration in replacement.iterations)]),
-            seconds=self._world.time() - replacement.judged_at,
-            nbytes=replacement.nbytes,
-            recovered=recovered,
-        )
-
-    def _announce(self, on_event: Callable[[PolicyEvent], None], replacement: _Replacement) -> None:
-        state = self._snapshots.acquire()
-        try:
-            self._flat.snapshot(state)
-            on_event(
-                AverageApplied(
-                    replacement.number,
-                    tuple(replacement.donors),
-                    tuple(replacement.weights),
-                    replacement.best,
-                    self.iteration,
-                    state.by_name(),
-                    tuple(replacement.versions),
-                )
-            )
-        finally:
-            self._snapshots.release(state)
+        self._counts["donors"] += len(new.donors)
+        self._applier.announce(new, self.iteration)
+        return info
 
     # -- a replacement, in the background ---------------------------------------------------------------------------
 

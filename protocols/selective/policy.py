@@ -31,22 +31,11 @@ from torch import nn
 from asyncdist import AsyncdistError, BusyError, Group, RankLostError, World, current_world, tags, validation
 from asyncdist.messaging.channels import Channel
 from asyncdist.tensors.flat_state import FlatBuffers, SnapshotPool
+from protocols.applier import Applier, NewWeights
+from protocols.options import AveragingOptions, AveragingStrategy, ModelBuilder, Timing
 from protocols.own_state import OwnState
 from protocols.parameter_stream import ChunkRing, Offer, SnapshotReceiver, SnapshotServer, safe_point_count
-from protocols.policy import (
-    NOTHING,
-    AverageApplied,
-    AveragingStrategy,
-    Metric,
-    MetricSource,
-    ModelBuilder,
-    PolicyEvent,
-    SnapshotTaken,
-    SpawnPolicy,
-    StepInfo,
-    Timing,
-    check_callable,
-)
+from protocols.policy import Metric, MetricSource, SpawnPolicy
 from protocols.selective.coordinator import Coordinator, PolicyScopes
 from protocols.selective.messages import (
     DONOR,
@@ -63,6 +52,7 @@ from protocols.selective.messages import (
 )
 from protocols.selective.rounds import CoordinatorStatistics
 from protocols.selective.rules import SelectiveRules
+from protocols.step_info import NOTHING, PolicyEvent, SnapshotTaken, StepInfo
 
 logger = logging.getLogger("protocols.selective.policy")
 
@@ -223,30 +213,22 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             max_report_age_s=max_report_age_s,
             round_timeout_s=round_timeout_s,
         )
-        validation.fraction("momentum", momentum)
-        if optimizer_state not in ("keep", "reset"):
-            raise ValueError(f"optimizer_state is {optimizer_state!r}; allowed: 'keep', 'reset'")
-        if averaging_strategy == "reset_weights" and model_builder is None:
-            raise ValueError("averaging_strategy 'reset_weights' needs model_builder, which makes the fresh weights")
-        check_callable("model_builder", model_builder, "a callable that returns a model")
-        check_callable("on_event", on_event, "a callable that takes one event")
-        validation.seconds("drain_timeout_s", drain_timeout_s)
-        self._momentum = float(momentum)
-        self._resets_optimizer = optimizer_state == "reset" or averaging_strategy == "reset_weights"
-        self._own = OwnState(
-            self._flat,
-            optimizer,
-            momentum=self._momentum,
-            resets_optimizer=self._resets_optimizer,
-            model_builder=model_builder if averaging_strategy == "reset_weights" else None,
+        self._averaging = AveragingOptions(
+            averaging_strategy=averaging_strategy,
+            momentum=momentum,
+            optimizer_state=optimizer_state,
+            model_builder=model_builder,
+            on_event=on_event,
+            timing=timing,
+            drain_timeout_s=drain_timeout_s,
         )
-        self._drain_timeout_s = drain_timeout_s
+        self._own = OwnState(self._flat, optimizer, self._averaging)
         self._coordinator_rank = (
             None if coordinator is None else validation.count("coordinator", coordinator, least=0, besides=", or None")
         )
-        self._on_event = on_event
         self._timing = Timing(timing)
         self._snapshots = SnapshotPool(self._flat)
+        self._applier = Applier(self._flat, self._own, self._snapshots, on_event)
         self._accumulators = SnapshotPool(self._flat, accumulate=True)
         self._ring = ChunkRing()
         self._donor: _DonorRole | None = None
@@ -289,8 +271,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         return {
             **asdict(self._rules),
             "average_every": self.average_every,
-            "momentum": self._momentum,
-            "resets_optimizer": self._resets_optimizer,
+            **self._averaging.agreed(),
             "stream_safe_points": safe_point_count(self._flat.nbytes),
             "coordinator": self._coordinator_rank,
         }
@@ -350,7 +331,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._desk.end_rounds(math.inf)
         try:
             if error is None and self._world.engine.failure is None:
-                deadline = self._world.time() + self._drain_timeout_s
+                deadline = self._world.time() + self._averaging.drain_timeout_s
                 await self._world.engine.until(self._is_quiet, "the end of its part in a round", deadline=deadline)
         finally:  # cancelled or not: the others must hear of it
             self._end_donor_role()
@@ -444,51 +425,35 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         role.offer = self._desk.offer(role.round, snapshot, self._snapshots.release)
         self._counts["snapshots"] += 1
         self._timing.add("snapshot", self._world.time() - began_at)
-        if self._on_event is not None:
-            self._on_event(SnapshotTaken(role.round, iteration, snapshot.by_name()))
+        if self._averaging.on_event is not None:
+            self._averaging.on_event(SnapshotTaken(role.round, iteration, snapshot.by_name()))
         self._tell(Ready(iteration), round=role.round)
 
     def _apply(self, role: _ReplacerRole) -> StepInfo:
         """New weights, in place."""
         frozen = role.frozen
         assert frozen is not None, f"round {role.round} is complete without having been frozen"
-        began_at, recovered = self._world.time(), ""
-        if frozen.donors:
-            assert role.average is not None, f"round {role.round} is complete without an average"
-            recovered = self._own.take(role.average)
+        began_at = self._world.time()
+        new = NewWeights(
+            round=role.round,
+            donors=frozen.donors,
+            weights=frozen.weights,
+            iterations=frozen.iterations,
+            best=frozen.best,
+            average=role.average,
+            began_at=role.assigned_at,
+            nbytes=role.nbytes,
+        )
+        info = self._applier.apply(new, self.iteration, self._world.time)
+        if role.average is not None:
             self._accumulators.release(role.average)
-        else:
-            self._own.take_fresh()
-        now = self._world.time()
-        self._timing.add("apply", now - began_at)
+        self._timing.add("apply", self._world.time() - began_at)
         self._replacer = None
         self._applied_iteration = self.iteration
         self._counts["replacements"] += 1
         self._tell(Applied(self.iteration), round=role.round)
-        if self._on_event is not None:
-            self._announce_application(role, frozen)
-        total = sum(frozen.weights)
-        return StepInfo(
-            averaged_this_iteration=True,
-            round=role.round,
-            donors=frozen.donors,
-            weights=tuple(weight / total for weight in frozen.weights),
-            staleness_steps=max([0, *(self.iteration - iteration for iteration in frozen.iterations)]),
-            seconds=now - role.assigned_at,
-            nbytes=role.nbytes,
-            recovered=recovered,
-        )
-
-    def _announce_application(self, role: _ReplacerRole, frozen: Frozen) -> None:
-        assert self._on_event is not None, "asked to announce to nobody"
-        state = self._snapshots.acquire()
-        try:
-            self._flat.snapshot(state)
-            self._on_event(
-                AverageApplied(role.round, frozen.donors, frozen.weights, frozen.best, self.iteration, state.by_name())
-            )
-        finally:
-            self._snapshots.release(state)
+        self._applier.announce(new, self.iteration)
+        return info
 
     # -- what the coordinator says ----------------------------------------------------------------------------------
 

@@ -463,8 +463,8 @@ def test_a_lost_donor_leaves_the_reader_with_its_own_weights_and_the_others_go_o
         async def die_in_the_midst(self: Any, found: Any, *, refused: bool) -> None:
             sending = asyncio.ensure_future(answer(self, found, refused=refused))
             await asyncio.sleep(0)  # the first of more than fifty chunks leave
-            if self._world.rank == 3 and found.key[0] == 0 and not refused:
-                self._world._transport._hub.lose(3)
+            if self._services.rank == 3 and found.key[0] == 0 and not refused:
+                self._services._transport._hub.lose(3)
                 dead.append(3)
             await sending
 

@@ -227,9 +227,9 @@ MUTANTS: Final = (
         "optimizer-state-lost",
         12,
         "whoever passes a model_builder loses the optimizer's state at each average",
-        "protocols/selective/policy.py",
-        '        self._resets_optimizer = optimizer_state == "reset" or averaging_strategy == "reset_weights"',
-        '        self._resets_optimizer = optimizer_state == "reset" or model_builder is not None',
+        "protocols/options.py",
+        '        return self.optimizer_state == "reset" or self.makes_fresh_weights',
+        '        return self.optimizer_state == "reset" or self.model_builder is not None',
         SUITE,
     ),
     Mutant(

@@ -1,0 +1,97 @@
+"""What a policy tells its user: the result of each step, and the events that ``on_event`` is called with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """Says what one ``step`` did; it is true when weights changed.
+
+    Attributes:
+        averaged_this_iteration: whether weights changed.
+        round: the round that changed them, or that was abandoned; 0 when neither happened.
+        donors: the ranks whose weights were averaged, ascending.
+        weights: their weights, summing to one.
+        staleness_steps: the oldest snapshot's age: this rank's iteration minus the donor's, in steps, at least 0.
+        seconds: from the assignment to the new weights.
+        nbytes: received for it.
+        abandoned: why a round that this rank was to apply came to nothing, else "".
+        recovered: what of this rank's own state was not finite, where the average was therefore taken whole and the
+            optimizer's state reset, whatever the options say; else "".
+    """
+
+    averaged_this_iteration: bool = False
+    round: int = 0
+    donors: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
+    staleness_steps: int = 0
+    seconds: float = 0.0
+    nbytes: int = 0
+    abandoned: str = ""
+    recovered: str = ""
+
+    def __bool__(self) -> bool:
+        return self.averaged_this_iteration
+
+    def __str__(self) -> str:
+        if self.abandoned:
+            return f"round {self.round}: abandoned, {self.abandoned}"
+        if not self.averaged_this_iteration:
+            return "nothing changed"
+        if not self.donors:
+            return f"round {self.round}: fresh weights"
+        ranks = ", ".join(map(str, self.donors))
+        age = f"{self.staleness_steps} step{'' if self.staleness_steps == 1 else 's'} old"
+        cure = f"; {self.recovered}: taken whole, optimizer reset" if self.recovered else ""
+        return f"round {self.round}: average of rank{'' if len(self.donors) == 1 else 's'} {ranks} ({age}){cure}"
+
+
+#: The result of every step in which nothing happened: such a step makes no object.
+NOTHING = StepInfo()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SnapshotTaken:
+    """Announces to ``on_event``, inside a donor's step, that a snapshot of its state was taken.
+
+    Attributes:
+        round: the round that asked for it; of a snapshot that is published to all members, its version.
+        iteration: the donor's, 0-based.
+        state: dtype name (``"float32"``) to the flat 1-D tensor; valid during the call, not to be changed.
+    """
+
+    round: int
+    iteration: int
+    state: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AverageApplied:
+    """Announces to ``on_event``, inside a replacer's step, that its weights have just been replaced.
+
+    Attributes:
+        round: the round.
+        donors: ascending.
+        weights: as they were used: not normalised, in the donors' order.
+        best: the donor of the integer and bool entries; -1 for none.
+        iteration: the replacer's, 0-based.
+        state: this rank's own state now; as in :class:`SnapshotTaken`.
+        versions: of the donors' snapshots, in their order, where they are not all of this round.
+    """
+
+    round: int
+    donors: tuple[int, ...]
+    weights: tuple[float, ...]
+    best: int
+    iteration: int
+    state: Mapping[str, torch.Tensor]
+    versions: tuple[int, ...] = ()
+
+
+PolicyEvent: TypeAlias = SnapshotTaken | AverageApplied
