@@ -33,7 +33,8 @@ import torch
 
 from asyncdist import Envelope, RankLostError, World, tags
 from asyncdist.messaging.channels import Channel
-from asyncdist.messaging.streams import CHUNK_NBYTES, WINDOW_COUNT, Cancel, Grant, InboundStream, OutboundStream
+from asyncdist.messaging.outbound_streams import OutboundStream
+from asyncdist.messaging.streams import CHUNK_NBYTES, WINDOW_COUNT, Cancel, Grant, InboundStream
 from asyncdist.tensors.byte_views import byte_view, split
 from asyncdist.tensors.flat_state import FlatBuffers
 from asyncdist.tensors.means import WeightedMean

@@ -33,8 +33,9 @@ from asyncdist import tags
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import AsyncdistError, BusyError, RankLostError
 from asyncdist.messaging.channels import Channel, Envelope
+from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
-from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted
+from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, StreamAborted
 from asyncdist.tensors.byte_views import byte_view, split
 from asyncdist.transports.base import ReadWindow
 

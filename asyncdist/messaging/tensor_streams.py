@@ -21,6 +21,8 @@ from asyncdist import tags
 from asyncdist.errors import ClosedError, LocalProtocolError, RankLostError
 from asyncdist.messaging import streams
 from asyncdist.messaging.channels import Channel, Envelope
+from asyncdist.messaging.direct_write_streams import DirectWriteReceiver, DirectWriteSender, Writer
+from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
 from asyncdist.tensors.byte_views import byte_view, check_dense, split
 from asyncdist.transports.cross_memory_attach import AttachToken, DirectWrite, PeerProcess
@@ -62,7 +64,7 @@ class _Outgoing:
         check_dense(tensor)
         self.view = byte_view(tensor)
         self.address = tensor.data_ptr()
-        self.stream: streams.OutboundStream | None = None
+        self.stream: OutboundStream | None = None
         self.refused: streams.Grant | None = None
 
     @property
@@ -97,12 +99,12 @@ class UserStreams:
         # Of each peer: either grants that no tensor waits for, or tensors that wait for a grant.
         self._grants: dict[int, deque[streams.Grant]] = {}
         self._waiting: dict[int, deque[_Outgoing]] = {}
-        self._under_way: dict[tuple[int, int], streams.OutboundStream] = {}
+        self._under_way: dict[tuple[int, int], OutboundStream] = {}
         self._written_share = self._engine.transport.capabilities.written_share
         self._licences: dict[int, AttachToken] = {}
         self._finders: set[int] = set()  # ranks that can write to this one
         self._neighbours: dict[int, PeerProcess] = {}  # and those that this one can write to
-        self._writer: streams.Writer | None = None
+        self._writer: Writer | None = None
         self._channel: Channel[Any] = world.open_channel(
             streams.Grant | streams.Cancel | AttachOffer | AttachAccept,
             tag=tags.PARAM,
@@ -146,7 +148,7 @@ class UserStreams:
                 self._abort(source, grant.slot)
 
     def _abort(self, source: int, slot: int) -> None:
-        stream = streams.OutboundStream(self._engine, [], source, slot)
+        stream = OutboundStream(self._engine, [], source, slot)
         self._world.spawn_service(stream.abort(), name=f"abort to rank {source}")
 
     def _start_next(self, dest: int) -> None:
@@ -162,15 +164,18 @@ class UserStreams:
             return
         sent_nbytes = grant.nbytes - grant.written_nbytes
         chunks = split(outgoing.view[:sent_nbytes], grant.chunk_nbytes)
-        tail = None
         if grant.written_nbytes:
             view, address = outgoing.view[sent_nbytes:], outgoing.address + sent_nbytes
             tail = DirectWrite(self._neighbours.get(dest), view, address, grant.address)
-        outgoing.stream = streams.OutboundStream(self._engine, chunks, dest, grant.slot, tail)
+            sender = DirectWriteSender(self._engine, chunks, dest, grant.slot, tail)
+            outgoing.stream = sender.stream
+        else:
+            sender = None
+            outgoing.stream = OutboundStream(self._engine, chunks, dest, grant.slot)
         self._under_way[dest, grant.slot] = outgoing.stream
         outgoing.stream.start()
-        if tail is not None:
-            self._write(outgoing.stream)
+        if sender is not None:
+            self._write(sender)
 
     async def send(self, tensor: torch.Tensor, dest: int) -> None:
         """As :meth:`asyncdist.World.send_stream`."""
@@ -193,7 +198,7 @@ class UserStreams:
         if not complete:
             raise ClosedError(f"rank {dest} gave up receiving", dest=dest)
 
-    def _end(self, stream: streams.OutboundStream) -> None:
+    def _end(self, stream: OutboundStream) -> None:
         stream.cut()
         self._world.stream_sent_nbytes += stream.sent_nbytes
         # The receiver may have had it all, and granted the slot again, before this end noticed.
@@ -210,13 +215,17 @@ class UserStreams:
         written_nbytes = self._written_nbytes(len(view), source)
         sent_nbytes = len(view) - written_nbytes
         targets = split(view[:sent_nbytes], chunk_nbytes)
-        tail, address = (view[sent_nbytes:], tensor.data_ptr() + sent_nbytes) if written_nbytes else (None, 0)
+        address = tensor.data_ptr() + sent_nbytes if written_nbytes else 0
 
         def cancel(slot: int) -> None:
             if source not in world.gone:
                 self._channel.send_nowait(streams.Cancel(slot), source)
 
-        with world.slots.inbound(source, targets, cancel, tail=tail) as stream:
+        with (
+            DirectWriteReceiver(world.slots, source, targets, view[sent_nbytes:], cancel)
+            if written_nbytes
+            else world.slots.inbound(source, targets, cancel)
+        ) as stream:
             grant = streams.Grant(stream.slot, len(view), chunk_nbytes, written_nbytes, address)
             self._channel.send_nowait(grant, source)
             await stream.whole()
@@ -235,12 +244,12 @@ class UserStreams:
         if rank in self._licences:
             self._licences[rank].revoke()
 
-    def _write(self, stream: streams.OutboundStream) -> None:
+    def _write(self, sender: DirectWriteSender) -> None:
         """Write its tail. One at a time, where receivers copy their share: several may have a core each."""
         if self._writer is None or (self._writer.is_busy and self._written_share < 1.0):
-            stream.send_rest()
+            sender.send_rest()
         else:
-            self._writer.add(stream)
+            self._writer.add(sender)
 
     def _written_nbytes(self, nbytes: int, source: int) -> int:
         """How much ``source`` is to write of a tensor of that size; ask it whether it can, the first time."""
@@ -262,5 +271,5 @@ class UserStreams:
             except OSError as error:  # of another host, or not allowed
                 logger.debug("rank %d cannot be written to: %s", source, error)
             else:
-                self._writer = self._writer or streams.Writer(self._engine)
+                self._writer = self._writer or Writer(self._engine)
                 self._channel.send_nowait(AttachAccept(), source)

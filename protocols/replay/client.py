@@ -44,8 +44,9 @@ from asyncdist import (
 )
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.engine import Engine, yield_to_loop
+from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.polling import resolve_waiter
-from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted, check_grant
+from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, StreamAborted, check_grant
 from asyncdist.tensors.byte_views import split
 from protocols.replay.messages import (
     INLINE_NBYTES_MAX,

@@ -28,7 +28,8 @@ import torch
 from asyncdist import BusyError, Envelope, RankLostError, RemoteProtocolError, World, current_world, tags, validation
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
-from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, OutboundStream, StreamAborted, check_grant
+from asyncdist.messaging.outbound_streams import OutboundStream
+from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, StreamAborted, check_grant
 from asyncdist.tensors.byte_views import split
 from asyncdist.tensors.serialization import words_of
 from protocols.replay.messages import (

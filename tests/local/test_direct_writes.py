@@ -20,7 +20,7 @@ from support.local import NONCE, engines, eventually, yields
 from asyncdist import tags
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import ClosedError, RankLostError, RemoteProtocolError
-from asyncdist.messaging import streams, tensor_streams
+from asyncdist.messaging import direct_write_streams, streams, tensor_streams
 from asyncdist.messaging.channels import Envelope
 from asyncdist.runtime.world import World
 from asyncdist.transports import cross_memory_attach
@@ -35,7 +35,7 @@ SIZES = (0, 1, MIN - 1, MIN, PIECE, PIECE + 1, 7 * PIECE + 13)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_memory_attach, "PIECE_NBYTES", PIECE)
     monkeypatch.setattr(streams, "USER_CHUNK_NBYTES", PIECE)
-    monkeypatch.setattr(streams, "ATTENTION_S", math.inf)
+    monkeypatch.setattr(direct_write_streams, "ATTENTION_S", math.inf)
     monkeypatch.setattr(tensor_streams, "WRITTEN_NBYTES_MIN", MIN)
     monkeypatch.setattr(tensor_streams, "_PAGE_NBYTES", 16)
 
@@ -139,10 +139,9 @@ async def test_a_pass_writes_one_piece_of_one_stream_and_has_completed_nothing(w
         for count in range(2, 6):
             assert sender.engine.poll() == 0
             assert writes == [PIECE] * count
-        assert [len(stream._tail.rest) for stream in sender._streams._under_way.values() if stream._tail] == [
-            2 * PIECE,
-            2 * PIECE,
-            3 * PIECE,
+        writer = sender._streams._writer
+        assert writer is not None and sorted(len(one.tail.rest) for one in writer._senders) == [2 * PIECE] * 2 + [
+            3 * PIECE
         ]
         await asyncio.gather(*tasks)
 
@@ -169,7 +168,7 @@ async def test_a_sender_that_computes_between_its_safe_points_sends_the_rest(
         sending, receiving = await under_way(sender, receiver, writes, room)
         written = len(writes)
         before = sender.stream_sent_nbytes
-        monkeypatch.setattr(streams, "ATTENTION_S", -1.0)
+        monkeypatch.setattr(direct_write_streams, "ATTENTION_S", -1.0)
         await asyncio.gather(sending, receiving)
         assert torch.equal(room, tensor)
         assert len(writes) == written

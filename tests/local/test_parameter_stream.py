@@ -17,7 +17,8 @@ from support.local import eventually, worlds, yields
 
 from asyncdist import World
 from asyncdist.errors import RankLostError
-from asyncdist.messaging.streams import WINDOW_COUNT, OutboundStream, StreamAborted
+from asyncdist.messaging.outbound_streams import OutboundStream
+from asyncdist.messaging.streams import WINDOW_COUNT, StreamAborted
 from asyncdist.tensors.flat_state import FlatBuffers, FlatState
 from asyncdist.transports import local
 from protocols import parameter_stream

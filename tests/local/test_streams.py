@@ -15,7 +15,8 @@ import asyncdist as ad
 from asyncdist import tags
 from asyncdist.errors import BusyError, ClosedError, RankLostError, RemoteProtocolError
 from asyncdist.messaging import streams
-from asyncdist.messaging.streams import Grant, InboundStream, OutboundStream, Slots, StreamAborted
+from asyncdist.messaging.outbound_streams import OutboundStream
+from asyncdist.messaging.streams import Grant, InboundStream, Slots, StreamAborted
 from asyncdist.tensors.byte_views import byte_view, split
 
 #: Above the local transport's eager limit, so that a chunk waits for its receive.
@@ -344,7 +345,7 @@ async def test_an_old_stream_on_the_slot_does_not_take_the_cancel_of_a_new_one()
         receiving.cancel()
         await asyncio.wait([receiving])
         await eventually(lambda: b.slots.taken_count == 0)
-        assert not old._stopping
+        assert not old.is_stopping
         assert not a._streams._grants[1]
 
 

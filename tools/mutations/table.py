@@ -99,7 +99,7 @@ MUTANTS: Final = (
         "buffer-freed-early",
         4,
         "a snapshot is given back while chunks of it are under way",
-        "asyncdist/messaging/streams.py",
+        "asyncdist/messaging/outbound_streams.py",
         "            complete = self.cut()\n        await self._until(lambda: self.under_way_count == 0)\n",
         "            complete = self.cut()\n",
         LATENESS,
