@@ -89,6 +89,26 @@ def test_clocks_tell_virtual_time() -> None:
     assert {name: getattr(time, name) for name in dir(time)} == before
 
 
+def test_what_tells_the_present_without_being_given_it_tells_virtual_time() -> None:
+    """These told the machine's time: a name or a message made of them was another one in each run."""
+
+    async def main(world: ad.World) -> list[object]:
+        await world.sleep(3600.0)
+        now_s = EPOCH_S + world.time()
+        assert time.localtime() == time.localtime(None) == time.localtime(now_s)
+        assert time.gmtime() == time.gmtime(now_s)
+        assert time.ctime() == time.asctime() == time.asctime(time.localtime(now_s))
+        assert time.strftime("%F %T") == time.strftime("%F %T", time.localtime(now_s))
+        assert time.strftime("%F %T", time.gmtime(0.0)) == "1970-01-01 00:00:00"
+        assert time.clock_gettime(time.CLOCK_REALTIME) == now_s
+        assert time.clock_gettime_ns(time.CLOCK_MONOTONIC) == time.monotonic_ns()
+        return [time.gmtime().tm_year, time.gmtime().tm_hour]
+
+    before = {name: getattr(time, name) for name in dir(time)}
+    assert simulate(main, ranks=2).results == ([2020, 1], [2020, 1])
+    assert {name: getattr(time, name) for name in dir(time)} == before
+
+
 def test_code_that_waits_by_reading_a_clock_waits_for_so_long() -> None:
     async def main(world: ad.World) -> float:
         deadline = time.monotonic() + 0.5

@@ -6,6 +6,9 @@ then. It does not see what has arrived for it in the meantime before it awaits s
 that reads a clock, the loop's too, again and again until it is late enough. Code that goes on so for some hundred
 thousand reads is refused.
 
+``time.localtime``, ``gmtime``, ``ctime``, ``asctime`` and ``strftime`` tell this time where they are given no other, in
+the machine's time zone.
+
 The functions are replaced for as long as the simulation lasts, and ask which rank's turn it is: outside of the ranks'
 turns, in other threads and in processes forked from here they are what they were. Libraries too, the standard one and
 torch, sleep and read the machine's clock as ever, since they wait for other processes and for files. A name imported
@@ -31,6 +34,11 @@ from asyncdist.simulation.event_loop import RankLoop
 EPOCH_S: Final = 1_577_836_800.0
 #: Clocks, and what they say at the beginning.
 _CLOCKS: Final = {"time": EPOCH_S, "monotonic": 0.0, "perf_counter": 0.0, "process_time": 0.0, "thread_time": 0.0}
+_CLOCKS_BY_ID: Final = ("clock_gettime", "clock_gettime_ns")
+#: What tells the present where it is given no moment, or None.
+_OF_A_MOMENT: Final = ("localtime", "gmtime", "ctime")
+#: What tells the present where it is given no date, and which of its arguments that is.
+_OF_A_DATE: Final = {"asctime": 0, "strftime": 1}
 
 
 @contextlib.contextmanager
@@ -40,6 +48,12 @@ def virtual_clocks() -> Iterator[None]:
     for name, start_s in _CLOCKS.items():
         replacements[name] = _reading(getattr(time, name), start_s, float)
         replacements[f"{name}_ns"] = _reading(getattr(time, f"{name}_ns"), start_s, _nanoseconds)
+    for name in _CLOCKS_BY_ID:
+        replacements[name] = _reading_by_id(getattr(time, name))
+    for name in _OF_A_MOMENT:
+        replacements[name] = _of_a_moment(getattr(time, name))
+    for name, date_index in _OF_A_DATE.items():
+        replacements[name] = _of_a_date(getattr(time, name), date_index, time.localtime)
     originals = {name: getattr(time, name) for name in replacements}
     time.__dict__.update(replacements)
     try:
@@ -67,6 +81,40 @@ def _reading(original: Callable[[], Any], start_s: float, of_seconds: Callable[[
         return original() if loop is None else of_seconds(start_s + loop.time())
 
     return clock
+
+
+def _reading_by_id(original: Callable[[int], Any]) -> Callable[[int], Any]:
+    @functools.wraps(original)
+    def clock(clock_id: int, /) -> Any:
+        told = original(clock_id)  # which says what is wrong with the number
+        loop = _calling_rank()
+        if loop is None:
+            return told
+        seconds = loop.time() + (EPOCH_S if clock_id == time.CLOCK_REALTIME else 0.0)
+        return _nanoseconds(seconds) if isinstance(told, int) else seconds
+
+    return clock
+
+
+def _of_a_moment(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def tell(seconds: float | None = None, /) -> Any:
+        loop = _calling_rank()
+        return original(EPOCH_S + loop.time() if seconds is None and loop is not None else seconds)
+
+    return tell
+
+
+def _of_a_date(
+    original: Callable[..., str], date_index: int, localtime: Callable[[float], time.struct_time]
+) -> Callable[..., str]:
+    @functools.wraps(original)
+    def tell(*args: Any) -> str:
+        loop = _calling_rank()
+        date = [localtime(EPOCH_S + loop.time())] if loop is not None and len(args) == date_index else []
+        return original(*args, *date)
+
+    return tell
 
 
 def _nanoseconds(seconds: float) -> int:
