@@ -46,6 +46,17 @@ def count(name: str, value: Any, *, least: int = 1, besides: str = "") -> int:
     return number
 
 
+def whole(name: str, value: Any) -> int:
+    """A whole number, also one below 0 or one of another type that may index a list. Raises TypeError for another."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        refuse(name, value, "a whole number", TypeError)
+    return number
+
+
 def real(name: str, value: Any, allowed: str, *, low: float, high: float = LARGEST) -> float:
     """A number from ``low`` to ``high``; ``allowed`` says the same in words. Raises ValueError for another."""
     is_real = isinstance(value, Real) and not isinstance(value, bool)

@@ -21,7 +21,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from asyncdist import local_host
+from asyncdist import local_host, validation
 from asyncdist.errors import RankLostError
 from asyncdist.runtime.run import RankResult
 from asyncdist.runtime.tracebacks import format_error
@@ -180,19 +180,17 @@ def explore(
 
 def _checked(seeds: Iterable[int]) -> Iterator[int]:
     """The seeds, those at hand checked at once and those of an iterator one by one."""
-
-    def check(seed: Any) -> int:
-        if type(seed) is not int:
-            raise TypeError(f"the seed {seed!r} is not a whole number")
-        return seed
-
     if not isinstance(seeds, Iterable):
         raise TypeError(f"seeds is {seeds!r}; whole numbers are needed, as in range(1000)")
-    iterator = map(check, seeds if isinstance(seeds, (range, Iterator)) else [check(seed) for seed in seeds])
+    iterator = map(_seed, seeds if isinstance(seeds, (range, Iterator)) else [_seed(seed) for seed in seeds])
     first = next(iterator, None)
     if first is None:
         raise ValueError(f"there are no seeds in {seeds!r}")
     return itertools.chain([first], iterator)
+
+
+def _seed(seed: Any) -> int:
+    return validation.whole("a seed", seed)
 
 
 # -- one seed ---------------------------------------------------------------------------------------------------------

@@ -173,8 +173,7 @@ def simulate(
     """
     validation.main_function(main, args)
     ranks = validation.count("ranks", ranks)
-    if type(seed) is not int:
-        raise TypeError(f"seed is {seed!r}; a whole number is needed")
+    seed = validation.whole("seed", seed)
     if until_s is not None:
         check_number("until_s", until_s)
     for name, value, kind in (("network", network, Network), ("compute", compute, Compute)):

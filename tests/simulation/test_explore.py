@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
@@ -467,8 +468,8 @@ def test_the_line_is_a_program_that_runs_the_same_seed(
         ({"processes": 1.5}, ValueError, "processes is 1.5"),
         ({"seeds": []}, ValueError, r"no seeds in \[\]"),
         ({"seeds": range(0)}, ValueError, r"no seeds in range\(0, 0\)"),
-        ({"seeds": [0, "1"]}, TypeError, "seed '1' is not a whole number"),
-        ({"seeds": [True]}, TypeError, "seed True is not"),
+        ({"seeds": [0, "1"]}, TypeError, "a seed is '1'; allowed: a whole number"),
+        ({"seeds": [True]}, TypeError, "a seed is True; allowed"),
         ({"seeds": 7}, TypeError, "seeds is 7"),
     ],
 )
@@ -476,6 +477,15 @@ def test_bad_input_is_one_clear_error(arguments: dict[str, object], error: type[
     with pytest.raises(error, match=words) as caught:
         explore(**{"scenario": passes, "processes": 1, **arguments})  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
+
+
+def test_seeds_of_numpy_are_whole_numbers_as_any() -> None:
+    """They were refused, as in ``the seed 0 is not a whole number``."""
+    assert simulate(nothing, ranks=1, seed=np.int64(3)).seed == 3
+    report = explore(passes, np.arange(3), processes=1)
+    assert (report.seed_count, report.failure) == (3, None)
+    with pytest.raises(TypeError, match="seed is True; allowed: a whole number"):
+        simulate(nothing, ranks=1, seed=True)
 
 
 def test_seeds_of_an_iterator_are_taken_as_they_are_needed() -> None:
