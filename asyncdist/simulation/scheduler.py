@@ -60,6 +60,10 @@ _CANCELLED_COUNT_MIN: Final = 100
 TURN_S: Final = 2e-6
 
 
+class EndlessLoopError(LocalProtocolError):
+    """Ranks go on and on, and nothing comes of it. Carries ``rank`` where it is one."""
+
+
 class Scheduler:
     """The clock and what will happen.
 
@@ -167,7 +171,7 @@ class Scheduler:
                     self._count_at_now = 0
             self._count_at_now += 1
             if self._count_at_now > EVENT_COUNT_MAX:
-                raise LocalProtocolError(
+                raise EndlessLoopError(
                     f"{EVENT_COUNT_MAX} things happened at {self.now} s of virtual time: "
                     "some task loops without waiting for anything"
                 )
@@ -400,7 +404,7 @@ class Turns:
         scheduler = self._scheduler
         in_vain = scheduler.idle_turn_count >= _IDLE_TURN_COUNT_OF_A_RANK * scheduler.pending_count
         if self._turns_in_a_row > TURN_COUNT_MAX or (in_vain and scheduler.has_only_turns()):
-            raise LocalProtocolError(
+            raise EndlessLoopError(
                 f"rank {self.rank} took {self._turns_in_a_row} turns in a row until {scheduler.now} s of virtual time: "
                 "some task of it loops without waiting for anything",
                 rank=self.rank,

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from asyncdist import validation
-from asyncdist.errors import DeadlockError, TimeLimitError, is_consequence
+from asyncdist.errors import DeadlockError, LocalProtocolError, TimeLimitError, is_consequence
 from asyncdist.messaging.engine import Engine
 from asyncdist.runtime.notebooks import call_beside_loop, is_loop_running
 from asyncdist.runtime.run import RankResult, host_rank, refuse_inside_a_world
@@ -42,7 +42,7 @@ from asyncdist.simulation.event_loop import RankLoop
 from asyncdist.simulation.fabric import Fabric, SimTransport
 from asyncdist.simulation.faults import Fault, Interrupt, Kill, SlowRank, Stall, check_plan
 from asyncdist.simulation.models import OVERRUN_S, OVERRUN_STEP_COUNT, Compute, Network, check_number
-from asyncdist.simulation.scheduler import Scheduler
+from asyncdist.simulation.scheduler import EndlessLoopError, Scheduler
 from asyncdist.simulation.trace import Trace, TraceEvent, unpack
 
 logger = logging.getLogger("asyncdist.simulation")
@@ -341,7 +341,7 @@ class _Simulation:
 
     def _run_all(self, until_s: float | None, after_event: Callable[[], object] | None) -> SimReport:
         try:
-            if not self._scheduler.run(until_s=math.inf if until_s is None else until_s, after_event=after_event):
+            if not self._let_happen(until_s, after_event):
                 what = "nothing is left to happen"
                 deadlock = DeadlockError(self._whereabouts(what, "and these wait"), seed=self._seed)
                 deadlock.report = self._report()
@@ -359,6 +359,15 @@ class _Simulation:
                 self._clear()
             finally:  # also where an interrupt has come out of a task that was being cleared away
                 self._states.restore()
+
+    def _let_happen(self, until_s: float | None, after_event: Callable[[], object] | None) -> bool:
+        """False if nothing is left to happen. Raises LocalProtocolError, with its tasks, for what loops without end."""
+        try:
+            return self._scheduler.run(until_s=math.inf if until_s is None else until_s, after_event=after_event)
+        except EndlessLoopError as error:
+            ranks = [error.rank] if "rank" in error.facts else self._unended_ranks()
+            lines = [f"{error.message}. The tasks:", *(line for rank in ranks for line in self._waiting(rank))]
+            raise LocalProtocolError("\n".join(lines), **error.facts) from None
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -477,15 +486,20 @@ class _Simulation:
     def _whereabouts(self, what: str, of_whom: str) -> str:
         """What has happened, and what each task of each rank waits for."""
         lines = [f"{what} at {self._scheduler.now:.9f} s of virtual time, {of_whom}:"]
-        for rank, loop in enumerate(self._loops):
-            if rank in self._outcomes or rank in self._killed:
-                continue
-            world = self._worlds.get(rank)
-            lines += [
-                f"  rank {rank}, {task.get_name()}: {what_awaits(task, world)}" for task in loop.unfinished_tasks()
-            ]
-            lines += [f"  rank {rank}: {text}" for text in (world.early_frames() if world is not None else ())]
+        for rank in self._unended_ranks():
+            lines += self._waiting(rank)
         return "\n".join(lines)
+
+    def _unended_ranks(self) -> list[int]:
+        return [rank for rank in range(self._size) if rank not in self._outcomes and rank not in self._killed]
+
+    def _waiting(self, rank: int) -> list[str]:
+        """What each task of ``rank`` waits for, a line each."""
+        world = self._worlds.get(rank)
+        tasks = self._loops[rank].unfinished_tasks()
+        texts = [f", {task.get_name()}: {what_awaits(task, world)}" for task in tasks]
+        texts += [f": {text}" for text in (world.early_frames() if world is not None else ())]
+        return [f"  rank {rank}{text}" for text in texts]
 
     def _clear(self) -> None:
         """Cancel what killed ranks left unfinished, or all of them after a deadlock or an early end, in silence."""

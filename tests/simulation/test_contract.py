@@ -512,6 +512,28 @@ def test_a_task_that_loops_without_waiting_is_named_instead_of_a_hang(monkeypatc
         simulate(main, ranks=2)
 
 
+def test_the_tasks_of_a_rank_that_loops_are_named_each_with_its_line() -> None:
+    """Which rank it was is not enough to find the loop."""
+
+    async def wait_for(flag: list[int]) -> None:
+        while not flag:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+    async def main(world: ad.World) -> None:
+        await world.sleep(1e-3)
+        if world.rank == 1:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(wait_for([]), name="watcher")
+
+    with pytest.raises(ad.LocalProtocolError, match=r"rank 1 took \d+ turns in a row") as caught:
+        simulate(main, ranks=2)
+    line = wait_for.__code__.co_firstlineno + 2
+    assert caught.value.rank == 1
+    told = str(caught.value).splitlines()[1:]
+    assert told[0].startswith("  rank 1, main of rank 1: TaskGroup.__aexit__, in ")
+    assert told[1:] == [f"  rank 1, watcher: sleep, in {wait_for.__qualname__} ({__file__}:{line}) [rank=1]"]
+
+
 @pytest.mark.parametrize("loopers", [(0,), (1,), (0, 1, 2)], ids=str)
 @pytest.mark.parametrize("timed", [False, True])
 def test_it_is_named_sooner_where_nothing_else_is_to_come(loopers: tuple[int, ...], timed: bool) -> None:
