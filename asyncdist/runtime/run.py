@@ -35,7 +35,7 @@ from asyncdist.messaging.engine import Engine
 from asyncdist.runtime.failure import Everybody, FailureMonitor, fail, fail_alone, own_error, refuse
 from asyncdist.runtime.notebooks import call_beside_loop, is_loop_running
 from asyncdist.runtime.process import limit_threads, spare_collections
-from asyncdist.runtime.supervision import Interrupts
+from asyncdist.runtime.supervision import Interrupts, ending_forked_children
 from asyncdist.runtime.watchdogs import ENDLESS, EndWatch, StallWatch, WatchdogOptions, describe_wait
 from asyncdist.runtime.world import Farewell, World, _current_world
 from asyncdist.tensors import torch_modes
@@ -297,7 +297,8 @@ async def _hosted(
         try:
             try:
                 async with _task_group(world, guard, patience):
-                    yield world
+                    with ending_forked_children():
+                        yield world
             except SystemExit as caught:
                 if caught.code or world.engine.failure is not None:
                     raise

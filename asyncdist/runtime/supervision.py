@@ -18,11 +18,13 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from types import FrameType, TracebackType
 from typing import Any, Final
 
+from asyncdist import rank_program
 from asyncdist.errors import RankLostError
 from asyncdist.runtime.tracebacks import format_error
 
@@ -140,6 +142,28 @@ def exit_immediately(code: int) -> None:
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
             file.flush()
     os._exit(code)
+
+
+@contextlib.contextmanager
+def ending_forked_children() -> Iterator[None]:
+    """Around main: a process that main has forked ends where main does.
+
+    The child is no rank, though it holds the sockets and the loop's descriptors of one: what leaves the world in its
+    name would reach the peers as the rank's own farewell, and take the rank's sockets from its loop.
+    """
+    rank = os.getpid()
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == rank:
+            raise
+        if not isinstance(error, SystemExit):
+            traceback.print_exception(error)
+        elif isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        exit_immediately(rank_program.exit_code(error.code) if isinstance(error, SystemExit) else 1)
+    if os.getpid() != rank:
+        exit_immediately(0)
 
 
 #: Who hears of an exception that ends this rank, in place of standard error: whoever started the rank tells the user.

@@ -727,6 +727,40 @@ def test_a_child_of_a_rank_is_told_in_a_line_that_it_is_none(tmp_path: Path) -> 
     assert sum("this process is a child of the rank with pid " in line for line in lines) == 1
 
 
+FORKING = """
+import os, sys
+import asyncdist as ad
+
+async def main(world):
+    for how in ("return", 0, 5, "raise"):
+        if world.rank == 1:
+            child = os.fork()
+            if not child:
+                if how == "return":
+                    return
+                if how == "raise":
+                    raise ValueError("in a child")
+                sys.exit(how)
+            print(how, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        await ad.barrier()
+
+if __name__ == "__main__":
+    ad.run(main)
+    print("returned")
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("transport", ["mpi", "torch"])
+def test_a_forked_child_ends_where_main_ends_and_the_ranks_go_on(tmp_path: Path, transport: str) -> None:
+    """It left the world as if it were the rank: it hung, and took the rank's sockets from its loop."""
+    process = start(tmp_path, FORKING, ranks=2, options=["--transport", transport])
+    code, output, error = finish(process)
+    assert code == 0, error
+    assert sorted(output.splitlines()) == ["0 0", "5 5", "raise 1", "return 0", "returned", "returned"], error
+    assert error.count("Traceback") == error.count("ValueError: in a child") == 1, error
+
+
 def test_a_rank_of_another_job_is_no_child_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PMIX_NAMESPACE", "prterun-1@1")
     monkeypatch.setenv("ASYNCDIST_RANK", "")  # so that it is taken back afterwards
