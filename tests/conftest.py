@@ -1,7 +1,8 @@
-"""Shared by all tests: the path of their helpers, and quiet threads."""
+"""Shared by all tests: the path of their helpers, quiet threads, and which tests may start processes."""
 
 from __future__ import annotations
 
+import multiprocessing.process
 import signal
 import sys
 from collections.abc import Generator
@@ -25,15 +26,68 @@ hypothesis.settings.load_profile("any machine")
 # Several ranks and test processes share few cores.
 torch.set_num_threads(1)
 
+#: Tests in these places get the mark ``launched``, and only these may start processes.
+LAUNCHED = (HERE / "launched", HERE / "conformance" / "test_launched.py")
+#: The events of ``sys.audit`` with which Python announces that it starts a process.
+STARTS = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"})
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seeds", type=int, default=50, metavar="N", help="seeds of the scenario suite's quick test")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if any(item.path.is_relative_to(place) for place in LAUNCHED):
+        item.add_marker("launched")
+
+
+class _Guard:
+    """Refuses to start processes in a test that may not, by an error that says where such a test belongs."""
+
+    def __init__(self) -> None:
+        self.is_refusing = False
+        self._start = multiprocessing.process.BaseProcess.start
+        # An audit hook sees every way there is, names that were imported before included; but it stays for good.
+        sys.addaudithook(self._on_event)
+        guard = self
+
+        def start(process: multiprocessing.process.BaseProcess) -> None:
+            guard.check("multiprocessing.Process.start")
+            guard._start(process)
+
+        # The start methods "spawn" and "forkserver" announce nothing.
+        multiprocessing.process.BaseProcess.start = start  # type: ignore[method-assign]
+
+    def _on_event(self, event: str, args: tuple[Any, ...]) -> None:
+        # torch asks lscpu once, when its compiler is first imported: that may be in any test.
+        if self.is_refusing and event in STARTS and args[0] != "lscpu":
+            self.check(f"{event} {args[:2]}")
+
+    def check(self, what: str) -> None:
+        if self.is_refusing:
+            raise RuntimeError(
+                f"{what}: this test starts a process. Such tests belong to tests/launched, or have the mark 'workers' "
+                "if the simulator's own processes are what they test"
+            )
+
+
+_GUARD = _Guard()
+
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Hide MPI from tests without the mark ``mpi``.
+    """Let only tests that are marked for it start processes, and see MPI.
 
     ``./tools/test --mpi mpich -m mpi`` is to run everything that differs there, so that nothing may start ranks of MPI
-    by accident: mpi4py, here or in what a test starts, is told of a library that does not exist.
+    by accident: without the mark ``mpi``, mpi4py, here or in what a test starts, is told of a library that does not
+    exist.
     """
+    may_start = item.get_closest_marker("launched") or item.get_closest_marker("workers")
     with pytest.MonkeyPatch.context() as patch:
         if item.get_closest_marker("mpi") is None:
             patch.setenv("MPI4PY_LIBMPI", "none for tests without @pytest.mark.mpi")
-        return (yield)
+        _GUARD.is_refusing = may_start is None
+        try:
+            return (yield)
+        finally:
+            _GUARD.is_refusing = False

@@ -12,12 +12,9 @@ import functools
 import gc
 import math
 import re
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,8 +26,6 @@ from torch import nn
 import asyncdist as ad
 import protocols
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedSelectiveAveragingPolicy
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(main: Callable[..., Coroutine[Any, Any, Any]], ranks: int) -> list[Any]:
@@ -260,6 +255,7 @@ def test_a_metric_that_is_no_number_is_refused_when_it_is_due_and_not_before(met
     run(main, 1)
 
 
+@pytest.mark.slow
 def test_a_metric_with_a_graph_is_detached() -> None:
     async def main(world: ad.World) -> None:
         model = Mixed(float(world.rank))
@@ -747,60 +743,3 @@ def test_a_world_inside_a_world_is_refused() -> None:
 
 
 # -- a user's own protocols.py ----------------------------------------------------------------------------------------
-
-
-IN_MAIN = """
-import asyncdist as ad
-
-async def main(world):
-    from protocols import AverageAllPolicy
-
-ad.run(main)
-"""
-
-
-@pytest.mark.parametrize(
-    ("source", "command"),
-    [
-        ("import asyncdist\nfrom protocols import AverageAllPolicy\n", []),
-        ("import asyncdist\nimport protocols.selective.messages\n", []),
-        (IN_MAIN, []),
-        ("from protocols import AverageAllPolicy\nimport asyncdist\n", [str(ROOT / "asyncdist" / "rank_program.py")]),
-        ("import asyncdist\nfrom protocols import AverageAllPolicy\n", ["-m", "asyncdist", "sim", "-n", "2"]),
-        (IN_MAIN, ["-m", "asyncdist", "sim", "-n", "2"]),
-        (IN_MAIN, ["-m", "asyncdist", "sim", "-n", "2", "--explore", "3", "--processes", "1"]),
-    ],
-    ids=["name", "module", "in-main", "launched", "sim", "sim-in-main", "explore"],
-)
-def test_a_file_of_the_users_that_hides_the_package_is_explained(
-    tmp_path: Path, source: str, command: list[str]
-) -> None:
-    """``launched`` is what ``asyncdist run`` makes of each rank."""
-    mine, script = tmp_path / "protocols.py", tmp_path / "train.py"
-    mine.write_text("x = 1\n")
-    script.write_text(source)
-    done = subprocess.run(
-        [sys.executable, *command, str(script)],
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": str(ROOT), "PATH": ""},
-        check=False,
-    )
-    assert done.returncode == 1
-    said = f"asyncdist's package 'protocols' is hidden by {mine}: rename that"
-    assert done.stderr.count(said) == 1, done.stderr
-
-
-def test_a_file_of_the_users_that_hides_the_package_does_no_harm_to_who_needs_no_policy(tmp_path: Path) -> None:
-    (tmp_path / "protocols.py").write_text("x = 1\n")
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import asyncdist as ad, protocols\n"
-        "async def main(world): return world.size + protocols.x\n"
-        "print(ad.run(main, transport='local', ranks=2))\n"
-        "raise ImportError('of another kind')\n"
-    )
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}, check=False
-    )
-    assert done.stdout.strip() == "3" and "hidden" not in done.stderr and "of another kind" in done.stderr, done.stderr

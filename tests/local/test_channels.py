@@ -294,6 +294,7 @@ async def test_hostile_frames_are_counted_logged_once_per_peer_and_harm_nothing(
     assert (await b.receive()).message == Number(3), "the lane works on"
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.binary(max_size=80), min_size=1, max_size=30), st.randoms(use_true_random=False))
 def test_any_bytes_between_good_messages(frames: list[bytes], draw: random.Random) -> None:
@@ -374,6 +375,7 @@ async def test_frames_for_a_closed_scope_are_counted_and_forgotten(pair: list[Wo
         b.send_nowait(Number(1), 0)
 
 
+@pytest.mark.slow
 async def test_too_many_early_messages_of_a_user_stall_their_tag_and_none_is_lost(pair: list[World]) -> None:
     """As when a channel is closed, and opened again while its sender goes on."""
     count = 2 * EARLY_FRAME_COUNT_MAX + 5

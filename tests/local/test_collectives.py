@@ -36,6 +36,7 @@ async def test_sums_are_in_rank_order_whoever_comes_first() -> None:
             assert {tensor.item() for tensor in tensors} == {expected.item()}
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     st.integers(1, 5),
@@ -132,6 +133,7 @@ async def test_results_share_no_memory_with_the_input() -> None:
             assert mine.tolist() == [0, 0, 0]
 
 
+@pytest.mark.slow
 async def test_256_ranks_that_all_say_true_say_true() -> None:
     """In bytes they would add up to 0."""
     async with worlds(256) as ranks:
@@ -222,6 +224,7 @@ class EndlessGroup:
         return request
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "request_count"), [(8, 1), (2 << 20, 4)])
 @pytest.mark.parametrize("is_cancelled", [False, True])
 async def test_requests_that_a_leaver_leaves_unfinished_keep_their_buffers(

@@ -140,6 +140,7 @@ class Text:
     body: str
 
 
+@pytest.mark.slow
 def test_defect_04_send_requests_live_until_they_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody keeps the requests of ``send_nowait`` but the runtime, and the receiver comes late."""
     monkeypatch.setattr(local, "EAGER_NBYTES", 0)
@@ -189,6 +190,7 @@ def test_defect_05_a_donor_that_rebuilt_its_model_gives_the_new_one(how: str) ->
     assert run(main, 2) == [{9.0}, {9.0}]
 
 
+@pytest.mark.slow
 def test_defect_08_chunks_of_an_abandoned_round_never_reach_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """The replacer gives up in mid-stream, again and again, with chunks of the old round still on their way."""
     monkeypatch.setattr(parameter_stream, "CHUNK_NBYTES", 64)

@@ -81,6 +81,7 @@ async def train(world: ad.World, story: Story, steps: int) -> None:
             await policy.step(float(world.rank))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("test_count", [2, 5, 40])
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_offered_is_what_the_step_saw(
@@ -134,6 +135,7 @@ def test_a_model_in_host_memory_needs_no_device() -> None:
     assert not any(tensor.is_pinned() for tensor in buffers.tensors.values()) or torch.cuda.is_available()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("test_count", [2, 7, 40])
 def test_the_one_sided_policy_exposes_a_snapshot_when_it_is_copied(
     test_count: int, slow_device: Callable[[int], list[SlowCopy]]

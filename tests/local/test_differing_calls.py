@@ -11,12 +11,9 @@ from typing import Any
 import pytest
 import torch
 from scripts import differing_calls
-from support import mpi, torchrun
 
 import asyncdist as ad
 from asyncdist.errors import DisagreementError, RemoteError
-
-SCRIPT = "tests/scripts/differing_calls.py"
 
 
 def test_local() -> None:
@@ -26,17 +23,6 @@ def test_local() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_simulated(seed: int) -> None:
     differing_calls.check(ad.simulate(differing_calls.main, ranks=3, seed=seed, strict=True).results)
-
-
-@pytest.mark.mpi
-def test_mpi() -> None:
-    """A native collective that meets another one there is undefined; the frames never let it come so far."""
-    mpi.require_mpi()
-    differing_calls.check(mpi.run_ranks(3, SCRIPT, timeout_s=120).check().reports)
-
-
-def test_torch() -> None:
-    differing_calls.check(torchrun.run_ranks(3, SCRIPT, timeout_s=120).check().reports)
 
 
 def test_both_sides_are_named() -> None:

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from scripts import many_groups
-from support import mpi, torchrun
 from support.local import eventually, worlds
 
 import asyncdist as ad
@@ -246,21 +244,3 @@ def test_policies_and_meshes_one_after_the_other_keep_no_group_and_no_subject() 
         return len(world.group_ledger._entries), len(subjects), len(world.scratch._kept)
 
     assert ad.simulate(main, ranks=2, strict=True).results == ((0, 4, 0),) * 2
-
-
-@pytest.mark.parametrize(
-    "start",
-    [pytest.param(mpi.run_ranks, marks=pytest.mark.mpi, id="mpi"), pytest.param(torchrun.run_ranks, id="torch")],
-)
-def test_more_groups_than_there_is_room_for_at_a_time(start: Callable[..., Any]) -> None:
-    """The 899th was the last one for ever, and each policy kept a communicator and a descriptor."""
-    if start is mpi.run_ranks:
-        mpi.require_mpi()
-    reports = start(2, many_groups.__file__, timeout_s=100).check().reports
-    for rank in (0, 1):
-        found = reports[rank]
-        assert found["sums"] == [2]
-        assert 1 <= found["tag count"] <= 3, "one rank may hear a little later that both have freed it"
-        assert not found["waited"]
-        assert found["after it"] == "the group [0, 1] was freed on this rank"
-        assert found["descriptors"] <= 2

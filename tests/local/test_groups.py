@@ -248,6 +248,7 @@ async def test_whoever_is_cancelled_is_not_counted_on(cancelled: int, late: int)
         assert all(map(nothing_is_kept, made))
 
 
+@pytest.mark.slow
 async def test_whoever_comes_after_a_timeout_is_told_and_nothing_is_kept() -> None:
     async with worlds(2) as made:
         [error] = await outcomes(agree(made[0], (0, 1), timeout_s=NOBODY_COMES_S))
@@ -386,6 +387,7 @@ def test_groups_compare_by_identity() -> None:
     assert len({one, other}) == 2
 
 
+@pytest.mark.slow
 def test_what_is_said_of_a_large_group_stays_short() -> None:
     """Ten thousand ranks named one by one are 49 KB in every message: rank 0 had 490 MB to hear before it began."""
 
@@ -485,6 +487,7 @@ def test_a_verdict_that_is_late_is_no_disagreement() -> None:
     assert report.virtual_time_s > 20
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_lost_at_any_moment_of_a_start_is_named_in_one_way() -> None:
     """Who sent to it before the world had heard of its loss got the transport's own error, a leader's verdict too."""
 

@@ -12,7 +12,6 @@ import errno
 import gc
 import os
 import random
-import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,7 +20,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
-from support import mpi, torchrun
 from support.local import worlds
 from torch import nn
 
@@ -38,7 +36,6 @@ from asyncdist.tensors.means import mean_into
 from asyncdist.tensors.shared_memory import SharedMemory, find
 from protocols import AverageAllPolicy
 
-SCRIPT = "tests/scripts/shared_means.py"
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 
 
@@ -111,6 +108,7 @@ shapes = st.lists(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_pieces")
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(size=st.integers(1, 6), shapes=shapes, dtype=st.sampled_from(DTYPES), seed=st.integers(0, 1 << 30))
@@ -285,6 +283,7 @@ def mapped_count() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:asyncdist-")
 
 
+@pytest.mark.slow
 def test_memory_is_found_by_its_name_alone() -> None:
     """Elsewhere the same number may belong to anything."""
     before = descriptor_count()
@@ -314,6 +313,7 @@ def test_memory_can_be_neither_cut_nor_stretched() -> None:
     assert os.stat(memory.address.path).st_blocks * 512 >= 10_000, "its pages are there"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["memfd_create", "posix_fallocate", "fcntl"])
 def test_where_there_is_none_a_flat_tensor_is_ordinary(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = descriptor_count()
@@ -346,6 +346,7 @@ def test_a_flat_tensor_and_its_rooms() -> None:
     assert [commons.memory_of(flat) is not None for flat in flats] == [True, False, False]
 
 
+@pytest.mark.slow
 async def test_what_a_group_has_mapped_goes_with_the_group() -> None:
     """A model that is averaged in one new group after another maps no more than in one."""
     async with sharing(2) as made:
@@ -362,6 +363,7 @@ async def test_what_a_group_has_mapped_goes_with_the_group() -> None:
         assert counts == [2] * 3
 
 
+@pytest.mark.slow
 async def test_memory_goes_with_the_last_who_uses_it() -> None:
     async with sharing(2) as made:
         before = descriptor_count()
@@ -373,65 +375,6 @@ async def test_memory_goes_with_the_last_who_uses_it() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ real processes
-
-STORIES = ["the_same_bits", "groups_in_turn", "cancelled", "cancelled_anywhere", "another_model", "nothing_is_left"]
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
-def test_between_processes(transport: str) -> None:
-    if transport == "mpi":
-        mpi.require_mpi()
-    start = mpi.run_ranks if transport == "mpi" else torchrun.run_ranks
-    result = start(3, SCRIPT, transport, timeout_s=240).check()
-    assert result.reports == dict.fromkeys(range(3), STORIES)
-    assert result.stderr == ""
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("turn", ["fold_share", "store"])
-def test_a_rank_that_is_killed_in_the_middle(turn: str) -> None:
-    """The others get its loss, and their tensors as they were; nothing of the memory has a name to stay under."""
-    source = f"""
-        import os, signal
-        import torch
-        from support.mpi import report
-        import asyncdist as ad
-        from asyncdist.collectives import shared_memory_reduce
-
-        shared_memory_reduce.SHARED_NBYTES_MIN = 0
-        original = shared_memory_reduce._Folding.{turn}
-
-        def deadly(self, number):
-            if ad.current_world().rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            original(self, number)
-
-        async def main(world):
-            model = torch.nn.Linear(100, 100)
-            for value in (1.0, 2.0):
-                with torch.no_grad():
-                    for parameter in model.parameters():
-                        parameter.fill_(value * world.rank)
-                if value == 2.0:
-                    shared_memory_reduce._Folding.{turn} = deadly
-                errors = []
-                for _ in range(2 if value == 2.0 else 1):
-                    try:
-                        await ad.average_models(model)
-                    except ad.RankLostError as error:
-                        errors.append(error.rank)
-            same = all(bool((parameter == 2.0 * world.rank).all()) for parameter in model.parameters())
-            report(world.rank, [errors, same])
-
-        ad.run(main, transport="torch")
-    """
-    before = set(os.listdir("/dev/shm"))
-    result = torchrun.run_source(3, source, timeout_s=150).check(0, -signal.SIGKILL, 0)
-    for rank in (0, 2):
-        errors, same = result.reports[rank]
-        assert len(errors) == 2 and same, result.reports
-    assert not {name for name in set(os.listdir("/dev/shm")) - before if "asyncdist" in name}
 
 
 def test_the_policy_that_averages_all_does_so_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,7 @@ def test_the_worst_becomes_the_mean_of_its_donors_and_nobody_else_changes() -> N
     assert ledger.verify() == len(worst.replacements)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["mean", "weighted_mean", "best_only"])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_and_strategy_to_the_bit(mode: str, strategy: str) -> None:
@@ -147,6 +148,7 @@ def test_every_mode_and_strategy_to_the_bit(mode: str, strategy: str) -> None:
             assert set(donors) <= {2, 3}, "who would be replaced itself gives nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metric_mode", ["max", "min"])
 @pytest.mark.parametrize("mode", MODES)
 def test_weights_come_from_the_metric_that_was_published_with_the_snapshot(mode: str, metric_mode: str) -> None:
@@ -243,6 +245,7 @@ def test_a_model_of_integers_alone_takes_those_of_the_best() -> None:
 # -- who is replaced, and by whom -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_life_is_as_long_as_it_was_drawn_and_a_new_one_begins_with_each_replacement() -> None:
     members = train(replacement_mode="age", age_range=(10, 10), average_every=3, steps=80)
     for member in members:
@@ -255,6 +258,7 @@ def test_a_life_is_as_long_as_it_was_drawn_and_a_new_one_begins_with_each_replac
     assert len(set(lives)) >= 5, "lives are drawn, each anew"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "expected"), [("max", [True, True, False, False]), ("min", [False, False, True, True])]
 )
@@ -329,6 +333,7 @@ def test_the_optimizers_state_is_kept_or_cleared(choice: str) -> None:
     assert len(found[0]) >= 3 and set(found[0]) == {choice == "keep"}
 
 
+@pytest.mark.slow
 def test_donors_are_drawn_at_random_and_the_global_generators_are_left_alone() -> None:
     models = [Mixed(float(rank)) for rank in range(6)]  # torch's own generator initialises them
     before = random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tolist()
@@ -388,6 +393,7 @@ def test_two_policies_in_one_program_never_hear_each_other() -> None:
     assert [two for _, two in found] == [{100.0}, {101.0}, {100.5}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leaver", [0, 3])
 def test_the_others_go_on_when_one_leaves(leaver: int) -> None:
     """Its snapshots go with it; nobody asks it any more."""
@@ -421,6 +427,7 @@ def test_the_others_go_on_when_one_leaves(leaver: int) -> None:
     ledger.verify()
 
 
+@pytest.mark.slow
 def test_leaving_in_the_midst_of_everything_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everybody leaves at another moment, with reads under way in both directions; ``strict`` finds leftovers."""
     monkeypatch.setattr(one_sided_averaging, "CHUNK_NBYTES", 64)
@@ -448,6 +455,7 @@ class Died(Exception):
     """What a rank that was lost raises, to be out of the way."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("long_stream", [False, True])
 def test_a_lost_donor_leaves_the_reader_with_its_own_weights_and_the_others_go_on(
     long_stream: bool, monkeypatch: pytest.MonkeyPatch

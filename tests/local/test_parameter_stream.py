@@ -171,6 +171,7 @@ async def test_the_sum_is_made_in_the_donors_order_whoever_answers_first(chunk_n
         await party.is_over()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("chunk_nbytes")
 async def test_what_is_under_way_fits_into_the_window_and_no_two_receives_share_memory(
     monkeypatch: pytest.MonkeyPatch,
@@ -259,6 +260,7 @@ async def test_what_is_given_up_does_not_land_where_another_donor_is_waited_for(
         await party.is_over()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("chunk_nbytes")
 @pytest.mark.parametrize("donor", DONORS)
 async def test_a_donor_that_gives_up_is_named_and_the_others_are_told(donor: int) -> None:

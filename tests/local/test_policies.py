@@ -153,6 +153,7 @@ def test_step_says_what_it_did_in_fields_and_in_a_sentence() -> None:
     assert str(StepInfo(averaged_this_iteration=True, round=3)) == "round 3: fresh weights"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", range(2, 9))
 def test_any_number_of_ranks(ranks: int) -> None:
     story = Story()
@@ -291,6 +292,7 @@ def test_metric_mode_min_replaces_the_largest() -> None:
     assert values(members[3].model, floating=False) == {0.0}  # integers of rank 0, the best
 
 
+@pytest.mark.slow
 def test_threshold_and_cooldown() -> None:
     assert not any(member.replacements for member in train(threshold=-0.5))
     assert train(threshold=0.5, cooldown=0, steps=100)[0].replacements
@@ -365,6 +367,7 @@ def test_all_donors_declining_changes_nothing() -> None:
 # -- the user's objects -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer_state", ["keep", "reset"])
 def test_objects_keep_their_identity_and_the_optimizer_its_state(optimizer_state: str) -> None:
     """Parameters, buffers, optimizer, its state, a scheduler and an EMA of the model: all live through replacements."""
@@ -429,6 +432,7 @@ def test_an_average_that_has_arrived_when_its_rank_leaves_is_counted_and_not_app
     assert "round 1: the average had arrived and was not applied; the policy ended" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_compiled_model_computes_with_the_new_weights_and_is_not_compiled_again() -> None:
     lockstep = Lockstep(2)
     captured: list[torch.fx.GraphModule] = []
@@ -535,6 +539,7 @@ def test_statistics_of_members_and_coordinator_add_up() -> None:
 # -- several policies -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_policies_at_once_never_mix() -> None:
     stories = Story(), Story()
 
@@ -723,6 +728,7 @@ def paced(policy_class: Any, **options: Any) -> tuple[list[int], list[int]]:
     return run(main, 4), replaced
 
 
+@pytest.mark.slow
 def test_a_straggler_is_judged_and_replaced_and_nobody_waits_for_it() -> None:
     steps, replaced = paced(AsyncSelectiveAveragingPolicy, grace_s=0.0)
     assert replaced[1] >= 2, replaced
@@ -982,6 +988,7 @@ def test_a_donor_lost_before_the_freeze_is_left_out(caplog: pytest.LogCaptureFix
     assert story.verify() >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_grace")
 def test_a_donor_lost_in_mid_stream_leaves_the_replacer_with_its_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 64 bytes, each sent only when the receiver takes it: the stream is long, and 3 dies inside it.
@@ -1107,6 +1114,7 @@ def check_walk(seed: int, strategy: str, monkeypatch: pytest.MonkeyPatch) -> int
     return sum(counts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_random_walks_keep_every_promise(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random rates, metrics, weights, deadlines, early leaves: every average is the one of its donors' snapshots."""

@@ -45,6 +45,7 @@ def ported(policy_of: Callable[..., SpawnPolicy], numbers: list[Any], **options:
     return ad.run_local(main, ranks=2, strict=True)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("threshold", [None, 0.5])
 def test_averaging_goes_on_when_iterations_start_again_at_each_epoch(policy: str, threshold: float | None) -> None:
@@ -107,6 +108,7 @@ def test_a_policy_without_any_step_warns_of_nothing() -> None:
     ad.run_local(main, ranks=2, strict=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_policy_that_has_been_left_keeps_neither_model_nor_buffers(policy: str) -> None:
     """Each one stayed for the life of the world, with its model, snapshots and accumulators."""
@@ -139,6 +141,7 @@ class Wrapped(nn.parallel.DistributedDataParallel):
         self.module = module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_model_that_ddp_keeps_equal_is_refused(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas diverged without a word. Trainers wrap models silently: the module inside is refused too."""
@@ -178,6 +181,7 @@ class Trainer:
         self.callbacks = [self]
 
 
+@pytest.mark.slow
 def test_a_model_whose_trainer_was_deleted_is_no_longer_inside_a_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer lay in a reference cycle, and the model was refused until the collector happened to run."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
@@ -195,6 +199,7 @@ def test_a_model_whose_trainer_was_deleted_is_no_longer_inside_a_wrapper(monkeyp
         gc.enable()
 
 
+@pytest.mark.slow
 def test_wrappers_whose_constructor_has_not_run_are_looked_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have no modules yet, and every start of a policy raised AttributeError beside them."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)

@@ -67,6 +67,7 @@ TREES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(TREES)
 def test_packing_and_unpacking_give_the_leaves_back(tree: Any) -> None:
@@ -80,6 +81,7 @@ def test_packing_and_unpacking_give_the_leaves_back(tree: Any) -> None:
         assert torch.equal(found, torch.stack([leaf, leaf]))
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(TREES, TREES)
 def test_two_trees_have_one_digest_if_and_only_if_nothing_differs(one: Any, two: Any) -> None:
@@ -154,6 +156,7 @@ def test_two_meshes_over_the_same_ranks_do_not_hear_each_other() -> None:
     assert ad.run_local(main, ranks=2, strict=True) == [[2, 20]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.sim(ranks=4, seeds=20)
 async def test_trees_that_differ_are_told_to_all_whatever_the_order(world: ad.World) -> None:
     with await ad.new_mesh({"POP": 2, "DP": 2}) as mesh:

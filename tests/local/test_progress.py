@@ -700,6 +700,7 @@ async def outcome(task: asyncio.Task[Any]) -> Any:
         return error
 
 
+@pytest.mark.slow
 async def test_messages_that_nobody_takes_on_one_tag_do_not_slow_the_others() -> None:
     async with engines(2) as (_, made):
         here, there = made[0].transport, made[1].transport

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support import mpi, torchrun
 from support.replay import on_ranks, run
 
 import asyncdist as ad
 from asyncdist.simulation.faults import Kill
 from protocols import ReplayBuffer, Sample, serve_replay_buffer
-
-SCRIPT = Path(__file__).parents[1] / "scripts" / "replay.py"
 
 
 def batch_of(rank: int, numbers: list[int]) -> dict[str, torch.Tensor]:
@@ -34,6 +30,7 @@ async def add_everything(world: ad.World, buffer: ReplayBuffer, count: int, size
 # -- adding and drawing -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 7, 6000])
 def test_every_item_is_stored_once_and_drawn_as_it_was_sent(size: int) -> None:
     """6,000 items of 12 bytes go as streams, both ways."""
@@ -101,6 +98,7 @@ def test_simulated_with_tasks_that_add_and_draw_at_once(seed: int) -> None:
     assert statistics.evicted_count == 200
 
 
+@pytest.mark.slow
 def test_a_fast_client_waits_in_place_of_filling_the_server() -> None:
     """A hundred thousand adds at once; never more than four on their way, whatever the server has to do."""
     unanswered = most = 0
@@ -182,6 +180,7 @@ def test_two_buffers_of_one_rank_and_one_after_the_other() -> None:
     assert [statistics.added for statistics in (one, two, three)] == [{0: 2}, {0: 3}, {0: 2}]
 
 
+@pytest.mark.slow
 def test_priorities_travel_and_can_be_changed() -> None:
     async def client(world: ad.World, buffer: ReplayBuffer) -> list[set[int]]:
         async def drawn(n: int) -> set[int]:
@@ -403,44 +402,3 @@ def test_a_score_that_is_no_number_ends_the_job() -> None:
 
     with pytest.raises(TypeError, match="score returned a str; allowed: a number, a tensor of one element, or None"):
         run(2, client, score=lambda _: "good")
-
-
-# -- real processes ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
-def test_between_processes(transport: str) -> None:
-    if transport == "mpi":
-        mpi.require_mpi()
-    start = mpi.run_ranks if transport == "mpi" else torchrun.run_ranks
-    result = start(4, SCRIPT, timeout_s=280).check()
-    assert result.reports[3] == {"added": [300, 300, 300], "size": 900, "seen": 900}
-    assert all(result.reports[rank] == "every item as it was sent" for rank in range(3))
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
-def test_several_buffer_ranks_between_processes(transport: str) -> None:
-    if transport == "mpi":
-        mpi.require_mpi()
-    start = mpi.run_ranks if transport == "mpi" else torchrun.run_ranks
-    reports = start(5, "tests/scripts/replay_roles.py", timeout_s=280).check().reports
-    for buffer, clients in ((3, [0, 2]), (4, [1])):
-        assert reports[buffer] == {
-            "added": [[rank, 10_100] for rank in clients],
-            "seen": 10_100 * len(clients),
-            "size": 10_100 * len(clients),
-        }
-        assert all(reports[rank] == {"buffer": buffer, "drawn of": clients} for rank in clients)
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
-def test_scores_priorities_and_back_pressure_between_processes(transport: str) -> None:
-    if transport == "mpi":
-        mpi.require_mpi()
-    start = mpi.run_ranks if transport == "mpi" else torchrun.run_ranks
-    reports = start(4, "tests/scripts/replay_priorities.py", timeout_s=280).check().reports
-    assert reports[3] == {"added": [6226] * 3, "stale": 0}
-    assert all(reports[rank] == {"most": 4, "chosen": 3} for rank in range(3))

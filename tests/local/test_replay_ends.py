@@ -194,6 +194,7 @@ def test_a_large_add_of_a_client_that_has_left_keeps_nobody_waiting() -> None:
     assert ad.run_local(main, ranks=3, strict=True)[0] == 0
 
 
+@pytest.mark.slow
 def test_a_draw_that_a_server_grants_no_more_is_told_that_it_has_ended() -> None:
     """The client's grant comes when the server has been cancelled; the client once waited for its items for ever."""
 

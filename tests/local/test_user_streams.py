@@ -57,6 +57,7 @@ async def test_a_send_that_is_cancelled_before_it_heard_of_its_grant_answers_it(
         assert not sender._streams._under_way
 
 
+@pytest.mark.slow
 async def test_a_thousand_chunks_that_are_there_already_are_taken_one_after_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -18,7 +18,6 @@ import pytest
 import torch
 from support import torchrun
 from support.local import yields
-from support.mpi import run_source
 
 import asyncdist as ad
 from asyncdist.errors import BusyError, ClosedError, LocalProtocolError, RankLostError
@@ -599,97 +598,6 @@ def test_ranks_that_end_early_do_not_end_the_others() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- processes
-
-
-@pytest.mark.mpi
-def test_mpi_returns_each_ranks_value_and_open_world_works_too() -> None:
-    result = run_source(
-        2,
-        """
-        import asyncio, gc
-        import asyncdist as ad
-        from support.mpi import report
-
-        async def main(world, a):
-            await ad.barrier()
-            return [world.rank, world.size, a, world.transport_name]
-
-        async def notebook():
-            async with ad.open_world(strict=True) as world:
-                await ad.barrier()
-                return world.rank
-
-        first = ad.run(main, "x", strict=True, loop="asyncio")
-        spared = gc.get_freeze_count()
-        made_between = [[] for _ in range(1000)]
-        second = ad.run(main, "y", strict=True)
-        assert spared >= gc.get_freeze_count() > 10_000, "what was imported is spared, what is made later is not"
-        third = asyncio.run(notebook())
-        alone = ad.run_local(main, "z", ranks=2, strict=True)
-        report(first[0], [first, second, third, alone])
-        """,
-    ).check()
-    for rank in (0, 1):
-        alone = [[i, 2, "z", "local"] for i in (0, 1)]
-        assert result.reports[rank] == [[rank, 2, "x", "mpi"], [rank, 2, "y", "mpi"], rank, alone]
-    assert result.stderr == ""
-
-
-@pytest.mark.mpi
-def test_mpi_a_failure_is_printed_once_and_ends_every_rank() -> None:
-    result = run_source(
-        3,
-        """
-        import asyncdist as ad
-        from support.mpi import report
-
-        async def main(world):
-            try:
-                await ad.barrier()  # rank 1 may be out of it, and have failed, before the others notice its end
-                if world.rank == 1:
-                    raise ValueError("on purpose")
-                while True:
-                    await world.progress()
-            except ad.RankLostError as error:
-                report(world.rank, str(error))
-                raise
-
-        ad.run(main)
-        """,
-    ).check(returncode=None)
-    assert result.stderr.count("Traceback (most recent call last)") == 1
-    assert result.stderr.count("ValueError: on purpose") == 3, "the traceback, and a line from each of the others"
-    assert result.stderr.count("asyncdist: rank 1 failed:") == 1
-    for rank in (0, 2):
-        assert "rank 1 failed" in result.reports[rank]
-        assert f"asyncdist: rank {rank} stopped: rank 1 failed" in result.stderr
-    assert result.seconds < 60
-
-
-@pytest.mark.mpi
-def test_mpi_a_strict_end_that_finds_something_names_it_and_spares_the_others() -> None:
-    result = run_source(
-        2,
-        """
-        import asyncdist as ad
-        from support.mpi import report
-
-        async def main(world):
-            if world.rank == 0:
-                world.slots.take(1)
-            return "value"
-
-        try:
-            report_of = ad.run(main, strict=True)
-        except ad.LocalProtocolError as error:
-            report(0, str(error))
-        else:
-            report(1, report_of)
-        """,
-    )
-    assert result.reports == {0: "rank 0 ended with 1 stream slots, 0 of them discarding", 1: "value"}, result.output()
-    assert "did not stop" not in result.stderr
-    result.check()
 
 
 def test_a_signal_after_everything_has_ended_finds_nothing_to_stop() -> None:

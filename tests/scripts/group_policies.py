@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from support.mpi import report
 
@@ -59,6 +61,14 @@ async def main(world: ad.World) -> dict[str, float]:
     found["one-sided"] = weight(model)
     await ad.barrier()
     return found
+
+
+def check(results: Any) -> None:
+    """Groups are ranks 0, 1 and 2, 3 with weights 1, 2 and 4, 8; rank 4 buffers."""
+    for rank in range(4):
+        mean, best = (1.5, 2.0) if rank < 2 else (6.0, 8.0)
+        assert results[rank] == {"all": mean, "selective": best, "one-sided": best}, rank
+    assert results[4] == {}
 
 
 async def reporting(world: ad.World) -> None:

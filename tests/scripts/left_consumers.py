@@ -7,8 +7,10 @@ rank 0 has never opened. Rank 2 returns first, with messages under way. ``test_l
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from support.mpi import report
 
@@ -62,6 +64,17 @@ async def main(world: ad.World) -> list[str]:
         for _ in range(CAPACITY):
             channel.send_nowait(Blob(bytes(60_000)), CONSUMER)
     return []
+
+
+TOLD = ["rank 0 has left and receives nothing more"] * 3
+
+
+def check(results: Any, ends: str) -> None:
+    """Producers are told, nothing of theirs is under way at the end, and the consumer says what it has not read."""
+    assert list(results) == [[], TOLD, []]
+    assert "request" not in ends
+    unread = r"rank 0 ended with \d+ unread messages in Blob, tag 100; \d+ unread messages in Blob, tag 101"
+    assert re.search(unread, ends), ends
 
 
 async def reporting(world: ad.World) -> None:

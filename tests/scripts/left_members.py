@@ -84,6 +84,13 @@ async def main(world: ad.World, way: str) -> dict[str, str]:
     return found
 
 
+def check(results: Any, ranks: int = 3) -> None:
+    for rank in range(1, ranks):
+        assert results[rank] == dict.fromkeys(results[rank], "rank 0 has left"), rank
+        assert len(results[rank]) == 13
+    assert results[0] == {}
+
+
 async def reporting(world: ad.World, way: str) -> None:
     report(world.rank, await main(world, way))
 

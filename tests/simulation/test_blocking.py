@@ -132,6 +132,7 @@ def test_code_that_waits_by_reading_its_loops_clock_waits_for_so_long() -> None:
     assert simulate(main, ranks=1).value() == pytest.approx(60.0, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clock", ["time.monotonic", "loop.time", "world.time"])
 def test_code_that_reads_a_clock_for_ever_is_named(clock: str) -> None:
     """Neither a limit of virtual time nor one of turns in a row ends what never returns to its loop."""

@@ -15,7 +15,6 @@ import random
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import types
 from collections import Counter
@@ -79,6 +78,7 @@ async def receive(world: ad.World, source: int, tag: int, nbytes: int = 8) -> tu
 # -- it may ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_reorders_across_sources() -> None:
     async def main(world: ad.World) -> tuple[int, ...] | None:
         if world.rank:
@@ -107,6 +107,7 @@ def test_it_reorders_across_tags() -> None:
     assert len(over_seeds(main, ranks=2, network=Network(link=JUMPY))) == 6
 
 
+@pytest.mark.slow
 def test_it_completes_requests_in_another_order_than_they_match() -> None:
     """Also within one source and tag: a small message is there before the large one ahead of it has been transferred.
 
@@ -146,6 +147,7 @@ def test_a_wildcard_receive_takes_any_of_the_senders_that_wait() -> None:
     assert len(over_seeds(main, ranks=3)) == 6, "not all ways to interleave two pairs were seen"
 
 
+@pytest.mark.slow
 def test_a_send_is_eager_or_rendezvous() -> None:
     async def main(world: ad.World, nbytes: int) -> bool:
         """Whether a send completes before anybody receives it."""
@@ -242,6 +244,7 @@ async def crowd(world: ad.World, seed: int, count: int, wildcard: bool) -> int:
     return sum(counts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wildcard", [False, True])
 def test_it_never_overtakes_loses_or_duplicates_in_any_trouble(wildcard: bool) -> None:
     fired: Counter[int] = Counter()
@@ -277,6 +280,7 @@ def test_a_fault_holds_back_later_messages_of_its_source_and_tag_too(fault: Faul
         assert report.value() == list(range(50)), f"seed {seed}"
 
 
+@pytest.mark.slow
 def test_an_abort_that_completes_before_the_chunk_ahead_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by the conformance suite with seed 2.
 
@@ -311,6 +315,7 @@ def test_an_abort_that_completes_before_the_chunk_ahead_of_it(monkeypatch: pytes
     assert overtaken >= 5, "hardly any stream was given up halfway"
 
 
+@pytest.mark.slow
 def test_seed_3_what_came_before_its_channel_was_opened_is_heard() -> None:
     """Found by the conformance suite on 3 ranks: its bell had rung before anybody listened, and did not ring again."""
 
@@ -534,6 +539,7 @@ def test_the_tasks_of_a_rank_that_loops_are_named_each_with_its_line() -> None:
     assert told[1:] == [f"  rank 1, watcher: sleep, in {wait_for.__qualname__} ({__file__}:{line}) [rank=1]"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loopers", [(0,), (1,), (0, 1, 2)], ids=str)
 @pytest.mark.parametrize("timed", [False, True])
 def test_it_is_named_sooner_where_nothing_else_is_to_come(loopers: tuple[int, ...], timed: bool) -> None:
@@ -979,23 +985,6 @@ def test_the_world_outside_is_refused(use: Callable[[], Awaitable[None]]) -> Non
     assert multiprocessing.active_children() == []
 
 
-def test_what_a_refused_pool_leaves_is_an_interpreter_that_ends() -> None:
-    """It hung at its exit, with a child, since the pool had forked before its first thread was refused."""
-    program = """
-import asyncdist as ad
-from concurrent.futures import ProcessPoolExecutor
-
-async def main(world):
-    with ProcessPoolExecutor(2) as pool:
-        return pool.submit(int).result()
-
-print(ad.simulate(main, ranks=2).results[0])
-"""
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout.startswith("a process pool is refused in a simulation: ")
-
-
 def test_the_text_of_a_refusal_follows_from_the_seed() -> None:
     """It travels to the peers, so it is in the digest; threads are numbered by the process, not by the run."""
 
@@ -1008,6 +997,7 @@ def test_the_text_of_a_refusal_follows_from_the_seed() -> None:
     assert simulate(main, ranks=2).trace_digest == first.trace_digest
 
 
+@pytest.mark.workers
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_the_workers_of_a_data_loader_are_let_through() -> None:
     """Their batches come in the order of the sampler, which draws from the rank's own random state."""

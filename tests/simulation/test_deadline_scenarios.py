@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from asyncdist.simulation import explore
 from simulation.deadline_scenarios import averages, run_averages, run_starts, starts
 
 SEED_COUNT = 40
 
 
+@pytest.mark.slow
 def test_what_all_have_agreed_to_start_is_begun_by_all_of_them_or_by_nobody() -> None:
     """A member that gave up between the verdict and its being seen left the others in a blocking call for ever."""
     explore(starts, range(SEED_COUNT), processes=1, quiet=True).check()
@@ -17,6 +20,7 @@ def test_what_all_have_agreed_to_start_is_begun_by_all_of_them_or_by_nobody() ->
     assert sum(made.late_count for made in seen) > 20
 
 
+@pytest.mark.slow
 def test_synchronous_averages_stay_in_step_whatever_deadline_a_member_sets_itself() -> None:
     """A member that was cancelled after "go" skipped the average: ranks were out of step, or waited for ever."""
     explore(averages, range(SEED_COUNT), processes=1, quiet=True).check()

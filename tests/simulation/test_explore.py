@@ -91,6 +91,8 @@ def first_failing(scenario: Callable[[int], ad.SimReport], seeds: range) -> int:
     return next(seed for seed in seeds if any(isinstance(r, AssertionError) for r in scenario(seed).results))
 
 
+@pytest.mark.slow
+@pytest.mark.workers
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_first_seed_that_fails_is_found_whatever_the_number_of_processes(
     processes: int, capfd: pytest.CaptureFixture[str]
@@ -112,6 +114,7 @@ def test_the_first_seed_that_fails_is_found_whatever_the_number_of_processes(
     assert capfd.readouterr().err == f"{failure}\n"
 
 
+@pytest.mark.workers
 def test_the_line_repeats_the_failure_in_a_fresh_process() -> None:
     failure = explore(racy, range(1, 1000), processes=1, quiet=True).failure
     assert failure is not None
@@ -127,6 +130,7 @@ def in_hash_order(seed: int, faults: Sequence[Fault] | None = None) -> ad.SimRep
     raise AssertionError(f"the order is {list({'alpha', 'beta', 'gamma', 'delta', 'epsilon', 'zeta', 'eta', 'theta'})}")
 
 
+@pytest.mark.workers
 def test_processes_that_explore_have_one_order_of_sets_and_the_line_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     failure = explore(in_hash_order, range(1), processes=2, quiet=True).failure
@@ -137,6 +141,7 @@ def test_processes_that_explore_have_one_order_of_sets_and_the_line_repeats_it(m
     assert failure.message in again.stderr
 
 
+@pytest.mark.workers
 def test_a_plan_of_five_faults_is_shrunk_to_the_one_that_matters() -> None:
     failure = explore(one_fault_of_five, [3], processes=1, quiet=True).failure
     assert failure is not None
@@ -218,6 +223,7 @@ def raises_what_ended_a_rank(seed: int, faults: Sequence[Fault] | None = None) -
     return report
 
 
+@pytest.mark.workers
 def test_a_failure_is_told_before_the_exit_that_a_signal_asks_for() -> None:
     failure = explore(gets_a_signal, range(9), processes=1, quiet=True).failure
     assert failure is not None
@@ -233,6 +239,8 @@ def test_a_scenario_that_raises_the_ctrl_c_of_a_rank_does_not_end_exploring() ->
     assert failure.minimal_faults == (Interrupt(0, 0.0, "SIGINT"),)
 
 
+@pytest.mark.slow
+@pytest.mark.workers
 @pytest.mark.parametrize("processes", [1, 2])
 def test_seeds_that_pass_are_counted_in_silence(processes: int, capfd: pytest.CaptureFixture[str]) -> None:
     shown: list[ExploreReport] = []
@@ -355,6 +363,7 @@ def plan_of(numbers: Sequence[int]) -> tuple[Fault, ...]:
     return tuple(Stall(number, 0.0, 1.0) for number in numbers)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 40), st.data())
 def test_shrinking_finds_the_faults_that_are_needed_together(size: int, data: st.DataObject) -> None:
     needed = data.draw(st.sets(st.integers(0, size - 1), min_size=1))
@@ -509,6 +518,7 @@ def dies(seed: int) -> ad.SimReport:
     os._exit(3)
 
 
+@pytest.mark.workers
 def test_a_process_that_dies_is_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"died, in one of the seeds 0 to 3.*processes=1"):
         explore(dies, range(4), processes=2)
@@ -527,6 +537,7 @@ explore(scenario, range(4), processes=2)
 """
 
 
+@pytest.mark.workers
 def test_a_script_without_a_main_guard_is_one_clear_error(tmp_path: Path) -> None:
     """Each of its processes would start the exploration again; Python itself says so at length, in each of them."""
     script = tmp_path / "unguarded.py"
@@ -551,6 +562,7 @@ async def for_ever(world: ad.World) -> None:
         await world.safe_point()
 
 
+@pytest.mark.workers
 def test_a_failure_does_not_wait_for_seeds_behind_it() -> None:
     report = explore(endless_but_for_one, range(100), processes=2, quiet=True)
     assert report.failure is not None
@@ -593,6 +605,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> bool:
     return condition()
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize(("processes", "number"), [(1, signal.SIGINT), (2, signal.SIGINT), (2, signal.SIGKILL)])
 def test_no_process_outlives_a_signal(tmp_path: Path, processes: int, number: signal.Signals) -> None:
     script = tmp_path / "endless.py"
@@ -672,6 +685,7 @@ def fails_with_three_and_dies_with_one(seed: int, faults: Sequence[Fault] | None
     return report
 
 
+@pytest.mark.workers
 def test_a_process_that_dies_while_shrinking_takes_no_failure_along() -> None:
     failure = explore(fails_with_three_and_dies_with_one, [0], processes=2, quiet=True).failure
     assert failure is not None

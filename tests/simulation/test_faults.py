@@ -259,6 +259,7 @@ def test_what_had_left_before_the_death_arrives() -> None:
     assert told == [(7, pytest.approx(1.0, abs=CLOSE_S))]
 
 
+@pytest.mark.slow
 def test_every_send_receive_and_stream_of_the_survivors_ends() -> None:
     """With what it was for, or with RankLostError: nothing waits for a dead rank for ever, and nothing else is lost."""
     outcomes: Counter[str] = Counter()
@@ -299,6 +300,7 @@ def test_every_send_receive_and_stream_of_the_survivors_ends() -> None:
     assert outcomes["done"] > 500 and outcomes["lost"] > 100, outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2], ids=["coordinator", "member"])
 def test_nobody_hangs_when_a_rank_of_a_policy_dies_at_any_turn(victim: int) -> None:
     """Coordinator or member, in a round, between rounds or at the start: the others train on, and all of them end."""
@@ -585,6 +587,7 @@ def test_only_frames_are_counted_for_corruption() -> None:
     assert report.results[1] == [2]
 
 
+@pytest.mark.slow
 def test_corrupt_control_frames_of_a_policy_crash_no_rank() -> None:
     """Whatever frame it is after the start: a round may be lost, a rank may not."""
     caught = 0
@@ -670,6 +673,7 @@ def test_a_fault_does_not_happen_to_a_message_that_never_leaves() -> None:
 # -- large messages -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_large_messages_of_one_link_share_its_bandwidth() -> None:
     nbytes = 10_000_000
 

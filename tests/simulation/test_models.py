@@ -126,6 +126,7 @@ async def draw_on_each_rank(world: ad.World, base: int | None) -> list[float]:
     return await draw_numbers(world, None if base is None else base + world.rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sim_seed", [0, 1, 2])
 def test_a_simulated_rank_draws_what_a_real_one_would(sim_seed: int) -> None:
     """Each rank alone in a process of its own, with nobody to interleave with, is the oracle."""
@@ -293,6 +294,7 @@ def outcome(report: SimReport) -> tuple[Any, ...]:
     )
 
 
+@pytest.mark.slow
 def test_equal_arguments_give_equal_runs_and_other_seeds_others() -> None:
     digests = set()
     fired: Counter[int] = Counter()
@@ -305,6 +307,7 @@ def test_equal_arguments_give_equal_runs_and_other_seeds_others() -> None:
     assert set(fired) == set(range(len(STORY_FAULTS))), f"fired: {fired}"
 
 
+@pytest.mark.workers
 def test_digests_do_not_depend_on_the_process_or_its_hash_seed() -> None:
     program = """
 from simulation.test_models import tell_story
@@ -325,6 +328,7 @@ for seed in (3, 4):
     assert tell_story(3).trace_digest in outputs[0]
 
 
+@pytest.mark.slow
 def test_the_digest_covers_every_event_also_those_no_longer_kept() -> None:
     traces = [Trace() for _ in range(3)]
     for trace in traces:

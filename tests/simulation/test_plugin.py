@@ -65,12 +65,14 @@ def fresh(code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("module", ["asyncdist", "asyncdist.cli", "asyncdist.pytest_plugin"])
 def test_nothing_heavy_is_imported_before_it_is_used(module: str) -> None:
     loaded = set(fresh(f"import {module}, sys; print(*sys.modules)").split())
     assert module in loaded and not loaded & HEAVY
 
 
+@pytest.mark.workers
 def test_the_first_use_imports_what_it_needs() -> None:
     """The other half: what the test above looks for would be seen."""
     loaded = set(fresh("import asyncdist, sys; asyncdist.run; print(*sys.modules)").split())
@@ -89,6 +91,7 @@ def test_every_name_is_what_the_type_checker_takes_it_for() -> None:
         assert getattr(asyncdist, name) is (found if module is None else getattr(found, name)), name
 
 
+@pytest.mark.workers
 def test_names_submodules_and_dir_in_a_fresh_interpreter() -> None:
     seen = fresh(
         "import asyncdist as ad\n"
@@ -106,6 +109,7 @@ def test_names_submodules_and_dir_in_a_fresh_interpreter() -> None:
     ]
 
 
+@pytest.mark.workers
 def test_a_session_that_simulates_nothing_imports_nothing_heavy(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         f"""
@@ -138,6 +142,7 @@ def test_the_count():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "command_line", "seeds"),
     [
@@ -176,6 +181,7 @@ def test_it_lives_with_pytest_asyncio(pytester: pytest.Pytester, options: tuple[
     result.assert_outcomes(passed=3 if ini else 2)
 
 
+@pytest.mark.slow
 def test_a_module_whose_every_test_is_marked_for_asyncio(pytester: pytest.Pytester) -> None:
     source = """
         pytestmark = pytest.mark.asyncio
@@ -187,6 +193,7 @@ def test_a_module_whose_every_test_is_marked_for_asyncio(pytester: pytest.Pytest
     run_tests(pytester, source, ini="filterwarnings = error").assert_outcomes(passed=1)
 
 
+@pytest.mark.slow
 def test_several_numbers_of_ranks_are_several_tests(pytester: pytest.Pytester) -> None:
     source = """
         @pytest.mark.sim(ranks=[1, 2, 5], seeds=2)
@@ -201,6 +208,7 @@ def test_several_numbers_of_ranks_are_several_tests(pytester: pytest.Pytester) -
     run_tests(pytester, source, "-k", "ranks2").assert_outcomes(passed=2, deselected=4)
 
 
+@pytest.mark.slow
 def test_fixtures_parameters_classes_and_a_world_of_the_users(pytester: pytest.Pytester) -> None:
     source = """
         @pytest.fixture
@@ -254,6 +262,7 @@ def test_a_mark_completes_that_of_its_module(pytester: pytest.Pytester) -> None:
     run_tests(pytester, source).assert_outcomes(passed=2)
 
 
+@pytest.mark.slow
 def test_the_settings_reach_the_simulation(pytester: pytest.Pytester) -> None:
     source = """
         @pytest.mark.sim(ranks=2, seeds=2, compute=Compute(step_s=3.0), network=Network(link=Link(latency_s=0.25)))
@@ -315,6 +324,7 @@ def test_the_line_repeats_what_fixtures_held(pytester: pytest.Pytester) -> None:
     again.assert_outcomes(failed=1)
 
 
+@pytest.mark.slow
 def test_ranks_that_get_a_signal_and_those_who_hear_of_it(pytester: pytest.Pytester) -> None:
     """The signal of the plan is no failure, and Ctrl-C on a simulated rank does not end the session."""
     source = """
@@ -359,6 +369,7 @@ def test_ranks_that_get_a_signal_and_those_who_hear_of_it(pytester: pytest.Pytes
     )
 
 
+@pytest.mark.slow
 def test_killed_ranks_and_those_who_lose_them(pytester: pytest.Pytester) -> None:
     """A test may expect the loss; without that it fails. That the last barrier lacks the killed rank is no failure."""
     source = """
@@ -496,6 +507,7 @@ async def test_three(world, sim_seed):
 """
 
 
+@pytest.mark.slow
 def test_a_failure_shows_the_code_the_seed_and_how_to_repeat_it(pytester: pytest.Pytester) -> None:
     result = run_tests(pytester, FAILS_WITH_SEED_3)
     result.assert_outcomes(failed=1)
@@ -534,6 +546,7 @@ async def _like_test_three(world: asyncdist.World) -> None:
     assert world.rank != 2
 
 
+@pytest.mark.slow
 def test_it_is_shown_whatever_else_is_not(pytester: pytest.Pytester) -> None:
     for options in (["--show-capture=no"], ["--tb=short"], ["--tb=native"], ["--tb=line"]):
         result = run_tests(pytester, FAILS_WITH_SEED_3, *options)
@@ -555,6 +568,7 @@ def test_the_first_rank_to_fail_is_shown(pytester: pytest.Pytester) -> None:
     assert section(result)[1:3] == ["rank 3: ValueError: of rank 3", "ranks 0, 1, 2: RankLostError"]
 
 
+@pytest.mark.slow
 def test_a_long_list_is_cut(pytester: pytest.Pytester) -> None:
     source = """
         @pytest.mark.sim(ranks=60, seeds=1)
@@ -628,6 +642,7 @@ def test_a_fault_that_does_not_fire_fails_the_test(pytester: pytest.Pytester) ->
     assert lines[2] == "Stall(rank=0, at_s=0.0, duration_s=1.0): fired"
 
 
+@pytest.mark.slow
 def test_the_repeat_line_holds_from_another_folder_and_with_parameters(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -190,6 +190,7 @@ async def story(world: ad.World) -> None:
     assert not tasks[0].done()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_equal_calls_give_equal_runs_whatever_the_process_did_before(program: Callable[..., Any]) -> None:
     found = set()
@@ -199,6 +200,7 @@ def test_equal_calls_give_equal_runs_whatever_the_process_did_before(program: Ca
     assert len(found) == 1
 
 
+@pytest.mark.workers
 def test_equal_calls_give_equal_runs_in_other_processes() -> None:
     program = "from simulation.test_purity import PROGRAMS, outcome\nfor program in PROGRAMS: print(outcome(program))"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])

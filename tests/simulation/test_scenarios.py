@@ -120,6 +120,13 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Counter[str]:
     return found
 
 
+def test_the_first_seeds_keep_every_invariant(pytestconfig: pytest.Config) -> None:
+    """As many as ``--seeds`` says; ``test_every_seed_keeps_every_invariant`` runs all, and counts what they show."""
+    explore(scenario, range(pytestconfig.getoption("seeds")), processes=1, quiet=True).check()
+
+
+@pytest.mark.slow
+@pytest.mark.workers
 def test_every_seed_keeps_every_invariant(
     seen: Counter[str],
     record_property: Callable[[str, object], None],
@@ -135,26 +142,36 @@ def test_every_seed_keeps_every_invariant(
     assert seen["distinct digests"] == SEED_COUNT, "two seeds led to the same run"
 
 
+@pytest.mark.slow
+@pytest.mark.workers
 @pytest.mark.parametrize("what", [*FAULTS, *GATES, *ABANDONED, *DECLINED, *LEFT_OUT, *KILLED, *OTHER])
 def test_it_happened_in_some_seed(seen: Counter[str], what: str) -> None:
     assert seen[what] >= 1, f"only these did: {', '.join(sorted(+seen))}"
 
 
+@pytest.mark.slow
+@pytest.mark.workers
 def test_every_reason_that_was_given_is_one_that_this_suite_knows(seen: Counter[str]) -> None:
     kinds = ("abandoned: ", "declined: ", "left out: ")
     given = {name for name in +seen if name.startswith(kinds)}
     assert given - {*ABANDONED, *DECLINED, *LEFT_OUT} <= {"abandoned: round ..."}
 
 
+@pytest.mark.slow
+@pytest.mark.workers
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_averages_of_each_strategy_were_applied_and_verified(seen: Counter[str], strategy: str) -> None:
     assert seen[f"strategy {strategy}"] >= 500
 
 
+@pytest.mark.slow
+@pytest.mark.workers
 def test_averages_came_wherever_nothing_was_in_their_way(seen: Counter[str]) -> None:
     assert seen["populations in which averages had to come"] >= 30
 
 
+@pytest.mark.slow
+@pytest.mark.workers
 def test_thousands_of_averages_were_applied_and_verified(seen: Counter[str]) -> None:
     assert seen["applied"] - seen["applied by average_all"] >= 3000
     assert seen["applied by average_all"] >= 1000
@@ -169,6 +186,7 @@ def test_a_seed_that_failed_once_passes_and_is_still_the_same_story(seed: int) -
     assert not missing, f"{story}: nothing of {missing} happens in seed {seed} any more, but {dict(seen)}: find it anew"
 
 
+@pytest.mark.slow
 def test_a_seed_repeats_to_the_digest() -> None:
     seeds = [seed for seed in range(100, 160) if draw_plan(seed).ranks <= 4][:10]
     assert len(seeds) == 10
@@ -176,6 +194,7 @@ def test_a_seed_repeats_to_the_digest() -> None:
     assert first == [scenario(seed).trace_digest for seed in seeds]
 
 
+@pytest.mark.slow
 def test_killed_ranks_leave_nothing_that_complains_when_it_is_collected() -> None:
     """Tasks of killed ranks once could not be cancelled: their wake-ups had been dropped with their loops."""
     with_kills = [seed for seed in range(60, 120) if "Kill" in repr(draw_plan(seed).faults)]
@@ -224,6 +243,7 @@ def test_a_soak_stops_at_the_first_failure_with_the_line_that_repeats_it(
     assert said.out.startswith("3 seeds, ")
 
 
+@pytest.mark.slow
 def test_a_soak_ends_when_its_time_is_up_and_says_where_to_go_on(
     soaking: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

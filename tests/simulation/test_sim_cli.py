@@ -149,6 +149,7 @@ def test_the_script_may_follow_two_dashes_as_with_run(sim: Sim, script: str) -> 
     assert result.digest == sim(script, "-n", 5, "--seed", 7, "ranks", "--seed", "9", "--", "x").digest
 
 
+@pytest.mark.slow
 def test_equal_neighbours_and_many_ranks_are_abbreviated(sim: Sim, script: str) -> None:
     alike = sim(script, "--ranks", 12)
     assert "\nranks 0 to 11: (" in alike.out
@@ -171,6 +172,7 @@ ad.run(main)
 """
 
 
+@pytest.mark.workers
 def test_a_run_depends_neither_on_the_process_nor_on_the_system(tmp_path: Path) -> None:
     """The order of a set of strings and the system's random bytes were others in each process."""
     script = tmp_path / "hashing.py"
@@ -195,6 +197,7 @@ def test_a_run_depends_neither_on_the_process_nor_on_the_system(tmp_path: Path) 
     assert own.splitlines()[0] == given.splitlines()[0], "what was drawn does not depend on the hash seed"
 
 
+@pytest.mark.workers
 def test_the_line_repeats_the_run_in_a_fresh_process(sim: Sim, script: str) -> None:
     first = sim(script, "--ranks", 3, "--seed", 7, "--", "--lr", "0.1 2")
     assert first.code == 0
@@ -326,6 +329,7 @@ def test_a_killed_rank_is_told_apart(sim: Sim, script: str) -> None:
 # ----------------------------------------------------------------------------------------------------------- many seeds
 
 
+@pytest.mark.slow
 def test_exploring_stops_at_the_first_seed_that_fails(sim: Sim, script: str) -> None:
     first = next(seed for seed in range(3, 1000) if sim(script, "--ranks", 3, "--seed", seed, "race").code)
     result = sim(script, "--ranks", 3, "--seed", 3, "--explore", 1000, "--processes", 1, "race")
@@ -340,6 +344,7 @@ def test_exploring_stops_at_the_first_seed_that_fails(sim: Sim, script: str) -> 
     assert "AssertionError: the older one won" in again.err
 
 
+@pytest.mark.workers
 def test_exploring_in_processes_shrinks_the_plan(sim: Sim, script: str) -> None:
     plan = [SlowRank(0, 0.0, 2.0), Kill(2, at_s=0.00012345), SlowLink(0, 1, 0.0, 3.0)]
     options = ["--ranks", 3, "--faults", format_faults(plan), "--explore", 8, "--processes", 2]
@@ -381,6 +386,7 @@ def test_exploring_without_a_failure(sim: Sim, script: str) -> None:
     assert re.fullmatch(r"12 seeds in \d+\.\d s \(\d+\.\d/s\), 12 different traces\n", result.out)
 
 
+@pytest.mark.workers
 def test_a_terminal_gets_a_progress_bar(script: str) -> None:
     own, other = pty.openpty()
     termios.tcsetwinsize(other, (24, 100))
@@ -519,6 +525,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> bool:
     return condition()
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("process_count", [0, 1, 2], ids=["one run", "explore here", "explore in 2 processes"])
 def test_ctrl_c_ends_it_at_once_with_code_130(tmp_path: Path, process_count: int) -> None:
     script = tmp_path / "endless.py"
@@ -570,6 +577,7 @@ else:
 """
 
 
+@pytest.mark.workers
 @pytest.mark.parametrize("seed", [1, 5, 6])
 def test_what_a_script_seeds_before_run_is_what_every_rank_draws(tmp_path: Path, seed: int) -> None:
     """Also where the simulation has the same seed as the script: that one counted as not seeded."""
@@ -582,6 +590,7 @@ def test_what_a_script_seeds_before_run_is_what_every_rank_draws(tmp_path: Path,
     assert len({drawn[2] for drawn in report.results}) == 3, "nobody seeded numpy: each rank has numbers of its own"
 
 
+@pytest.mark.workers
 def test_what_a_script_does_not_seed_differs_between_ranks_as_it_does_between_processes(tmp_path: Path) -> None:
     """The numbers of torch were alike on all ranks, and with them the models of a population."""
     path = tmp_path / "unseeded.py"

@@ -389,6 +389,7 @@ def test_large_values_are_finite_though_their_sum_is_not(dtype: torch.dtype) -> 
 models = st.integers(0, 10_000).map(lambda seed: Mixed(seed=seed))
 
 
+@pytest.mark.slow
 @LAWS
 @given(models, st.lists(st.one_of(st.just(1.0), st.floats(1e-2, 1e2)), min_size=1, max_size=8), st.integers(1, 40))
 def test_law_equal_models_average_to_themselves_bit_for_bit(model: Mixed, weights: list[float], chunk: int) -> None:

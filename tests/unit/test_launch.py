@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from support.launchers import BY_HAND, HYDRA, OPENMPI, TORCHRUN
 
 from asyncdist import cli, environment as launch, local_host
 from asyncdist.environment import Launch
 from asyncdist.errors import TransportError
-from asyncdist.launch import guardians, mpirun
+from asyncdist.launch import mpirun
 from asyncdist.launch.mpirun import Installation
 from asyncdist.transports import mpi_launchers
 
@@ -116,11 +111,7 @@ RECORDED: dict[str, tuple[dict[str, str], Launch]] = {
     ),
 }
 
-OPENMPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}
-HYDRA = {"PMI_SIZE": "4", "PMI_RANK": "2"}
 SLURM = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURM_STEP_ID": "0"}
-BY_HAND = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-TORCHRUN = BY_HAND | {"TORCHELASTIC_RUN_ID": "none"}
 
 # ------------------------------------------------------------------------------------------------------- detection
 
@@ -336,23 +327,6 @@ def test_threads_are_a_share_of_the_cores_unless_the_user_chose(
 # ------------------------------------------------------------------------------------------------- finding an MPI
 
 
-def make_program(directory: Path, name: str, prints: str) -> str:
-    directory.mkdir(exist_ok=True)
-    program = directory / name
-    program.write_text(f"#!/bin/sh\necho '{prints}'\n")
-    program.chmod(0o755)
-    return str(program)
-
-
-def test_launchers_are_found_by_what_they_say_and_the_first_wins(tmp_path: Path) -> None:
-    own = make_program(tmp_path / "own", "mpirun", "mpirun (Open MPI) 5.0.11")
-    make_program(tmp_path / "system", "mpirun", "mpirun (Open MPI) 4.1.4")
-    hydra = make_program(tmp_path / "system", "mpiexec.hydra", "HYDRA build details:")
-    make_program(tmp_path / "strange", "mpirun", "something else")
-    directories = [str(tmp_path / name) for name in ("missing", "strange", "own", "system")]
-    assert mpirun.find_launchers(directories) == {"openmpi": own, "mpich": hydra}
-
-
 def installed(**changes: object) -> Installation:
     facts: dict[str, object] = {
         "library": "openmpi",
@@ -461,24 +435,6 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     assert error.count("\n") == 1
 
 
-def test_a_missing_script_in_a_deleted_directory_is_one_line(tmp_path: Path) -> None:
-    """It was a traceback."""
-    source = "import os, sys; from asyncdist import cli; os.rmdir(os.getcwd()); cli.main(sys.argv[1:])"
-    command = [sys.executable, "-c", source, "run", "-n", "2", "script.py"]
-    environ = {**os.environ, "PYTHONPATH": str(Path(launch.__file__).parents[1])}
-    ended = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
-    said = "asyncdist run: the script 'script.py' does not exist (the current directory has been deleted)\n"
-    assert (ended.returncode, ended.stderr) == (2, said)
-
-
-def test_a_job_runs_with_its_standard_files_closed(tmp_path: Path) -> None:
-    """With stdout closed the launcher failed with an AttributeError before it had started anything."""
-    (tmp_path / "script.py").write_text("import sys; print('words'); sys.exit(7)")
-    command = f"'{sys.executable}' -m asyncdist run --transport torch -n 1 script.py <&- >&-"
-    ended = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (7, "asyncdist run: rank 0 ended with exit code 7\n")
-
-
 def test_a_host_without_loopback_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks waited a minute for their store, and then told of C++ frames."""
 
@@ -493,123 +449,7 @@ def test_a_host_without_loopback_is_one_line(monkeypatch: pytest.MonkeyPatch) ->
         local_host.check_loopback()
 
 
-def test_no_mpi_at_all_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mpi4py").mkdir()
-    (tmp_path / "mpi4py" / "__init__.py").write_text("raise RuntimeError('cannot load MPI library')\n")
-    (tmp_path / "script.py").write_text("")
-    ended = start(tmp_path, "", environ={"PYTHONPATH": str(tmp_path)})
-    output = ended.communicate(timeout=30)
-    assert ended.returncode == 2
-    assert "cannot load MPI library" in output[1]
-    assert output[1].count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("said", "words"),
-    [
-        (None, f"MPI needs mpi4py, which is not installed for {sys.executable} "),
-        (
-            "raise RuntimeError('cannot load MPI library\\nlibmpi.so.12: nowhere')",
-            "mpi4py found no usable MPI library (cannot load MPI library); install one with pip",
-        ),
-    ],
-    ids=["no mpi4py", "no library"],
-)
-def test_ranks_without_mpi_say_so_in_a_line(tmp_path: Path, said: str | None, words: str) -> None:
-    """As under a plain mpirun: there is no ``asyncdist run`` to look before."""
-    (tmp_path / "mpi4py").mkdir()
-    (tmp_path / "mpi4py" / "__init__.py").write_text(said or "raise ModuleNotFoundError('No module named mpi4py')")
-    source = "import asyncdist as ad\nasync def main(world): pass\nad.run(main, transport='mpi')\n"
-    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(launch.__file__).parents[1]}"}
-    ended = subprocess.run([sys.executable, "-c", source], env=environ, capture_output=True, text=True, check=False)
-    assert ended.returncode == 1
-    assert words in ended.stderr.splitlines()[-1], ended.stderr
-
-
 # ------------------------------------------------------------------------------------------------------- real runs
-
-
-def start(
-    tmp_path: Path,
-    body: str,
-    *arguments: str,
-    ranks: int = 3,
-    options: Sequence[str] = (),
-    environ: dict[str, str] | None = None,
-) -> subprocess.Popen[str]:
-    script = tmp_path / "script.py"
-    script.write_text(body)
-    return subprocess.Popen(
-        [sys.executable, "-m", "asyncdist", "run", *options, "-n", str(ranks), str(script), *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **(environ or {})},
-        cwd=tmp_path,
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    try:
-        output, error = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    return process.returncode, output, error
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie that nobody has reaped does not."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    status = Path(f"/proc/{pid}/stat")
-    try:
-        return not status.parent.parent.is_dir() or status.read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
-
-
-@pytest.mark.mpi
-def test_a_run_gives_every_rank_its_arguments_its_modules_and_no_input(tmp_path: Path) -> None:
-    (tmp_path / "beside.py").write_text("VALUE = 'found'\n")
-    # A colon alone would begin another program: `touch` ran, or nothing did.
-    arguments = ["--", "--flag", "-n", "7", ":", "touch", "file", "::", "a:", ""]
-    code, output, error = finish(
-        start(
-            tmp_path,
-            "import os, sys, beside\nfrom mpi4py import MPI\n"
-            "world = MPI.COMM_WORLD\n"
-            "print(world.rank, world.size, beside.VALUE, sys.argv[1:], __name__, repr(sys.stdin.read()))\n",
-            *arguments,
-        )
-    )
-    expected = [f"{rank} 3 found {arguments} __main__ ''" for rank in range(3)]
-    assert (code, sorted(output.splitlines()), error) == (0, expected, "")
-
-
-@pytest.mark.mpi
-def test_ranks_belong_to_the_innermost_launcher(tmp_path: Path) -> None:
-    """In a worker of torchrun they joined torchrun's job, and with a variable left behind each trained alone."""
-    source = (
-        "from mpi4py import MPI\nfrom asyncdist import environment\n"
-        "print(MPI.COMM_WORLD.size, environment.detect().transport)\n"
-    )
-    around = TORCHRUN | OPENMPI | HYDRA | {"ASYNCDIST_TRANSPORT": "local"}
-    code, output, error = finish(start(tmp_path, source, options=["--transport", "mpi"], environ=around))
-    assert (code, output.splitlines(), error) == (0, ["3 mpi"] * 3, "")
 
 
 def test_what_an_outer_launcher_has_set_is_cleared_and_what_the_user_has_set_stays() -> None:
@@ -633,134 +473,6 @@ def test_one_that_mpi_leaves_alone_among_the_workers_of_torchrun_is_told() -> No
         launch.check_alone(environ)
 
 
-BEFORE_MPI = """
-import os, sys, time
-rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
-if rank == 1:
-    {failure}
-time.sleep(45)
-"""
-AFTER_MPI = """
-import sys
-from mpi4py import MPI
-MPI.COMM_WORLD.Barrier()
-if MPI.COMM_WORLD.rank == 1:
-    {failure}
-MPI.COMM_WORLD.Barrier()
-"""
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("body", [BEFORE_MPI, AFTER_MPI], ids=["before MPI_Init", "after MPI_Init"])
-@pytest.mark.parametrize(
-    ("failure", "code", "message"),
-    [("raise RuntimeError('story')", 1, "RuntimeError: story"), ("sys.exit(7)", 7, "")],
-    ids=["exception", "exit code"],
-)
-def test_a_failing_rank_ends_the_others_with_its_exit_code(
-    tmp_path: Path, body: str, failure: str, code: int, message: str
-) -> None:
-    begin = time.monotonic()
-    ended, _, error = finish(start(tmp_path, body.format(failure=failure)))
-    assert ended == code
-    assert error.count(message) == 1 or not message
-    assert "rank_program.py" not in error
-    assert time.monotonic() - begin < 30
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_the_launcher_or_to_a_guardian_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
-    """UCX, in both MPIs, took a SIGHUP that reached the rank for a wish to debug."""
-    process = start(
-        tmp_path,
-        "import os, pathlib, sys, time\nfrom mpi4py import MPI\n"
-        "pathlib.Path(sys.argv[1], f'{os.getpid()}.pid').touch()\ntime.sleep(45)\n",
-        str(tmp_path),
-    )
-    assert wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 3), finish(process)
-    pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
-    is_for_rank = number == signal.SIGHUP and guardians.ARE_HERE
-    os.kill(parent_of(parent_of(pids[0])) if is_for_rank else process.pid, number)
-    code, _, _ = finish(process)
-    assert code != 0
-    assert wait_until(lambda: not any(is_alive(pid) for pid in pids), 5)
-
-
-UNGUARDED = """
-import multiprocessing, os, subprocess, sys
-import asyncdist as ad
-
-async def main(world):
-    if len(sys.argv) > 1:
-        print("opened a second time")
-        return
-    for method in ("spawn", "forkserver"):
-        process = multiprocessing.get_context(method).Process(target=print)
-        process.start()
-        process.join()
-        print(method, process.exitcode)
-    print("subprocess", subprocess.run([sys.executable, __file__, "child"]).returncode)
-    child = os.fork()
-    if not child:
-        try:
-            ad.run(main)
-        except ad.TransportError:
-            os._exit(5)
-    print("fork", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-
-ad.run(main)
-"""
-
-
-@pytest.mark.mpi
-def test_a_child_of_a_rank_is_told_in_a_line_that_it_is_none(tmp_path: Path) -> None:
-    """It opened MPI as its parent, and hung or died of a segmentation fault: a script without a __main__ guard."""
-    code, output, error = finish(start(tmp_path, UNGUARDED, ranks=1))
-    assert (code, output.splitlines()) == (0, ["spawn 1", "forkserver 1", "subprocess 1", "fork 5"]), error
-    lines, last = error.splitlines(), UNGUARDED.count("\n")
-    assert len(lines) == 3, error
-    assert all(
-        line.startswith("asyncdist: a child of local rank 0, ") and f"script.py:{last}: " in line for line in lines
-    )
-    assert sum('start under if __name__ == "__main__":' in line for line in lines) == 2
-    assert sum("this process is a child of the rank with pid " in line for line in lines) == 1
-
-
-FORKING = """
-import os, sys
-import asyncdist as ad
-
-async def main(world):
-    for how in ("return", 0, 5, "raise"):
-        if world.rank == 1:
-            child = os.fork()
-            if not child:
-                if how == "return":
-                    return
-                if how == "raise":
-                    raise ValueError("in a child")
-                sys.exit(how)
-            print(how, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        await ad.barrier()
-
-if __name__ == "__main__":
-    ad.run(main)
-    print("returned")
-"""
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("transport", ["mpi", "torch"])
-def test_a_forked_child_ends_where_main_ends_and_the_ranks_go_on(tmp_path: Path, transport: str) -> None:
-    """It left the world as if it were the rank: it hung, and took the rank's sockets from its loop."""
-    process = start(tmp_path, FORKING, ranks=2, options=["--transport", transport])
-    code, output, error = finish(process)
-    assert code == 0, error
-    assert sorted(output.splitlines()) == ["0 0", "5 5", "raise 1", "return 0", "returned", "returned"], error
-    assert error.count("Traceback") == error.count("ValueError: in a child") == 1, error
-
-
 def test_a_rank_of_another_job_is_no_child_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PMIX_NAMESPACE", "prterun-1@1")
     monkeypatch.setenv("ASYNCDIST_RANK", "")  # so that it is taken back afterwards
@@ -770,35 +482,6 @@ def test_a_rank_of_another_job_is_no_child_of_a_rank(monkeypatch: pytest.MonkeyP
     assert launch.rank_above(marked) == 7
     assert launch.rank_above(marked | {"PMIX_NAMESPACE": "prterun-2@1"}) is None
     assert launch.rank_above(launch.without_launchers(marked)) is None
-
-
-LEAVES_CHILDREN = """
-import os, pathlib, signal, subprocess, sys, time
-folder, rank = pathlib.Path(sys.argv[1]), int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
-children = [subprocess.Popen(["sleep", "600"]), subprocess.Popen(["sleep", "600"], start_new_session=True)]
-for pid in (os.getpid(), *(child.pid for child in children)):
-    (folder / f"{pid}.pid").touch()
-while len(list(folder.glob("*.pid"))) < 9:
-    time.sleep(0.01)
-if rank == 1 and sys.argv[2] == "rank":
-    os.kill(os.getpid(), 9)
-time.sleep(600)
-"""
-
-
-@pytest.mark.mpi
-@pytest.mark.skipif(not guardians.ARE_HERE, reason="elsewhere nothing ends them")
-@pytest.mark.parametrize("killed", ["rank", "mpirun"])
-def test_no_child_of_a_rank_stays_behind_whoever_is_killed(tmp_path: Path, killed: str) -> None:
-    """Open MPI waited for the child of a killed rank; ranks that had not opened MPI outlived a killed mpirun."""
-    process = start(tmp_path, LEAVES_CHILDREN, str(tmp_path), killed)
-    assert wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 9), finish(process)
-    pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
-    if killed == "mpirun":
-        process.kill()
-    code, _, _ = finish(process)
-    assert code != 0
-    assert wait_until(lambda: not any(is_alive(pid) for pid in pids))
 
 
 @pytest.mark.parametrize(

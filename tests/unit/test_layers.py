@@ -133,6 +133,7 @@ def test_there_is_something_to_prove() -> None:
     assert len(edges()) > 20
 
 
+@pytest.mark.slow
 def test_the_diagram_of_the_documentation_is_that_of_the_imports() -> None:
     assert f"```mermaid\n{diagram()}\n```" in (ROOT / "docs" / "architecture.md").read_text(), f"now:\n{diagram()}"
 
@@ -191,6 +192,7 @@ def test_decision_cores_know_no_loop_no_clock_and_no_chance(name: str) -> None:
     assert own_imports(PROTOCOLS[name]) <= {"validation", "tensors.byte_views"}, "all else there knows a loop"
 
 
+@pytest.mark.slow
 def test_the_environment_is_read_in_one_module_and_before_it_alone() -> None:
     readers = set()
     for package, trees in (("asyncdist", ASYNCDIST), ("protocols", PROTOCOLS)):
@@ -203,6 +205,7 @@ def test_the_environment_is_read_in_one_module_and_before_it_alone() -> None:
     assert readers == {"asyncdist.environment", "asyncdist.compiled", "asyncdist.rank_program"}  # both say why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trees", [ASYNCDIST, PROTOCOLS], ids=["asyncdist", "protocols"])
 def test_nothing_is_pickled_and_nothing_is_evaluated(trees: dict[str, ast.Module]) -> None:
     for name, tree in trees.items():

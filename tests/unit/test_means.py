@@ -44,6 +44,7 @@ def samples(dtype: torch.dtype, count: int, seed: int, *, spread: float = 1.0) -
     return [(spread * torch.randn(997, generator=generator, dtype=wide)).to(dtype) for _ in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", FLOATS)
 @LAWS
 @given(
@@ -56,6 +57,7 @@ def test_law_chunks_change_no_bit(dtype: torch.dtype, seed: int, weights: list[f
     assert bits(mean_of(parts, weights, cuts)) == bits(mean_of(parts, weights))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @LAWS
 @given(
@@ -105,6 +107,7 @@ WEIGHTS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @LAWS
 @given(st.integers(0, 10_000), WEIGHTS)
@@ -122,6 +125,7 @@ def test_law_the_mean_of_equal_values_is_that_value(dtype: torch.dtype, seed: in
         assert bits(at_once.to(dtype)) == bits(part)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @settings(LAWS, max_examples=60)
 @given(st.integers(0, 10_000), WEIGHTS, st.booleans())

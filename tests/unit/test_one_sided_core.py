@@ -79,6 +79,7 @@ def test_nobody_dies_of_a_metric_by_age() -> None:
     assert not is_dying(0, {0: math.nan, 1: 9.0}, OneSidedRules(replacement_mode="age"))
 
 
+@pytest.mark.slow
 @given(METRICS, RULES)
 def test_the_worst_ratio_is_the_one_of_the_selective_core(metrics: dict[int, float], rules: OneSidedRules) -> None:
     dying = {rank for rank in metrics if is_dying(rank, metrics, rules)}
@@ -106,6 +107,7 @@ def test_how_many_are_drawn(members: int, options: dict[str, Any], count: int) -
     assert donor_limit(members, OneSidedRules(**options)) == count
 
 
+@pytest.mark.slow
 @given(METRICS, RULES, st.integers(0, 11), st.randoms(use_true_random=False))
 def test_a_choice_keeps_the_rules(
     metrics: dict[int, float], rules: OneSidedRules, rank: int, rng: random.Random

@@ -128,6 +128,7 @@ def test_what_is_no_batch_is_refused(batch: Any, words: str) -> None:
 # -- the store --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 7), st.sampled_from([None, 0.7]))
 def test_it_holds_the_last_ones_and_gives_nothing_else(sizes: list[int], capacity: int, alpha: float | None) -> None:
     store = ReplayStore(capacity, alpha=alpha, seed=1)
@@ -159,6 +160,7 @@ def test_uniform_draws_are_uniform_and_repeat_with_the_seed() -> None:
     assert (abs(counts - 2000) < 5 * 2000**0.5).all(), counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [6, 2000])
 def test_prioritised_draws_follow_the_priorities(count: int) -> None:
     store = ReplayStore(count, alpha=0.5, seed=3)

@@ -41,6 +41,7 @@ def test_arithmetic_around_a_coordinator() -> None:
     assert layout.agent_groups == ((1, 2), (3, 4)) and layout.clients == {5: (1, 2, 3, 4)}
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_every_plan_that_is_possible_can_be_made(data: st.DataObject) -> None:

@@ -204,6 +204,7 @@ def test_threshold_must_be_crossed_by_the_worst() -> None:
     assert decide({0: NAN, 1: 2.0}, rules(threshold=-100.0)) is not None
 
 
+@pytest.mark.slow
 @LAWS
 @given(all_metrics, all_rules)
 def test_law_decisions_are_sound(metrics: dict[int, float], options: SelectiveRules) -> None:
@@ -228,6 +229,7 @@ def test_law_decisions_are_sound(metrics: dict[int, float], options: SelectiveRu
     assert metrics[decision.best] == (max(finite) if options.metric_mode == "max" else min(finite))
 
 
+@pytest.mark.slow
 @LAWS
 @given(st.lists(values, min_size=1, max_size=9, unique=True), st.data(), all_rules)
 def test_law_permuting_ranks_permutes_the_decision(listed: list[float], data: Any, options: SelectiveRules) -> None:
@@ -245,6 +247,7 @@ def test_law_permuting_ranks_permutes_the_decision(listed: list[float], data: An
     assert other.best == (renamed[one.best] if one.best >= 0 else -1)
 
 
+@pytest.mark.slow
 @LAWS
 @given(all_metrics, all_rules)
 def test_law_min_mirrors_max(metrics: dict[int, float], options: SelectiveRules) -> None:
@@ -256,6 +259,7 @@ def test_law_min_mirrors_max(metrics: dict[int, float], options: SelectiveRules)
     assert decide(metrics, options) == decide({rank: -value for rank, value in metrics.items()}, mirrored)
 
 
+@pytest.mark.slow
 @LAWS
 @given(st.dictionaries(st.integers(0, 50), st.floats(-1e6, 1e6), min_size=1), st.sampled_from(STRATEGIES))
 def test_law_weights_sum_to_something(metrics: dict[int, float], strategy: str) -> None:
@@ -663,6 +667,7 @@ round_rules = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(LAWS, max_examples=400)
 @given(st.integers(1, 5), round_rules, st.lists(events, max_size=80))
 def test_law_any_sequence_of_events_keeps_every_promise(
@@ -674,6 +679,7 @@ def test_law_any_sequence_of_events_keeps_every_promise(
     referee.drain()
 
 
+@pytest.mark.slow
 @settings(LAWS, max_examples=100)
 @given(st.integers(2, 5), round_rules, st.lists(events, max_size=40))
 def test_law_a_coordinator_is_a_function_of_its_events(
@@ -688,6 +694,7 @@ def test_law_a_coordinator_is_a_function_of_its_events(
     assert stories[0] == stories[1]
 
 
+@pytest.mark.slow
 @LAWS
 @given(st.integers(2, 6), st.integers(0, 5), st.integers(1, 4))
 def test_law_live_members_are_judged_again_after_any_silent_round(size: int, silent: int, repeats: int) -> None:

@@ -41,6 +41,7 @@ def test_every_type_comes_back(value: Any) -> None:
     assert found is not value or not isinstance(value, (list, dict, set, bytearray, torch.Tensor))
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(ANYTHING)
 def test_any_value_comes_back(value: Any) -> None:
@@ -62,6 +63,7 @@ def test_what_arrives_is_the_receiver_s_own() -> None:
     assert tensor.tolist() == array.tolist() == [2.0] * 3
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=60) | ANYTHING.map(lambda tree: msgspec.msgpack.encode(repr(tree))))
 def test_any_bytes_are_a_value_or_an_error(data: bytes) -> None:

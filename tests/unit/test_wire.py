@@ -114,6 +114,7 @@ def round_trip(message: Any) -> Any:
 # ------------------------------------------------------------------------------------------------------- round trips
 
 
+@pytest.mark.slow
 @LIMITS
 @given(EVERYTHING)
 def test_every_message_comes_back_as_it_was(message: Everything) -> None:
@@ -126,6 +127,7 @@ def test_messages_of_no_field_and_of_one_field() -> None:
     assert round_trip(HoldsPicky(Picky(3))) == HoldsPicky(Picky(3))
 
 
+@pytest.mark.slow
 @LIMITS
 @given(st.data())
 def test_any_dataclass_of_supported_types(data: st.DataObject) -> None:
@@ -360,6 +362,7 @@ def test_random_bytes_are_no_frame(data: bytes) -> None:
         receive(VICTIM, data)
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(st.binary(max_size=100), st.integers(0, 255))
 @example(b"\x81\xa5inner\x81\xa5value\x00", 1)  # a nested dataclass that refuses its value
@@ -395,6 +398,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(st.sampled_from(FIELD_NAMES), VALUES), st.sampled_from([0, 1, 2]))
 def test_well_formed_values_of_the_wrong_types_raise_nothing_but_frame_errors(

@@ -162,7 +162,7 @@ def test_also_in_bad_weather(seed: int) -> None:
 def test_weights_under_mpi_are_those_of_the_simulation(ranks: int) -> None:
     source = """
         import asyncdist as ad
-        from simulation.test_reality import main
+        from launched.test_reality import main
         from support.mpi import report
 
         async def tell(world):

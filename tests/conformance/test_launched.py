@@ -1,0 +1,109 @@
+"""Every case between processes, on MPI, torch and polled backends: one job for each number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support import torchrun
+from support.mpi import Result, require_mpi, run_ranks, run_source
+
+from conformance.endpoint import all_cases
+
+pytestmark = pytest.mark.timeout(300)  # one job runs all cases, on any number of cores
+
+NAMES = list(all_cases())
+#: What a polled backend does between processes too; all cases take minutes on one that is written in Python.
+BETWEEN_PROCESSES = [name for name in NAMES if name.startswith(("channels.", "streams."))]
+PROGRAM = Path(__file__).with_name("program.py")
+#: Of jobs: two ranks are each other's both neighbours, of four some are no neighbours, and pairs make disjoint groups.
+#: What three show more than these is arithmetic above the transport, and seen on a hub and in the simulator.
+JOB_SIZES = (2, 4)
+
+
+@pytest.fixture(scope="session", params=JOB_SIZES, ids=lambda ranks: f"{ranks}ranks")
+def job(request: pytest.FixtureRequest) -> tuple[int, Result]:
+    """One mpirun per number of ranks; its cases are reported one by one below."""
+    require_mpi()
+    return request.param, run_ranks(request.param, PROGRAM, timeout_s=280)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", NAMES)
+def test_mpi(job: tuple[int, Result], name: str) -> None:
+    check(name, *job)
+
+
+MORE_THAN_TWO_GIBIBYTES = """
+import asyncdist as ad
+import numpy as np
+import torch
+from support.mpi import report
+
+async def main(world):
+    tensor = torch.from_numpy(np.zeros((1 << 31) + 4099, np.uint8))  # rank 0's pages stay the kernel's page of zeros
+    places = [0, 1 << 30, (1 << 31) - 2, (1 << 31) - 1, 1 << 31, len(tensor) - 1]
+    if world.rank == 0:
+        tensor[places] = torch.arange(1, 7, dtype=torch.uint8)
+    await ad.broadcast(tensor)
+    report(world.rank, [tensor[places].tolist(), int(torch.count_nonzero(tensor[::4096]))])
+
+ad.run(main)
+"""
+
+
+@pytest.mark.mpi
+def test_mpi_broadcasts_more_than_two_gibibytes() -> None:
+    """One tensor, on two ranks: it takes 2 GiB of memory, and a second or two."""
+    free = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+    if int(free.split()[1]) < 6 << 20:
+        pytest.skip(f"too little memory: {free}")
+    reports = run_source(2, MORE_THAN_TWO_GIBIBYTES, timeout_s=120).check().reports
+    assert reports == {rank: [[1, 2, 3, 4, 5, 6], 3] for rank in range(2)}
+
+
+@pytest.fixture(scope="session", params=JOB_SIZES, ids=lambda ranks: f"{ranks}ranks")
+def torch_job(request: pytest.FixtureRequest) -> tuple[int, torchrun.Result]:
+    """The same for torch.distributed."""
+    return request.param, torchrun.run_ranks(request.param, PROGRAM, timeout_s=280)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torch(torch_job: tuple[int, torchrun.Result], name: str) -> None:
+    check(name, *torch_job)
+
+
+@pytest.fixture(scope="session", params=["truthful", "gloo and orderly"])
+def polled_job(request: pytest.FixtureRequest) -> tuple[int, torchrun.Result]:
+    """The same for polled backends: everything on one that keeps tags; streams alone on one that does not."""
+    transport, _, bulk = request.param.partition(" and ")
+    return 3, torchrun.run_ranks(3, PROGRAM, "--on", transport, bulk, *BETWEEN_PROCESSES, timeout_s=280)
+
+
+@pytest.mark.parametrize("name", BETWEEN_PROCESSES)
+def test_polled_between_processes(polled_job: tuple[int, torchrun.Result], name: str) -> None:
+    check(name, *polled_job)
+
+
+def test_polled_ends_cleanly(polled_job: tuple[int, torchrun.Result]) -> None:
+    _, result = polled_job
+    assert result.check().stderr == ""
+
+
+def test_torch_ends_cleanly(torch_job: tuple[int, torchrun.Result]) -> None:
+    _, result = torch_job
+    assert result.check().stderr == ""
+
+
+def check(name: str, ranks: int, result: Result | torchrun.Result) -> None:
+    outcomes = [result.reports.get(rank, {}).get(name, "not reached") for rank in range(ranks)]
+    if set(outcomes) == {"not reached"}:
+        pytest.fail("an earlier case ended the job", pytrace=False)
+    bad = [f"rank {rank}: {outcome}" for rank, outcome in enumerate(outcomes) if outcome != "passed"]
+    assert not bad, "\n".join([*bad, result.output()])
+
+
+@pytest.mark.mpi
+def test_mpi_ends_cleanly(job: tuple[int, Result]) -> None:
+    _, result = job
+    assert result.check().stderr == ""

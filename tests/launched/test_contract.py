@@ -1,0 +1,23 @@
+"""What a simulation refuses leaves an interpreter that ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def test_what_a_refused_pool_leaves_is_an_interpreter_that_ends() -> None:
+    """It hung at its exit, with a child, since the pool had forked before its first thread was refused."""
+    program = """
+import asyncdist as ad
+from concurrent.futures import ProcessPoolExecutor
+
+async def main(world):
+    with ProcessPoolExecutor(2) as pool:
+        return pool.submit(int).result()
+
+print(ad.simulate(main, ranks=2).results[0])
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("a process pool is refused in a simulation: ")

@@ -1,0 +1,217 @@
+"""``asyncdist doctor`` in processes of its own: on a healthy machine, under launchers, and where something is wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from support.mpi import flavour, require_mpi
+
+import asyncdist as ad
+from asyncdist import environment
+from asyncdist.launch import mpirun
+
+TIMEOUT_S = 100.0
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def examine(*command: str, cwd: Path = ROOT, **environ: str) -> subprocess.CompletedProcess[str]:
+    """``asyncdist doctor``, as a shell without any launcher's variables would start it; root may use mpirun."""
+    families = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "TORCHELASTIC_", "ASYNCDIST_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(families)}
+    for name in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        clean.pop(name, None)
+    path = os.pathsep.join([str(ROOT), *filter(None, [clean.get("PYTHONPATH")])])
+    return subprocess.run(
+        [*command, sys.executable, "-m", "asyncdist", "doctor"],
+        env={**clean, **dict.fromkeys(mpirun.ROOT_VARIABLES, "1"), "PYTHONPATH": path, **environ},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+    )
+
+
+@pytest.mark.mpi
+def test_a_healthy_machine() -> None:
+    require_mpi()
+    ended = examine()
+    assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout
+    rows = dict(line.split("  ", 1) for line in ended.stdout.splitlines() if "  " in line)
+    assert rows["transport"].strip() == "local, no launcher's variables are set"
+    assert rows["asyncdist"].strip() == ad.__version__
+    assert "gloo (messages and streams, waited for by threads)" in rows["torch backends"]
+    assert ended.stdout.endswith("all is well\n")
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(os.geteuid() != 0, reason="mpirun starts whatever others ask for")
+def test_root_is_told_of_what_a_plain_mpirun_refuses() -> None:
+    """It said that all was well, and the next command failed."""
+    require_mpi()
+    if flavour() != "openmpi":
+        pytest.skip("MPICH starts whatever root asks for")
+    ended = examine(**{mpirun.ROOT_VARIABLES[1]: ""})
+    assert ended.returncode == 1
+    assert "1 thing to mend:\n  1. this is root, for whom a plain mpirun" in ended.stdout
+    launcher = mpirun.find_installation(environment.environment()).launchers["openmpi"]
+    for confirmed in ("", "1"):
+        environ = {**os.environ, mpirun.ROOT_VARIABLES[0]: "1", mpirun.ROOT_VARIABLES[1]: confirmed}
+        started = subprocess.run([launcher, "-n", "1", "true"], env=environ, capture_output=True, timeout=TIMEOUT_S)
+        assert (started.returncode == 0) == bool(confirmed), started.stderr
+
+
+ABORTS = """
+import os, sys
+def Get_library_version(): return "Open MPI v4.1.4, package: Debian OpenMPI"
+THREAD_FUNNELED = 1
+def Init_thread(level):
+    if not os.environ.get("HOME"):
+        sys.stderr.write("[host:123] Error: Unable to get the user home directory\\n" * 2 + "-" * 70 + "\\nSorry!\\n")
+    else:
+        sys.stderr.write("-" * 70 + '\\nThe application appears to have been direct launched using "srun",\\n')
+        sys.stderr.write("but OMPI was not built with SLURM's PMI support.\\n\\nThere are several options\\n")
+    sys.stderr.flush()
+    os._exit(1)
+"""
+
+
+def test_an_mpi_that_aborts_in_its_start_is_told_with_its_own_words_and_the_cure(tmp_path: Path) -> None:
+    """Under a launcher it took doctor along, which had said nothing yet: Debian's Open MPI under srun alone."""
+    package = tmp_path / "mpi4py"
+    package.mkdir()
+    (package / "__init__.py").write_text("class rc: pass")
+    (package / "MPI.py").write_text(ABORTS)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    ended = examine(PYTHONPATH=path, SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="0", SLURM_STEP_ID="0")
+    assert ended.returncode == 1
+    assert (
+        'MPI does not start under srun: The application appears to have been direct launched using "srun", but OMPI '
+        "was not built with SLURM's PMI support.\n     -> start with srun --mpi=pmix" in ended.stdout
+    ), ended.stdout + ended.stderr
+    ended = examine(PYTHONPATH=path, HOME="")
+    assert (
+        "MPI does not start in a single process: Error: Unable to get the user home directory\n"
+        "     -> set HOME to a directory\n" in ended.stdout
+    ), ended.stdout + ended.stderr
+
+
+def test_a_deleted_directory_is_told_of() -> None:
+    """A library of torch ended the process there."""
+    folder = tempfile.mkdtemp()
+    code = (
+        "import os, runpy, sys; os.rmdir(os.getcwd()); "
+        "sys.argv[1:] = ['doctor']; runpy.run_module('asyncdist', run_name='__main__')"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert (ended.returncode, ended.stderr) == (1, "")
+    assert ended.stdout == (
+        "1 thing to mend:\n  1. the directory that this runs in has been deleted\n     -> cd to one that is there\n"
+    )
+
+
+def test_contradictory_variables_are_an_illness() -> None:
+    ended = examine(RANK="3", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    assert ended.returncode == 1
+    assert "RANK=3 is outside 0..1, which WORLD_SIZE=2 allows" in ended.stdout
+
+
+def test_started_for_torch() -> None:
+    ended = examine(RANK="0", WORLD_SIZE="2", MASTER_ADDR="no host.invalid", MASTER_PORT="1")
+    assert ended.returncode == 1
+    assert "transport         torch, from WORLD_SIZE" in ended.stdout
+    assert "MASTER_ADDR='no host.invalid' leads to no host" in ended.stdout
+    ended = examine(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    assert (ended.returncode, ended.stdout) == (0, ""), "rank 0 speaks for all"
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"ASYNCDIST_TRANSPORT": "torch"}, "unset: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+            | {"ASYNCDIST_TRANSPORT": "torch:nccl"},
+            "transport is 'torch:nccl', but NCCL ignores tags",
+        ),
+    ],
+)
+def test_what_a_run_refuses_is_an_illness_in_the_same_words(
+    environ: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said that all was well with NCCL, and of nothing set that MASTER_ADDR='' led to no host."""
+
+    async def main(world: ad.World) -> None:
+        raise AssertionError
+
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError) as caught:
+        ad.run(main)
+    ended = examine(**environ)
+    assert ended.returncode == 1
+    assert words in str(caught.value)
+    assert f"1 thing to mend:\n  1. {caught.value}\n     -> " in ended.stdout
+
+
+def test_a_sick_first_rank_of_another_host_speaks_for_itself() -> None:
+    ended = examine(
+        RANK="4", WORLD_SIZE="8", LOCAL_RANK="0", LOCAL_WORLD_SIZE="4", MASTER_ADDR="no host.invalid", MASTER_PORT="1"
+    )
+    assert ended.returncode == 1
+    assert ended.stdout.startswith("rank 4 on ")
+    assert "leads to no host" in ended.stdout
+
+
+def test_a_sick_rank_that_is_not_counted_on_its_host_speaks_too() -> None:
+    """As where somebody tries what was recorded elsewhere: it said nothing, and that by its exit code alone."""
+    ended = examine(SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="1", SLURM_STEP_ID="0")
+    assert ended.returncode == 1
+    assert ended.stdout.startswith("rank 1 on ")
+    assert "to mend:\n  1. " in ended.stdout
+
+
+def mpirun_command(ranks: int) -> list[str]:
+    require_mpi()
+    installation = mpirun.find_installation(environment.environment())
+    chosen = mpirun.choose_flavour(installation, None)
+    command = mpirun.build_command(chosen, installation.launchers[chosen], "", [], ranks=ranks)
+    return command[: command.index(sys.executable)]
+
+
+@pytest.mark.mpi
+def test_under_mpirun_rank_0_prints() -> None:
+    command = mpirun_command(2)
+    environ = mpirun.build_environment(flavour(), {}, ranks=2, threads=1)  # type: ignore[arg-type]
+    ended = examine(*command, **environ)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("started by") == 1
+    assert "rank 0 of 2" in ended.stdout
+    assert "transport         mpi, from" in ended.stdout
+    assert "MPI_THREAD_FUNNELED (asked" in ended.stdout
+    assert "for 2 ranks on this host" in ended.stdout
+
+
+@pytest.mark.mpi
+def test_a_launcher_that_the_library_does_not_know_is_found_out() -> None:
+    """As with the mpirun of another MPI: it says four ranks, and the library makes a world of one."""
+    require_mpi()
+    variables = {"openmpi": ("PMI_SIZE", "PMI_RANK"), "mpich": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")}
+    size_name, rank_name = variables[flavour()]
+    ended = examine(**{size_name: "4", rank_name: "0"})
+    assert ended.returncode == 1, ended.stdout
+    assert "4 ranks" in ended.stdout
+    assert "are of different MPIs" in ended.stdout
+    assert "asyncdist run finds it" in ended.stdout

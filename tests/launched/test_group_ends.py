@@ -1,0 +1,28 @@
+"""Many groups that begin and end, between processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from scripts import many_groups
+from support import mpi, torchrun
+
+
+@pytest.mark.parametrize(
+    "start",
+    [pytest.param(mpi.run_ranks, marks=pytest.mark.mpi, id="mpi"), pytest.param(torchrun.run_ranks, id="torch")],
+)
+def test_more_groups_than_there_is_room_for_at_a_time(start: Callable[..., Any]) -> None:
+    """The 899th was the last one for ever, and each policy kept a communicator and a descriptor."""
+    if start is mpi.run_ranks:
+        mpi.require_mpi()
+    reports = start(2, many_groups.__file__, timeout_s=100).check().reports
+    for rank in (0, 1):
+        found = reports[rank]
+        assert found["sums"] == [2]
+        assert 1 <= found["tag count"] <= 3, "one rank may hear a little later that both have freed it"
+        assert not found["waited"]
+        assert found["after it"] == "the group [0, 1] was freed on this rank"
+        assert found["descriptors"] <= 2

@@ -1,0 +1,33 @@
+"""Starts that are cancelled, between processes; ``scripts/cancelled_starts.py`` has the story."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support import mpi, torchrun
+
+SCRIPT = "tests/scripts/cancelled_starts.py"
+
+
+@pytest.mark.parametrize(
+    "start",
+    [pytest.param(mpi.run_ranks, marks=pytest.mark.mpi, id="mpi"), pytest.param(torchrun.run_ranks, id="torch")],
+)
+def test_a_start_that_is_cancelled_when_all_have_come_leaves_nobody_behind(start: Callable[..., Any]) -> None:
+    """The others were in MPI_Comm_create_group for ever, or averaged without it and were out of step for good."""
+    if start is mpi.run_ranks:
+        mpi.require_mpi()
+    reports = start(2, SCRIPT, timeout_s=100).check().reports
+    made = {
+        "group": "Group",
+        "mesh": "Mesh",
+        "parallel_groups": "ParallelGroups",
+        "roles": "DistributedContext",
+        "selective": "str",
+        "one_sided": "str",
+    }
+    averaged = [[[1.0, 1.0]], 2, [[2.0, 2.0]]]
+    assert reports[0] == {"average_all": ["StepInfo", *averaged], **made}
+    assert reports[1] == {"average_all": ["cancelled", *averaged], **dict.fromkeys(made, "cancelled")}

@@ -1,0 +1,35 @@
+"""A copy of ``asyncdist/compiled.py`` with the modules that it names, for tests that compile or pretend to."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+from asyncdist import compiled
+
+TOP = Path(__file__).resolve().parents[2]
+
+
+def copied(folder: Path) -> ModuleType:
+    """asyncdist/compiled.py beside a copy of the modules of which it speaks."""
+    for module in compiled.MODULES:
+        for source in (compiled.source_of(module), compiled.source_of(module).with_suffix(".pxd")):
+            target = folder / source.relative_to(TOP / "asyncdist")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, target)
+    shutil.copy(compiled.__file__, folder / "compiled.py")
+    spec = importlib.util.spec_from_file_location("copied_compiled", folder / "compiled.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def pretend_to_compile(copy: ModuleType) -> None:
+    for module in compiled.MODULES:
+        place = copy.folder().joinpath(*module.split(".")).with_suffix(compiled.EXTENSION_SUFFIXES[0])
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.touch()

@@ -1,0 +1,8 @@
+"""The variables of launchers by which one rank, the third of four, is recognised."""
+
+from __future__ import annotations
+
+OPENMPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}
+HYDRA = {"PMI_SIZE": "4", "PMI_RANK": "2"}
+BY_HAND = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+TORCHRUN = BY_HAND | {"TORCHELASTIC_RUN_ID": "none"}
