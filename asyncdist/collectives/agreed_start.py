@@ -18,16 +18,20 @@ So the work is done by a task of its own, which nothing but a failure of the job
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Final, Generic, TypeVar
 
 from asyncdist.collectives.agreement import MEMBER_PATIENCE_S, Agreements
 from asyncdist.collectives.agreement_messages import Agreed, Meeting
 from asyncdist.collectives.nonblocking import ended
 from asyncdist.errors import AsyncdistError, StartTimeoutError
 from asyncdist.messaging.engine import yield_to_loop
+from asyncdist.messaging.services import Services
 
 T = TypeVar("T")
+
+#: For how long a rank that is about to block keeps its loop to itself: an idle leader answers in less than 1 ms.
+_HOLD_S: Final = 0.005
 
 
 class Start(Generic[T]):
@@ -116,3 +120,47 @@ async def _until_it_has_ended(task: asyncio.Task[None]) -> None:
             await ended(task)
         except asyncio.CancelledError:  # once more; the first one is raised in any case
             continue
+
+
+async def start_together(
+    services: Services,
+    agreements: Agreements,
+    ranks: Sequence[int],
+    subject: str,
+    work: Callable[[Start[T]], Coroutine[Any, Any, T]],
+    give_back: Callable[[T], Awaitable[object]],
+    *,
+    name: str,
+    leader: int | None = None,
+    is_held: bool = False,
+) -> T:
+    """Do what the ranks have agreed to do together, to its end, as the head of this module says.
+
+    Args:
+        services: of this rank.
+        agreements: of this rank.
+        ranks, subject, leader: what they agree on; see :meth:`Agreements.agree`.
+        work: is given the start, and first awaits its :meth:`Start.agree`.
+        give_back: is given the result of the work where the caller has given up.
+        name: of the task that does the work, for reports.
+        is_held: whether a caller that gives up hears the leader's word first, since it must not be done later.
+    """
+    start = Start(agreements, agreements.next_meeting(ranks, subject, leader), give_back)
+    task = services.spawn_service(start.run(work), name=name)
+    return await start.result(task, is_held=is_held)
+
+
+async def assemble(agreements: Agreements, ranks: Sequence[int], what: str) -> None:
+    """Return when all ``ranks`` are here and may enter a call that blocks until all of them have entered it.
+
+    No rank enters before every loop has come this far, so a rank does not block while another one computes. A rank that
+    has come keeps its loop to itself for a moment, since a task of it may be about to compute; after that, and in all
+    cases where two ranks compute again and again, a loop may be blocked for the length of one step.
+
+    Args:
+        agreements: of this rank.
+        ranks: the ranks that have agreed on it: only a failure of the job may keep one of them away, or cancel this.
+        what: the call that follows; equal on all ranks.
+    """
+    if len(ranks) > 1:
+        await agreements.agree(ranks, what, {}, timeout_s=None, hold_s=_HOLD_S)

@@ -30,6 +30,8 @@ from typing import Final
 import torch
 
 from asyncdist import tags
+from asyncdist.collectives.agreed_start import assemble
+from asyncdist.collectives.agreement import Agreements
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import AsyncdistError, BusyError, RankLostError
 from asyncdist.messaging.channels import Channel, Envelope
@@ -132,12 +134,19 @@ class VersionedWindow(abc.ABC):
 
 
 async def open_versioned_window(
-    services: Services, group: Group, nbytes: int, *, scope: int, chunk_nbytes: int = CHUNK_NBYTES
+    services: Services,
+    agreements: Agreements,
+    group: Group,
+    nbytes: int,
+    *,
+    scope: int,
+    chunk_nbytes: int = CHUNK_NBYTES,
 ) -> VersionedWindow:
     """Begin to expose. Collective among the members of ``group``, who have agreed to call it with equal arguments.
 
     Args:
         services: of this rank.
+        agreements: of this rank.
         group: who exposes and reads.
         nbytes: of one version; each rank keeps two.
         scope: one that these members alone use.
@@ -145,7 +154,7 @@ async def open_versioned_window(
     """
     transport = services.engine.transport
     if group.native is not None and transport.capabilities.one_sided_reads:
-        await services.assemble(group.ranks, "new window")
+        await assemble(agreements, group.ranks, "new window")
         window = transport.new_window(group.native, _OneSidedWindow.window_nbytes(nbytes))
         if window is not None:
             return _OneSidedWindow(services, group, window, nbytes)

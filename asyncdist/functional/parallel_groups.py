@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
 from asyncdist import validation
-from asyncdist.collectives.agreed_start import Start
+from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import LocalProtocolError
 from asyncdist.runtime.world import World, current_world
@@ -142,7 +142,9 @@ async def new_parallel_groups(
         # A rank is in three groups; all make them in the same order, so nobody waits for somebody who waits elsewhere.
         return await world.new_groups(layout.ranks_of(world.rank), timeout_s=start.left_s(_TIMEOUT_S))
 
-    model, pipeline, data = await world.start_together(everybody, _SUBJECT, make, _free, name=_SUBJECT)
+    model, pipeline, data = await start_together(
+        world.services, world.agreements, everybody, _SUBJECT, make, _free, name=_SUBJECT
+    )
     groups = ParallelGroups(layout, model, pipeline, data)
     current_groups.set(groups)
     return groups

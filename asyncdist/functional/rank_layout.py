@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 from asyncdist import validation
-from asyncdist.collectives.agreed_start import Start
+from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.collectives.groups import Group
 from asyncdist.functional.main_process import compute_and_broadcast, gather_from_all_ranks
 from asyncdist.runtime.world import World, current_world
@@ -331,7 +331,9 @@ async def initialize_distributed_compute(
         groups = await world.new_groups(own, timeout_s=start.left_s(_TIMEOUT_S))
         return DistributedContext(world, plan, dict(zip(own, groups, strict=True)))
 
-    return await world.start_together(everybody, _SUBJECT, make, DistributedContext.cleanup, name=_SUBJECT)
+    return await start_together(
+        world.services, world.agreements, everybody, _SUBJECT, make, DistributedContext.cleanup, name=_SUBJECT
+    )
 
 
 #: The names that code for mpi4py uses: here one class and one function serve every transport.

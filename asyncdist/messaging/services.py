@@ -1,53 +1,290 @@
-"""What protocols may ask of the rank that they run on.
+"""The services that a rank offers to protocols: the engine, channels, stream slots, background tasks and news of peers.
 
-The :class:`asyncdist.World` of a rank provides these services. Protocols, streams and versioned windows are typed by
-this protocol class in place of it, so that they depend on messages alone and not on how a rank starts and ends.
+Protocols, streams and versioned windows are written against :class:`Services` and not against
+:class:`asyncdist.World`, so that they depend on messages alone and not on how a rank starts and ends. A world has them
+as ``world.services``. The runtime, which starts and ends the rank, uses the last part of the class.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 
-from asyncdist.messaging import streams
-from asyncdist.messaging.channels import Channel, Envelope
+from asyncdist import tags
+from asyncdist.errors import AsyncdistError, LocalProtocolError, RemoteProtocolError
+from asyncdist.messaging import streams, wire
+from asyncdist.messaging.channels import Channel, Envelope, Overflow, TagDemultiplexer
 from asyncdist.messaging.engine import Engine
 
+logger = logging.getLogger("asyncdist.messaging.services")
 
-class Services(Protocol):
+T = TypeVar("T")
+
+#: How many messages may wait in a protocol's channel, and how many sends may be under way.
+PROTOCOL_CAPACITY: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelStatistics:
+    """Counts over all channels of a rank.
+
+    Attributes:
+        sent_count: messages sent.
+        received_count: messages received.
+        dropped: frames that were not delivered, by reason.
+        drop_examples: for each reason what was wrong with the last frame, where there is more to say.
+    """
+
+    sent_count: int
+    received_count: int
+    dropped: dict[str, int]
+    drop_examples: dict[str, str]
+
+
+class Services:
     """The services of one rank.
 
     Attributes:
+        rank: this rank, from 0.
+        size: the number of ranks.
         engine: polls the requests of this rank.
         slots: the slots of the bulk streams that this rank receives.
         gone: ranks that have left or are lost.
+        left: ranks that have stopped: main has returned there, or they have answered a failure elsewhere.
+        leftover_probes: functions that name what a protocol has not cleared away; they are asked at the end.
         stream_sent_nbytes: bytes of bulk streams sent so far.
         stream_received_nbytes: bytes of bulk streams received so far.
+
+    Args:
+        engine: this rank's.
+        loop: runs this rank.
+        nonce: identifies the job; a frame of another job is dropped.
     """
 
-    engine: Engine
-    slots: streams.Slots
-    gone: set[int]
-    stream_sent_nbytes: int
-    stream_received_nbytes: int
+    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, nonce: int) -> None:
+        self.rank = engine.transport.rank
+        self.size = engine.transport.size
+        self.engine = engine
+        self.slots = streams.Slots(engine)
+        self.gone: set[int] = set()
+        self.left: set[int] = set()
+        self.leftover_probes: list[Callable[[], Sequence[str]]] = []
+        self.stream_sent_nbytes = 0
+        self.stream_received_nbytes = 0
+        self._loop = loop
+        self._nonce = nonce
+        self._returned: set[int] = set()  # ranks whose main has returned
+        self._demultiplexers: dict[int, TagDemultiplexer] = {}
+        self._tags = tags.TagRegistry()
+        self._scope_counts: Counter[tuple[tuple[int, ...], str]] = Counter()
+        self._gone_listeners: list[Callable[[int], None]] = []
+        self._defect_listeners: list[Callable[[BaseException], None]] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
 
-    @property
-    def rank(self) -> int:
-        """This rank, from 0."""
+    # -- channels ---------------------------------------------------------------------------------------------------
 
     def open_channel(
-        self, message_types: Any, *, tag: int, scope: int, name: str, handler: Callable[[Envelope[Any]], None]
+        self,
+        message_types: Any,
+        *,
+        tag: int,
+        scope: int,
+        name: str,
+        capacity: int = PROTOCOL_CAPACITY,
+        overflow: Overflow = "error",
+        peer_scope: int | None = None,
+        handler: Callable[[Envelope[Any]], None] | None = None,
     ) -> Channel[Any]:
-        """Open a channel of the runtime, whose messages go to a handler."""
+        """Open a protocol's channel, on any tag.
 
-    def spawn_service(self, coroutine: Coroutine[Any, Any, None], *, name: str) -> object:
-        """Start a task that the rank awaits before it ends."""
+        Args:
+            message_types: a frozen dataclass, or a union of them.
+            tag: reserved ones included.
+            scope: one that only this protocol's ranks use.
+            name: for reports.
+            capacity: messages that may wait here, and sends that may be under way.
+            overflow: what happens beyond that; see :mod:`asyncdist.messaging.channels`.
+            peer_scope: what the messages sent here are addressed to, where two roles talk to each other; ``scope`` by
+                default.
+            handler: called with each message as it arrives, inside a pass, in place of a mailbox.
+        """
+        codec = wire.Codec(message_types)
+        demultiplexer = self._demultiplexer(tag, is_users=overflow == "stall")
+        return Channel(
+            demultiplexer,
+            codec,
+            scope,
+            name=name,
+            capacity=capacity,
+            overflow=overflow,
+            peer_scope=peer_scope,
+            handler=handler,
+            left=self._returned if demultiplexer.is_users else (),
+        )
+
+    def open_user_channel(
+        self, message_type: type[T], *, tag: int, name: str, ranks: Sequence[int], capacity: int
+    ) -> Channel[T]:
+        """Open a channel of a user's program; see :meth:`asyncdist.World.channel`.
+
+        Raises:
+            LocalProtocolError: the tag is not free.
+            TypeError: the message type cannot travel.
+        """
+        demultiplexer = self._demultiplexers.get(tag)
+        if demultiplexer is not None and not demultiplexer.channels():
+            self._tags.release(tag)
+        self._tags.claim(tag, f"channel {name!r}")
+        scope = self.next_scope(ranks, f"channel {tag} {name}")
+        return self.open_channel(message_type, tag=tag, scope=scope, name=name, capacity=capacity, overflow="stall")
+
+    def next_scope(self, ranks: Sequence[int], name: str) -> int:
+        """Return a scope for the next user of ``name`` on ``ranks``; it is equal on all ranks that count alike."""
+        key = (tuple(ranks), name)
+        self._scope_counts[key] += 1
+        return wire.scope_of(key[0], name, self._scope_counts[key])
+
+    def _demultiplexer(self, tag: int, *, is_users: bool) -> TagDemultiplexer:
+        found = self._demultiplexers.get(tag)
+        if found is None:
+            found = self._demultiplexers[tag] = TagDemultiplexer(self.engine, tag, self._nonce, is_users=is_users)
+        return found
+
+    # -- tasks ------------------------------------------------------------------------------------------------------
+
+    def spawn_service(self, coroutine: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
+        """Start a task of a protocol. The rank awaits it after main has returned, and cancels it on failure."""
+        task = self._loop.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+        return task
+
+    def _on_task_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logger.debug("service %s ended with %r", task.get_name(), error)
+            expected = isinstance(error, AsyncdistError) and not isinstance(error, RemoteProtocolError)
+            for listener in () if expected else self._defect_listeners:
+                listener(error)
+        self.engine.recheck()
+
+    def on_defect(self, listener: Callable[[BaseException], None]) -> None:
+        """Call ``listener(error)`` when a service task fails: no other task awaits it, and the error must be seen."""
+        self._defect_listeners.append(listener)
+
+    @property
+    def task_count(self) -> int:
+        """The number of service tasks that are still running."""
+        return len(self._tasks)
+
+    def cancel_tasks(self) -> None:
+        """Cancel all service tasks."""
+        for task in list(self._tasks):
+            task.cancel()
+
+    # -- peers ------------------------------------------------------------------------------------------------------
 
     def check_peer(self, rank: int) -> None:
-        """Raise LocalProtocolError if there is no such rank."""
+        """Refuse a number that is not a rank.
+
+        Raises:
+            LocalProtocolError: there is no such rank.
+            RankLostError: the job has failed.
+        """
+        if type(rank) is not int or not 0 <= rank < self.size:
+            raise LocalProtocolError(f"rank {rank!r} does not exist; ranks go from 0 to {self.size - 1}", rank=rank)
+        if self.engine.failure is not None:
+            raise self.engine.failure
 
     def on_gone(self, listener: Callable[[int], None]) -> None:
         """Call ``listener(rank)`` for each rank that leaves or is lost from now on."""
+        self._gone_listeners.append(listener)
 
-    async def assemble(self, ranks: Sequence[int], what: str) -> None:
-        """Return when all ``ranks`` are here, and may enter what blocks until all of them have entered it."""
+    def off_gone(self, listener: Callable[[int], None]) -> None:
+        """Stop calling ``listener``."""
+        if listener in self._gone_listeners:
+            self._gone_listeners.remove(listener)
+
+    # -- for the runtime --------------------------------------------------------------------------------------------
+
+    def tell_gone(self, rank: int) -> None:
+        """Call the listeners of :meth:`on_gone`; ``rank`` has been added to :attr:`gone`."""
+        for listener in list(self._gone_listeners):
+            listener(rank)
+        self.engine.recheck()  # now: what the listeners noted is waited for
+
+    def note_returned(self, rank: int) -> list[int]:
+        """Note that main has returned on ``rank``, which reads users' messages no more.
+
+        Returns:
+            The tags on which messages for ``rank`` may be under way that it has to drop; empty the second time.
+        """
+        if rank in self._returned:
+            return []
+        self._returned.add(rank)
+        return [each.tag for each in self._demultiplexers.values() if each.on_left(rank)]
+
+    def forget_returned(self, rank: int) -> None:
+        """Forget that main has returned on ``rank``: it is lost."""
+        self._returned.discard(rank)
+
+    def stop_reading(self) -> None:
+        """Drop users' messages from now on: main has returned on this rank."""
+        for demultiplexer in self._demultiplexers.values():
+            demultiplexer.leave()
+
+    def drop_messages(self, tag: int) -> None:
+        """Drop users' messages on a tag, which this rank may never have opened; main has returned here."""
+        if tags.is_for_users(tag):
+            self._demultiplexer(tag, is_users=True).leave()
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether messages on a user's channels have not left yet."""
+        return any(each.under_way_count for each in self._demultiplexers.values() if each.is_users)
+
+    def leftovers(self) -> list[str]:
+        """Describe what a clean end does not leave behind."""
+        requests = Counter(self.engine.outstanding())
+        found = [f"request: {what}" if n == 1 else f"{n} requests: {what}" for what, n in requests.items()]
+        for demultiplexer in self._demultiplexers.values():
+            tag = demultiplexer.tag
+            found += [
+                f"{channel.unread_count} unread messages in {channel.name}, tag {tag}"
+                for channel in demultiplexer.channels()
+                if channel.unread_count
+            ]
+            if demultiplexer.early_count:
+                found.append(f"{demultiplexer.early_count} messages on tag {tag} for channels that were never opened")
+        if count := self.slots.unanswered_count:
+            found.append(f"{count} stream slots, {self.slots.discarding_count} of them discarding")
+        found += [f"task {task.get_name()}" for task in self._tasks]
+        for probe in self.leftover_probes:
+            found += probe()
+        return found
+
+    def early_frames(self) -> list[str]:
+        """Describe, for each tag, what has arrived for channels that are not open here."""
+        return [each.describe_early() for each in self._demultiplexers.values() if each.early_count]
+
+    def close(self) -> None:
+        """Take back the receives of all channels."""
+        for demultiplexer in self._demultiplexers.values():
+            demultiplexer.close()
+
+    def channel_statistics(self) -> ChannelStatistics:
+        """Return the counts over all channels since the rank was started."""
+        dropped: Counter[str] = Counter()
+        drop_examples: dict[str, str] = {}
+        sent_count = received_count = 0
+        for demultiplexer in self._demultiplexers.values():
+            dropped.update(demultiplexer.dropped)
+            drop_examples.update(demultiplexer.drop_examples)
+            sent_count += demultiplexer.sent_count
+            received_count += demultiplexer.received_count
+        return ChannelStatistics(sent_count, received_count, dict(dropped), drop_examples)

@@ -88,13 +88,13 @@ class UserStreams:
     """``send_stream`` and ``receive_stream`` of one world.
 
     Args:
-        world: the world.
+        services: of this rank.
         scope: of the grants on the wire; equal on all ranks.
     """
 
-    def __init__(self, world: Services, scope: int) -> None:
-        self._world = world
-        self._engine = world.slots.engine
+    def __init__(self, services: Services, scope: int) -> None:
+        self._services = services
+        self._engine = services.slots.engine
         self._refusing = False
         # Of each peer: either grants that no tensor waits for, or tensors that wait for a grant.
         self._grants: dict[int, deque[streams.Grant]] = {}
@@ -105,7 +105,7 @@ class UserStreams:
         self._finders: set[int] = set()  # ranks that can write to this one
         self._neighbours: dict[int, PeerProcess] = {}  # and those that this one can write to
         self._writer: Writer | None = None
-        self._channel: Channel[Any] = world.open_channel(
+        self._channel: Channel[Any] = services.open_channel(
             streams.Grant | streams.Cancel | AttachOffer | AttachAccept,
             tag=tags.PARAM,
             scope=scope,
@@ -149,7 +149,7 @@ class UserStreams:
 
     def _abort(self, source: int, slot: int) -> None:
         stream = OutboundStream(self._engine, [], source, slot)
-        self._world.spawn_service(stream.abort(), name=f"abort to rank {source}")
+        self._services.spawn_service(stream.abort(), name=f"abort to rank {source}")
 
     def _start_next(self, dest: int) -> None:
         """Answer a grant of ``dest`` with the tensor that waits for one, in the pass that brought the grant."""
@@ -179,15 +179,15 @@ class UserStreams:
 
     async def send(self, tensor: torch.Tensor, dest: int) -> None:
         """As :meth:`asyncdist.World.send_stream`."""
-        world = self._world
+        services = self._services
         outgoing = _Outgoing(tensor)
-        world.check_peer(dest)
+        services.check_peer(dest)
         waiting = self._waiting.setdefault(dest, deque())
         waiting.append(outgoing)
         try:
             self._start_next(dest)
             await self._engine.until(
-                lambda: outgoing.is_answered or dest in world.gone, f"rank {dest} to receive a stream"
+                lambda: outgoing.is_answered or dest in services.gone, f"rank {dest} to receive a stream"
             )
             complete = await outgoing.run(dest)
         finally:
@@ -200,7 +200,7 @@ class UserStreams:
 
     def _end(self, stream: OutboundStream) -> None:
         stream.cut()
-        self._world.stream_sent_nbytes += stream.sent_nbytes
+        self._services.stream_sent_nbytes += stream.sent_nbytes
         # The receiver may have had it all, and granted the slot again, before this end noticed.
         if self._under_way.get((stream.dest, stream.slot)) is stream:
             del self._under_way[stream.dest, stream.slot]
@@ -209,8 +209,8 @@ class UserStreams:
         """As :meth:`asyncdist.World.receive_stream`."""
         check_dense(tensor)
         view = byte_view(tensor)
-        world = self._world
-        world.check_peer(source)
+        services = self._services
+        services.check_peer(source)
         chunk_nbytes = streams.USER_CHUNK_NBYTES
         written_nbytes = self._written_nbytes(len(view), source)
         sent_nbytes = len(view) - written_nbytes
@@ -218,18 +218,18 @@ class UserStreams:
         address = tensor.data_ptr() + sent_nbytes if written_nbytes else 0
 
         def cancel(slot: int) -> None:
-            if source not in world.gone:
+            if source not in services.gone:
                 self._channel.send_nowait(streams.Cancel(slot), source)
 
         with (
-            DirectWriteReceiver(world.slots, source, targets, view[sent_nbytes:], cancel)
+            DirectWriteReceiver(services.slots, source, targets, view[sent_nbytes:], cancel)
             if written_nbytes
-            else world.slots.inbound(source, targets, cancel)
+            else services.slots.inbound(source, targets, cancel)
         ) as stream:
             grant = streams.Grant(stream.slot, len(view), chunk_nbytes, written_nbytes, address)
             self._channel.send_nowait(grant, source)
             await stream.whole()
-        world.stream_received_nbytes += len(view)
+        services.stream_received_nbytes += len(view)
         return tensor
 
     # -- what the sender writes -------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ class UserStreams:
             return nbytes if self._written_share == 1.0 else int(nbytes * self._written_share) & -_PAGE_NBYTES
         if source not in self._licences:
             if not self._licences:
-                self._world.on_gone(self._on_gone)
+                self._services.on_gone(self._on_gone)
             licence = self._licences[source] = AttachToken()
             self._channel.send_nowait(AttachOffer(licence.pid, licence.address, licence.token), source)
         return 0

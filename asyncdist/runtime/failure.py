@@ -14,6 +14,7 @@ from typing import Final
 
 from asyncdist import environment, rank_program
 from asyncdist.errors import DisagreementError, RankLostError, RemoteError, has_cause_here, is_consequence
+from asyncdist.runtime.peers import Failed, FailureAcknowledged
 from asyncdist.runtime.supervision import (
     SIGNALS,
     FailureReport,
@@ -24,7 +25,7 @@ from asyncdist.runtime.supervision import (
     summarise,
 )
 from asyncdist.runtime.watchdogs import describe_wait
-from asyncdist.runtime.world import Failed, Farewell, World
+from asyncdist.runtime.world import World
 from asyncdist.transports.base import Transport
 
 #: How long a rank that found a peer gone, or has failed itself, waits to be told of a failure before it tells of one.
@@ -50,8 +51,8 @@ class FailureMonitor:
         self._timer: asyncio.TimerHandle | None = None
         self._active = False
         self.error: BaseException | None = None
-        world.on_failure(self._hear)
-        world.on_defect(self.stop)
+        world.peers.on_failure(self._hear)
+        world.services.on_defect(self.stop)
 
     def __enter__(self) -> None:
         self._active = True
@@ -69,10 +70,10 @@ class FailureMonitor:
 
     def stop(self, error: BaseException) -> None:
         """Main is to end with ``error``, unless another one came first."""
-        if self.error is not None or self._world.engine.failure is not None:
+        if self.error is not None or self._world.services.engine.failure is not None:
             return
         self.error = error
-        self._world.engine.fail(error)
+        self._world.services.engine.fail(error)
         if self._active:
             self._timer = asyncio.get_running_loop().call_later(_CANCEL_AFTER_S, self._cancel)
 
@@ -86,39 +87,39 @@ async def fail(world: World, transport: Transport, error: BaseException, grace_s
     loop = asyncio.get_running_loop()
     if is_consequence(error):
         await _hear_why(world, _HEAR_WHY_S)
-    from_peer = is_consequence(error) and isinstance(world.engine.failure, RankLostError)
+    from_peer = is_consequence(error) and isinstance(world.services.engine.failure, RankLostError)
     in_process = transport.capabilities.shares_process  # run_local raises for all of them
     if not in_process and not await _is_told_by_another(world, error):
-        _print_failure(world.rank, error, world.engine.failure if from_peer else None)
-    if world.engine.failure is None:
-        world.engine.fail(peer_failed(world.rank, summarise(error)))
-    world.cancel_services()
-    world.announce(Farewell() if from_peer else Failed(summarise(error)))
+        _print_failure(world.rank, error, world.services.engine.failure if from_peer else None)
+    if world.services.engine.failure is None:
+        world.services.engine.fail(peer_failed(world.rank, summarise(error)))
+    world.services.cancel_tasks()
+    world.peers.announce(FailureAcknowledged() if from_peer else Failed(summarise(error)))
     deadline = loop.time() + grace_s
-    has_everybody_answered = Everybody(world, transport, world.answered)
+    has_everybody_answered = Everybody(world, transport, world.peers.answered)
 
     def settled() -> bool:
         return from_peer or has_everybody_answered()
 
     pause_s = 0.001
-    while not settled() or (not world.engine.is_idle and loop.time() < deadline - grace_s + _CANCEL_AFTER_S):
+    while not settled() or (not world.services.engine.is_idle and loop.time() < deadline - grace_s + _CANCEL_AFTER_S):
         if loop.time() >= deadline:
             break
-        world.engine.poll()
+        world.services.engine.poll()
         try:
             await asyncio.sleep(pause_s)
             pause_s = min(1.5 * pause_s, 0.05)
         except asyncio.CancelledError:  # a signal that comes now asks for what is happening already
             _uncancel()
     if not settled() and not in_process:
-        silent = sorted(set(range(world.size)) - world.answered - {world.rank})
+        silent = sorted(set(range(world.size)) - world.peers.answered - {world.rank})
         sys.stderr.write(
             f"asyncdist: rank {world.rank}: ranks {silent} did not stop within {grace_s:g} s; aborting the job\n"
         )
         sys.stderr.flush()
         transport.abort(1)
         exit_immediately(1)
-    world.close_lanes()
+    world.close()
     transport.close_failed()
 
 
@@ -130,7 +131,7 @@ async def _is_told_by_another(world: World, error: BaseException) -> bool:
     if not isinstance(error, Exception) or is_consequence(error):
         return False
     await _hear_why(world, _HEAR_WHY_S * world.rank / world.size)
-    heard, summary = world.engine.failure, summarise(error)
+    heard, summary = world.services.engine.failure, summarise(error)
     if not isinstance(heard, RankLostError) or heard.args[0] != peer_failed(heard.rank, summary).args[0]:
         return False
     _report.print_line(f"rank {world.rank} failed as rank {heard.rank} did: {summary}", error)
@@ -140,8 +141,8 @@ async def _is_told_by_another(world: World, error: BaseException) -> bool:
 async def _hear_why(world: World, seconds: float) -> None:
     """Wait so long for the word of a failure that may be on its way: of what stopped a peer, or of the same mistake."""
     deadline = asyncio.get_running_loop().time() + seconds
-    while world.engine.failure is None and asyncio.get_running_loop().time() < deadline:
-        world.engine.poll()
+    while world.services.engine.failure is None and asyncio.get_running_loop().time() < deadline:
+        world.services.engine.poll()
         try:
             await asyncio.sleep(0.001)
         except asyncio.CancelledError:  # a signal that comes now asks for what is happening already

@@ -32,12 +32,13 @@ from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.errors import AsyncdistError, DisagreementError, LocalProtocolError, is_consequence
 from asyncdist.messaging import wire
 from asyncdist.messaging.engine import Engine
+from asyncdist.messaging.services import Services
 from asyncdist.runtime.failure import Everybody, FailureMonitor, fail, fail_alone, own_error, refuse
 from asyncdist.runtime.notebooks import call_beside_loop, is_loop_running
 from asyncdist.runtime.process import limit_threads, spare_collections
 from asyncdist.runtime.supervision import Interrupts, ending_forked_children
 from asyncdist.runtime.watchdogs import ENDLESS, EndWatch, StallWatch, WatchdogOptions, describe_wait
-from asyncdist.runtime.world import Farewell, World, _current_world
+from asyncdist.runtime.world import World, _current_world
 from asyncdist.tensors import torch_modes
 from asyncdist.transports import select
 from asyncdist.transports.base import Transport
@@ -300,7 +301,7 @@ async def _hosted(
                     with ending_forked_children():
                         yield world
             except SystemExit as caught:
-                if caught.code or world.engine.failure is not None:
+                if caught.code or world.services.engine.failure is not None:
                     raise
                 success = caught
             leftovers = await _leave(world, transport)
@@ -376,7 +377,7 @@ async def _handshake(transport: Transport, engine: Engine, loop: asyncio.Abstrac
         nonce = await _exchange_hellos(
             transport.rank, group, Collectives(engine, transport.rank, loop.create_task, MembershipLog())
         )
-    return World(transport, loop, nonce=nonce, group=group, engine=engine)
+    return World(Services(engine, loop, nonce), loop, nonce=nonce, group=group)
 
 
 @functools.lru_cache(8)
@@ -407,16 +408,16 @@ async def _last_barrier(world: World, transport: Transport) -> None:
     """Return when every rank has come so far, or is lost where that is no reason to end."""
     own_group = transport.end_group
     if own_group is not None:
-        await world.engine.wait(own_group.barrier(), "the other ranks to come to their end")
+        await world.services.engine.wait(own_group.barrier(), "the other ranks to come to their end")
         return
-    world.announce(Farewell(world.attendance.started(), world.attendance.lost))
-    await world.engine.until(
-        Everybody(world, transport, world.answered, world.left),
+    world.peers.finalize()
+    await world.services.engine.until(
+        Everybody(world, transport, world.peers.answered, world.services.left),
         "the other ranks to come to their end",
     )
     # What is left to them is short. Not for ever: the frame that says so may have been spoiled, and dropped.
-    await world.engine.until(
-        Everybody(world, transport, world.answered),
+    await world.services.engine.until(
+        Everybody(world, transport, world.peers.answered),
         "the last words of the other ranks",
         deadline=asyncio.get_running_loop().time() + _LAST_WORDS_S,
     )
@@ -424,30 +425,30 @@ async def _last_barrier(world: World, transport: Transport) -> None:
 
 async def _leave(world: World, transport: Transport) -> list[str]:
     """The clean end: farewells, services, barrier, receives. Returns what was left over."""
-    world.leave()
+    world.peers.leave()
     world.refuse_streams()
-    await world.engine.until(lambda: world.service_count == 0, "the services of this rank to end")
+    await world.services.engine.until(lambda: world.services.task_count == 0, "the services of this rank to end")
     # Before the barrier, while the peers still take what comes; after it a message may find nobody. A peer in main
     # takes a user's messages when it likes, and drops the rest when it leaves.
-    is_nobody_in_main = Everybody(world, transport, world.left, world.answered)
-    await world.engine.until(
-        lambda: not world.is_sending or is_nobody_in_main(),
+    is_nobody_in_main = Everybody(world, transport, world.services.left, world.peers.answered)
+    await world.services.engine.until(
+        lambda: not world.services.is_sending or is_nobody_in_main(),
         "the other ranks to take the messages of this one",
     )
     await _flush(world)
     await _last_barrier(world, transport)
     await _flush(world)
-    leftovers = world.leftovers()
-    world.close_lanes()
+    leftovers = world.services.leftovers()
+    world.close()
     await _flush(world)
     return leftovers
 
 
 async def _flush(world: World) -> None:
     """Wait, within a bound, until no request of this rank is under way, nor the answer to a peer's late one."""
-    deadline = world.time() + _FLUSH_S
-    await world.engine.until(
-        lambda: world.engine.is_idle and world.service_count == 0, "requests under way", deadline=deadline
+    services, deadline = world.services, world.time() + _FLUSH_S
+    await services.engine.until(
+        lambda: services.engine.is_idle and services.task_count == 0, "requests under way", deadline=deadline
     )
 
 

@@ -81,7 +81,7 @@ class EndWatch:
 
     def _look(self) -> None:
         world = self._world
-        world.engine.poll()
+        world.services.engine.poll()
         tasks = world.spawned_tasks()
         if world.is_computing or not all(self._still_waits(task) for task in tasks):
             self.begin()
@@ -150,7 +150,7 @@ class StallWatch:
 
     def _look(self) -> None:
         before = self._seen
-        self._world.engine.poll()
+        self._world.services.engine.poll()
         self.begin()
         awaited = self._seen
         if awaited and awaited == before and awaited != self._told and not any(future.done() for future in awaited):
@@ -159,7 +159,7 @@ class StallWatch:
 
     def _tell(self, awaited: Sequence[Any]) -> None:
         assert self._main is not None, "nobody is watched"
-        known = [self._world.engine.awaited(future) for future in awaited]
+        known = [self._world.services.engine.awaited(future) for future in awaited]
         of_peers = dict.fromkeys(what for what in known if what is not None)
         if of_peers:
             own = [] if None not in known else ["a future of its own"]
@@ -194,7 +194,7 @@ def _futures_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any] | N
     if id(waiter) in seen:
         return []
     seen.add(id(waiter))
-    if world.engine.awaited(waiter) is not None:
+    if world.services.engine.awaited(waiter) is not None:
         return [waiter]
     parts: Iterable[Any] | None = getattr(waiter, "_children", None)  # of asyncio.gather
     if isinstance(waiter, asyncio.Task):
@@ -246,7 +246,7 @@ def what_awaits(task: asyncio.Task[Any], world: World | None) -> str:
     position = next((i for i in reversed(range(len(frames))) if not _is_library(frames[i])), None)
     start = next((frame.f_locals["task"] for frame in frames if frame.f_code is Start.result.__code__), None)
     awaited = _waiter(task if start is None else start)
-    what = world.engine.awaited(awaited) if world is not None and awaited is not None else None
+    what = world.services.engine.awaited(awaited) if world is not None and awaited is not None else None
     if position is None:
         return what or frames[-1].f_code.co_qualname
     if what is None:

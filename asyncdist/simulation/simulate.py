@@ -498,7 +498,7 @@ class _Simulation:
         world = self._worlds.get(rank)
         tasks = self._loops[rank].unfinished_tasks()
         texts = [f", {task.get_name()}: {what_awaits(task, world)}" for task in tasks]
-        texts += [f": {text}" for text in (world.early_frames() if world is not None else ())]
+        texts += [f": {text}" for text in (world.services.early_frames() if world is not None else ())]
         return [f"  rank {rank}{text}" for text in texts]
 
     def _clear(self) -> None:

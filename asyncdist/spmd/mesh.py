@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, Final, ParamSpec, TypeVar
 
 from asyncdist import validation
-from asyncdist.collectives.agreed_start import Start
+from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.collectives.groups import Group, check_group, check_open, short
 from asyncdist.collectives.nonblocking import shielded
 from asyncdist.errors import ClosedError, LocalProtocolError
@@ -90,7 +90,7 @@ class Axis:
         """Start what :meth:`perform` awaits."""
         name = f"operation along axis {self.name!r}"
         self._turn.begun_count += 1
-        return self.world.spawn_service(self._in_turn(work, *args, **kwargs), name=name)
+        return self.world.services.spawn_service(self._in_turn(work, *args, **kwargs), name=name)
 
     async def _in_turn(self, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
         async with self._turn.lock:
@@ -256,7 +256,7 @@ async def new_mesh(
             axis.group.lease.subjects.append(axis.subject)
         return Mesh(made, group.ranks, world)
 
-    return await world.start_together(group.ranks, _SUBJECT, make, Mesh.free, name=_SUBJECT)
+    return await start_together(world.services, world.agreements, group.ranks, _SUBJECT, make, Mesh.free, name=_SUBJECT)
 
 
 def _calling_world() -> World | None:

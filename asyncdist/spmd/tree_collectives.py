@@ -99,7 +99,9 @@ def telling_failure(axes: Iterable[Axis]) -> Iterator[None]:
     except BaseException as error:
         met = _met_along(error)
         for axis in axes:
-            job_goes_on = axis.world.engine.failure is None  # else all hear of that, and of the rank where it began
+            job_goes_on = (
+                axis.world.services.engine.failure is None
+            )  # else all hear of that, and of the rank where it began
             if job_goes_on and axis.size > 1 and met.get(axis.subject, 0) <= begun[axis.subject]:
                 axis.begin(_object, axis, error)
                 _note_met(error, axis)

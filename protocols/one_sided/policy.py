@@ -251,7 +251,12 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         scope = wire.scope_of(members, f"{type(self).__name__} {self.name or '(none)'}", agreed.time)
         self._random = world.generator(f"policy {scope}")
         self._exposure = await open_versioned_window(
-            world, self._group, self._packing.nbytes, scope=scope, chunk_nbytes=self._chunk_nbytes
+            world.services,
+            world.agreements,
+            self._group,
+            self._packing.nbytes,
+            scope=scope,
+            chunk_nbytes=self._chunk_nbytes,
         )
         self._begin_life()
         world.leftover_probes.append(self._leftovers)

@@ -23,8 +23,15 @@ NBYTES = CHUNK_NBYTES * (WINDOW_COUNT + 2) + 40
 @asynccontextmanager
 async def exposed(end: Endpoint, *, nbytes: int = NBYTES, group: Group | None = None) -> AsyncIterator[VersionedWindow]:
     group = group or end.world.group
-    scope = end.world.next_scope(group.ranks, "exposure of a case")
-    exposure = await open_versioned_window(end.world, group, nbytes, scope=scope, chunk_nbytes=CHUNK_NBYTES)
+    scope = end.world.services.next_scope(group.ranks, "exposure of a case")
+    exposure = await open_versioned_window(
+        end.world.services,
+        end.world.agreements,
+        group,
+        nbytes,
+        scope=scope,
+        chunk_nbytes=CHUNK_NBYTES,
+    )
     try:
         yield exposure
     finally:

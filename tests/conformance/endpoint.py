@@ -108,6 +108,6 @@ async def run_case(world: ad.World, name: str) -> None:
         await world.engine.until(
             lambda: not world.engine.outstanding(), deadline=asyncio.get_running_loop().time() + 30
         )
-        leftovers = world.leftovers()
+        leftovers = world.services.leftovers()
         assert leftovers == [], leftovers  # pytest is not there to show them
         await end.barrier()

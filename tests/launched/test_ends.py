@@ -551,7 +551,7 @@ def test_a_rank_that_has_left_by_sys_exit_answers_a_later_failure() -> None:
 
     with pytest.raises(Boom, match="later"):
         ad.run_local(main, ranks=2)
-    assert worlds[0].answered == {1}
+    assert worlds[0].peers.answered == {1}
 
 
 def test_a_local_signal_ends_every_rank() -> None:

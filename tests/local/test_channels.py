@@ -19,7 +19,7 @@ from asyncdist.errors import BusyError, ClosedError, LocalProtocolError, RankLos
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import EARLY_FRAME_COUNT_MAX, Channel
 from asyncdist.messaging.engine import Engine
-from asyncdist.runtime.world import Unheard
+from asyncdist.runtime.peers import Unheard
 
 TAG = 77
 
@@ -238,14 +238,14 @@ async def test_a_tag_whose_channels_are_closed_is_free_for_another_type(pair: li
 
 
 async def test_only_tags_of_users_are_opened_for_a_sender_that_is_not_heard(pair: list[World]) -> None:
-    pair[1].leave()
+    pair[1].peers.leave()
     for tag in (tags.BULK_FIRST, tags.TAG_MAX + 1, -1):
-        pair[0]._system.send_nowait(Unheard(tag), 1)
+        pair[0].peers._system.send_nowait(Unheard(tag), 1)
         pair[1].engine.poll()
-        assert tag not in pair[1]._lanes
-    pair[0]._system.send_nowait(Unheard(TAG), 1)
+        assert tag not in pair[1].services._demultiplexers
+    pair[0].peers._system.send_nowait(Unheard(TAG), 1)
     pair[1].engine.poll()
-    assert TAG in pair[1]._lanes
+    assert TAG in pair[1].services._demultiplexers
 
 
 @pytest.mark.parametrize("capacity", [0, -1, 1.5, None, True])
@@ -366,7 +366,7 @@ async def test_frames_for_a_closed_scope_are_counted_and_forgotten(pair: list[Wo
         await a.send(Number(i), 1)
     pair[1].engine.poll()
     assert dropped(pair[1]) == {"closed scope": 10}
-    assert pair[1].leftovers() == []
+    assert pair[1].services.leftovers() == []
     with pytest.raises(ClosedError):
         await b.receive()
     with pytest.raises(ClosedError):
@@ -386,13 +386,13 @@ async def test_too_many_early_messages_of_a_user_stall_their_tag_and_none_is_los
         await again.send(Number(i), 1)
     for _ in range(100):
         pair[1].engine.poll()
-    assert f"{EARLY_FRAME_COUNT_MAX} messages on tag {TAG}" in pair[1].leftovers()[0]
+    assert f"{EARLY_FRAME_COUNT_MAX} messages on tag {TAG}" in pair[1].services.leftovers()[0]
     late = pair[1].channel(Number, tag=TAG, capacity=2)
     for i in range(count):
         assert (await late.receive()).message == Number(i)
     await again.send(Number(-1), 1)
     assert (await late.receive()).message == Number(-1)
-    assert pair[1].leftovers() == []
+    assert pair[1].services.leftovers() == []
     assert dropped(pair[1]) == {}
 
 
@@ -409,7 +409,7 @@ async def test_early_messages_of_two_channels_stall_until_one_is_open(pair: list
     for _ in early:
         late = pair[1].channel(Number, tag=TAG, capacity=2)
         assert [(await late.receive()).message.value for _ in range(count)] == [*range(count)]
-    assert pair[1].leftovers() == []
+    assert pair[1].services.leftovers() == []
 
 
 async def test_too_many_early_messages_of_a_protocol_are_dropped(
@@ -433,20 +433,20 @@ async def test_after_main_has_returned_what_still_comes_is_dropped_and_counted(p
     a, b = both(pair, capacity=2)
     await a.send(Number(0), 1)
     pair[1].engine.poll()
-    pair[1].leave()
+    pair[1].peers.leave()
     for i in range(5):
         await a.send(Number(i), 1)
     for _ in range(5):
         pair[1].engine.poll()
     assert dropped(pair[1]) == {"main had returned": 5}
-    assert pair[1].leftovers() == [f"6 unread messages in Number, tag {TAG}"]
+    assert pair[1].services.leftovers() == [f"6 unread messages in Number, tag {TAG}"]
     b.close()
 
 
 async def test_a_send_to_a_rank_that_has_left_is_refused_also_after_one_that_was_not(pair: list[World]) -> None:
     a, b = both(pair)
     await a.send(Number(0), 1)
-    pair[1].leave()
+    pair[1].peers.leave()
     await pair[0].engine.until(lambda: 1 in pair[0].left)
     for _ in range(2):
         with pytest.raises(ClosedError, match="rank 1 has left and receives nothing more") as caught:
@@ -462,7 +462,7 @@ async def test_a_send_to_a_rank_that_has_left_is_refused_also_after_one_that_was
 async def test_a_protocol_may_send_to_a_rank_that_has_left(pair: list[World]) -> None:
     """A coordinator goes on when its rank's main has returned."""
     a, b = (world.open_channel(Number, tag=TAG, scope=5, name="protocol") for world in pair)
-    pair[1].leave()
+    pair[1].peers.leave()
     await pair[0].engine.until(lambda: 1 in pair[0].left)
     await a.send(Number(1), 1)
     assert (await b.receive()).message == Number(1)
@@ -593,7 +593,7 @@ async def test_awaiting_beside_messages_for_a_channel_that_is_not_open_is_logged
     assert told[0].startswith("awaiting Number for 0.01 s: 1 message on tag 77 waits for a channel that this rank has")
     opened = pair[0].channel(Number, tag=TAG)
     assert (await opened.receive()).message.value == 1
-    assert pair[0].early_frames() == []
+    assert pair[0].services.early_frames() == []
 
 
 async def test_a_channel_that_is_opened_in_time_is_not_told_of(
@@ -605,7 +605,7 @@ async def test_a_channel_that_is_opened_in_time_is_not_told_of(
     waiting = asyncio.ensure_future(numbers.receive(timeout_s=0.1))
     await yields(2)
     second.send_nowait(Number(1), 0)
-    await pair[0].engine.until(lambda: len(pair[0].early_frames()) == 1)
+    await pair[0].engine.until(lambda: len(pair[0].services.early_frames()) == 1)
     opened = pair[0].channel(Number, tag=TAG)
     with pytest.raises(TimeoutError, match=r"no message for 0\.1 s$"):
         await waiting
@@ -759,7 +759,7 @@ async def test_leftovers_name_the_unread_and_the_never_opened(pair: list[World])
     await a.send(Number(1), 1)
     await twin.send(Number(1), 1)
     pair[1].engine.poll()
-    assert pair[1].leftovers() == [
+    assert pair[1].services.leftovers() == [
         f"1 unread messages in Number, tag {TAG}",
         f"1 messages on tag {TAG} for channels that were never opened",
     ]
@@ -769,7 +769,7 @@ async def test_closing_the_lanes_takes_every_receive_back() -> None:
     async with worlds(2) as made:
         both(made)
         for world in made:
-            world.close_lanes()
+            world.close()
         await made[0].engine.until(lambda: not made[0].engine.outstanding())
         assert made[0].engine.outstanding() == ()
         hub = made[0].engine.transport._hub  # type: ignore[attr-defined]

@@ -83,13 +83,13 @@ async def test_a_cancelled_collective_is_finished_in_the_background() -> None:
         await yields(3)
         task.cancel()
         await asyncio.wait([task])
-        assert made[0].service_count == 1
+        assert made[0].services.task_count == 1
         other = torch.ones(50_000)
         await made[1].collectives.all_reduce(other, made[1].group, "sum")
         assert other.eq(2).all(), "the cancelled rank's part counts"
         await yields(10)
-        assert made[0].service_count == 0
-        assert made[0].leftovers() == made[1].leftovers() == []
+        assert made[0].services.task_count == 0
+        assert made[0].services.leftovers() == made[1].services.leftovers() == []
 
 
 async def test_a_small_collective_does_not_overtake_a_cancelled_large_one() -> None:
@@ -240,12 +240,12 @@ async def test_requests_that_a_leaver_leaves_unfinished_keep_their_buffers(
             task.cancel()
             await asyncio.wait([task])
         assert len(world.engine.outstanding()) == 1
-        made[1].leave()
+        made[1].peers.leave()
         await world.engine.until(lambda: 1 in world.left)
         await asyncio.wait([task])
-        await world.engine.until(lambda: world.service_count == 0)
+        await world.engine.until(lambda: world.services.task_count == 0)
         assert is_cancelled or isinstance(task.exception(), ClosedError)
         del task
         gc.collect()
         assert [request() is not None for request in native.requests] == [True] * request_count
-        assert world.leftovers() == []
+        assert world.services.leftovers() == []

@@ -20,6 +20,7 @@ from asyncdist.collectives.groups import Group
 from asyncdist.errors import ClosedError, RankLostError, RemoteProtocolError
 from asyncdist.messaging import direct_write_streams, streams, tensor_streams
 from asyncdist.messaging.channels import Envelope
+from asyncdist.messaging.services import Services
 from asyncdist.runtime.world import World
 from asyncdist.transports import cross_memory_attach
 from asyncdist.transports.cross_memory_attach import AttachToken, PeerProcess
@@ -56,12 +57,12 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 async def neighbours(share: float) -> AsyncIterator[list[World]]:
     """Two ranks of this process, which write that share of what they stream."""
     async with engines(2) as (_, made):
-        worlds = []
+        worlds, loop = [], asyncio.get_running_loop()
         for rank, engine in enumerate(made):
             transport = engine.transport
             transport.capabilities = dataclasses.replace(transport.capabilities, written_share=share)
             group = Group((0, 1), rank, tags.COLLECTIVE_FIRST, None)
-            worlds.append(World(transport, asyncio.get_running_loop(), nonce=NONCE, group=group, engine=engine))
+            worlds.append(World(Services(engine, loop, NONCE), loop, nonce=NONCE, group=group))
         yield worlds
 
 
@@ -93,9 +94,12 @@ async def test_every_size_arrives_and_is_counted(share: float, writes: list[int]
         assert not writes
         for nbytes in SIZES:
             writes.clear()
-            before = sender.stream_sent_nbytes, receiver.stream_received_nbytes
+            before = sender.services.stream_sent_nbytes, receiver.services.stream_received_nbytes
             assert torch.equal(await stream(sender, receiver, numbers(nbytes)), numbers(nbytes)), nbytes
-            assert (sender.stream_sent_nbytes - before[0], receiver.stream_received_nbytes - before[1]) == (nbytes,) * 2
+            assert (
+                sender.services.stream_sent_nbytes - before[0],
+                receiver.services.stream_received_nbytes - before[1],
+            ) == (nbytes,) * 2
             expected = 0 if nbytes < MIN else nbytes if share == 1 else nbytes // 2 // 16 * 16
             assert sum(writes) == expected
             assert max(writes, default=0) <= PIECE
@@ -165,12 +169,12 @@ async def test_a_sender_that_computes_between_its_safe_points_sends_the_rest(
         tensor, room = numbers(40 * PIECE), torch.zeros(40 * PIECE, dtype=torch.uint8)
         sending, receiving = await under_way(sender, receiver, writes, room)
         written = len(writes)
-        before = sender.stream_sent_nbytes
+        before = sender.services.stream_sent_nbytes
         monkeypatch.setattr(direct_write_streams, "ATTENTION_S", -1.0)
         await asyncio.gather(sending, receiving)
         assert torch.equal(room, tensor)
         assert len(writes) == written
-        assert sender.stream_sent_nbytes - before == tensor.nbytes
+        assert sender.services.stream_sent_nbytes - before == tensor.nbytes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.bool])
@@ -218,10 +222,10 @@ async def test_what_cannot_be_written_is_sent(
         await acquaint(sender, receiver)
         monkeypatch.setattr(PeerProcess, "write", write_some)
         tensor = numbers(9 * PIECE + 5)
-        before = sender.stream_sent_nbytes
+        before = sender.services.stream_sent_nbytes
         assert torch.equal(await stream(sender, receiver, tensor), tensor)
         assert len(writes) == good_count
-        assert sender.stream_sent_nbytes - before == tensor.nbytes
+        assert sender.services.stream_sent_nbytes - before == tensor.nbytes
         monkeypatch.setattr(PeerProcess, "write", write)
         assert torch.equal(await stream(sender, receiver, tensor), tensor)
 
@@ -398,7 +402,7 @@ async def test_words_that_nobody_asked_for_change_nothing() -> None:
 async def test_a_world_that_is_closed_is_not_written_to(writes: list[int]) -> None:
     async with neighbours(1.0) as (sender, receiver):
         await acquaint(sender, receiver)
-        receiver.close_lanes()
+        receiver.close()
         with pytest.raises(OSError, match="does not want to be written to"):
             sender._streams._neighbours[1].check()
 
@@ -407,7 +411,7 @@ async def test_one_that_is_lost_is_not_to_write_any_more() -> None:
     async with neighbours(1.0) as (sender, receiver):
         await acquaint(sender, receiver)
         await acquaint(receiver, sender)
-        receiver.mark_lost(0)
+        receiver.peers.mark_lost(0)
         with pytest.raises(OSError, match="does not want to be written to"):
             sender._streams._neighbours[1].check()
         receiver._streams._neighbours[0].check()

@@ -60,7 +60,7 @@ async def test_every_rank_gets_the_fold_in_rank_order(size: int, count: int) -> 
             )
         )
         assert all(torch.equal(result, expected.double()) for result in results)
-        assert all(world.leftovers() == [] for world in made)
+        assert all(world.services.leftovers() == [] for world in made)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -21,7 +21,7 @@ from asyncdist.errors import (
     RemoteError,
     StartTimeoutError,
 )
-from asyncdist.runtime.world import Leave
+from asyncdist.runtime.peers import Leave
 from asyncdist.simulation import Delay, Kill, Network, simulate
 
 NOBODY_COMES_S = 0.05
@@ -158,7 +158,7 @@ async def test_a_rank_that_has_left_the_world_is_named(who: int) -> None:
         other = made[1 - who]
         waiting = asyncio.ensure_future(agree(other, (0, 1), timeout_s=None))
         await yields(5)
-        made[who].announce(Leave())
+        made[who].peers.announce(Leave())
         [error] = await outcomes(waiting)
         assert isinstance(error, ClosedError)
         assert error.ranks == (who,)
@@ -276,7 +276,7 @@ async def test_what_was_objected_to_is_not_kept_for_those_who_never_come(first: 
             if how == "withdraws":
                 made[2].agreements.withdraw(ranks, "policy")
             else:
-                made[2].leave()
+                made[2].peers.leave()
             await yields(5)
 
         async def object_to_it() -> None:
@@ -299,7 +299,7 @@ async def test_a_meeting_without_one_who_has_left_is_not_kept(how: str) -> None:
         came = asyncio.ensure_future(agree(made[2], ranks))
         await yields(5)
         came.cancel()
-        made[2].leave() if how == "leaves the world" else made[2].agreements.withdraw(ranks, "policy")
+        made[2].peers.leave() if how == "leaves the world" else made[2].agreements.withdraw(ranks, "policy")
         await yields(5)
         for error in await outcomes(agree(made[0], ranks), agree(made[1], ranks)):
             assert isinstance(error, RemoteError) and (error.rank, error.kind) == (2, "CancelledError")
@@ -316,7 +316,7 @@ async def test_an_objection_is_heard_by_those_who_come_when_its_leader_has_left(
         made[objector].agreements.object((0, 1, 2), "policy", ValueError("no"))
         await yields(5)
         for rank in {0, objector}:
-            made[rank].leave()
+            made[rank].peers.leave()
         await yields(5)
         late = [world for world in made if world.rank not in (0, objector)]
         for error in await outcomes(*(agree(world, (0, 1, 2), timeout_s=None) for world in late)):
@@ -359,9 +359,9 @@ async def test_a_group_knows_its_ranks_and_has_a_tag_of_its_own() -> None:
 
 async def test_tags_of_groups_run_out_with_a_word() -> None:
     async with worlds(1) as [world]:
-        assert world.group_ledger.tag_of(898) == tags.COLLECTIVE_LAST
+        assert world.peers.groups.ledger.tag_of(898) == tags.COLLECTIVE_LAST
         with pytest.raises(LocalProtocolError, match="more than 899 groups at a time"):
-            world.group_ledger.tag_of(899)
+            world.peers.groups.ledger.tag_of(899)
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_the_same_bits_as_by_messages(size: int, shapes: list[tuple[int, ...]], 
                     )
                 )
             assert [[bits(t) for t in line] for line in lines] == [[bits(t) for t in line] for line in by_messages]
-            assert all(world.leftovers() == [] for world in made)
+            assert all(world.services.leftovers() == [] for world in made)
 
     asyncio.run(main())
 

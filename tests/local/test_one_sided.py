@@ -472,7 +472,7 @@ def test_a_lost_donor_leaves_the_reader_with_its_own_weights_and_the_others_go_o
             sending = asyncio.ensure_future(answer(self, found, refused=refused))
             await asyncio.sleep(0)  # the first of more than fifty chunks leave
             if self._services.rank == 3 and found.key[0] == 0 and not refused:
-                self._services._transport._hub.lose(3)
+                self._services.engine.transport._hub.lose(3)
                 dead.append(3)
             await sending
 
@@ -676,8 +676,15 @@ def test_a_hostile_grant_is_answered_by_an_abort() -> None:
     """Sizes that no reader of ours asks for: neither more than there is nor millions of chunks."""
 
     async def main(world: ad.World) -> list[str]:
-        scope = world.next_scope(world.group.ranks, "test")
-        mine: Any = await one_sided.open_versioned_window(world, world.group, 100, scope=scope, chunk_nbytes=64)
+        scope = world.services.next_scope(world.group.ranks, "test")
+        mine: Any = await one_sided.open_versioned_window(
+            world.services,
+            world.agreements,
+            world.group,
+            100,
+            scope=scope,
+            chunk_nbytes=64,
+        )
         memory = mine.begin()
         assert memory is not None
         mine.publish(0, 1.0)

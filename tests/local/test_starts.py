@@ -13,6 +13,7 @@ from support.local import worlds, yields
 
 import asyncdist as ad
 from asyncdist import World
+from asyncdist.collectives.agreed_start import start_together
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import RemoteError, StartTimeoutError
 from asyncdist.simulation import Delay, simulate
@@ -29,7 +30,7 @@ async def test_a_group_whose_start_is_cancelled_at_any_moment_is_made_by_all_or_
         await yields(moment)
         starts[gives_up].cancel()
         found = await asyncio.gather(*starts, return_exceptions=True)
-        while any(world.service_count for world in made):
+        while any(world.services.task_count for world in made):
             await yields(1)
         assert isinstance(found[1 - gives_up], (Group, RemoteError))
         if not isinstance(found[gives_up], Group):
@@ -151,7 +152,9 @@ async def test_who_is_interrupted_does_not_wait_for_the_leaders_word() -> None:
 
         def begin() -> asyncio.Task[None]:
             return asyncio.ensure_future(
-                member.start_together((0, 1), "an average", work, keep, name="an average", is_held=True)
+                start_together(
+                    member.services, member.agreements, (0, 1), "average", work, keep, name="an average", is_held=True
+                )
             )
 
         started = begin()
@@ -165,7 +168,7 @@ async def test_who_is_interrupted_does_not_wait_for_the_leaders_word() -> None:
         again.cancel()
         await yields(5)
         assert again.cancelled()
-        member.cancel_services()
+        member.services.cancel_tasks()
         await asyncio.wait([started])
 
 

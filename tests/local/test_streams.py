@@ -318,7 +318,7 @@ async def test_the_sender_learns_that_the_receiver_gave_up_mid_stream() -> None:
             await b.receive_stream(room, 0)
             await sending
             assert torch.equal(room, sent)
-            assert a.leftovers() == b.leftovers() == []
+            assert a.services.leftovers() == b.services.leftovers() == []
     assert "closed" in outcomes
 
 

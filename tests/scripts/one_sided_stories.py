@@ -123,8 +123,15 @@ async def apart(world: ad.World) -> dict[str, Any]:
 
 async def torn(world: ad.World) -> dict[str, Any]:
     """Rank 0 publishes all the time; the others copy its slots all the time, and never see two versions in one."""
-    scope = world.next_scope(world.group.ranks, "torn")
-    exposure = await open_versioned_window(world, world.group, SLOT_NBYTES, scope=scope, chunk_nbytes=CHUNK_NBYTES)
+    scope = world.services.next_scope(world.group.ranks, "torn")
+    exposure = await open_versioned_window(
+        world.services,
+        world.agreements,
+        world.group,
+        SLOT_NBYTES,
+        scope=scope,
+        chunk_nbytes=CHUNK_NBYTES,
+    )
     done = world.channel(Done, tag=41)
     counts = {"whole": 0, "torn": 0, "mixed": 0}
     if world.rank == 0:
@@ -177,8 +184,15 @@ async def _copy(exposure: VersionedWindow, record: VersionRecord) -> str:
 
 async def asleep(world: ad.World, folder: str) -> dict[str, Any]:
     """The last rank computes and never enters MPI until the others have read it: they need no help."""
-    scope = world.next_scope(world.group.ranks, "asleep")
-    exposure = await open_versioned_window(world, world.group, SLOT_NBYTES, scope=scope, chunk_nbytes=CHUNK_NBYTES)
+    scope = world.services.next_scope(world.group.ranks, "asleep")
+    exposure = await open_versioned_window(
+        world.services,
+        world.agreements,
+        world.group,
+        SLOT_NBYTES,
+        scope=scope,
+        chunk_nbytes=CHUNK_NBYTES,
+    )
     _publish(exposure)
     await ad.barrier()
     owner, helped = world.size - 1, False

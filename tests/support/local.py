@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from asyncdist import World, tags
 from asyncdist.collectives.groups import Group
 from asyncdist.messaging.engine import Engine, yield_to_loop
+from asyncdist.messaging.services import Services
 from asyncdist.transports.local import LocalHub
 
 NONCE = 0xC0FFEE
@@ -33,14 +34,10 @@ async def engines(size: int) -> AsyncIterator[tuple[LocalHub, list[Engine]]]:
 async def worlds(size: int) -> AsyncIterator[list[World]]:
     """``size`` worlds. Nothing is agreed, and nobody leaves: closing them is the test's business."""
     async with engines(size) as (_, made):
-        ranks = tuple(range(size))
+        ranks, loop = tuple(range(size)), asyncio.get_running_loop()
         yield [
             World(
-                engine.transport,
-                asyncio.get_running_loop(),
-                nonce=NONCE,
-                group=Group(ranks, rank, tags.COLLECTIVE_FIRST, None),
-                engine=engine,
+                Services(engine, loop, NONCE), loop, nonce=NONCE, group=Group(ranks, rank, tags.COLLECTIVE_FIRST, None)
             )
             for rank, engine in enumerate(made)
         ]

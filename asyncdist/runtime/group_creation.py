@@ -1,0 +1,116 @@
+"""Making and freeing groups of ranks: what ``World.new_group`` and ``Group.free`` do.
+
+All members agree first, so that either each of them makes the group or none does. A rank makes one group after the
+other: two at once would be given one tag. :mod:`asyncdist.collectives.group_ledger` has the groups that were made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+from asyncdist import validation
+from asyncdist.collectives.agreed_start import Start, assemble, start_together
+from asyncdist.collectives.agreement import Agreements
+from asyncdist.collectives.group_ledger import GroupLedger
+from asyncdist.collectives.groups import Group, check_ranks, short
+from asyncdist.collectives.membership import MembershipLog
+from asyncdist.collectives.nonblocking import Collectives, shielded
+from asyncdist.errors import RankLostError, StartTimeoutError
+from asyncdist.messaging.channels import Channel
+from asyncdist.messaging.services import Services
+
+
+class GroupCreation:
+    """Makes and frees the groups of one rank.
+
+    Attributes:
+        ledger: the groups that were made, and what peers say of them.
+
+    Args:
+        services: of this rank.
+        agreements: of this rank.
+        collectives: of this rank; a group is freed when none of the group's is under way.
+        attendance: counts the collectives that each rank takes part in.
+        system: the channel on which the others are told that a group was freed.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        agreements: Agreements,
+        collectives: Collectives,
+        attendance: MembershipLog,
+        system: Channel[object],
+    ) -> None:
+        self.ledger = GroupLedger(attendance, self._free, self._forget)
+        self._services = services
+        self._agreements = agreements
+        self._collectives = collectives
+        self._system = system
+        self._starts: list[Start[Group]] = []  # the first one has its turn
+
+    async def new_group(self, ranks: Sequence[int], timeout_s: float) -> Group:
+        """Make a group of ``ranks``; see :meth:`asyncdist.World.new_group`."""
+        services = self._services
+        members = check_ranks(ranks, rank=services.rank, size=services.size)
+        validation.seconds("timeout_s", timeout_s)
+        transport = services.engine.transport
+
+        async def make(start: Start[Group]) -> Group:
+            async with self._turn(start, timeout_s):
+                taken = self.ledger.taken()
+                agreed = await start.agree({}, timeout_s=timeout_s, taken=taken, alone=True)
+                tag = self.ledger.tag_of(agreed.number)
+                native = None
+                if transport.capabilities.native_collectives:
+                    await assemble(self._agreements, members, "new communicator")
+                    native = transport.new_group(members, tag)
+                return self.ledger.open(members, services.rank, tag, agreed.time, native)
+
+        name = f"new group of {len(members)} ranks"
+        return await start_together(services, self._agreements, members, "new group", make, Group.free, name=name)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, start: Start[Group], timeout_s: float) -> AsyncIterator[None]:
+        """Wait until this rank has made the groups that it was asked for before."""
+        starts, engine = self._starts, self._services.engine
+        starts.append(start)
+        try:
+            what = f"the turn of {start.meeting}, behind {starts[0].meeting}"
+            deadline = start.meeting.began_at + timeout_s
+            if not await engine.until(lambda: starts[0] is start, what, deadline=deadline):
+                raise StartTimeoutError(
+                    f"{start.meeting}: rank {self._services.rank} waited for {timeout_s:g} s to finish "
+                    f"{starts[0].meeting} first",
+                    missing=(),
+                )
+            yield
+        finally:
+            starts.remove(start)
+            engine.recheck()
+
+    async def _free(self, group: Group) -> None:
+        """Free a group, in the background where the caller is cancelled."""
+        if group.lease.is_freed or self._services.engine.failure is not None:
+            return
+        group.lease.is_freed = True
+        name = f"the end of a group of {group.size} ranks"
+        await shielded(self._services.spawn_service(self._end(group), name=name))
+
+    async def _end(self, group: Group) -> None:
+        what = f"the collectives of the group {short(group.ranks)} that this rank has started"
+        await self._services.engine.until(lambda: not self._collectives.is_busy(group), what)
+        freed = self.ledger.free(group)
+        for rank in group.ranks:
+            if rank != self._services.rank and rank not in self._services.gone:
+                with contextlib.suppress(RankLostError):
+                    self._system.send_nowait(freed, rank)
+
+    def _forget(self, group: Group) -> None:
+        """Forget what agreements and checks have kept of a group that is over on all members."""
+        for subject in group.lease.subjects:
+            self._agreements.forget(group.ranks, subject)
+        checker = self._services.engine.transport.collective_checker
+        if checker is not None:
+            checker.forget(group.ranks, group.key, self._services.rank)

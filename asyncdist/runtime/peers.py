@@ -1,0 +1,215 @@
+"""What a rank knows of its peers: which have returned, left, failed or are lost, and the messages that say so.
+
+The runtimes of all ranks talk on one channel, the system channel. Besides the messages of this module it carries those
+of agreements and of freed groups, which are passed on to :class:`Agreements` and :class:`GroupCreation`. Which
+collectives a peer still takes part in is counted by :class:`asyncdist.collectives.membership.MembershipLog`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncdist import tags
+from asyncdist.collectives.agreement import Agreements
+from asyncdist.collectives.agreement_messages import Inquiry, Join, Objection, Reminder, Verdict, Withdraw
+from asyncdist.collectives.group_ledger import Freed
+from asyncdist.collectives.groups import Group
+from asyncdist.collectives.membership import MembershipLog
+from asyncdist.collectives.nonblocking import Collectives
+from asyncdist.errors import BusyError, RankLostError
+from asyncdist.messaging import wire
+from asyncdist.messaging.channels import Channel, Envelope
+from asyncdist.messaging.services import Services
+from asyncdist.runtime.group_creation import GroupCreation
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Tells every peer that this rank's main has returned: it starts no collective any more.
+
+    Attributes:
+        started: how many collectives it has started, by the group's tag.
+        lost: ranks that it knows to be lost.
+    """
+
+    started: tuple[tuple[int, int], ...] = ()
+    lost: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Tells every peer that this rank has failed, and with it the job."""
+
+    summary: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finalize:
+    """Tells every peer that this rank has come to its end, where losing a rank does not end the job.
+
+    It repeats what :class:`Leave` has said, since that frame may have been spoiled and dropped.
+
+    Attributes:
+        started, lost: as in :class:`Leave`.
+    """
+
+    started: tuple[tuple[int, int], ...] = ()
+    lost: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Unheard:
+    """Answers :class:`Leave`: messages for the leaver may be under way on a tag that it has never opened.
+
+    The leaver opens that tag and drops them, since some backends complete a large send only when it is received.
+    """
+
+    tag: int
+
+
+@dataclass(frozen=True, slots=True)
+class FailureAcknowledged:
+    """Answers :class:`Failed`: this rank has stopped because the job has failed."""
+
+
+class Peers:
+    """Keeps track of the peers of one rank and talks to their runtimes.
+
+    Attributes:
+        answered: ranks that have acknowledged a failure, have failed themselves, or have come to their end.
+        attendance: counts the collectives that each rank takes part in.
+        agreements: what the ranks agree on before they do it together.
+        collectives: of this rank.
+        groups: makes and frees groups.
+
+    Args:
+        services: of this rank; their ``gone`` and ``left`` are kept up to date here.
+        group: all ranks.
+    """
+
+    def __init__(self, services: Services, group: Group) -> None:
+        self.answered: set[int] = set()
+        self.attendance = MembershipLog()
+        self._services = services
+        self._has_returned = False
+        self._failure_listeners: list[Callable[[int, str], None]] = []
+        self._system: Channel[Any] = services.open_channel(
+            Join
+            | Verdict
+            | Withdraw
+            | Leave
+            | Failed
+            | Finalize
+            | Objection
+            | Reminder
+            | Inquiry
+            | Unheard
+            | Freed
+            | FailureAcknowledged,
+            tag=tags.CONTROL,
+            scope=wire.scope_of(group.ranks, "system", 0),
+            name="system",
+            handler=self._on_message,
+        )
+        self.agreements = Agreements(services.engine, self._system, services.rank)
+        self.collectives = Collectives(services.engine, services.rank, services.spawn_service, self.attendance)
+        self.groups = GroupCreation(services, self.agreements, self.collectives, self.attendance, self._system)
+        services.engine.transport.set_loss_listener(self.mark_lost)
+
+    def on_failure(self, listener: Callable[[int, str], None]) -> None:
+        """Call ``listener(rank, summary)`` when a peer has failed."""
+        self._failure_listeners.append(listener)
+
+    def mark_gone(self, rank: int, *, of_a_failure: bool = False, is_lost: bool = False) -> None:
+        """Note that ``rank`` takes part in nothing any more.
+
+        Args:
+            rank: the peer.
+            of_a_failure: it has stopped because another rank has failed, which all ranks will hear of soon.
+            is_lost: it has died.
+        """
+        services = self._services
+        if rank not in services.gone:
+            services.gone.add(rank)
+            if not of_a_failure:
+                self.agreements.on_gone(rank, is_lost=is_lost)
+                self.groups.ledger.on_gone()
+            services.tell_gone(rank)
+
+    def mark_lost(self, rank: int) -> None:
+        """Note that ``rank`` has died, perhaps after its main had returned: the services it still ran end now."""
+        self._services.left.discard(rank)
+        self._services.forget_returned(rank)
+        self._services.gone.discard(rank)
+        self.attendance.on_lost(rank)
+        self.mark_gone(rank, is_lost=True)
+
+    def _on_message(self, envelope: Envelope[Any]) -> None:
+        source = envelope.source
+        match envelope.message:
+            case Join() as join:
+                self.agreements.on_join(join, source)
+            case Verdict() as verdict:
+                self.agreements.on_verdict(verdict)
+            case Objection() as objection:
+                self.agreements.on_objection(objection, source)
+            case Reminder() as reminder:
+                self.agreements.on_reminder(reminder)
+            case Inquiry() as inquiry:
+                self.agreements.on_inquiry(inquiry)
+            case Withdraw(subject):
+                self.agreements.on_withdraw(subject, source)
+            case Freed() as freed:
+                self.groups.ledger.on_freed(freed, source)
+            case Leave(started, lost):
+                self._note_left(source, started, lost)
+                self.mark_gone(source)
+            case Failed(summary):
+                self.answered.add(source)
+                for listener in self._failure_listeners:
+                    listener(source, summary)
+            case FailureAcknowledged():
+                self.answered.add(source)
+                self._services.left.add(source)
+                self.mark_gone(source, of_a_failure=True)
+            case Finalize(started, lost):
+                self.answered.add(source)
+                self._note_left(source, started, lost)
+                self.mark_gone(source)
+            case Unheard(tag):
+                if self._has_returned:
+                    self._services.drop_messages(tag)
+        self._services.engine.recheck()
+
+    def _note_left(self, rank: int, started: Sequence[tuple[int, int]], lost: Sequence[int]) -> None:
+        """Note that main has returned on ``rank``."""
+        self._services.left.add(rank)
+        self.attendance.on_left(rank, dict(started), lost)
+        for tag in self._services.note_returned(rank):
+            self._system.send_nowait(Unheard(tag), rank)
+
+    def leave(self) -> None:
+        """Tell every peer that main has returned here, and before it what else they have to know of this rank.
+
+        :class:`Finalize` says it again later: one frame of the two may be spoiled, and dropped.
+        """
+        self._has_returned = True
+        self._services.stop_reading()
+        self.agreements.leave()
+        self.announce(Leave(self.attendance.started(), self.attendance.lost))
+
+    def finalize(self) -> None:
+        """Tell every peer that this rank has come to its end."""
+        self.announce(Finalize(self.attendance.started(), self.attendance.lost))
+
+    def announce(self, message: Leave | Failed | Finalize | FailureAcknowledged) -> None:
+        """Send ``message`` to every peer that can still receive it."""
+        services = self._services
+        lost = services.engine.transport.lost_ranks()
+        for rank in range(services.size):
+            if rank != services.rank and rank not in lost:
+                with contextlib.suppress(RankLostError, BusyError):
+                    self._system.send_nowait(message, rank)
