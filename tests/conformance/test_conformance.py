@@ -28,6 +28,17 @@ HEAVY = {
     "streams.every_size_around_the_chunk",
     "transport.large_messages_both_ways_at_once",
 }
+#: Cases above a quarter of a second of CPU time.
+SLOW = HEAVY | {
+    "collectives.a_cancelled_collective_leaves_the_group_usable",
+    "collectives.all_gather",
+    "collectives.all_reduce_of_nan_and_of_zeros_of_both_signs",
+    "collectives.broadcast",
+    "collectives.gather",
+    "population.populations_that_cannot_be_split",
+    "transport.fifo_per_source_and_tag",
+}
+CASES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in NAMES]
 
 
 @pytest.fixture(autouse=True)
@@ -37,18 +48,18 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_local(name: str, ranks: int) -> None:
     ad.run_local(run_case, name, ranks=ranks, loop="asyncio", strict=True)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_local_on_uvloop(name: str) -> None:
     pytest.importorskip("uvloop")
     ad.run_local(run_case, name, ranks=3, loop="uvloop", strict=True)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_two_planes(name: str) -> None:
     """Odd tags on one hub, even ones on another: neighbours that every case uses together."""
     control, bulk = LocalHub(3), LocalHub(3)
@@ -62,8 +73,10 @@ def test_two_planes(name: str) -> None:
             raise outcome.error
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("how", "kind"), [("whole", "orderly"), ("bulk", "orderly")])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("how", "kind"), [pytest.param("whole", "orderly", marks=pytest.mark.slow), ("bulk", "orderly")]
+)
 def test_polled(how: str, kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a backend that ignores tags and does one thing after the other, alone and as what NCCL would be used for."""
     monkeypatch.setattr(polled, "GOODBYE_S", 0.0)  # nobody else is of this process when a rank closes
@@ -84,7 +97,12 @@ def test_one_rank_alone(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [(name, ranks) for name in NAMES for ranks in (1, 2, 3, 4) if ranks > 1 or not name.startswith("collectives.")],
+    [
+        pytest.param(name, ranks, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name in NAMES
+        for ranks in (1, 2, 3, 4)
+        if ranks > 1 or not name.startswith("collectives.")
+    ],
 )
 def test_simulated(name: str, ranks: int) -> None:
     for seed in range(1 if name in HEAVY else 3):
