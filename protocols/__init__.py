@@ -8,9 +8,10 @@ from protocols.policy import SpawnPolicy
 from protocols.replay.client import ReplayBuffer, Sample
 from protocols.replay.server import ReplayStatistics, serve_replay_buffer
 from protocols.selective.coordinator import coordinate
-from protocols.selective.policy import AsyncSelectiveAveragingPolicy, SelectiveStatistics
+from protocols.selective.policy import AsyncSelectiveAveragingPolicy
 from protocols.selective.rounds import CoordinatorStatistics
 from protocols.selective.rules import SelectiveRules
+from protocols.selective.statistics import SelectiveStatistics
 from protocols.step_info import AverageApplied, PolicyEvent, SnapshotTaken, StepInfo
 
 #: Other names of the same, as torchgfn has them.

@@ -1,11 +1,13 @@
-"""Asynchronous selective averaging: the worst ranks take the average of the good ones, and nobody waits.
+"""Asynchronous selective averaging: the worst ranks take the average of the good ones, and no rank waits for another.
 
-The member's side; :mod:`protocols.selective.coordinator` is the other one and :mod:`protocols.selective.rules` decides.
+This is the member's side: :mod:`protocols.selective.member` is its state machine, and the policy carries the
+instructions out. :mod:`protocols.selective.coordinator` is the other side; :mod:`protocols.selective.rules` decides.
 A round, as a member sees it:
 
 1. every ``average_every`` steps it reports its metric, and goes on training;
-2. some day the coordinator assigns it a role. A **donor** snapshots its state inside its next ``step`` and says so; a
-   **replacer** asks the donors, as many at once as its window holds, and a snapshot streams as soon as there is one;
+2. at some time the coordinator assigns it a role. A **donor** takes a snapshot of its state inside its next ``step``
+   and reports it; a **replacer** asks the donors, as many at once as its window holds, and each snapshot streams as
+   soon as it exists;
 3. when all donors have answered, the coordinator freezes the round. The replacer adds up in rank order what streams in,
    and asks on; progress is made at the safe points of both. Where not all donors are in it, it asks these anew;
 4. at the replacer's next ``step`` the average is in place: weights change, and the coordinator is told;
@@ -17,13 +19,12 @@ time; a round that does not complete leaves the weights untouched and says why.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, Self
+from dataclasses import asdict
+from typing import Any, Literal, Self, assert_never
 
 import torch
 from torch import nn
@@ -34,83 +35,30 @@ from asyncdist.tensors.flat_state import FlatBuffers, SnapshotPool
 from protocols.applier import Applier, NewWeights
 from protocols.options import AveragingOptions, AveragingStrategy, ModelBuilder, Timing
 from protocols.own_state import OwnState
-from protocols.parameter_stream import ChunkRing, Offer, SnapshotReceiver, SnapshotServer, safe_point_count
+from protocols.parameter_stream import Offer, SnapshotServer, safe_point_count
 from protocols.policy import Metric, MetricSource, SpawnPolicy
 from protocols.selective.coordinator import Coordinator, PolicyScopes
-from protocols.selective.messages import (
-    DONOR,
-    Abandoned,
-    Applied,
-    Assign,
-    ControlMessage,
-    Decline,
-    End,
-    Frozen,
-    Leave,
-    Ready,
-    Report,
+from protocols.selective.exchange import Exchange, ExchangeBuffers
+from protocols.selective.member import (
+    Apply,
+    Ask,
+    Discard,
+    Give,
+    Instructions,
+    Read,
+    RefuseUpTo,
+    RoundMember,
+    State,
+    TakeSnapshot,
+    Tell,
+    Withdraw,
 )
-from protocols.selective.rounds import CoordinatorStatistics
+from protocols.selective.messages import Assign, ControlMessage, End, Frozen, Leave, Report
 from protocols.selective.rules import SelectiveRules
+from protocols.selective.statistics import SelectiveStatistics
 from protocols.step_info import NOTHING, PolicyEvent, SnapshotTaken, StepInfo
 
 logger = logging.getLogger("protocols.selective.policy")
-
-
-@dataclass(frozen=True, slots=True)
-class SelectiveStatistics:
-    """What a member has done so far.
-
-    Attributes:
-        iteration: steps taken.
-        report_count: metrics sent.
-        nonfinite_metric_count: of these, NaN or infinite.
-        snapshot_count: snapshots taken as a donor.
-        replacement_count: rounds applied.
-        abandoned: rounds given up as a replacer, by reason.
-        declined: roles refused, by reason.
-        unapplied_count: averages that were complete when the policy ended, or was told to forget them.
-        last_round: the newest round this rank was named in.
-        sent_nbytes: streamed as a donor.
-        received_nbytes: streamed as a replacer, abandoned rounds included.
-        coordinator: on the coordinator's rank what it has decided, else None.
-    """
-
-    iteration: int
-    report_count: int
-    nonfinite_metric_count: int
-    snapshot_count: int
-    replacement_count: int
-    abandoned: Mapping[str, int]
-    declined: Mapping[str, int]
-    unapplied_count: int
-    last_round: int
-    sent_nbytes: int
-    received_nbytes: int
-    coordinator: CoordinatorStatistics | None
-
-
-@dataclass(slots=True, eq=False)
-class _DonorRole:
-    """From ``Assign`` to ``End``. A step starts to copy the weights; there is an offer when they are copied."""
-
-    round: int
-    is_copying: bool = False
-    offer: Offer | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _ReplacerRole:
-    """From ``Assign`` until the average is applied or given up. ``nbytes`` are those of intakes that have ended."""
-
-    round: int
-    assigned_at: float
-    frozen: Frozen | None = None
-    exchange: asyncio.Task[None] | None = None
-    intake: SnapshotReceiver | None = None
-    average: FlatBuffers | None = None
-    complete: bool = False
-    nbytes: int = 0
 
 
 class AsyncSelectiveAveragingPolicy(SpawnPolicy):
@@ -229,20 +177,14 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._timing = Timing(timing)
         self._snapshots = SnapshotPool(self._flat)
         self._applier = Applier(self._flat, self._own, self._snapshots, on_event)
-        self._accumulators = SnapshotPool(self._flat, accumulate=True)
-        self._ring = ChunkRing()
-        self._donor: _DonorRole | None = None
-        self._replacer: _ReplacerRole | None = None
-        self._needs_step = False
+        self._buffers = ExchangeBuffers(self._flat)
+        self._member = RoundMember()
+        self._copied: tuple[FlatBuffers, float] | None = None  # a snapshot that is whole, and when it was begun
+        self._offer: Offer | None = None
+        self._exchange: Exchange | None = None
         self._given_up = NOTHING
-        self._coordinator_gone = False
-        self._leaving = False
-        self._applied_iteration = -1
         self._coordinator: Coordinator | None = None
         self._counts: Counter[str] = Counter()
-        self._abandoned: Counter[str] = Counter()
-        self._declined: Counter[str] = Counter()
-        self._last_round = 0
         self._reported_at = 0.0
         self._reported_iteration = -1
 
@@ -256,12 +198,12 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             nonfinite_metric_count=self._counts["nonfinite"],
             snapshot_count=self._counts["snapshots"],
             replacement_count=self._counts["replacements"],
-            abandoned=dict(self._abandoned),
-            declined=dict(self._declined),
-            unapplied_count=self._counts["unapplied"],
-            last_round=self._last_round,
+            abandoned=dict(self._member.abandoned),
+            declined=dict(self._member.declined),
+            unapplied_count=self._member.unapplied_count,
+            last_round=self._member.last_round,
             sent_nbytes=self._desk.sent_nbytes if self._stage != "new" and not self.is_alone else 0,
-            received_nbytes=self._counts["received"],
+            received_nbytes=self._buffers.received_nbytes,
             coordinator=self._coordinator.statistics() if self._coordinator is not None else None,
         )
 
@@ -318,24 +260,15 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
 
     async def _stop(self, error: BaseException | None) -> None:
         """Leave the policy. Streams under way are finished first, unless ``error`` makes that pointless."""
-        self._leaving = True
-        if self._replacer is not None:
-            if self._replacer.complete:
-                logger.info(
-                    "round %d: the average had arrived and was not applied; the policy ended", self._replacer.round
-                )
-            self._give_up("the policy ended")
-        if self._donor is not None and self._donor.offer is None:
-            self._decline(self._donor.round, "leaving")
-            self._donor = None
-        self._desk.end_rounds(math.inf)
+        if self._member.state is State.COMPLETE:
+            logger.info("round %d: the average had arrived and was not applied; the policy ended", self._member.round)
+        self._carry_out(self._member.on_leave())
         try:
             if error is None and self._world.engine.failure is None:
                 deadline = self._world.time() + self._averaging.drain_timeout_s
                 await self._world.engine.until(self._is_quiet, "the end of its part in a round", deadline=deadline)
         finally:  # cancelled or not: the others must hear of it
-            self._end_donor_role()
-            self._tell(Leave())
+            self._carry_out(self._member.on_left())
             self._control.close()
             self._reports.close()
             self._world.off_gone(self._on_gone)
@@ -344,17 +277,15 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
 
     def _is_quiet(self) -> bool:
         """Whether nothing of a round is left: no role, no stream of ours, nothing being discarded."""
-        if self._coordinator_gone:
+        if self._member.state is State.OUT:
             return True
-        return self._donor is None and self._desk.is_idle and not self._world.slots.discarding_count
+        is_giving = self._member.state is State.LASTING or not self._desk.is_idle
+        return not is_giving and not self._world.slots.discarding_count
 
     def _leftovers(self) -> list[str]:
-        found = []
-        if self._snapshots.in_use:
-            found.append(f"{self._snapshots.in_use} snapshots of policy {self.name or type(self).__name__}")
-        if self._accumulators.in_use:
-            found.append(f"{self._accumulators.in_use} accumulators of policy {self.name or type(self).__name__}")
-        return found
+        counts = {"snapshots": self._snapshots.in_use, "accumulators": self._buffers.accumulators.in_use}
+        policy = self.name or type(self).__name__
+        return [f"{count} {what} of policy {policy}" for what, count in counts.items() if count]
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -365,19 +296,20 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             await self._world.safe_point()
             return NOTHING
         await self._world.progress()
-        info = self._act() if self._needs_step else NOTHING
+        info = self._act() if self._member.wants_step else NOTHING
         if self._is_due():
             self._report(local_metric)
         return info
 
     def _act(self) -> StepInfo:
-        """What the roles wait for ``step`` to do."""
-        self._needs_step = False
-        donor, replacer = self._donor, self._replacer
-        if donor is not None and not donor.is_copying:
-            self._take_snapshot(donor)
+        """Do what waits for ``step``, and report a round that was given up since the last one."""
         given_up, self._given_up = self._given_up, NOTHING
-        return self._apply(replacer) if replacer is not None and replacer.complete else given_up
+        match self._member.on_step():
+            case TakeSnapshot(round):
+                self._take_snapshot(round)
+            case Apply(_, frozen):
+                return self._apply(frozen)
+        return given_up
 
     def _report(self, local_metric: MetricSource) -> None:
         value = self._read_metric(local_metric)
@@ -388,225 +320,81 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._counts["reports"] += 1
         if not math.isfinite(value):
             self._counts["nonfinite"] += 1
-        if not self._coordinator_gone:
+        if self._member.state is not State.OUT:
             try:
                 self._reports.send_nowait(report, self._leader)
             except RankLostError:
                 self._on_gone(self._leader)
-            except (
-                BusyError
-            ):  # thousands of reports unheard: the coordinator does not listen, and a newer one will count
+            except BusyError:  # thousands of reports are unheard: a newer one will count when the coordinator listens
                 self._counts["skipped reports"] += 1
 
-    def _take_snapshot(self, role: _DonorRole) -> None:
-        """Copy the weights of this moment. From a GPU that goes on behind the next steps; the engine sees its end."""
-        role.is_copying = True
+    def _take_snapshot(self, round: int) -> None:
+        """Copy the weights of this moment. A GPU copies them during the next steps; the engine sees when it is done."""
         began_at, iteration = self._world.time(), self.iteration
         snapshot = self._snapshots.acquire()
+
+        def on_copied(_: object = None) -> None:
+            self._on_copied(round, snapshot, iteration, began_at)
+
         copy = self._flat.start_snapshot(snapshot)
         if copy is None:
-            self._offer_snapshot(role, snapshot, iteration, began_at)
+            on_copied()
         else:
-            self._world.engine.watch(
-                copy,
-                f"a snapshot for round {role.round}",
-                lambda _: self._offer_snapshot(role, snapshot, iteration, began_at),
-            )
+            self._world.engine.watch(copy, f"a snapshot for round {round}", on_copied)
 
-    def _offer_snapshot(self, role: _DonorRole, snapshot: FlatBuffers, iteration: int, began_at: float) -> None:
-        if self._donor is not role:  # the round has ended while a device copied
+    def _on_copied(self, round: int, snapshot: FlatBuffers, iteration: int, began_at: float) -> None:
+        """Give the snapshot to the round, if that goes on and if all values are finite."""
+        member = self._member
+        is_wanted = member.state is State.COPYING and member.round == round
+        is_sound = is_wanted and self._own.may_be_given(snapshot)
+        if is_sound:
+            self._copied = snapshot, began_at
+        else:
             self._snapshots.release(snapshot)
-            return
-        if not self._own.may_be_given(snapshot):
-            self._snapshots.release(snapshot)
-            self._end_donor_role()
-            self._decline(role.round, "weights are not finite")
-            return
-        role.offer = self._desk.offer(role.round, snapshot, self._snapshots.release)
-        self._counts["snapshots"] += 1
-        self._timing.add("snapshot", self._world.time() - began_at)
-        if self._averaging.on_event is not None:
-            self._averaging.on_event(SnapshotTaken(role.round, iteration, snapshot.by_name()))
-        self._tell(Ready(iteration), round=role.round)
+        self._carry_out(member.on_copied(round, iteration, is_sound=is_sound))
 
-    def _apply(self, role: _ReplacerRole) -> StepInfo:
-        """New weights, in place."""
-        frozen = role.frozen
-        assert frozen is not None, f"round {role.round} is complete without having been frozen"
+    def _apply(self, frozen: Frozen) -> StepInfo:
+        """Put the new weights in place."""
+        exchange = self._exchange
+        assert exchange is not None, "weights to be replaced without an exchange"
         began_at = self._world.time()
         new = NewWeights(
-            round=role.round,
+            round=exchange.round,
             donors=frozen.donors,
             weights=frozen.weights,
             iterations=frozen.iterations,
             best=frozen.best,
-            average=role.average,
-            began_at=role.assigned_at,
-            nbytes=role.nbytes,
+            average=exchange.average,
+            began_at=exchange.assigned_at,
+            nbytes=exchange.nbytes,
         )
         info = self._applier.apply(new, self.iteration, self._world.time)
-        if role.average is not None:
-            self._accumulators.release(role.average)
+        if exchange.average is not None:
+            self._buffers.accumulators.release(exchange.average)
         self._timing.add("apply", self._world.time() - began_at)
-        self._replacer = None
-        self._applied_iteration = self.iteration
+        self._exchange = None
         self._counts["replacements"] += 1
-        self._tell(Applied(self.iteration), round=role.round)
+        self._carry_out(self._member.on_applied(self.iteration))
         self._applier.announce(new, self.iteration)
         return info
 
-    # -- what the coordinator says ----------------------------------------------------------------------------------
+    # -- events, and what they lead to ------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
+        """Hand the coordinator's messages to the state machine."""
+        member = self._member
         async for envelope in self._control:
             match envelope.message:
                 case Assign() as assign:
-                    self._on_assign(assign, envelope.round)
+                    self._carry_out(member.on_assign(assign, envelope.round))
                 case Frozen() as frozen:
-                    self._on_frozen(frozen, envelope.round)
+                    self._carry_out(member.on_frozen(frozen, envelope.round))
                 case End(reason):
-                    self._on_end(reason, envelope.round)
+                    self._carry_out(member.on_end(reason, envelope.round))
                 case Leave():
                     self._go_on_alone("has stopped")
                 case other:
                     logger.debug("the coordinator sent a %s", type(other).__name__)
-
-    def _on_assign(self, assign: Assign, round: int) -> None:
-        self._last_round = max(self._last_round, round)
-        self._end_donor_role()
-        self._desk.end_rounds(round - 1)
-        self._give_up(f"round {round} began")
-        if self._leaving:
-            self._decline(round, "leaving")
-        elif assign.role == DONOR:
-            self._donor = _DonorRole(round)
-            self._needs_step = True
-        elif self._applied_iteration > assign.judged_iteration:
-            self._decline(round, f"replaced at iteration {self._applied_iteration}, after the one that was judged")
-        else:
-            self._replacer = _ReplacerRole(round, self._world.time())
-            if assign.donors:
-                self._ask_early(self._replacer, assign)
-
-    def _on_frozen(self, frozen: Frozen, round: int) -> None:
-        role = self._replacer
-        if role is None or role.round != round or role.frozen is not None:
-            return
-        role.frozen = frozen
-        if frozen.donors:
-            role.exchange = self._world.spawn_service(self._exchange(role, frozen), name=f"exchange of round {round}")
-        else:
-            role.complete = self._needs_step = True
-
-    def _on_end(self, reason: str, round: int) -> None:
-        if self._donor is not None and self._donor.round == round:
-            self._end_donor_role()
-        self._desk.end_rounds(round)
-        if self._replacer is not None and self._replacer.round == round:
-            self._give_up(reason)
-
-    # -- the replacer's exchange ------------------------------------------------------------------------------------
-
-    def _ask_early(self, role: _ReplacerRole, assign: Assign) -> None:
-        """Ask the donors before they are ready. Who of them is lost or has no room matters when the round is frozen."""
-        intake = self._begin_intake(role, assign.donors, assign.best)
-        try:
-            intake.ask()
-        except AsyncdistError as error:
-            logger.info("round %d: not asked early, %s", role.round, error)
-            self._end_intake(role)
-
-    def _begin_intake(self, role: _ReplacerRole, donors: tuple[int, ...], best: int) -> SnapshotReceiver:
-        accumulator = self._accumulators.acquire()
-        role.intake = SnapshotReceiver(
-            self._world, self._desk.channel, accumulator, self._ring, donors=donors, best=best, round=role.round
-        )
-        return role.intake
-
-    async def _exchange(self, role: _ReplacerRole, frozen: Frozen) -> None:
-        """Average the donors' snapshots, in rank order."""
-        intake = role.intake
-        if intake is None or intake.donors != frozen.donors or intake.best != frozen.best:
-            self._end_intake(role)
-            intake = self._begin_intake(role, frozen.donors, frozen.best)
-        try:
-            await intake.run(frozen.weights, deadline=self._world.time() + frozen.timeout_s)
-            if not intake.mean.is_agreed:
-                entry = self._own.unsound_entry(intake.accumulator)
-                self._abandon(role, f"the donors differ in infinite values, as of {entry!r}")
-            elif self._replacer is role:
-                role.average = intake.accumulator
-                role.complete = self._needs_step = True
-        except (AsyncdistError, TimeoutError) as error:
-            self._abandon(role, f"the stream from rank {intake.donor} did not complete: {error}")
-        finally:
-            self._end_intake(role)
-
-    def _end_intake(self, role: _ReplacerRole) -> None:
-        """The exchange is over, or nobody wants it any more."""
-        intake, role.intake = role.intake, None
-        if intake is not None:
-            intake.close()
-            role.nbytes += intake.received_nbytes
-            self._counts["received"] += intake.received_nbytes
-            if role.average is not intake.accumulator:
-                self._release_accumulator(intake.accumulator)
-
-    def _release_accumulator(self, average: FlatBuffers) -> None:
-        """Back to the pool, or out of it while chunks that nobody wants any more may still land there."""
-        self._accumulators.release(average)
-        if self._world.slots.discarding_count:
-            self._accumulators = SnapshotPool(self._flat, accumulate=True)
-            self._ring = ChunkRing()
-
-    def _abandon(self, role: _ReplacerRole, reason: str) -> None:
-        """Give up the round that is being exchanged; the next step says so."""
-        if self._replacer is role:
-            self._replacer = None
-            self._end_intake(role)
-            self._note_given_up(role, reason)
-            logger.info("round %d: abandoned, %s", role.round, reason)
-            self._tell(Abandoned(reason), round=role.round)
-
-    def _give_up(self, reason: str) -> None:
-        """The coordinator, or the end of the policy, takes the role away."""
-        role, self._replacer = self._replacer, None
-        if role is None:
-            return
-        if role.exchange is not None and not role.complete:
-            role.exchange.cancel()
-        self._end_intake(role)
-        self._note_given_up(role, reason)
-        if role.average is not None:
-            self._counts["unapplied"] += 1
-            self._release_accumulator(role.average)
-
-    def _note_given_up(self, role: _ReplacerRole, reason: str) -> None:
-        """The next step says so, although the coordinator's ``End`` may come before it."""
-        self._abandoned[reason] += 1
-        self._given_up = StepInfo(round=role.round, abandoned=reason, nbytes=role.nbytes)
-        self._needs_step = True
-
-    def _end_donor_role(self) -> None:
-        role, self._donor = self._donor, None
-        if role is not None:
-            if role.offer is not None:
-                self._desk.withdraw(role.offer)
-            self._desk.end_rounds(role.round)
-
-    # -- telling ----------------------------------------------------------------------------------------------------
-
-    def _tell(self, message: ControlMessage, *, round: int = 0) -> None:
-        if self._coordinator_gone or self._world.engine.failure is not None:
-            return
-        try:
-            self._control.send_nowait(message, self._leader, round=round)
-        except RankLostError:
-            self._on_gone(self._leader)
-
-    def _decline(self, round: int, reason: str) -> None:
-        self._declined[reason] += 1
-        self._tell(Decline(reason), round=round)
 
     def _on_gone(self, rank: int) -> None:
         """A coordinator that is lost ends the averaging, not the training."""
@@ -614,12 +402,86 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             self._go_on_alone("is gone")
 
     def _go_on_alone(self, why: str) -> None:
-        """Nobody decides any more; ``why`` says what the coordinator has done."""
-        if self._coordinator_gone:
-            return
-        self._coordinator_gone = True
-        if self._stage != "closed":
+        """Train on without averaging; ``why`` says what the coordinator has done."""
+        if self._member.state is not State.OUT and self._stage != "closed":
             logger.warning("rank %d, the coordinator, %s: this rank trains on without averaging", self._leader, why)
-        self._end_donor_role()
-        self._desk.end_rounds(math.inf)
-        self._give_up(f"the coordinator {why}")
+        self._carry_out(self._member.on_gone(why))
+
+    def _carry_out(self, instructions: Instructions) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Tell(message, round):
+                    self._tell(message, round)
+                case RefuseUpTo(round):
+                    self._desk.end_rounds(round)
+                case Give(round, iteration):
+                    self._give(round, iteration)
+                case Withdraw():
+                    offer, self._offer = self._offer, None
+                    if offer is not None:
+                        self._desk.withdraw(offer)
+                case Ask(round, donors, best):
+                    self._exchange = Exchange(self._world, self._desk.channel, self._buffers, round)
+                    if donors:
+                        self._exchange.ask_early(donors, best)
+                case Read(_, frozen):
+                    self._begin_to_read(frozen)
+                case Discard(round, reason):
+                    self._discard(round, reason)
+                case TakeSnapshot() | Apply():
+                    raise AssertionError(f"{instruction} outside step")
+                case unknown:
+                    assert_never(unknown)
+
+    def _tell(self, message: ControlMessage, round: int) -> None:
+        if self._world.engine.failure is not None:
+            return
+        try:
+            self._control.send_nowait(message, self._leader, round=round)
+        except RankLostError:
+            self._on_gone(self._leader)
+
+    def _give(self, round: int, iteration: int) -> None:
+        """Offer the snapshot that has just been copied."""
+        assert self._copied is not None, f"round {round} is to be given no snapshot"
+        (snapshot, began_at), self._copied = self._copied, None
+        self._offer = self._desk.offer(round, snapshot, self._snapshots.release)
+        self._counts["snapshots"] += 1
+        self._timing.add("snapshot", self._world.time() - began_at)
+        if self._averaging.on_event is not None:
+            self._averaging.on_event(SnapshotTaken(round, iteration, snapshot.by_name()))
+
+    def _begin_to_read(self, frozen: Frozen) -> None:
+        exchange = self._exchange
+        assert exchange is not None, "a round is frozen without an exchange"
+        exchange.task = self._world.spawn_service(
+            self._read(exchange, frozen), name=f"exchange of round {exchange.round}"
+        )
+
+    async def _read(self, exchange: Exchange, frozen: Frozen) -> None:
+        """Average the donors' snapshots, in rank order, and tell the state machine how it ended."""
+        try:
+            receiver = await exchange.run(frozen)
+            if not receiver.mean.is_agreed:
+                entry = self._own.unsound_entry(receiver.accumulator)
+                self._fail(exchange, f"the donors differ in infinite values, as of {entry!r}")
+            elif self._member.on_averaged(exchange.round):
+                exchange.average = receiver.accumulator
+        except (AsyncdistError, TimeoutError) as error:
+            self._fail(exchange, f"the stream from rank {exchange.donor} did not complete: {error}")
+        finally:
+            exchange.close()
+
+    def _fail(self, exchange: Exchange, reason: str) -> None:
+        exchange.task = None  # it is the caller, and ends by itself
+        instructions = self._member.on_failed(exchange.round, reason)
+        if instructions:
+            logger.info("round %d: abandoned, %s", exchange.round, reason)
+        self._carry_out(instructions)
+
+    def _discard(self, round: int, reason: str) -> None:
+        """Free what the exchange holds. The next step says so, although the coordinator's ``End`` may come before."""
+        exchange, self._exchange = self._exchange, None
+        assert exchange is not None, f"round {round} is given up without an exchange"
+        exchange.discard()
+        self._given_up = StepInfo(round=round, abandoned=reason, nbytes=exchange.nbytes)

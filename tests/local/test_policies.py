@@ -420,7 +420,7 @@ def test_an_average_that_has_arrived_when_its_rank_leaves_is_counted_and_not_app
         async with AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1) as policy:
             await policy.step(float(world.rank))
             if world.rank == 0:
-                while policy._replacer is None or not policy._replacer.complete:
+                while policy._exchange is None or policy._exchange.average is None:
                     await world.safe_point()
             while world.rank == 1 and 0 not in world.left:
                 await policy.step(1.0)
@@ -820,7 +820,8 @@ def test_a_rank_that_was_replaced_since_it_was_judged_declines() -> None:
                 info = await policy.step(float(world.rank))
                 if info:
                     at = policy.iteration - 1
-                    policy._on_assign(Assign(REPLACER, (1,), (0,), judged_iteration=at - 1, best=1), 99)
+                    assign = Assign(REPLACER, (1,), (0,), judged_iteration=at - 1, best=1)
+                    policy._carry_out(policy._member.on_assign(assign, 99))
         return dict(policy.statistics().declined)
 
     declined, nothing = run(main, 2)
@@ -832,16 +833,16 @@ def test_a_buffer_in_which_discarded_chunks_may_land_is_not_used_again() -> None
     async def main(world: ad.World) -> None:
         model = Mixed(float(world.rank))
         async with AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1) as policy:
-            first = policy._accumulators.acquire()
-            policy._release_accumulator(first)
-            second = policy._accumulators.acquire()
+            first = policy._buffers.accumulators.acquire()
+            policy._buffers.release(first, world)
+            second = policy._buffers.accumulators.acquire()
             assert second is first
             world.slots.discarding_count += 1  # as after a stream that was given up and is not answered yet
-            policy._release_accumulator(second)
+            policy._buffers.release(second, world)
             world.slots.discarding_count -= 1
-            third = policy._accumulators.acquire()
+            third = policy._buffers.accumulators.acquire()
             assert third is not first
-            policy._release_accumulator(third)
+            policy._buffers.release(third, world)
 
     run(main, 2)
 
@@ -915,7 +916,7 @@ def test_a_defect_inside_a_policys_own_task_ends_the_job_with_its_traceback(
     if where == "coordinator":
         monkeypatch.setattr(coordinator.RoundCoordinator, "on_ready", broken)
     else:
-        monkeypatch.setattr(selective_averaging.AsyncSelectiveAveragingPolicy, "_on_frozen", broken)
+        monkeypatch.setattr(selective_averaging.RoundMember, "on_frozen", broken)
     with pytest.raises(AssertionError, match="invariant 42"):
         train(steps=300)
 

@@ -550,12 +550,12 @@ class Member:
         policy = self.selective
         if policy is None:
             return
-        if policy._donor is not None and policy._replacer is not None:
-            self.watch.check(False, f"{self} gives in {policy._donor} and takes in {policy._replacer}")
-        if len(policy._snapshots._used) > _SNAPSHOT_COUNT_MAX or len(policy._accumulators._used) > 1:
+        if policy._offer is not None and policy._exchange is not None:
+            self.watch.check(False, f"{self} gives in {policy._offer} and takes in {policy._exchange}")
+        if len(policy._snapshots._used) > _SNAPSHOT_COUNT_MAX or len(policy._buffers.accumulators._used) > 1:
             self.watch.check(
                 False,
-                f"{self}: {policy._snapshots.in_use} snapshots, {policy._accumulators.in_use} accumulators in use",
+                f"{self}: {policy._snapshots.in_use} snapshots and {policy._buffers.accumulators.in_use} accumulators",
             )
 
 
@@ -628,7 +628,7 @@ class Watch:
             count = member.world.engine.statistics().outstanding_count
             if count > self._outstanding_count_max:
                 self.check(False, f"{member}: {count} requests outstanding")
-            ring = member.selective._ring.nbytes if member.selective is not None else 0
+            ring = member.selective._buffers.ring.nbytes if member.selective is not None else 0
             if ring > WINDOW_COUNT * self.plan.chunk_nbytes:
                 self.check(False, f"{member}: {ring} bytes of received chunks")
         if self._may_die:
@@ -649,9 +649,9 @@ class Watch:
         for member in self.members:
             policy = member.selective
             if member.rank == rank and policy is not None:
-                if policy._donor is not None and policy._donor.offer is not None and policy._donor.offer.streams:
+                if policy._offer is not None and policy._offer.streams:
                     roles.add("donor mid-stream")
-                if policy._replacer is not None and policy._replacer.exchange is not None:
+                if policy._exchange is not None and policy._exchange.task is not None:
                     roles.add("replacer mid-exchange")
         return roles
 

@@ -35,6 +35,7 @@ PURE = {
     "one_sided.rules",
     "ranking",
     "replay.store",
+    "selective.member",
     "selective.messages",
     "selective.rounds",
     "selective.rules",

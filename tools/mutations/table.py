@@ -142,9 +142,10 @@ MUTANTS: Final = (
         "incomplete-round-leaks",
         7,
         "the accumulator of an average that is not applied is never given back",
-        "protocols/selective/policy.py",
-        '            self._counts["unapplied"] += 1\n            self._release_accumulator(role.average)',
-        '            self._counts["unapplied"] += 1',
+        "protocols/selective/exchange.py",
+        "            self.task.cancel()\n        self.close()\n        if self.average is not None:\n"
+        "            self._buffers.release(self.average, self._world)\n",
+        "            self.task.cancel()\n        self.close()\n",
         SUITE,
     ),
     Mutant(
@@ -187,8 +188,8 @@ MUTANTS: Final = (
         10,
         "a donor's iteration travels as float32",
         "protocols/selective/policy.py",
-        "        self._tell(Ready(iteration), round=role.round)",
-        "        self._tell(Ready(int(torch.tensor(float(iteration)))), round=role.round)",
+        "        self._carry_out(member.on_copied(round, iteration, is_sound=is_sound))",
+        "        self._carry_out(member.on_copied(round, int(torch.tensor(float(iteration))), is_sound=is_sound))",
     ),
     Mutant(
         "ratio-zero-replaces",
@@ -218,9 +219,9 @@ MUTANTS: Final = (
         "integers-of-any-donor",
         12,
         "integer entries come from the first donor, not from the best",
-        "protocols/selective/policy.py",
-        "self._ring, donors=donors, best=best, round=role.round",
-        "self._ring, donors=donors, best=donors[0], round=role.round",
+        "protocols/selective/exchange.py",
+        "accumulator, ring, donors=donors, best=best, round=self.round",
+        "accumulator, ring, donors=donors, best=donors[0], round=self.round",
         SUITE,
     ),
     Mutant(

@@ -1,0 +1,126 @@
+"""A replacer's part in one round: it asks the donors for their snapshots and adds up what streams in."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from asyncdist import AsyncdistError, World
+from asyncdist.messaging.channels import Channel
+from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool
+from protocols.parameter_stream import ChunkRing, SnapshotReceiver, StreamMessage
+from protocols.selective.messages import Frozen
+
+logger = logging.getLogger("protocols.selective.exchange")
+
+
+class ExchangeBuffers:
+    """Keeps the memory that exchanges use one after the other, and counts what they receive.
+
+    Args:
+        flat: the state of the policy's model.
+
+    Attributes:
+        accumulators: lends the buffers in which averages are made.
+        ring: for chunks that cannot land in an accumulator.
+        received_nbytes: by all exchanges, abandoned ones included.
+    """
+
+    def __init__(self, flat: FlatState) -> None:
+        self._flat = flat
+        self.accumulators = SnapshotPool(flat, accumulate=True)
+        self.ring = ChunkRing()
+        self.received_nbytes = 0
+
+    def release(self, accumulator: FlatBuffers, world: World) -> None:
+        """Take an accumulator back. While discarded chunks may still land in it, or in the ring, use new memory."""
+        self.accumulators.release(accumulator)
+        if world.slots.discarding_count:
+            self.accumulators = SnapshotPool(self._flat, accumulate=True)
+            self.ring = ChunkRing()
+
+
+class Exchange:
+    """Receives the snapshots of one round.
+
+    Args:
+        world: this rank's.
+        channel: of the policy's parameter streams.
+        buffers: the policy's.
+        round: the round's number.
+
+    Attributes:
+        round: as given.
+        assigned_at: when this rank was named a replacer, on the world's clock.
+        task: runs :meth:`run`; None before the round is frozen, and when the task ends by itself.
+        average: the whole average; None until there is one, and where fresh weights are made.
+        nbytes: received, counted when a stream has ended.
+    """
+
+    def __init__(self, world: World, channel: Channel[StreamMessage], buffers: ExchangeBuffers, round: int) -> None:
+        self._world = world
+        self._channel = channel
+        self._buffers = buffers
+        self.round = round
+        self.assigned_at = world.time()
+        self.task: asyncio.Task[None] | None = None
+        self.average: FlatBuffers | None = None
+        self.nbytes = 0
+        self._receiver: SnapshotReceiver | None = None
+        self._started: SnapshotReceiver | None = None
+
+    @property
+    def donor(self) -> int:
+        """The rank that was asked or waited for last; -1 before any."""
+        return -1 if self._started is None else self._started.donor
+
+    def ask_early(self, donors: tuple[int, ...], best: int) -> None:
+        """Ask the donors before they are ready. A donor that is lost or busy matters when the round is frozen."""
+        receiver = self._receive(donors, best)
+        try:
+            receiver.ask()
+        except AsyncdistError as error:
+            logger.info("round %d: not asked early, %s", self.round, error)
+            self.close()
+
+    async def run(self, frozen: Frozen) -> SnapshotReceiver:
+        """Receive from the donors of the frozen round; ask anew if they are not those that were asked early.
+
+        Returns:
+            The receiver, whose accumulator holds the average. :meth:`close` takes it back unless it is ``average``.
+
+        Raises:
+            AsyncdistError, TimeoutError: as :meth:`SnapshotReceiver.run`, on account of ``donor``.
+        """
+        receiver = self._receiver
+        if receiver is None or receiver.donors != frozen.donors or receiver.best != frozen.best:
+            self.close()
+            receiver = self._receive(frozen.donors, frozen.best)
+        await receiver.run(frozen.weights, deadline=self._world.time() + frozen.timeout_s)
+        return receiver
+
+    def close(self) -> None:
+        """Stop the streams, if they are under way. A second call does nothing."""
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()
+            self.nbytes += receiver.received_nbytes
+            self._buffers.received_nbytes += receiver.received_nbytes
+            if self.average is not receiver.accumulator:
+                self._buffers.release(receiver.accumulator, self._world)
+
+    def discard(self) -> None:
+        """Stop the exchange and free its memory: its average will not be applied."""
+        if self.task is not None and self.average is None:
+            self.task.cancel()
+        self.close()
+        if self.average is not None:
+            self._buffers.release(self.average, self._world)
+
+    def _receive(self, donors: tuple[int, ...], best: int) -> SnapshotReceiver:
+        accumulator = self._buffers.accumulators.acquire()
+        ring = self._buffers.ring
+        self._started = self._receiver = SnapshotReceiver(
+            self._world, self._channel, accumulator, ring, donors=donors, best=best, round=self.round
+        )
+        return self._receiver

@@ -1,0 +1,350 @@
+"""The member's side of a round: a state machine that turns events into instructions.
+
+`RoundMember` is the twin of `protocols.selective.rounds.RoundCoordinator`: a plain synchronous object without asyncio,
+torch or a clock, so the same events give the same instructions. The policy tells it what has happened (a message of the
+coordinator, a step, the end of a copy or of an exchange) and carries the instructions out in the order given.
+
+A member has one role at a time. `TRANSITIONS` is the whole of it:
+
+========== ============================ ==================================================
+State      Meaning                      Left by
+========== ============================ ==================================================
+IDLE       no part in a round           an assignment
+CHOSEN     donor; the next step copies  a step
+COPYING    donor; the weights are       the end of the copy, finite or not
+           being copied
+GIVING     donor; the snapshot is on    the end of the round
+           offer
+ASKING     replacer; the round can      `Frozen`
+           still change
+READING    replacer; adds what comes    the whole average, or a failure
+COMPLETE   replacer; the next step      the application
+           applies the average
+LEAVING    declines every role          the end of the policy
+LASTING    leaves, with its snapshot    the end of the round
+           still on offer
+OUT        takes no part any more       nothing
+========== ============================ ==================================================
+
+A newer assignment and `End` take any role away; the loss of the coordinator leads to OUT from everywhere. A message of
+the coordinator that does not fit the state is late, and has no effect.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from enum import Enum, auto
+from typing import Final, NamedTuple, TypeAlias
+
+from protocols.selective.messages import (
+    DONOR,
+    Abandoned,
+    Applied,
+    Assign,
+    ControlMessage,
+    Decline,
+    Frozen,
+    Leave,
+    Ready,
+)
+
+
+class State(Enum):
+    """Says what a member does at this moment; see the module's table."""
+
+    IDLE = auto()
+    CHOSEN = auto()
+    COPYING = auto()
+    GIVING = auto()
+    ASKING = auto()
+    READING = auto()
+    COMPLETE = auto()
+    LEAVING = auto()
+    LASTING = auto()
+    OUT = auto()
+
+
+class Event(Enum):
+    """Names what moves a member from one state to another."""
+
+    CHOSEN_TO_GIVE = auto()
+    CHOSEN_TO_TAKE = auto()
+    FROZEN_WITH_DONORS = auto()
+    FROZEN_WITHOUT_DONORS = auto()
+    STEP = auto()
+    COPIED = auto()
+    UNSOUND = auto()
+    AVERAGED = auto()
+    FAILED = auto()
+    APPLIED = auto()
+    ROLE_ENDED = auto()
+    LEAVE = auto()
+    GONE = auto()
+
+
+_GIVING_STATES: Final = frozenset({State.CHOSEN, State.COPYING, State.GIVING, State.LASTING})
+_TAKING_STATES: Final = frozenset({State.ASKING, State.READING, State.COMPLETE})
+
+#: From state and event to the next state. A pair that is not listed does not happen, or is a late message.
+TRANSITIONS: Final[Mapping[tuple[State, Event], State]] = {
+    (State.IDLE, Event.CHOSEN_TO_GIVE): State.CHOSEN,
+    (State.IDLE, Event.CHOSEN_TO_TAKE): State.ASKING,
+    (State.CHOSEN, Event.STEP): State.COPYING,
+    (State.COPYING, Event.COPIED): State.GIVING,
+    (State.COPYING, Event.UNSOUND): State.IDLE,
+    (State.ASKING, Event.FROZEN_WITH_DONORS): State.READING,
+    (State.ASKING, Event.FROZEN_WITHOUT_DONORS): State.COMPLETE,
+    (State.READING, Event.AVERAGED): State.COMPLETE,
+    (State.READING, Event.FAILED): State.IDLE,
+    (State.COMPLETE, Event.APPLIED): State.IDLE,
+    **{(state, Event.ROLE_ENDED): State.IDLE for state in (_GIVING_STATES | _TAKING_STATES) - {State.LASTING}},
+    (State.LASTING, Event.ROLE_ENDED): State.LEAVING,
+    **{(state, Event.LEAVE): State.LEAVING for state in (State.IDLE, State.CHOSEN, State.COPYING)},
+    (State.GIVING, Event.LEAVE): State.LASTING,
+    **{(state, Event.GONE): State.OUT for state in State if state is not State.OUT},
+}
+
+
+class Tell(NamedTuple):
+    """Send the coordinator a message; ``round`` goes into the frame's header."""
+
+    message: ControlMessage
+    round: int = 0
+
+
+class RefuseUpTo(NamedTuple):
+    """Answer replacers that ask for a snapshot of a round up to this one by the abort."""
+
+    round: float
+
+
+class Withdraw(NamedTuple):
+    """Stop the streams of the snapshot on offer, and offer it no more."""
+
+
+class TakeSnapshot(NamedTuple):
+    """Start to copy the weights, and report the end of the copy by `on_copied`."""
+
+    round: int
+
+
+class Give(NamedTuple):
+    """Put the snapshot, taken at that iteration, on offer."""
+
+    round: int
+    iteration: int
+
+
+class Ask(NamedTuple):
+    """Prepare the exchange of a round that is not frozen; with donors, ask them for their snapshots."""
+
+    round: int
+    donors: tuple[int, ...]
+    best: int
+
+
+class Read(NamedTuple):
+    """Add the donors' snapshots; report the outcome by `on_averaged` or `on_failed`."""
+
+    round: int
+    frozen: Frozen
+
+
+class Apply(NamedTuple):
+    """Put the new weights in place; then call `on_applied`."""
+
+    round: int
+    frozen: Frozen
+
+
+class Discard(NamedTuple):
+    """Stop the exchange, free what it holds, and let the next step report the reason."""
+
+    round: int
+    reason: str
+
+
+Instruction: TypeAlias = Tell | RefuseUpTo | Withdraw | TakeSnapshot | Give | Ask | Read | Apply | Discard
+Instructions: TypeAlias = tuple[Instruction, ...]
+
+
+class RoundMember:
+    """Keeps the role of one member, and says what is to be done about it.
+
+    Attributes:
+        state: what the member does now.
+        round: of the current role, 0 without one.
+        last_round: the newest round that this member was named in.
+        wants_step: whether the next step has something to do; a step that finds it false does nothing.
+        declined: roles refused, by reason.
+        abandoned: rounds given up as a replacer, by reason.
+        unapplied_count: averages that were complete and are never applied.
+    """
+
+    __slots__ = (
+        "_applied_iteration",
+        "_frozen",
+        "abandoned",
+        "declined",
+        "last_round",
+        "round",
+        "state",
+        "unapplied_count",
+        "wants_step",
+    )
+
+    def __init__(self) -> None:
+        self.state = State.IDLE
+        self.round = 0
+        self.last_round = 0
+        self.wants_step = False
+        self.declined: Counter[str] = Counter()
+        self.abandoned: Counter[str] = Counter()
+        self.unapplied_count = 0
+        self._frozen: Frozen | None = None
+        self._applied_iteration = -1
+
+    # ---------------------------------------------------------------- what the coordinator says
+
+    def on_assign(self, assign: Assign, round: int) -> Instructions:
+        """Take a role in a new round; the role in the last one ends."""
+        self.last_round = max(self.last_round, round)
+        if self.state is State.OUT:
+            return ()
+        before = (*self._end_giving(), RefuseUpTo(round - 1), *self._end_taking(f"round {round} began"))
+        if self.state is State.LEAVING:
+            return (*before, self._decline(round, "leaving"))
+        if assign.role == DONOR:
+            self._go(Event.CHOSEN_TO_GIVE, round)
+            return before
+        if self._applied_iteration > assign.judged_iteration:
+            reason = f"replaced at iteration {self._applied_iteration}, after the one that was judged"
+            return (*before, self._decline(round, reason))
+        self._go(Event.CHOSEN_TO_TAKE, round)
+        return (*before, Ask(round, assign.donors, assign.best))
+
+    def on_frozen(self, frozen: Frozen, round: int) -> Instructions:
+        """Take the donors as fixed: their snapshots may be added."""
+        if self.state is not State.ASKING or self.round != round:
+            return ()
+        self._go(Event.FROZEN_WITH_DONORS if frozen.donors else Event.FROZEN_WITHOUT_DONORS, round)
+        self._frozen = frozen
+        return (Read(round, frozen),) if frozen.donors else ()
+
+    def on_end(self, reason: str, round: int) -> Instructions:
+        """Give the role in that round up."""
+        if self.state is State.OUT:
+            return ()
+        giving = self._end_giving() if self.round == round else ()
+        return (*giving, RefuseUpTo(round), *(self._end_taking(reason) if self.round == round else ()))
+
+    def on_gone(self, why: str) -> Instructions:
+        """Take no part any more: the coordinator is lost, or has stopped, as ``why`` says."""
+        if self.state is State.OUT:
+            return ()
+        instructions = (*self._end_giving(), RefuseUpTo(math.inf), *self._end_taking(f"the coordinator {why}"))
+        self._go(Event.GONE)
+        return instructions
+
+    # ---------------------------------------------------------------- what the member does
+
+    def on_step(self) -> TakeSnapshot | Apply | None:
+        """Return what this step has to do. Weights change, and are copied, in no other place."""
+        self.wants_step = False
+        if self.state is State.CHOSEN:
+            self._go(Event.STEP, self.round)
+            return TakeSnapshot(self.round)
+        if self.state is State.COMPLETE:
+            assert self._frozen is not None, f"round {self.round} is complete without having been frozen"
+            return Apply(self.round, self._frozen)
+        return None
+
+    def on_copied(self, round: int, iteration: int, *, is_sound: bool) -> Instructions:
+        """Take a snapshot that is whole. Without instructions the round ended while it was copied."""
+        if self.state is not State.COPYING or self.round != round:
+            return ()
+        if not is_sound:
+            self._go(Event.UNSOUND)
+            return (RefuseUpTo(round), self._decline(round, "weights are not finite"))
+        self._go(Event.COPIED, round)
+        return (Give(round, iteration), Tell(Ready(iteration), round))
+
+    def on_averaged(self, round: int) -> bool:
+        """Take the average as whole, and tell whether it is still wanted."""
+        if self.state is not State.READING or self.round != round:
+            return False
+        self._go(Event.AVERAGED, round)
+        return True
+
+    def on_failed(self, round: int, reason: str) -> Instructions:
+        """Give the round up, since its exchange has failed."""
+        if self.state is not State.READING or self.round != round:
+            return ()
+        self._go(Event.FAILED)
+        return (self._discard(round, reason), Tell(Abandoned(reason), round))
+
+    def on_applied(self, iteration: int) -> Instructions:
+        """Take the new weights as being in place; reports up to this iteration are void."""
+        applied = Tell(Applied(iteration), self.round)
+        self._go(Event.APPLIED)
+        self._applied_iteration = iteration
+        self._frozen = None
+        return (applied,)
+
+    def on_leave(self) -> Instructions:
+        """Begin to leave: roles end, except that a snapshot on offer stays there until its round has ended."""
+        if self.state is State.OUT:
+            return ()
+        instructions: list[Instruction] = [*self._end_taking("the policy ended")]
+        if self.state in (State.CHOSEN, State.COPYING):
+            instructions.append(self._decline(self.round, "leaving"))
+        self._go(Event.LEAVE, self.round if self.state is State.GIVING else 0)
+        return (*instructions, RefuseUpTo(math.inf))
+
+    def on_left(self) -> Instructions:
+        """Finish: the streams that were waited for have ended, or time is up."""
+        if self.state is State.OUT:
+            return ()
+        instructions = (*self._end_giving(), Tell(Leave()))
+        self._go(Event.GONE)
+        return instructions
+
+    # ---------------------------------------------------------------- helpers
+
+    def _go(self, event: Event, round: int = 0) -> None:
+        """Move as the table says."""
+        assert (self.state, event) in TRANSITIONS, f"{event} in {self.state} of round {self.round}"
+        self.state = TRANSITIONS[self.state, event]
+        self.round = round
+        if self.state in (State.CHOSEN, State.COMPLETE):
+            self.wants_step = True
+
+    def _end_giving(self) -> Instructions:
+        """End a donor's role, if there is one."""
+        if self.state not in _GIVING_STATES:
+            return ()
+        withdraw = (Withdraw(),) if self.state in (State.GIVING, State.LASTING) else ()
+        refuse = RefuseUpTo(self.round)
+        self._go(Event.ROLE_ENDED)
+        return (*withdraw, refuse)
+
+    def _end_taking(self, reason: str) -> Instructions:
+        """End a replacer's role before its average is applied, if there is one."""
+        if self.state not in _TAKING_STATES:
+            return ()
+        number = self.round
+        if self.state is State.COMPLETE and self._frozen is not None and self._frozen.donors:
+            self.unapplied_count += 1
+        self._go(Event.ROLE_ENDED)
+        return (self._discard(number, reason),)
+
+    def _discard(self, round: int, reason: str) -> Discard:
+        """Count a round that is given up; the next step says so, although the coordinator's `End` may come first."""
+        self.abandoned[reason] += 1
+        self._frozen = None
+        self.wants_step = True
+        return Discard(round, reason)
+
+    def _decline(self, round: int, reason: str) -> Tell:
+        self.declined[reason] += 1
+        return Tell(Decline(reason), round)

@@ -1,0 +1,272 @@
+"""The member's state machine in selective averaging: its table, its instructions, and what must never come of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from protocols.selective.member import (
+    TRANSITIONS,
+    Apply,
+    Ask,
+    Discard,
+    Event,
+    Give,
+    Instructions,
+    Read,
+    RefuseUpTo,
+    RoundMember,
+    State,
+    TakeSnapshot,
+    Tell,
+    Withdraw,
+)
+from protocols.selective.messages import (
+    DONOR,
+    REPLACER,
+    Abandoned,
+    Applied,
+    Assign,
+    Decline,
+    Frozen,
+    Leave,
+    Ready,
+)
+
+TO_GIVE = Assign(DONOR, (1, 2), (0,), 9, 2)
+TO_TAKE = Assign(REPLACER, (1, 2), (0,), 9, 2)
+TO_BUILD = Assign(REPLACER, (), (0,), 9, -1)
+FROZEN = Frozen((1, 2), (1.0, 1.0), (9, 8), 2, 30.0)
+FRESH = Frozen((), (), (), -1, 30.0)
+
+LAWS = settings(deadline=None, derandomize=True, max_examples=300)
+
+
+def member_in(state: State) -> RoundMember:
+    """A member that has come to a state, in round 3 if that has one, by events alone."""
+    member = RoundMember()
+    if state in (State.CHOSEN, State.COPYING, State.GIVING, State.LASTING):
+        member.on_assign(TO_GIVE, 3)
+    if state in (State.COPYING, State.GIVING, State.LASTING):
+        assert member.on_step() == TakeSnapshot(3)
+    if state in (State.GIVING, State.LASTING):
+        member.on_copied(3, 10, is_sound=True)
+    if state in (State.ASKING, State.READING, State.COMPLETE):
+        member.on_assign(TO_TAKE, 3)
+    if state in (State.READING, State.COMPLETE):
+        member.on_frozen(FROZEN, 3)
+    if state is State.COMPLETE:
+        assert member.on_averaged(3)
+    if state in (State.LEAVING, State.LASTING):
+        member.on_leave()
+    if state is State.OUT:
+        member.on_gone("is gone")
+    assert member.state is state
+    return member
+
+
+@pytest.mark.parametrize("state", State)
+def test_every_state_is_reached_and_only_out_is_final(state: State) -> None:
+    assert member_in(state).state is state
+    assert {before for before, _ in TRANSITIONS} | {State.OUT} == set(State)
+    assert set(TRANSITIONS.values()) | {State.IDLE} == set(State)
+    assert {event for _, event in TRANSITIONS} == set(Event)
+
+
+def test_a_donors_round() -> None:
+    member = RoundMember()
+    assert not member.wants_step
+    assert member.on_assign(TO_GIVE, 3) == (RefuseUpTo(2),)
+    assert member.wants_step and member.last_round == 3
+    assert member.on_step() == TakeSnapshot(3)
+    assert not member.wants_step and member.on_step() is None
+    assert member.on_copied(3, 10, is_sound=True) == (Give(3, 10), Tell(Ready(10), 3))
+    assert member.on_end("every replacer has answered", 3) == (Withdraw(), RefuseUpTo(3), RefuseUpTo(3))
+    assert member.state is State.IDLE and not member.wants_step
+
+
+def test_a_replacers_round() -> None:
+    member = RoundMember()
+    assert member.on_assign(TO_TAKE, 3) == (RefuseUpTo(2), Ask(3, (1, 2), 2))
+    assert not member.wants_step
+    assert member.on_frozen(FROZEN, 3) == (Read(3, FROZEN),)
+    assert member.on_averaged(3) and member.wants_step
+    assert member.on_step() == Apply(3, FROZEN)
+    assert member.on_applied(12) == (Tell(Applied(12), 3),)
+    assert member.on_end("every replacer has answered", 3) == (RefuseUpTo(3),)
+    assert member.state is State.IDLE and not member.abandoned and not member.unapplied_count
+
+
+def test_fresh_weights_need_no_exchange() -> None:
+    member = RoundMember()
+    assert member.on_assign(TO_BUILD, 1) == (RefuseUpTo(0), Ask(1, (), -1))
+    assert member.on_frozen(FRESH, 1) == ()
+    assert member.wants_step and member.on_step() == Apply(1, FRESH)
+
+
+def test_a_report_from_before_the_last_average_makes_no_replacer() -> None:
+    member = member_in(State.COMPLETE)
+    member.on_step()
+    member.on_applied(9)
+    assert isinstance(member.on_assign(TO_TAKE, 4)[-1], Ask), "judged at iteration 9, and not before it"
+    member = member_in(State.COMPLETE)
+    member.on_step()
+    member.on_applied(10)
+    reason = "replaced at iteration 10, after the one that was judged"
+    assert member.on_assign(TO_TAKE, 4) == (RefuseUpTo(3), Tell(Decline(reason), 4))
+    assert member.state is State.IDLE and member.declined == {reason: 1}
+
+
+def test_weights_that_are_not_finite_are_declined() -> None:
+    member = member_in(State.COPYING)
+    declined = Tell(Decline("weights are not finite"), 3)
+    assert member.on_copied(3, 10, is_sound=False) == (RefuseUpTo(3), declined)
+    assert member.state is State.IDLE
+
+
+def test_an_exchange_that_fails_abandons_the_round_and_the_next_step_says_so() -> None:
+    member = member_in(State.READING)
+    assert member.on_failed(3, "lost") == (Discard(3, "lost"), Tell(Abandoned("lost"), 3))
+    assert member.wants_step and member.on_step() is None and not member.wants_step
+    assert member.abandoned == {"lost": 1} and not member.unapplied_count
+
+
+@pytest.mark.parametrize("state", [State.ASKING, State.READING, State.COMPLETE])
+def test_the_end_of_a_round_takes_the_replacers_role_away(state: State) -> None:
+    member = member_in(state)
+    assert member.on_end("time is up", 3) == (RefuseUpTo(3), Discard(3, "time is up"))
+    assert member.state is State.IDLE and member.abandoned == {"time is up": 1}
+    assert member.unapplied_count == (state is State.COMPLETE)
+
+
+@pytest.mark.parametrize("state", [State.CHOSEN, State.COPYING, State.GIVING, State.ASKING, State.READING])
+def test_a_newer_round_takes_any_role_away(state: State) -> None:
+    member = member_in(state)
+    before = member.on_assign(TO_GIVE, 4)
+    assert RefuseUpTo(3) in before and member.state is State.CHOSEN and member.round == 4
+    assert (Withdraw() in before) == (state is State.GIVING)
+    assert (Discard(3, "round 4 began") in before) == (state in (State.ASKING, State.READING))
+
+
+@pytest.mark.parametrize("state", [state for state in State if state is not State.OUT])
+def test_without_a_coordinator_nothing_is_left(state: State) -> None:
+    member = member_in(state)
+    instructions = member.on_gone("has stopped")
+    assert RefuseUpTo(math.inf) in instructions and member.state is State.OUT
+    assert (Withdraw() in instructions) == (state in (State.GIVING, State.LASTING))
+    discarded = Discard(3, "the coordinator has stopped") in instructions
+    assert discarded == (state in (State.ASKING, State.READING, State.COMPLETE))
+    assert not [told for told in instructions if isinstance(told, Tell)], "there is nobody to be told"
+
+
+def test_a_member_that_is_out_hears_nothing() -> None:
+    member = member_in(State.OUT)
+    assert member.on_gone("is gone") == () == member.on_leave() == member.on_left()
+    assert member.on_assign(TO_GIVE, 5) == () == member.on_end("late", 5)
+    assert member.state is State.OUT and member.last_round == 5 and not member.wants_step
+
+
+def test_leaving_gives_up_and_declines_but_finishes_what_is_given() -> None:
+    assert member_in(State.IDLE).on_leave() == (RefuseUpTo(math.inf),)
+    declined = Tell(Decline("leaving"), 3)
+    assert member_in(State.CHOSEN).on_leave() == (declined, RefuseUpTo(math.inf))
+    assert member_in(State.COPYING).on_leave() == (declined, RefuseUpTo(math.inf))
+    discard = Discard(3, "the policy ended")
+    assert member_in(State.COMPLETE).on_leave() == (discard, RefuseUpTo(math.inf))
+    giving = member_in(State.GIVING)
+    assert giving.on_leave() == (RefuseUpTo(math.inf),) and giving.state is State.LASTING
+    assert giving.on_end("over", 3) == (Withdraw(), RefuseUpTo(3), RefuseUpTo(3)) and giving.state is State.LEAVING
+    assert giving.on_assign(TO_TAKE, 4)[-1] == Tell(Decline("leaving"), 4) and giving.state is State.LEAVING
+    assert giving.on_left() == (Tell(Leave()),) and giving.state is State.OUT
+
+
+def test_a_member_that_cannot_wait_withdraws_its_snapshot() -> None:
+    member = member_in(State.LASTING)
+    assert member.on_left() == (Withdraw(), RefuseUpTo(3), Tell(Leave()))
+
+
+@pytest.mark.parametrize("state", State)
+def test_words_about_another_round_change_nothing(state: State) -> None:
+    member = member_in(state)
+    assert member.on_frozen(FROZEN, 2) == () == member.on_copied(2, 1, is_sound=True) == member.on_failed(2, "late")
+    assert not member.on_averaged(2)
+    assert set(member.on_end("late", 2)) <= {RefuseUpTo(2)}
+    assert member.state is state
+
+
+CALLS = st.sampled_from(
+    [
+        "give",
+        "take",
+        "build",
+        "frozen",
+        "fresh",
+        "end",
+        "step",
+        "copied",
+        "unsound",
+        "averaged",
+        "failed",
+        "leave",
+        "gone",
+    ]
+)
+
+
+def call(member: RoundMember, name: str, number: int) -> Instructions:
+    """Tell the member of an event as the policy would, for its own round or for another one."""
+    messages: dict[str, Any] = {"give": TO_GIVE, "take": TO_TAKE, "build": TO_BUILD}
+    match name:
+        case "give" | "take" | "build":
+            return member.on_assign(messages[name], number)
+        case "frozen" | "fresh":
+            return member.on_frozen(FROZEN if name == "frozen" else FRESH, number)
+        case "end":
+            return member.on_end("over", number)
+        case "step":
+            done = member.on_step()
+            return (done, *member.on_applied(number)) if isinstance(done, Apply) else (done,) if done else ()
+        case "copied" | "unsound":
+            return member.on_copied(number, 1, is_sound=name == "copied")
+        case "averaged":
+            member.on_averaged(number)
+            return ()
+        case "failed":
+            return member.on_failed(number, "failed")
+        case _:
+            return member.on_gone("is gone")
+
+
+@LAWS
+@given(st.lists(st.tuples(CALLS, st.integers(1, 4)), max_size=40))
+def test_whatever_comes_resources_are_freed_once_and_each_application_was_read(calls: list[tuple[str, int]]) -> None:
+    """One snapshot on offer at most, one exchange at most, both given back by the end; nothing after the farewell."""
+    member, has_left = RoundMember(), False
+    offered: list[int] = []
+    exchanging: list[int] = []
+    for name, number in [*calls, ("leave", 0), ("left", 0)]:
+        if name == "leave":
+            if has_left:
+                continue
+            has_left, instructions = True, member.on_leave()
+        elif name == "left":
+            instructions = member.on_left()
+        else:
+            instructions = call(member, name, number)
+        for instruction in instructions:
+            match instruction:
+                case Give(round):
+                    offered.append(round)
+                case Withdraw():
+                    offered.pop()
+                case Ask(round):
+                    exchanging.append(round)
+                case Discard(round) | Apply(round):
+                    exchanging.remove(round)
+        assert len(offered) + len(exchanging) <= 1
+        assert bool(offered) == (member.state in (State.GIVING, State.LASTING))
+        assert bool(exchanging) == (member.state in (State.ASKING, State.READING, State.COMPLETE))
+    assert not offered and not exchanging and member.state is State.OUT
