@@ -1,16 +1,16 @@
 """One-sided selective averaging: each rank decides for itself, and reads the snapshots that others have exposed.
 
-There is no coordinator and no round that ranks share. As a member sees it:
+There is no coordinator, and ranks share no rounds. A replacement, as a member sees it:
 
 1. every ``average_every`` steps it publishes a snapshot of its state, with its metric, and goes on training;
-2. by its age, or by its metric, it judges some day that it is to be replaced;
-3. it draws donors, and reads what each of them has published last, one after the other in rank order, into one
-   accumulator. Where memory is shared the donors do not notice; elsewhere they answer at their own safe points;
+2. at some time it judges, by its age or by its metric, that it is to be replaced;
+3. it draws donors, and reads the newest snapshot of each, one after the other in rank order, into one accumulator.
+   Where memory is shared the donors do not notice; elsewhere they answer at their own safe points;
 4. at its next ``step`` the average is in place of its weights.
 
 Invariants: weights change only inside ``step``; a snapshot is taken only inside ``step``; a snapshot is read whole, in
 one version, with the metric that was published with it, or not at all; a replacement that does not complete leaves the
-weights untouched and says why. What a reader needs lies with the donors, so nobody waits for anybody.
+weights untouched and says why. The donors hold all that a reader needs, so no rank waits for another.
 """
 
 from __future__ import annotations
@@ -19,55 +19,33 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any, Final, Literal
 
 import torch
 from torch import nn
 
 from asyncdist import AsyncdistError, Group, RankLostError, World, validation
-from asyncdist.collectives.one_sided import OutdatedError, VersionedWindow, VersionRecord, open_versioned_window
+from asyncdist.collectives.one_sided import VersionedWindow, open_versioned_window
 from asyncdist.messaging import wire
 from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.streams import CHUNK_NBYTES
 from asyncdist.tensors.byte_layout import Packing
-from asyncdist.tensors.byte_views import byte_view
 from asyncdist.tensors.flat_state import FlatBuffers, SnapshotPool
-from asyncdist.tensors.means import WeightedMean
 from protocols.applier import Applier, NewWeights
-from protocols.one_sided.rules import Choice, OneSidedRules, choose, is_dying
+from protocols.one_sided.reader import DonorReader, Replacement, UnreadableError
+from protocols.one_sided.rules import OneSidedRules, choose, is_dying
 from protocols.one_sided.statistics import Durations, OneSidedStatistics
 from protocols.options import AveragingOptions, AveragingStrategy, ModelBuilder, Timing
 from protocols.own_state import OwnState
-from protocols.parameter_stream import ChunkRing
 from protocols.policy import Metric, MetricSource, SpawnPolicy
 from protocols.step_info import NOTHING, PolicyEvent, SnapshotTaken, StepInfo
 
 logger = logging.getLogger("protocols.one_sided.policy")
 
-#: How often a replacement begins anew, with a fresh look at the others, after a snapshot was overwritten under it.
+#: Attempts of one replacement: each begins with a fresh look at the others, after a snapshot was overwritten meanwhile.
 _ATTEMPT_COUNT: Final = 3
 _NEVER: Final = 1 << 62
-
-
-@dataclass(slots=True, eq=False)
-class _Replacement:
-    """From the judgement until the average is applied or given up."""
-
-    number: int
-    judged_at: float
-    donors: list[int] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    iterations: list[int] = field(default_factory=list)
-    best: int = -1
-    average: FlatBuffers | None = None
-    complete: bool = False
-    nbytes: int = 0
-
-
-class _Unreadable(Exception):
-    """An attempt came to nothing; another one may not."""
 
 
 class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
@@ -96,8 +74,8 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         averaging_strategy: ``"mean"``; ``"weighted_mean"``, weights proportional to the metric published with the
             snapshot, minus the worst of the donors' and the own one; ``"best_only"``, the best of the drawn;
             ``"reset_weights"``, fresh weights of ``model_builder`` and nobody's snapshot.
-        donor_count: how many donors are drawn, at most; as many as there are, if they are fewer. Whoever has a metric
-            that is no finite number, or would itself be replaced by it, is none.
+        donor_count: how many donors are drawn, at most; as many as there are, if they are fewer. A rank is no donor if
+            its metric is not finite, or would have the rank itself replaced.
         donor_ratio: the same as a part of the group, this rank included; rounded down, at least one. Counts where
             ``donor_count`` is None.
         momentum: 0 to 1: new = momentum * own + (1 - momentum) * average, own being the weights at that moment. Where
@@ -109,7 +87,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         optimizer_state: ``"keep"``, or ``"reset"``: cleared in place whenever weights are replaced. ``reset_weights``
             always clears it.
         read_timeout_s: bound on reading all donors, where they have to answer.
-        drain_timeout_s: how long leaving waits for those who are being answered.
+        drain_timeout_s: how long leaving waits for readers that are being answered.
         start_timeout_s: how long the start waits for the last member.
         on_event: told of each snapshot, whose ``round`` is its version, and of each application, whose ``round`` counts
             this rank's own replacements and whose ``versions`` are those of the donors' snapshots. Inside ``step``; of
@@ -186,13 +164,12 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         self._states: dict[int, FlatBuffers] = {}
         self._snapshots = SnapshotPool(self._flat)
         self._applier = Applier(self._flat, self._own, self._snapshots, on_event)
-        self._accumulators = SnapshotPool(self._flat, accumulate=True)
         self._chunk_nbytes = CHUNK_NBYTES
-        self._ring = ChunkRing(self._chunk_nbytes)
+        self._reader: DonorReader
         self._exposure: VersionedWindow | None = None
         self._is_publishing = False
         self._own_metric: float | None = None
-        self._replacement: _Replacement | None = None
+        self._replacement: Replacement | None = None
         self._task: asyncio.Task[None] | None = None
         self._needs_step = False
         self._given_up = NOTHING
@@ -206,7 +183,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
     # -- the user's calls, beyond SpawnPolicy's ---------------------------------------------------------------------
 
     def statistics(self) -> OneSidedStatistics:
-        """What this member has done so far."""
+        """Return what this member has done so far."""
         return OneSidedStatistics(
             total_iterations=self._step_count,
             agents_killed=self._counts["killed"],
@@ -258,6 +235,9 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             scope=scope,
             chunk_nbytes=self._chunk_nbytes,
         )
+        self._reader = DonorReader(
+            world, self._group, self._exposure, self._packing, self._flat, self._counts, chunk_nbytes=self._chunk_nbytes
+        )
         self._begin_life()
         world.leftover_probes.append(self._leftovers)
 
@@ -288,9 +268,9 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         return not is_reading and not self._is_publishing and not self._world.slots.discarding_count
 
     def _leftovers(self) -> list[str]:
-        if not self._accumulators.in_use:
+        if not self._reader.accumulators.in_use:
             return []
-        return [f"{self._accumulators.in_use} accumulators of policy {self.name or type(self).__name__}"]
+        return [f"{self._reader.accumulators.in_use} accumulators of policy {self.name or type(self).__name__}"]
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -312,14 +292,14 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         return info
 
     def _act(self) -> StepInfo:
-        """What a replacement waits for ``step`` to do."""
+        """Apply an average that is complete, or report a replacement that was given up."""
         self._needs_step = False
         given_up, self._given_up = self._given_up, NOTHING
         replacement = self._replacement
         return self._apply(replacement) if replacement is not None and replacement.complete else given_up
 
     def _publish(self, metric: float) -> None:
-        """Expose the weights of this moment, and how good they are."""
+        """Expose the weights of this moment, and their metric."""
         assert self._exposure is not None, "a step outside the policy"
         self._own_metric = metric
         self._counts["nonfinite"] += not abs(metric) < float("inf")
@@ -342,9 +322,9 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         self._world.engine.watch(copy, "a snapshot", lambda _: self._expose(state, iteration, metric, began_at))
 
     def _expose(self, state: FlatBuffers, iteration: int, metric: float, began_at: float) -> None:
-        """The snapshot is whole. One that holds NaN has such a metric, whatever it was given: nobody takes it.
+        """Publish a snapshot that is whole. One that holds NaN gets NaN as its metric, so that no rank takes it.
 
-        This rank judges itself by that too: who has diverged is the one to be replaced.
+        This rank judges itself by that metric too: a rank that has diverged is the one to be replaced.
         """
         assert self._exposure is not None, "a step outside the policy"
         self._is_publishing = False
@@ -370,7 +350,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
 
     async def _begin_replacement(self) -> None:
         """Judge and read in the background. One turn of the loop at once, while what is known here is fresh."""
-        replacement = self._replacement = _Replacement(self._counts["killed"] + 1, self._world.time())
+        replacement = self._replacement = Replacement(self._counts["killed"] + 1, self._world.time())
         self._dies_at = self._step_count + self.average_every if self._dies_at != _NEVER else _NEVER  # if this fails
         self._task = self._world.spawn_service(self._replace(replacement), name=f"replacement {replacement.number}")
         await yield_to_loop()
@@ -380,7 +360,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         if self._rules.replacement_mode == "age":
             self._dies_at = self._born_at + self._random.randint(*self._rules.age_range)
 
-    def _apply(self, replacement: _Replacement) -> StepInfo:
+    def _apply(self, replacement: Replacement) -> StepInfo:
         """Put the new weights in place."""
         began_at = self._world.time()
         new = NewWeights(
@@ -395,7 +375,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             nbytes=replacement.nbytes,
         )
         info = self._applier.apply(new, self.iteration, self._world.time)
-        self._release(replacement)
+        self._reader.release(replacement)
         self._note_time("apply", began_at)
         self._replacement = None
         self._begin_life()
@@ -406,8 +386,8 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
 
     # -- a replacement, in the background ---------------------------------------------------------------------------
 
-    async def _replace(self, replacement: _Replacement) -> None:
-        """Judge, choose and read, until there is a whole average or a reason why there is none."""
+    async def _replace(self, replacement: Replacement) -> None:
+        """Judge, choose and read, until the average is whole or there is a reason to give up."""
         deadline = self._world.time() + self._read_timeout_s
         reason = "it was under way"
         try:
@@ -415,7 +395,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
                 try:
                     reason = await self._attempt(replacement, deadline)
                     break
-                except _Unreadable as error:
+                except UnreadableError as error:
                     reason = str(error)
         except RankLostError as error:
             self._counts["lost"] += 1
@@ -424,7 +404,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             reason = f"a donor was not read: {error}"
         finally:
             if reason or self._replacement is not replacement:
-                self._release(replacement)
+                self._reader.release(replacement)
         if reason:
             logger.info("replacement %d: given up, %s", replacement.number, reason)
             self._give_up(replacement, reason)
@@ -432,13 +412,16 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             replacement.complete = self._needs_step = True
             self._note_time("read", replacement.judged_at)
 
-    async def _attempt(self, replacement: _Replacement, deadline: float) -> str:
-        """One look at the others and one average of those chosen; why there is none, else "".
+    async def _attempt(self, replacement: Replacement, deadline: float) -> str:
+        """Look at the others once, and average the snapshots of those chosen.
+
+        Returns:
+            The reason why there is no average; "" if there is one, or if this rank need not be replaced.
 
         Raises:
-            _Unreadable: a fresh look may find what this one did not.
+            UnreadableError: another attempt may succeed.
         """
-        metrics = await self._look()
+        metrics = await self._reader.metrics(self._own_metric)
         rank = self._world.rank
         if self._rules.replacement_mode == "worst_ratio" and not is_dying(rank, metrics, self._rules):
             if self._replacement is replacement:
@@ -448,118 +431,24 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         choice = choose(rank, metrics, self._group.size, self._rules, self._random.sample)
         if choice is None:
             return "nobody has anything to give"
-        replacement.best = choice.best
-        for values in (replacement.donors, replacement.weights, replacement.versions, replacement.iterations):
-            values.clear()
-        mean = WeightedMean()
-        for donor in choice.donors:
-            await self._read_donor(replacement, choice, donor, mean, deadline)
+        mean = await self._reader.read(replacement, choice, deadline)
         if not mean.is_agreed:
             assert replacement.average is not None, "a mean of nothing"
             entry = self._own.unsound_entry(replacement.average)
             return f"the donors differ in infinite values: of {entry!r}"
         return ""
 
-    async def _look(self) -> dict[int, float]:
-        """The metrics that are known here: the newest of everybody who takes part, and this rank's own."""
-        assert self._exposure is not None, "a replacement outside the policy"
-        metrics = {}
-        for rank in self._group.ranks:
-            if rank == self._world.rank:
-                if self._own_metric is not None:
-                    metrics[rank] = self._own_metric
-            else:
-                record = await self._exposure.published_by(rank)
-                if record is not None:
-                    metrics[rank] = record.metric
-        return metrics
-
-    async def _read_donor(
-        self, replacement: _Replacement, choice: Choice, donor: int, mean: WeightedMean, deadline: float
-    ) -> None:
-        """Add the newest snapshot of ``donor`` to the average, be it newer than the one it was chosen for.
-
-        So a slow rank finds it, whatever its donors have published since it chose.
-
-        Raises:
-            _Unreadable: it is not there in one version, or gives nothing any more.
-        """
-        assert self._exposure is not None, "a replacement outside the policy"
-        record = await self._exposure.published_by(donor)
-        if record is None:
-            raise _Unreadable(f"rank {donor} left")
-        weight = choice.weight(record.metric)
-        if weight == 0.0:
-            raise _Unreadable(f"the metric of rank {donor} is {record.metric} by now")
-        if replacement.average is None:
-            replacement.average = self._accumulators.acquire()
-        mean.begin(weight, is_last=donor == choice.donors[-1])
-        try:
-            await self._add(replacement, donor, record, mean, deadline, exact=donor == choice.best)
-        except OutdatedError as error:
-            self._counts["torn"] += 1
-            raise _Unreadable(f"overwritten under its reader: {error}") from error
-        replacement.donors.append(donor)
-        replacement.weights.append(weight)
-        replacement.versions.append(record.version)
-        replacement.iterations.append(record.iteration)
-
-    async def _add(
-        self,
-        replacement: _Replacement,
-        donor: int,
-        record: VersionRecord,
-        mean: WeightedMean,
-        deadline: float,
-        *,
-        exact: bool,
-    ) -> None:
-        """Add a snapshot to the mean, chunk by chunk as they come."""
-        assert self._exposure is not None and replacement.average is not None, "nowhere to read from, or to"
-        average = replacement.average
-        end = self._packing.nbytes if exact else self._packing.averaged_nbytes
-        starts = range(0, end, self._chunk_nbytes)
-        ring = self._ring
-        chunks = [ring.take(torch.uint8, min(self._chunk_nbytes, end - start)) for start in starts]
-
-        def take(index: int) -> None:
-            start = starts[index]
-            replacement.nbytes += chunks[index].nbytes
-            self._counts["received"] += chunks[index].nbytes
-            for piece in self._packing.pieces(start, start + chunks[index].nbytes):
-                into = piece.of_flat(average.tensors[piece.dtype])
-                if piece.averaged:
-                    mean.add(into, piece.of_chunk(chunks[index]))
-                elif exact:
-                    into.copy_(piece.of_chunk(chunks[index]))
-
-        whole = False
-        try:
-            if chunks:
-                await self._exposure.read(
-                    donor, record, [byte_view(chunk) for chunk in chunks], take, deadline=deadline
-                )
-            whole = True
-        finally:
-            if not whole and self._ring is ring:
-                self._ring = ChunkRing(self._chunk_nbytes)  # chunks that nobody wants may still land in the old one
-
-    def _give_up(self, replacement: _Replacement, reason: str) -> None:
-        """The next step says so."""
+    def _give_up(self, replacement: Replacement, reason: str) -> None:
+        """Give a replacement up; the next step says so."""
         if self._replacement is not replacement:
             return
         self._replacement = None
         if replacement.complete:
-            self._release(replacement)
+            self._reader.release(replacement)
         kind = reason.partition(":")[0]
         self._abandoned[kind] += 1
         self._given_up = StepInfo(round=replacement.number, abandoned=reason, nbytes=replacement.nbytes)
         self._needs_step = True
-
-    def _release(self, replacement: _Replacement) -> None:
-        if replacement.average is not None:
-            self._accumulators.release(replacement.average)
-            replacement.average = None
 
     def _note_time(self, name: str, began_at: float) -> None:
         duration_s = self._world.time() - began_at
