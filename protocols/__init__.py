@@ -5,13 +5,13 @@ from protocols.one_sided.policy import OneSidedSelectiveAveragingPolicy
 from protocols.one_sided.rules import OneSidedRules
 from protocols.one_sided.statistics import Durations, OneSidedStatistics
 from protocols.policy import SpawnPolicy
-from protocols.replay.client import ReplayBuffer, Sample
-from protocols.replay.server import ReplayStatistics, serve_replay_buffer
+from protocols.replay.client import ReplayBuffer
+from protocols.replay.server import serve_replay_buffer
+from protocols.replay.values import ReplayStatistics, Sample
 from protocols.selective.coordinator import coordinate
 from protocols.selective.policy import AsyncSelectiveAveragingPolicy
-from protocols.selective.rounds import CoordinatorStatistics
 from protocols.selective.rules import SelectiveRules
-from protocols.selective.statistics import SelectiveStatistics
+from protocols.selective.statistics import CoordinatorStatistics, SelectiveStatistics
 from protocols.step_info import AverageApplied, PolicyEvent, SnapshotTaken, StepInfo
 
 #: Other names of the same, as torchgfn has them.

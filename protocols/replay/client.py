@@ -1,4 +1,4 @@
-"""The using end of a replay buffer: ``await buffer.add(batch)`` and ``await buffer.sample(n)``.
+"""The client of a replay buffer: ``await buffer.add(batch)`` and ``await buffer.sample(n)``.
 
     async def train(world):                                   # a training rank
         async with ReplayBuffer(server=3) as buffer:
@@ -9,16 +9,14 @@
     async def serve(world):                                   # rank 3
         print(await serve_replay_buffer(clients=[0, 1, 2], capacity=100_000))
 
-Any number of tasks may have requests under way; beyond what the server allows they wait for each other.
+Any number of tasks may have requests under way; those beyond the server's limit wait.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -43,11 +41,12 @@ from asyncdist import (
     validation,
 )
 from asyncdist.messaging.channels import Channel
-from asyncdist.messaging.engine import Engine, yield_to_loop
+from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.polling import resolve_waiter
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, StreamAborted, check_grant
 from asyncdist.tensors.byte_views import split
+from protocols.replay.layouts import declare, declared, refuse_grant, scopes
 from protocols.replay.messages import (
     INLINE_NBYTES_MAX,
     Add,
@@ -66,80 +65,16 @@ from protocols.replay.messages import (
     Welcome,
     Withdraw,
 )
-from protocols.replay.server import declare, declared, refuse_grant, scopes
+from protocols.replay.requests import PendingCall, RequestLimit
 from protocols.replay.store import Batch, RowLayout
+from protocols.replay.values import Sample, as_ids, as_priorities
 
 _REQUEST_COUNT: Final = 1 << 32  # they travel in the frames' round
-#: After so long a client knocks again, then after twice as long, and so on: where a buffer has ended, and the next one
-#: has not begun, nobody hears; one that begins late finds all knocks at once, and its mailbox is bounded.
+#: A client knocks again after this time, then after twice as long, and so on: between the end of one buffer and the
+#: start of the next no server listens; one that starts late finds all knocks at once, and its mailbox is bounded.
 _KNOCK_PERIOD_S: Final = 0.25
-#: How long a server that has left, or gives items up, may be waited for to have said why.
+#: How long to wait for the reason of a server that has left or gives items up.
 _LAST_WORDS_S: Final = 1.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sample:
-    """Items drawn from a replay buffer, with replacement.
-
-    Attributes:
-        batch: in the form that was added; each tensor (n, ...), of its own memory.
-        ids: int64 (n,): what :meth:`ReplayBuffer.update_priorities` calls them.
-        weights: float64 (n,): importance weights, at most 1; all 1 where sampling is uniform.
-    """
-
-    batch: Batch
-    ids: torch.Tensor
-    weights: torch.Tensor
-
-
-class _Call:
-    """A request that has not been answered yet. Nobody may wait for it any more."""
-
-    __slots__ = ("answer", "error", "payload", "room", "waiter")
-
-    def __init__(self, waiter: asyncio.Future[None], payload: npt.NDArray[np.uint8] | None, room: _Room) -> None:
-        self.waiter = waiter
-        self.payload = payload
-        self.room = room
-        self.answer: Any = None
-        self.error: AsyncdistError | None = None
-
-
-class _Room:
-    """What the server allows to be unanswered of one kind of request. First come, first served.
-
-    In place of asyncio's Semaphore, whose waiters hear nothing of a job that fails.
-    """
-
-    def __init__(self, engine: Engine, count: int) -> None:
-        self._engine = engine
-        self._count = count
-        self._waiters: deque[asyncio.Future[None]] = deque()
-
-    async def acquire(self, what: str) -> None:
-        """Wait for room. Raises what ended the job, if anything does."""
-        if self._count and not self._waiters:
-            self._count -= 1
-            return
-        waiter = self._engine.loop.create_future()
-        self._waiters.append(waiter)
-        try:
-            await self._engine.park(waiter, what)
-        except BaseException:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
-            elif not waiter.cancelled() and waiter.exception() is None:  # given room in the moment of cancellation
-                self.release()
-            raise
-
-    def release(self) -> None:
-        """A request has been answered: its room is the next one's."""
-        while self._waiters:
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-                return
-        self._count += 1
 
 
 class ReplayBuffer:
@@ -155,8 +90,8 @@ class ReplayBuffer:
         world: the current one by default.
 
     Raises:
-        StartTimeoutError: nobody serves a buffer of that name there in time.
-        DisagreementError: this rank is none of its clients.
+        StartTimeoutError: that rank does not serve a buffer of that name in time.
+        DisagreementError: this rank is not one of its clients.
         RankLostError, ClosedError: the server is lost, has left or serves no more; from every method.
         RemoteError: an exception ended it, of its scoring hook, say; from every method.
     """
@@ -174,14 +109,14 @@ class ReplayBuffer:
         self._channel: Channel[Any] | None = None
         self._welcome: Welcome | None = None
         self._error: AsyncdistError | None = None
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, PendingCall] = {}
         self._streams: dict[int, OutboundStream] = {}
         self._next_request = 0
         self._entry = 0
         self._adding_count = self._drawing_count = 0
         self._is_closed = False
-        # Draws may wait for items that this rank is yet to add, so they take no room from adds.
-        self._room_to_add = self._room_to_draw = _Room(self._world.engine, 0)
+        # Draws may wait for items that this rank is yet to add, so adds have a limit of their own.
+        self._add_limit = self._draw_limit = RequestLimit(self._world.engine, 0)
         self._own_layout: RowLayout | None = None
         self._layout: RowLayout | None = None
 
@@ -207,8 +142,8 @@ class ReplayBuffer:
         except BaseException:
             self._close()
             raise
-        self._room_to_add = _Room(world.engine, self._welcome.in_flight_max)
-        self._room_to_draw = _Room(world.engine, self._welcome.in_flight_max)
+        self._add_limit = RequestLimit(world.engine, self._welcome.in_flight_max)
+        self._draw_limit = RequestLimit(world.engine, self._welcome.in_flight_max)
         return self
 
     async def _knock(self) -> Welcome:
@@ -281,14 +216,14 @@ class ReplayBuffer:
         count = len(rows)
         payload = rows.reshape(-1)
         if priorities is not None:
-            payload = np.concatenate((payload, _priorities(priorities, count, self._is_prioritized).view(np.uint8)))
+            payload = np.concatenate((payload, as_priorities(priorities, count, self._is_prioritized).view(np.uint8)))
         score: float | None = await self._change(
             lambda request, data: Add(request, count, priorities is not None, len(payload), data), payload
         )
         return score
 
     def _layout_of(self, batch: Batch) -> RowLayout:
-        """That of the first batch, which all others must have."""
+        """Return the layout of the first batch, which all later ones must have."""
         own = self._own_layout
         if own is not None and own.fits(batch):
             return own
@@ -310,18 +245,16 @@ class ReplayBuffer:
         Raises:
             ValueError: n below 1, or beta out of range.
             LocalProtocolError: n above the buffer's capacity, with ``wait``; every priority is zero.
-            BusyError: nothing is held yet, without ``wait``; fewer than n are held, and whoever added has left, or
-                nobody has added who could. A rank that has added itself is believed to go on, until it leaves the
-                block.
+            BusyError: nothing is held yet, without ``wait``; fewer than n are held, and the clients that added have
+                left, or no client that could add has done so. A rank that has added is believed to go on, until it
+                leaves the block.
         """
         count, beta = validation.count("n", n), validation.fraction("beta", beta)
         self._drawing_count += 1
         try:
             if self._own_layout is None:  # a task that was started together with this one may be about to add
                 await yield_to_loop()
-            drawn: Drawn = await self._call(
-                lambda request: (Draw(request, count, beta, wait), None), self._room_to_draw
-            )
+            drawn: Drawn = await self._call(lambda request: (Draw(request, count, beta, wait), None), self._draw_limit)
             return await self._unpack(drawn)
         finally:
             self._drawing_count -= 1
@@ -330,7 +263,7 @@ class ReplayBuffer:
     async def update_priorities(
         self, ids: torch.Tensor | Sequence[int], priorities: torch.Tensor | Sequence[float]
     ) -> None:
-        """Give items that were sampled new priorities. Those that have made room for others meanwhile are skipped.
+        """Give items that were sampled new priorities. Items that have been evicted meanwhile are skipped.
 
         Args:
             ids: (n,), of :class:`Sample`.
@@ -339,8 +272,8 @@ class ReplayBuffer:
         Raises:
             ValueError: the buffer is not prioritised; lengths differ; a priority is out of range.
         """
-        which = _ids(ids)
-        values = _priorities(priorities, len(which), self._is_prioritized)
+        which = as_ids(ids)
+        values = as_priorities(priorities, len(which), self._is_prioritized)
         payload = np.concatenate((which.view(np.uint8), values.view(np.uint8)))
         await self._change(lambda request, data: Update(request, len(which), len(payload), data), payload)
 
@@ -359,7 +292,7 @@ class ReplayBuffer:
         return self._welcome
 
     async def _change(self, make: Callable[[int, bytes], Add | Update], payload: npt.NDArray[np.uint8]) -> Any:
-        """Send what the server is to keep. Nothing of it is copied before there is room."""
+        """Send what the server is to keep. It is copied only when the request may be sent."""
 
         def with_payload(request: int) -> tuple[Add | Update, npt.NDArray[np.uint8] | None]:
             if len(payload) <= INLINE_NBYTES_MAX:
@@ -368,7 +301,7 @@ class ReplayBuffer:
 
         self._adding_count += 1
         try:
-            return await self._call(with_payload, self._room_to_add)
+            return await self._call(with_payload, self._add_limit)
         finally:
             self._adding_count -= 1
             if not self._adding_count:
@@ -377,24 +310,24 @@ class ReplayBuffer:
     async def _call(
         self,
         make: Callable[[int], tuple[Add | Update | Draw, npt.NDArray[np.uint8] | None]],
-        room: _Room,
+        limit: RequestLimit,
     ) -> Any:
-        """Send a request when there is room for it; its answer.
+        """Send a request when the limit allows it, and return its answer.
 
-        The room is free again when the answer has come, whether anybody waits for it or not.
+        The next request may be sent when the answer has come, even if the caller of this one was cancelled.
 
         Args:
             make: the request of that number, and what it streams when the server grants it.
-            room: of its kind.
+            limit: of its kind.
         """
         self._welcomed()
-        await room.acquire(f"room for one more request to the replay buffer {self._name!r} on rank {self._server}")
+        await limit.acquire(f"room for one more request to the replay buffer {self._name!r} on rank {self._server}")
         if self._error is not None:
-            room.release()
+            limit.release()
             raise self._error
         request, self._next_request = self._next_request, (self._next_request + 1) % _REQUEST_COUNT
         message, payload = make(request)
-        call = self._calls[request] = _Call(self._world.engine.loop.create_future(), payload, room)
+        call = self._calls[request] = PendingCall(self._world.engine.loop.create_future(), payload, limit)
         self._send(message)
         try:
             await self._world.engine.park(call.waiter, f"the replay buffer {self._name!r} on rank {self._server}")
@@ -424,7 +357,7 @@ class ReplayBuffer:
         )
 
     async def _receive(self, drawn: Drawn) -> npt.NDArray[np.uint8]:
-        if self._error is not None:  # nobody answers a grant
+        if self._error is not None:  # no grant is answered any more
             raise self._error
         buffer = np.empty(drawn.nbytes, np.uint8)
         world, targets = self._world, split(buffer.data, CHUNK_NBYTES)
@@ -445,7 +378,7 @@ class ReplayBuffer:
 
     def _send(self, message: Any, *, round: int = 0) -> None:
         assert self._channel is not None
-        if self._is_closed:  # with its farewell the server stopped everything that this could be about
+        if self._is_closed:  # when it heard the farewell the server stopped all that this could refer to
             return
         try:
             self._channel.send_nowait(message, self._server, round=round)
@@ -457,7 +390,7 @@ class ReplayBuffer:
     def _on_message(self, envelope: Envelope[ReplayMessage]) -> None:
         if envelope.source != self._server or not (self._welcome or isinstance(envelope.message, Welcome | Refused)):
             self._refuse_grant(envelope)
-            return  # a stranger, or an answer to somebody who was here before
+            return  # a rank that does not serve this buffer, or an answer to an earlier client of this rank
         match envelope.message:
             case Welcome() as welcome if welcome.entry == self._entry:
                 self._welcome = welcome
@@ -482,7 +415,7 @@ class ReplayBuffer:
         self._world.engine.recheck()
 
     def _refuse_grant(self, envelope: Envelope[ReplayMessage]) -> None:
-        """For items that nobody here will send any more, since the block was left."""
+        """Answer a late grant: the items will not be sent any more, since the block was left."""
         if envelope.source == self._server:
             refuse_grant(self._world, envelope)
 
@@ -495,7 +428,7 @@ class ReplayBuffer:
     def _on_drawn(self, drawn: Drawn) -> None:
         call = self._calls.get(drawn.request)
         if drawn.nbytes and not drawn.data and (call is None or call.waiter.done()):
-            self._send(Withdraw(drawn.request))  # nobody will grant
+            self._send(Withdraw(drawn.request))  # no grant will follow
         self._complete(drawn.request, drawn, None)
 
     def _complete(self, request: int, answer: Any, error: AsyncdistError | None) -> None:
@@ -503,7 +436,7 @@ class ReplayBuffer:
         if call is not None:
             call.answer, call.error = answer, error
             resolve_waiter(call.waiter, None)
-            call.room.release()
+            call.limit.release()
 
     def _on_grant(self, grant: Grant, request: int) -> None:
         check_grant(grant, self._server)
@@ -560,40 +493,7 @@ class ReplayBuffer:
             self._fail(error)
 
     def _fail(self, error: AsyncdistError) -> None:
-        """Nothing is answered any more."""
+        """End all calls with the first error: the server will answer nothing any more."""
         self._error = self._error or error
         for request in list(self._calls):
             self._complete(request, None, self._error)
-
-
-def _ids(ids: Any) -> npt.NDArray[np.int64]:
-    given = _numbers("ids", ids, "whole numbers, as Sample.ids has them")
-    if given.size and given.dtype.kind not in "iu":
-        raise ValueError(f"ids is {ids!r:.80}; allowed: whole numbers, as Sample.ids has them")
-    return np.ascontiguousarray(given.astype(np.int64)).reshape(-1)
-
-
-def _numbers(name: str, values: Any, allowed: str) -> npt.NDArray[Any]:
-    if isinstance(values, torch.Tensor):
-        values = values.detach().cpu()
-        values = values.to(torch.float64) if values.is_floating_point() else values  # numpy knows no bfloat16
-    try:
-        found = np.asarray(values)
-    except (TypeError, ValueError):
-        found = np.asarray("")
-    if found.dtype.kind not in "biuf":
-        raise TypeError(f"{name} is {values!r:.80}; allowed: {allowed}")
-    return found
-
-
-def _priorities(values: torch.Tensor | Sequence[float], count: int, is_prioritized: bool) -> npt.NDArray[np.float64]:
-    if not is_prioritized:
-        raise ValueError("priorities were given; this buffer draws uniformly (serve it with prioritized=True)")
-    given = _numbers("priorities", values, "numbers, one for each item")
-    found = np.ascontiguousarray(given.astype(np.float64)).reshape(-1)
-    if len(found) != count:
-        raise ValueError(f"{len(found)} priorities for {count} items; each has one")
-    wrong = found[~(np.isfinite(found) & (found >= 0))]
-    if len(wrong):
-        raise ValueError(f"a priority is {float(wrong[0])!r}; allowed: finite numbers from 0")
-    return found

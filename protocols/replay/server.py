@@ -2,36 +2,35 @@
 
 1. A client says ``Open`` and is welcomed, or refused.
 2. Its batches are stored as they come. What has come in one pass is answered together.
-3. A draw is answered when there are enough items, or when nobody is left to add them. Where all clients wait in draws
-   of more than is held, another task of one of them may still add: that is waited for, and warned of.
+3. A draw is answered when there are enough items, or when no client is left to add them. Where all clients wait in
+   draws of more than is held, another task of one of them may still add: the server waits for that, with a warning.
 4. It ends when every client has said ``Bye``, has left or is lost.
 
 Memory is bounded: ``capacity`` items, ``in_flight_max`` small requests per client, and per client one large batch that
 comes and one that goes at a time, for which nothing is allocated before. A client that is faster than the buffer waits.
-A client that does what none of ours does is refused; the others are served on.
+A client that breaks the protocol is refused; the others are still served.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncdist import BusyError, Envelope, RankLostError, RemoteProtocolError, World, current_world, tags, validation
-from asyncdist.messaging import wire
+from asyncdist import BusyError, Envelope, RankLostError, RemoteProtocolError, World, current_world, tags
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, StreamAborted, check_grant
 from asyncdist.tensors.byte_views import split
 from asyncdist.tensors.serialization import words_of
+from protocols.replay.clients import Client, all_wait_to_draw, describe_draws, more_may_come
+from protocols.replay.layouts import declare, declared, refuse_grant, scopes
 from protocols.replay.messages import (
     INLINE_NBYTES_MAX,
     Add,
@@ -50,56 +49,16 @@ from protocols.replay.messages import (
     Welcome,
     Withdraw,
 )
-from protocols.replay.store import Batch, Field, ReplayStore, RowLayout, check_dtype
+from protocols.replay.store import Batch, ReplayStore, RowLayout
+from protocols.replay.values import ReplayStatistics, check_clients, check_options
 
 logger = logging.getLogger("protocols.replay.client")
 
-#: What the hook says of the items of one ``add``; it goes back to whoever sent them.
+#: Judges the items of one ``add``; the result goes back to their sender.
 Score = Callable[[Batch], float | int | torch.Tensor | None]
 IN_FLIGHT_MAX: Final = 64
 #: How long all clients may wait in draws of more than is held, and say nothing, before that is warned of.
 _PATIENCE_S: Final = 10.0
-#: Clients that the warning names.
-_NAMED_COUNT_MAX: Final = 8
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayStatistics:
-    """What a buffer has done.
-
-    Attributes:
-        added: items by the client that sent them.
-        drawn: items by the client that asked for them.
-        size: items that it holds.
-        evicted_count: items that made room for others.
-        stale_update_count: priorities of items that it did not hold any more.
-    """
-
-    added: dict[int, int]
-    drawn: dict[int, int]
-    size: int
-    evicted_count: int
-    stale_update_count: int
-
-
-@dataclass(slots=True, eq=False)
-class _Client:
-    """One stay of a client: who comes again is another one."""
-
-    rank: int
-    entry: int = -1
-    is_open: bool = False
-    is_done: bool = False
-    is_leaving: bool = False
-    is_refused: bool = False
-    has_declared: bool = False
-    layout_sent: bool = False
-    answers: list[tuple[int, float | None]] = field(default_factory=list)
-    draws: deque[Draw] = field(default_factory=deque)
-    large: deque[Add | Update] = field(default_factory=deque)
-    is_receiving: bool = False
-    outgoing: dict[int, npt.NDArray[np.uint8]] = field(default_factory=dict)
-    streams: dict[int, OutboundStream] = field(default_factory=dict)
 
 
 async def serve_replay_buffer(
@@ -114,7 +73,7 @@ async def serve_replay_buffer(
     name: str = "replay",
     world: World | None = None,
 ) -> ReplayStatistics:
-    """Be a replay buffer for ``clients`` until the last of them is done.
+    """Serve a replay buffer to ``clients`` until the last of them is done.
 
     Args:
         clients: the ranks that may use it; this one may be among them.
@@ -135,51 +94,11 @@ async def serve_replay_buffer(
         BaseException: what ``score`` raised.
     """
     world = world or current_world()
-    _check_clients(clients, world)
-    _check_options(capacity, prioritized, alpha, score, in_flight_max, seed, name)
+    check_clients(clients, world)
+    check_options(capacity, prioritized, alpha, score, in_flight_max, seed, name)
     store = ReplayStore(capacity, alpha=alpha if prioritized else None, seed=seed)
     server = _Server(world, tuple(clients), store, score, in_flight_max, name)
     return await server.serve()
-
-
-def scopes(server: int, name: str) -> tuple[int, int]:
-    """Of a buffer's messages: to the server, and to its clients."""
-    return wire.scope_of((server,), f"replay {name}", 0), wire.scope_of((server,), f"clients of replay {name}", 0)
-
-
-def declare(layout: RowLayout) -> Declare:
-    """A layout as a message."""
-    fields = layout.fields
-    return Declare(
-        layout.form, tuple(f.name for f in fields), tuple(f.dtype for f in fields), tuple(f.shape for f in fields)
-    )
-
-
-def declared(message: Declare) -> RowLayout:
-    """The layout of a message.
-
-    Raises:
-        ValueError: it describes none.
-    """
-    if message.form not in ("tensor", "dict", "tuple") or not message.names:
-        raise ValueError(f"a batch of the form {message.form!r} with {len(message.names)} fields")
-    fields = []
-    for name, dtype, shape in zip(message.names, message.dtypes, message.shapes, strict=True):
-        check_dtype(dtype)
-        if min(shape, default=0) < 0:
-            raise ValueError(f"a field of shape {shape}")
-        fields.append(Field(name, dtype, shape))
-    return RowLayout(message.form, tuple(fields))  # type: ignore[arg-type]  # checked above
-
-
-def refuse_grant(world: World, envelope: Envelope[ReplayMessage]) -> None:
-    """Answer a grant that has come too late with an abort: its receiver waits for that, or for items, for ever."""
-    message = envelope.message
-    if isinstance(message, Grant):
-        with contextlib.suppress(RemoteProtocolError):  # there is no such slot, so nobody waits
-            check_grant(message, envelope.source)
-            stream = OutboundStream(world.engine, [], envelope.source, message.slot)
-            world.spawn_service(stream.abort(), name=f"abort to rank {envelope.source}")
 
 
 class _Server:
@@ -206,7 +125,7 @@ class _Server:
         self._added: Counter[int] = Counter()
         self._drawn: Counter[int] = Counter()
         self._stale_update_count = 0
-        self._clients = {rank: _Client(rank, is_done=rank in world.gone) for rank in clients}
+        self._clients = {rank: Client(rank, is_done=rank in world.gone) for rank in clients}
         to_server, to_clients = scopes(world.rank, name)
         # Knocks, a declaration, grants, cancels, withdrawals and a farewell beside the requests themselves.
         capacity = 2 * (len(clients) + 1) * (2 * in_flight_max + 32)
@@ -224,7 +143,7 @@ class _Server:
         channel = self._channel
         try:
             while not self._is_finished():
-                # Whoever knocks when the last one is done is for the next buffer of that name, and will knock again.
+                # A client that knocks when the last one is done wants the next buffer of that name; it knocks again.
                 while not self._is_finished() and (envelope := channel.receive_nowait()) is not None:
                     self._hear(envelope)
                 self._has_lost_one = False
@@ -254,11 +173,19 @@ class _Server:
 
     async def _wait_for_clients(self) -> None:
         engine, what = self._world.engine, f"clients of the replay buffer {self._name!r}"
-        if not self._has_warned and self._all_wait_to_draw():
+        if not self._has_warned and all_wait_to_draw(self._clients.values(), self._store.size):
             if await engine.until(self._has_work, what, deadline=self._world.time() + _PATIENCE_S):
                 return
             self._has_warned = True
-            logger.warning("%s", self._describe_draws())
+            logger.warning(
+                "replay buffer %r on rank %d holds %d items; for %g s all of its clients have waited in draws of more, "
+                "and none has added: %s. Add first, draw less, or draw with wait=False",
+                self._name,
+                self._world.rank,
+                self._store.size,
+                _PATIENCE_S,
+                describe_draws(self._clients.values(), self._store.size),
+            )
         await engine.until(self._has_work, what)
 
     def _is_finished(self) -> bool:
@@ -268,11 +195,11 @@ class _Server:
         return self._channel.is_ready or self._has_lost_one or self._failure is not None or self._is_finished()
 
     def _on_gone(self, rank: int) -> None:
-        if rank in self._clients:  # whoever leaves in order has its answers, and has said so
+        if rank in self._clients:  # a client that leaves in order has its answers, and has said so
             self._finish(self._clients[rank])
             self._has_lost_one = True  # others may have waited for its items
 
-    def _finish(self, client: _Client) -> None:
+    def _finish(self, client: Client) -> None:
         client.is_open, client.is_done = False, True
         client.draws.clear()
         client.large.clear()
@@ -305,23 +232,23 @@ class _Server:
                 self._expel(client, str(error))
         # all else was meant for a buffer that was here before, or came behind what the client was refused for
 
-    def _admit(self, client: _Client, entry: int) -> None:
+    def _admit(self, client: Client, entry: int) -> None:
         if client.rank in self._world.gone or entry == client.entry:  # it knocked again before it heard the answer
             return
         self._finish(client)
-        self._clients[client.rank] = _Client(client.rank, entry, is_open=True)
+        self._clients[client.rank] = Client(client.rank, entry, is_open=True)
         prioritized = self._store.alpha is not None
         welcome = Welcome(entry, self._store.capacity, self._in_flight_max, prioritized)
         self._tell(self._clients[client.rank], welcome)
 
-    def _expel(self, client: _Client, reason: str) -> None:
-        """Serve it no more, whatever it has sent behind that; this rank stays until it has heard so."""
+    def _expel(self, client: Client, reason: str) -> None:
+        """Serve a client no more, nor what it has sent since. This rank stays until the client has been told."""
         self._tell(client, Refused(client.entry, reason))
         was_done = client.is_done
         self._finish(client)
         client.is_refused, client.is_done = True, was_done
 
-    def _obey(self, client: _Client, envelope: Envelope[ReplayMessage]) -> None:
+    def _obey(self, client: Client, envelope: Envelope[ReplayMessage]) -> None:
         match envelope.message:
             case Declare() as message:
                 self._on_declare(client, message)
@@ -341,7 +268,7 @@ class _Server:
             case Bye():
                 self._finish(client)
 
-    def _on_declare(self, client: _Client, message: Declare) -> None:
+    def _on_declare(self, client: Client, message: Declare) -> None:
         try:
             layout = declared(message)
         except ValueError as error:
@@ -353,7 +280,7 @@ class _Server:
             self._expel(client, f"its items are not like those that {self._name!r} holds: {difference}")
         client.has_declared = True
 
-    def _on_payload(self, client: _Client, message: Add | Update) -> None:
+    def _on_payload(self, client: Client, message: Add | Update) -> None:
         """Take what came inside the message, and let come what is too large for that."""
         if isinstance(message, Add) and not client.has_declared:
             raise RemoteProtocolError(f"rank {client.rank} added items without saying what they are", rank=client.rank)
@@ -370,13 +297,13 @@ class _Server:
         self._receive_next(client)
 
     def _sizes(self, message: Add | Update) -> tuple[int, int]:
-        """Bytes of the rows or ids, and with the priorities behind them."""
+        """Return the bytes of the rows or ids, and of these with the priorities behind them."""
         if isinstance(message, Update):
             return 8 * message.count, 16 * message.count
         end = message.count * self._row_nbytes
         return end, end + 8 * message.count * message.has_priorities
 
-    def _store_payload(self, client: _Client, message: Add | Update, payload: npt.NDArray[np.uint8]) -> None:
+    def _store_payload(self, client: Client, message: Add | Update, payload: npt.NDArray[np.uint8]) -> None:
         """Store the items of an ``Add``, or the priorities of an ``Update``."""
         end, nbytes = self._sizes(message)
         priorities = payload[end:].view(np.float64) if nbytes > end or isinstance(message, Update) else None
@@ -405,7 +332,7 @@ class _Server:
             return float(value)
         raise TypeError(f"score returned a {type(value).__name__}; allowed: a number, a tensor of one element, or None")
 
-    def _receive_next(self, client: _Client) -> None:
+    def _receive_next(self, client: Client) -> None:
         """Let the next large batch of this client come, one at a time."""
         if client.large and not client.is_receiving:
             client.is_receiving = True
@@ -413,7 +340,7 @@ class _Server:
                 self._receive(client, client.large.popleft()), name=f"replay items of rank {client.rank}"
             )
 
-    async def _receive(self, client: _Client, message: Add | Update) -> None:
+    async def _receive(self, client: Client, message: Add | Update) -> None:
         if not client.is_open:  # it has left in this moment, and what came again has requests of the same numbers
             return
         cancel = functools.partial(self._cancel, client.rank)
@@ -440,7 +367,7 @@ class _Server:
         self._receive_next(client)
         self._answer_all()
 
-    def _store_received(self, client: _Client, message: Add | Update, buffer: npt.NDArray[np.uint8]) -> None:
+    def _store_received(self, client: Client, message: Add | Update, buffer: npt.NDArray[np.uint8]) -> None:
         """Store what has come as a stream. What ``score`` raises ends the server, not this task: nobody awaits that."""
         try:
             self._store_payload(client, message, buffer)
@@ -455,7 +382,7 @@ class _Server:
 
     # -- drawing ----------------------------------------------------------------------------------------------------
 
-    def _on_draw(self, client: _Client, message: Draw) -> None:
+    def _on_draw(self, client: Client, message: Draw) -> None:
         if message.waits and message.count > self._store.capacity:
             reason = f"n is {message.count}; {self._name!r} holds at most {self._store.capacity} items"
             self._fail(client, message.request, reason)
@@ -466,7 +393,7 @@ class _Server:
         else:
             client.draws.append(message)
 
-    def _on_withdraw(self, client: _Client, request: int) -> None:
+    def _on_withdraw(self, client: Client, request: int) -> None:
         client.outgoing.pop(request, None)
         for draw in client.draws:
             if draw.request == request:
@@ -475,24 +402,24 @@ class _Server:
                 return
 
     def _answer_all(self) -> None:
-        """Say of everything that has been added that it has, and give what is asked for and there."""
+        """Confirm all items that have been added, and answer the draws for which there are enough."""
         for client in self._clients.values():
             if client.answers:
                 requests, scores = zip(*client.answers, strict=True)
                 client.answers.clear()
                 self._tell(client, Added(requests, scores))
-        more_may_come = self._more_may_come()
+        may_grow = more_may_come(self._clients.values())
         for client in self._clients.values():
             if client.draws:
-                self._answer_draws(client, more_may_come)
+                self._answer_draws(client, may_grow)
 
-    def _answer_draws(self, client: _Client, more_may_come: bool) -> None:
-        """Give this client what there is for it. A large one goes alone: what waits to be granted takes memory here."""
+    def _answer_draws(self, client: Client, may_grow: bool) -> None:
+        """Answer this client's draws as far as possible. A large one goes alone: it takes memory until granted."""
         size = self._store.size
         waiting: deque[Draw] = deque()
         for draw in client.draws:
             if draw.waits and draw.count > size:
-                if more_may_come:
+                if may_grow:
                     waiting.append(draw)
                 else:
                     who = "nobody else may add" if len(self._clients) == 1 else "those who added have left"
@@ -504,50 +431,7 @@ class _Server:
                 self._give(client, draw)
         client.draws = waiting if client.is_open else deque()
 
-    def _more_may_come(self) -> bool:
-        """Whether anybody may add still.
-
-        When others have left, or there are none, who draws and has never added is taken not to. Who has added is
-        believed to go on: its draws may wait for another of its own tasks.
-        """
-        clients = self._clients.values()
-        some_have_left = len(clients) == 1 or any(client.is_done for client in clients)
-
-        def may_begin(client: _Client) -> bool:
-            if client.is_done or client.is_leaving or client.is_refused:
-                return False
-            return client.has_declared or not client.draws or not some_have_left
-
-        return any(client.large or client.is_receiving or may_begin(client) for client in clients)
-
-    def _all_wait_to_draw(self) -> bool:
-        """Whether every client that may add waits in a draw of more than is held: who adds then is another task."""
-        size = self._store.size
-        somebody_waits = False
-        for client in self._clients.values():
-            waits = any(draw.waits and draw.count > size for draw in client.draws)
-            is_busy = client.large or client.is_receiving or client.outgoing or client.streams
-            if is_busy or not (waits or client.is_leaving or client.is_done or client.is_refused):
-                return False
-            somebody_waits = somebody_waits or waits
-        return somebody_waits
-
-    def _describe_draws(self) -> str:
-        size = self._store.size
-        asked = {
-            client.rank: [str(draw.count) for draw in client.draws if draw.waits and draw.count > size]
-            for client in self._clients.values()
-        }
-        waiting = [f"rank {rank} for {' and '.join(counts)}" for rank, counts in asked.items() if counts]
-        more = f", and {len(waiting) - _NAMED_COUNT_MAX} more" if len(waiting) > _NAMED_COUNT_MAX else ""
-        return (
-            f"replay buffer {self._name!r} on rank {self._world.rank} holds {size} items; for {_PATIENCE_S:g} s all of "
-            "its clients have waited in draws of more, and none has added: "
-            f"{', '.join(waiting[:_NAMED_COUNT_MAX])}{more}. "
-            "Add first, draw less, or draw with wait=False"
-        )
-
-    def _give(self, client: _Client, draw: Draw) -> None:
+    def _give(self, client: Client, draw: Draw) -> None:
         assert self._layout is not None, "items without a layout"
         count = min(draw.count, self._store.size)
         try:
@@ -566,7 +450,7 @@ class _Server:
             client.outgoing[draw.request] = payload
         self._tell(client, Drawn(draw.request, count, len(payload), payload.tobytes() if inline else b""))
 
-    def _on_grant(self, client: _Client, grant: Grant, request: int) -> None:
+    def _on_grant(self, client: Client, grant: Grant, request: int) -> None:
         check_grant(grant, client.rank)
         if grant.slot in client.streams:
             raise RemoteProtocolError(f"rank {client.rank} granted slot {grant.slot} twice", rank=client.rank)
@@ -578,7 +462,7 @@ class _Server:
         client.streams[grant.slot] = stream
         self._world.spawn_service(self._send(client, grant.slot, stream, bool(chunks)), name="drawn items")
 
-    async def _send(self, client: _Client, slot: int, stream: OutboundStream, has_items: bool) -> None:
+    async def _send(self, client: Client, slot: int, stream: OutboundStream, has_items: bool) -> None:
         try:
             await (stream.run() if has_items else stream.abort())
         except RankLostError:
@@ -591,10 +475,10 @@ class _Server:
 
     # -- answering --------------------------------------------------------------------------------------------------
 
-    def _fail(self, client: _Client, request: int, reason: str, *, later: bool = False) -> None:
+    def _fail(self, client: Client, request: int, reason: str, *, later: bool = False) -> None:
         self._tell(client, Failed(request, later, reason))
 
-    def _tell(self, client: _Client, message: Any) -> None:
+    def _tell(self, client: Client, message: Any) -> None:
         if client.is_open:  # else it has left, or come again: its requests were another's
             self._send_nowait(client.rank, message)
 
@@ -605,29 +489,3 @@ class _Server:
             logger.info("replay buffer %r: %s", self._name, error)
             if rank in self._clients:
                 self._finish(self._clients[rank])
-
-
-def _check_clients(clients: Any, world: World) -> None:
-    allowed = f"allowed: ranks from 0 to {world.size - 1}, each once"
-    if isinstance(clients, str) or not isinstance(clients, Sequence):
-        raise TypeError(f"clients is {clients!r:.80}; {allowed}")
-    if not clients:
-        raise ValueError("clients is empty; a replay buffer without clients serves nobody")
-    wrong = [rank for rank in clients if type(rank) is not int or not 0 <= rank < world.size]
-    if wrong or len(set(clients)) != len(clients):
-        raise ValueError(f"clients is {list(clients)}; {allowed}")
-
-
-def _check_options(
-    capacity: Any, prioritized: Any, alpha: Any, score: Any, in_flight_max: Any, seed: Any, name: Any
-) -> None:
-    validation.count("capacity", capacity)
-    validation.count("in_flight_max", in_flight_max)
-    validation.count("seed", seed, least=0)
-    if type(prioritized) is not bool:
-        validation.refuse("prioritized", prioritized, "True, False", TypeError)
-    validation.real("alpha", alpha, "a finite number of 0 or more", low=0.0)
-    if score is not None and not callable(score):
-        validation.refuse("score", score, "a function of a batch, or None", TypeError)
-    if not isinstance(name, str):
-        validation.refuse("name", name, "a string", TypeError)

@@ -32,8 +32,9 @@ from protocols.selective.messages import (
     Ready,
     Report,
 )
-from protocols.selective.rounds import CoordinatorStatistics, RoundCoordinator, Send
+from protocols.selective.rounds import RoundCoordinator, Send
 from protocols.selective.rules import SelectiveRules
+from protocols.selective.statistics import CoordinatorStatistics
 
 
 async def coordinate(

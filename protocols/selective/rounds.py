@@ -1,4 +1,4 @@
-"""When selective averaging judges, and what becomes of a round: the coordinator's state machine.
+"""Decides when selective averaging judges, and carries each round to its end: the coordinator's state machine.
 
 `RoundCoordinator` turns events (a report, an answer, a departure, the time) into messages to send. Like the rules in
 `protocols.selective.rules` it is a plain synchronous object: the same calls give the same answers.
@@ -9,8 +9,8 @@ always has a deadline. Nothing that a peer sends can raise here: what does not f
 """
 
 import math
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import ROUND_CEILING, Decimal
 from typing import Final, NamedTuple
@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 from protocols.ranking import order_worst_first
 from protocols.selective.messages import DONOR, REPLACER, Assign, ControlMessage, End, Frozen, Leave
 from protocols.selective.rules import Decision, SelectiveRules, decide
+from protocols.selective.statistics import CoordinatorStatistics, LeftOut, Straggler
 
 _STEP_TIME_LIMIT_S: Final = 3600.0  # a longer reported step is not believed: every deadline stays finite
 _STORY_LENGTH: Final = 32
@@ -31,66 +32,6 @@ class Send(NamedTuple):  # a frozen dataclass takes twice as long to make, and t
     dest: int
     round: int
     message: ControlMessage
-
-
-@dataclass(frozen=True, slots=True)
-class Straggler:
-    """A live member that a decision did not wait for.
-
-    Attributes:
-        decision: Which decision, counted from 1; not every decision starts a round.
-        rank: The member.
-        offset_s: Its next report's arrival after the first report of that decision; None while it has not come.
-    """
-
-    decision: int
-    rank: int
-    offset_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class LeftOut:
-    """A donor that a round went on without, and why."""
-
-    round: int
-    rank: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorStatistics:
-    """What a coordinator has done so far. The mappings are copies.
-
-    For ended rounds, replacers named = applied in time + abandoned + declined (as replacers) + overdue. An `Applied`
-    that comes after its round's time was up is counted in `applied` too, and in `ignored` as late.
-
-    Attributes:
-        reports: Reports received, by rank.
-        nonfinite_report_count: Reports whose metric was NaN or infinite.
-        decision_count: Times the reports were judged, with or without a round.
-        rounds_decided: Rounds started.
-        rounds_ended: Rounds ended; at most one less than decided.
-        applied: Averages applied, by rank.
-        abandoned: Replacers that gave up, left or were lost, by reason.
-        declines: Refusals, by rank, of either role.
-        overdue_count: Replacers that had not answered when their round's time was up.
-        left_out: Donors that rounds went on without, the latest ones.
-        stragglers: Members that decisions did not wait for, the latest ones.
-        ignored: Messages that fitted nothing, by what was wrong.
-    """
-
-    reports: Mapping[int, int]
-    nonfinite_report_count: int
-    decision_count: int
-    rounds_decided: int
-    rounds_ended: int
-    applied: Mapping[int, int]
-    abandoned: Mapping[str, int]
-    declines: Mapping[int, int]
-    overdue_count: int
-    left_out: tuple[LeftOut, ...]
-    stragglers: tuple[Straggler, ...]
-    ignored: Mapping[str, int]
 
 
 class _Report(NamedTuple):  # a frozen dataclass takes a microsecond, once for each report
@@ -117,7 +58,7 @@ class _Member:
 
 @dataclass(slots=True)
 class _Round:
-    """The round under way. The four sets say who still owes what; `released` have had their `End`."""
+    """The round under way. The sets say which ranks still owe an answer; `released` have had their `End`."""
 
     number: int
     decision: Decision
@@ -137,9 +78,9 @@ class _Round:
 class RoundCoordinator:
     """The state machine of the coordinator's task: events in, messages to send out.
 
-    Messages decide at once; only `on_time` judges deadlines. So a coordinator that was deaf during a training step
-    hands in everything that has arrived and calls `on_time` last, and nobody is called late for the coordinator's
-    own absence. All methods take `now`, in seconds of any clock that does not run backwards.
+    Messages decide at once; only `on_time` judges deadlines. So a coordinator that was busy during a training step
+    hands in everything that has arrived and calls `on_time` last, and no member is called late because the
+    coordinator was busy. All methods take `now`, in seconds of any clock that does not run backwards.
     """
 
     def __init__(self, members: Iterable[int], rules: SelectiveRules, *, stream_safe_points: int = 1) -> None:
@@ -174,8 +115,8 @@ class RoundCoordinator:
         self._acted_at_iteration: int | None = None
         self._decision_count = self._rounds_decided = self._rounds_ended = 0
         self._nonfinite_count = self._overdue_count = 0
-        self._abandoned: dict[str, int] = {}
-        self._ignored: dict[str, int] = {}
+        self._abandoned: Counter[str] = Counter()
+        self._ignored: Counter[str] = Counter()
         self._left_out: deque[LeftOut] = deque(maxlen=_HISTORY_LENGTH)
         self._stragglers: deque[tuple[Straggler, float]] = deque(maxlen=_HISTORY_LENGTH)
         self._story: deque[tuple[str, tuple[object, ...]]] = deque(maxlen=_STORY_LENGTH)
@@ -275,7 +216,7 @@ class RoundCoordinator:
         return self._depart(rank, "left", now)
 
     def on_lost(self, rank: int, now: float) -> tuple[Send, ...]:
-        """Take the runtime's word that a member is gone without one."""
+        """Take the runtime's word that a member is lost, without a farewell."""
         return self._depart(rank, "was lost", now)
 
     def on_time(self, now: float) -> tuple[Send, ...]:
@@ -289,7 +230,7 @@ class RoundCoordinator:
     # ---------------------------------------------------------------- what is known
 
     def next_deadline(self) -> float | None:
-        """Return when `on_time` is due; None when only a message can bring anything about."""
+        """Return when `on_time` is due; None when only a message can cause a transition."""
         if self._round is not None:
             return self._round.deadline
         return None if self._quorum_since is None else self._quorum_since + self._rules.grace_s
@@ -446,10 +387,9 @@ class RoundCoordinator:
     def _timeout_s(self, state: _Round, donors: Sequence[int], replacer: int) -> float:
         """Return how long one replacer may take from the moment it reads `Frozen`.
 
-        To `round_timeout_s` come the safe points during which messages may stand still, as if the replacer took one
-        donor after the other, which is what it comes to with a large state, and asked them only now, as it does where a
-        donor was left out. Of each donor: one of its steps until it reads the grant, then `stream_safe_points` steps of
-        either end. At last one step of the replacer until it swaps.
+        Added to `round_timeout_s` are the safe points that messages may have to wait for, as if the replacer asked one
+        donor after the other (as with a large state) and only now (as when a donor was left out). For each donor: one
+        of its steps until it reads the grant, then `stream_safe_points` steps of either end. Last, a step to apply.
         """
         own_s = _step_s(state.judged[replacer])
         count = self._stream_safe_points
@@ -457,7 +397,7 @@ class RoundCoordinator:
         return self._rules.round_timeout_s + streams_s + own_s
 
     def _end(self, sends: list[Send], state: _Round, reason: str, now: float) -> None:
-        """Close the round: everyone named who is still there hears of it, once."""
+        """Close the round: every named rank that is still live is told, once."""
         for rank in sorted(state.waiting_replacers):
             if state.frozen:  # it may have applied already, with its answer under way
                 self._overdue.setdefault(rank, deque(maxlen=_HISTORY_LENGTH)).append(state.number)
@@ -487,14 +427,13 @@ class RoundCoordinator:
         return True
 
     def _abandon(self, state: _Round, rank: int, reason: str) -> None:
-        """Count a replacer out."""
+        """Stop waiting for a replacer, and count the reason."""
         state.waiting_replacers.discard(rank)
         known = reason in self._abandoned or len(self._abandoned) < _REASON_LIMIT
-        key = reason if known else "other"
-        self._abandoned[key] = self._abandoned.get(key, 0) + 1
+        self._abandoned[reason if known else "other"] += 1
 
     def _depart(self, rank: int, how: str, now: float) -> tuple[Send, ...]:
-        """Take a member out of everything that waits for it; saying so twice is no error."""
+        """Take a member out of everything that waits for it; a second call does nothing."""
         member = self._members.get(rank)
         if member is None or not member.live:
             return ()
@@ -514,7 +453,7 @@ class RoundCoordinator:
     # ---------------------------------------------------------------- helpers
 
     def _mark(self, member: _Member, *, fresh: bool) -> None:
-        """Whether the member's report has come since the last decision. The sum is kept: there may be thousands."""
+        """Set whether a member has reported since the last decision. The sum is kept: there may be thousands."""
         self._fresh_count += fresh - member.fresh
         member.fresh = fresh
 
@@ -522,7 +461,7 @@ class RoundCoordinator:
         return [rank for rank, member in self._members.items() if member.live]
 
     def _live(self, rank: int, kind: str) -> _Member | None:
-        """Return the member that a message came from; None, counted, if it is none or gone."""
+        """Return the member that a message came from; None, with a count, if that rank is no member or gone."""
         member = self._members.get(rank)
         if member is None or not member.live:
             self._ignore(f"{kind} from a rank that is {'gone' if member else 'no member'}")
@@ -530,7 +469,7 @@ class RoundCoordinator:
         return member
 
     def _round_of(self, rank: int, number: int, kind: str) -> _Round | None:
-        """Return the round that a message is about; None, counted, if it is not the one under way."""
+        """Return the round that a message is about; None, with a count, if it is not the one under way."""
         if self._live(rank, kind) is None:
             return None
         if self._round is None or self._round.number != number:
@@ -545,10 +484,10 @@ class RoundCoordinator:
                 self._stragglers[index] = (replace(straggler, offset_s=now - start), start)
 
     def _ignore(self, what: str) -> None:
-        self._ignored[what] = self._ignored.get(what, 0) + 1
+        self._ignored[what] += 1
 
     def _tell(self, words: str, *facts: object) -> None:
-        """Note what happened. It becomes text when somebody asks, which few ever do: making that takes long."""
+        """Note what happened. The text is made only when it is asked for, which is rare: making it takes long."""
         self._story.append((words, facts))
 
     def _broken(self, fact: str) -> str:

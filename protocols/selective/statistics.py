@@ -1,11 +1,69 @@
-"""What a member of selective averaging reports about itself."""
+"""What a member and the coordinator of selective averaging report about themselves."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from protocols.selective.rounds import CoordinatorStatistics
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A live member that a decision did not wait for.
+
+    Attributes:
+        decision: Which decision, counted from 1; not every decision starts a round.
+        rank: The member.
+        offset_s: Its next report's arrival after the first report of that decision; None while it has not come.
+    """
+
+    decision: int
+    rank: int
+    offset_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A donor that a round went on without, and why."""
+
+    round: int
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorStatistics:
+    """Counts what a coordinator has done so far. The mappings are copies.
+
+    For ended rounds, replacers named = applied in time + abandoned + declined (as replacers) + overdue. An `Applied`
+    that comes after its round's time was up is counted in `applied` too, and in `ignored` as late.
+
+    Attributes:
+        reports: Reports received, by rank.
+        nonfinite_report_count: Reports whose metric was NaN or infinite.
+        decision_count: Times the reports were judged, with or without a round.
+        rounds_decided: Rounds started.
+        rounds_ended: Rounds ended; at most one less than decided.
+        applied: Averages applied, by rank.
+        abandoned: Replacers that gave up, left or were lost, by reason.
+        declines: Refusals, by rank, of either role.
+        overdue_count: Replacers that had not answered when their round's time was up.
+        left_out: Donors that rounds went on without, the latest ones.
+        stragglers: Members that decisions did not wait for, the latest ones.
+        ignored: Messages that fitted nothing, by what was wrong.
+    """
+
+    reports: Mapping[int, int]
+    nonfinite_report_count: int
+    decision_count: int
+    rounds_decided: int
+    rounds_ended: int
+    applied: Mapping[int, int]
+    abandoned: Mapping[str, int]
+    declines: Mapping[int, int]
+    overdue_count: int
+    left_out: tuple[LeftOut, ...]
+    stragglers: tuple[Straggler, ...]
+    ignored: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)

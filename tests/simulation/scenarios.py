@@ -63,8 +63,9 @@ from protocols import (
     parameter_stream,
 )
 from protocols.ranking import STRATEGIES
-from protocols.selective.rounds import CoordinatorStatistics, RoundCoordinator
+from protocols.selective.rounds import RoundCoordinator
 from protocols.selective.rules import decide
+from protocols.selective.statistics import CoordinatorStatistics
 
 #: No scenario takes longer than this in virtual seconds, whatever goes wrong in it.
 VIRTUAL_TIME_MAX_S: Final = 1e6

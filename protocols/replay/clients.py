@@ -1,0 +1,76 @@
+"""What the server of a replay buffer knows about its clients, and whether they wait for each other."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncdist.messaging.outbound_streams import OutboundStream
+from protocols.replay.messages import Add, Draw, Update
+
+#: Clients that a warning names.
+_NAMED_COUNT_MAX: Final = 8
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """Holds what the server knows about one stay of a client; a client that comes again gets a new one."""
+
+    rank: int
+    entry: int = -1
+    is_open: bool = False
+    is_done: bool = False
+    is_leaving: bool = False
+    is_refused: bool = False
+    has_declared: bool = False
+    layout_sent: bool = False
+    answers: list[tuple[int, float | None]] = field(default_factory=list)
+    draws: deque[Draw] = field(default_factory=deque)
+    large: deque[Add | Update] = field(default_factory=deque)
+    is_receiving: bool = False
+    outgoing: dict[int, npt.NDArray[np.uint8]] = field(default_factory=dict)
+    streams: dict[int, OutboundStream] = field(default_factory=dict)
+
+
+def more_may_come(clients: Collection[Client]) -> bool:
+    """Tell whether any client may still add items.
+
+    When others have left, or there are none, a client that draws and has never added is taken not to add. One that has
+    added is believed to go on: its draws may wait for another of its own tasks.
+    """
+    some_have_left = len(clients) == 1 or any(client.is_done for client in clients)
+
+    def may_begin(client: Client) -> bool:
+        if client.is_done or client.is_leaving or client.is_refused:
+            return False
+        return client.has_declared or not client.draws or not some_have_left
+
+    return any(client.large or client.is_receiving or may_begin(client) for client in clients)
+
+
+def all_wait_to_draw(clients: Collection[Client], size: int) -> bool:
+    """Tell whether all clients that may add wait in draws of more than the ``size`` items that are held."""
+    somebody_waits = False
+    for client in clients:
+        waits = any(draw.waits and draw.count > size for draw in client.draws)
+        is_busy = client.large or client.is_receiving or client.outgoing or client.streams
+        if is_busy or not (waits or client.is_leaving or client.is_done or client.is_refused):
+            return False
+        somebody_waits = somebody_waits or waits
+    return somebody_waits
+
+
+def describe_draws(clients: Collection[Client], size: int) -> str:
+    """Say which clients wait in draws of more than ``size`` items, and for how many."""
+    asked = {
+        client.rank: [str(draw.count) for draw in client.draws if draw.waits and draw.count > size]
+        for client in clients
+    }
+    waiting = [f"rank {rank} for {' and '.join(counts)}" for rank, counts in asked.items() if counts]
+    more = f", and {len(waiting) - _NAMED_COUNT_MAX} more" if len(waiting) > _NAMED_COUNT_MAX else ""
+    return f"{', '.join(waiting[:_NAMED_COUNT_MAX])}{more}"

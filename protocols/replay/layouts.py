@@ -1,0 +1,52 @@
+"""What client and server of a replay buffer share: scopes, layouts as messages, and the answer to late grants."""
+
+from __future__ import annotations
+
+import contextlib
+
+from asyncdist import Envelope, RemoteProtocolError, World
+from asyncdist.messaging import wire
+from asyncdist.messaging.outbound_streams import OutboundStream
+from asyncdist.messaging.streams import Grant, check_grant
+from protocols.replay.messages import Declare, ReplayMessage
+from protocols.replay.store import Field, RowLayout, check_dtype
+
+
+def scopes(server: int, name: str) -> tuple[int, int]:
+    """Return the scopes of a buffer's messages: to the server, and to its clients."""
+    return wire.scope_of((server,), f"replay {name}", 0), wire.scope_of((server,), f"clients of replay {name}", 0)
+
+
+def declare(layout: RowLayout) -> Declare:
+    """Return a layout as a message."""
+    fields = layout.fields
+    return Declare(
+        layout.form, tuple(f.name for f in fields), tuple(f.dtype for f in fields), tuple(f.shape for f in fields)
+    )
+
+
+def declared(message: Declare) -> RowLayout:
+    """Return the layout that a message describes.
+
+    Raises:
+        ValueError: it describes no layout.
+    """
+    if message.form not in ("tensor", "dict", "tuple") or not message.names:
+        raise ValueError(f"a batch of the form {message.form!r} with {len(message.names)} fields")
+    fields = []
+    for name, dtype, shape in zip(message.names, message.dtypes, message.shapes, strict=True):
+        check_dtype(dtype)
+        if min(shape, default=0) < 0:
+            raise ValueError(f"a field of shape {shape}")
+        fields.append(Field(name, dtype, shape))
+    return RowLayout(message.form, tuple(fields))  # type: ignore[arg-type]  # checked above
+
+
+def refuse_grant(world: World, envelope: Envelope[ReplayMessage]) -> None:
+    """Answer a grant that has come too late with an abort: its receiver waits for that, or for items, without end."""
+    message = envelope.message
+    if isinstance(message, Grant):
+        with contextlib.suppress(RemoteProtocolError):  # there is no such slot, so nobody waits
+            check_grant(message, envelope.source)
+            stream = OutboundStream(world.engine, [], envelope.source, message.slot)
+            world.spawn_service(stream.abort(), name=f"abort to rank {envelope.source}")

@@ -1,0 +1,65 @@
+"""Requests of a replay buffer's client that are under way, and how many there may be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncdist import AsyncdistError
+from asyncdist.messaging.engine import Engine
+
+
+class PendingCall:
+    """A request that has not been answered yet, even if its caller was cancelled."""
+
+    __slots__ = ("answer", "error", "limit", "payload", "waiter")
+
+    def __init__(
+        self, waiter: asyncio.Future[None], payload: npt.NDArray[np.uint8] | None, limit: RequestLimit
+    ) -> None:
+        self.waiter = waiter
+        self.payload = payload
+        self.limit = limit
+        self.answer: Any = None
+        self.error: AsyncdistError | None = None
+
+
+class RequestLimit:
+    """Bounds the requests of one kind that may be unanswered at a time; callers are served in order of arrival.
+
+    asyncio's Semaphore does not serve: its waiters do not learn that the job has failed.
+    """
+
+    def __init__(self, engine: Engine, count: int) -> None:
+        self._engine = engine
+        self._count = count
+        self._waiters: deque[asyncio.Future[None]] = deque()
+
+    async def acquire(self, what: str) -> None:
+        """Wait until one more request may be sent. Raises the error that ended the job, if one did."""
+        if self._count and not self._waiters:
+            self._count -= 1
+            return
+        waiter = self._engine.loop.create_future()
+        self._waiters.append(waiter)
+        try:
+            await self._engine.park(waiter, what)
+        except BaseException:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+            elif not waiter.cancelled() and waiter.exception() is None:  # admitted in the moment of cancellation
+                self.release()
+            raise
+
+    def release(self) -> None:
+        """Admit the next request, since one has been answered."""
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+        self._count += 1
