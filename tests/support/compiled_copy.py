@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 
@@ -23,13 +24,13 @@ def copied(folder: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location("copied_compiled", folder / "compiled.py")
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy
 
 
 def pretend_to_compile(copy: ModuleType) -> None:
     for module in compiled.MODULES:
-        place = copy.folder().joinpath(*module.split(".")).with_suffix(compiled.EXTENSION_SUFFIXES[0])
+        place = copy.folder().joinpath(*module.split(".")).with_suffix(EXTENSION_SUFFIXES[0])
         place.parent.mkdir(parents=True, exist_ok=True)
         place.touch()

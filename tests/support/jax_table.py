@@ -171,7 +171,8 @@ async def check_updates(world: ad.World, *, in_place: bool) -> None:
             state = optimizer.init(params)
             if in_place:
                 params = optree.tree_map(lambda leaf: leaf.requires_grad_(), params)
-                optimizer = torch.optim.SGD(params.values(), lr=case["rate"], momentum=case["momentum"])
+                leaves: Any = params.values()
+                optimizer = torch.optim.SGD(leaves, lr=case["rate"], momentum=case["momentum"])
             step = ad.gradient_update(loss, optimizer, "DP")
             for outputs in case["outputs"]:
                 given = params

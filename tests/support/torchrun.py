@@ -170,7 +170,8 @@ def run_jobs(jobs: Sequence[tuple[list[str], Mapping[str, str]]], timeout_s: flo
         ]
         values = {int(path.stem): json.loads(path.read_text()) for path in sorted(reports.glob("*.json"))}
         codes = tuple(process.returncode for process in processes)
-        result = Result(codes, *outputs, seconds=time.monotonic() - began_at, reports=values)
+        stdout, stderr = outputs
+        result = Result(codes, stdout, stderr, seconds=time.monotonic() - began_at, reports=values)
         if not finished:
             raise AssertionError(f"{jobs[0][0]} did not end in {timeout_s:g} s: {codes}\n{result.output()}")
         return result

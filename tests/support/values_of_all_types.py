@@ -21,7 +21,7 @@ def same(one: Any, two: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return odd_tensors.same(one, two)
     if isinstance(one, (np.ndarray, np.generic)):
-        return one.dtype == two.dtype and one.shape == two.shape and one.tobytes() == two.tobytes()
+        return bool(one.dtype == two.dtype and one.shape == two.shape and one.tobytes() == two.tobytes())
     if isinstance(one, float):
         return struct.pack("<d", one) == struct.pack("<d", two)
     if isinstance(one, complex):
