@@ -3,7 +3,8 @@
 The story of a rank: make the loop; open the transport; agree with all ranks on versions and on the job's nonce; run
 ``main(world)`` and every task it spawned under one task group; then leave: tell the peers, wait for the services of
 protocols (a coordinator serves until its last member has left), a polled barrier, take the receives back, close the
-transport. A failure anywhere replaces the second half by the one in :mod:`asyncdist.runtime.failure`.
+transport. Leaving is in :mod:`asyncdist.runtime.leaving`; a failure anywhere replaces it by
+:mod:`asyncdist.runtime.failure`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import asyncio
 import contextlib
 import functools
 import importlib.util
-import logging
 import secrets
 import struct
 import sys
@@ -29,22 +29,21 @@ from asyncdist._version import __version__
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.membership import MembershipLog
 from asyncdist.collectives.nonblocking import Collectives
-from asyncdist.errors import AsyncdistError, DisagreementError, LocalProtocolError, is_consequence
+from asyncdist.errors import AsyncdistError, DisagreementError, is_consequence
 from asyncdist.messaging import wire
 from asyncdist.messaging.engine import Engine
 from asyncdist.messaging.services import Services
-from asyncdist.runtime.failure import Everybody, FailureMonitor, fail, fail_alone, own_error, refuse
+from asyncdist.runtime.failure import FailureMonitor, fail, fail_alone, own_error, refuse
+from asyncdist.runtime.leaving import leave, report_leftovers
 from asyncdist.runtime.notebooks import call_beside_loop, is_loop_running
 from asyncdist.runtime.process import limit_threads, spare_collections
 from asyncdist.runtime.supervision import Interrupts, ending_forked_children
 from asyncdist.runtime.watchdogs import ENDLESS, EndWatch, StallWatch, WatchdogOptions, describe_wait
-from asyncdist.runtime.world import World, _current_world
+from asyncdist.runtime.world import World, _current_world, refuse_inside_a_world
 from asyncdist.tensors import torch_modes
 from asyncdist.transports import select
 from asyncdist.transports.base import Transport
 from asyncdist.transports.local import LocalHub
-
-logger = logging.getLogger("asyncdist.runtime.run")
 
 T = TypeVar("T")
 #: ``"auto"``, ``"local"``, ``"mpi"``, ``"torch"``, or ``"torch:BACKEND"``, for which there is no type.
@@ -59,9 +58,6 @@ WATCHDOG_S: Final = 10.0
 STALL_S: Final = 300.0
 #: How long a failure waits for the peers to stop by themselves.
 GRACE_S: Final = 3.0
-_FLUSH_S: Final = 5.0
-#: How long a rank whose main has returned may take to come to its end.
-_LAST_WORDS_S: Final = 60.0
 _HELLO: Final = struct.Struct("<I60s")
 
 #: Takes the place of :func:`run` where something else hosts the ranks; is given main, its arguments and ``strict``.
@@ -304,7 +300,7 @@ async def _hosted(
                 if caught.code or world.services.engine.failure is not None:
                     raise
                 success = caught
-            leftovers = await _leave(world, transport)
+            leftovers = await leave(world, transport)
         except BaseException as caught:
             error = own_error(caught, guard, interrupts, world.rank)
             await fail(world, transport, error, grace_s)
@@ -313,7 +309,7 @@ async def _hosted(
             _raise_as_it_is(error)
         transport.close()
         # Not before: it is no reason to end the other ranks.
-        _report_leftovers(world, leftovers, strict=strict and success is None)
+        report_leftovers(world, leftovers, strict=strict and success is None)
         if success is not None:
             raise success
     finally:
@@ -404,62 +400,6 @@ async def _exchange_hellos(own_rank: int, group: Group, collectives: Collectives
     return nonce
 
 
-async def _last_barrier(world: World, transport: Transport) -> None:
-    """Return when every rank has come so far, or is lost where that is no reason to end."""
-    own_group = transport.end_group
-    if own_group is not None:
-        await world.services.engine.wait(own_group.barrier(), "the other ranks to come to their end")
-        return
-    world.peers.finalize()
-    await world.services.engine.until(
-        Everybody(world, transport, world.peers.answered, world.services.left),
-        "the other ranks to come to their end",
-    )
-    # What is left to them is short. Not for ever: the frame that says so may have been spoiled, and dropped.
-    await world.services.engine.until(
-        Everybody(world, transport, world.peers.answered),
-        "the last words of the other ranks",
-        deadline=asyncio.get_running_loop().time() + _LAST_WORDS_S,
-    )
-
-
-async def _leave(world: World, transport: Transport) -> list[str]:
-    """The clean end: farewells, services, barrier, receives. Returns what was left over."""
-    world.peers.leave()
-    world.refuse_streams()
-    await world.services.engine.until(lambda: world.services.task_count == 0, "the services of this rank to end")
-    # Before the barrier, while the peers still take what comes; after it a message may find nobody. A peer in main
-    # takes a user's messages when it likes, and drops the rest when it leaves.
-    is_nobody_in_main = Everybody(world, transport, world.services.left, world.peers.answered)
-    await world.services.engine.until(
-        lambda: not world.services.is_sending or is_nobody_in_main(),
-        "the other ranks to take the messages of this one",
-    )
-    await _flush(world)
-    await _last_barrier(world, transport)
-    await _flush(world)
-    leftovers = world.services.leftovers()
-    world.close()
-    await _flush(world)
-    return leftovers
-
-
-async def _flush(world: World) -> None:
-    """Wait, within a bound, until no request of this rank is under way, nor the answer to a peer's late one."""
-    services, deadline = world.services, world.time() + _FLUSH_S
-    await services.engine.until(
-        lambda: services.engine.is_idle and services.task_count == 0, "requests under way", deadline=deadline
-    )
-
-
-def _report_leftovers(world: World, leftovers: Sequence[str], *, strict: bool) -> None:
-    if leftovers:
-        text = f"rank {world.rank} ended with {'; '.join(leftovers)}"
-        if strict:
-            raise LocalProtocolError(text)
-        logger.warning("%s", text)
-
-
 # -- a process --------------------------------------------------------------------------------------------------------
 
 
@@ -525,16 +465,6 @@ def _loop_of(name: LoopName | None) -> Iterator[asyncio.AbstractEventLoop]:
         factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
         yield runner.get_loop()
-
-
-def refuse_inside_a_world() -> None:
-    """Raise LocalProtocolError where a rank's code would open a second world."""
-    here = _current_world.get(None)
-    if here is not None and here.is_open:
-        raise LocalProtocolError(
-            f"a world is open here already, {here!r}: use that one, as asyncdist.current_world() returns it",
-            rank=here.rank,
-        )
 
 
 def _patience(watchdog_s: float, stall_s: float | None, stall_aborts: bool) -> WatchdogOptions:

@@ -20,7 +20,7 @@ import torch
 from asyncdist import validation
 from asyncdist.collectives.agreed_start import start_together
 from asyncdist.collectives.groups import Group, check_open
-from asyncdist.errors import AsyncdistError, ClosedError
+from asyncdist.errors import AsyncdistError, ClosedError, LocalProtocolError
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.engine import PROGRESS_BUDGET_S, EngineStatistics, yield_to_loop
@@ -76,6 +76,16 @@ def current_world() -> World:
         ) from None
 
 
+def refuse_inside_a_world() -> None:
+    """Raise LocalProtocolError where the code of a rank would open a second world."""
+    here = _current_world.get(None)
+    if here is not None and here.is_open:
+        raise LocalProtocolError(
+            f"a world is open here already, {here!r}: use that one, as asyncdist.current_world() returns it",
+            rank=here.rank,
+        )
+
+
 class World:
     """One rank of a running job.
 
@@ -109,7 +119,7 @@ class World:
         self.agreements = self.peers.agreements
         self.scratch = Scratch()
         self.virtual_clock: VirtualClock | None = None
-        # Until all protocols use ``services``.
+        # Protocols and tests still reach some services through the world; these lines go when none does.
         self.engine = services.engine
         self.slots = services.slots
         self.gone = services.gone
@@ -122,7 +132,6 @@ class World:
         self.on_gone = services.on_gone
         self.off_gone = services.off_gone
         self.start_together = functools.partial(start_together, services, self.agreements)
-        # Thus far.
         self._engine = services.engine
         self._transport = services.engine.transport
         self._nonce = nonce
@@ -364,7 +373,6 @@ class World:
             stream_received_nbytes=self.services.stream_received_nbytes,
         )
 
-    # Until all protocols use ``services``.
     @property
     def stream_sent_nbytes(self) -> int:
         """Bytes of bulk streams sent so far."""
@@ -383,7 +391,6 @@ class World:
     def stream_received_nbytes(self, nbytes: int) -> None:
         self.services.stream_received_nbytes = nbytes
 
-    # Thus far.
     # -- for the runtime --------------------------------------------------------------------------------------------
 
     @property

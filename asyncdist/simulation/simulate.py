@@ -28,10 +28,10 @@ from asyncdist import validation
 from asyncdist.errors import DeadlockError, LocalProtocolError, TimeLimitError, is_consequence
 from asyncdist.messaging.engine import Engine
 from asyncdist.runtime.notebooks import call_beside_loop, is_loop_running
-from asyncdist.runtime.run import RankResult, host_rank, refuse_inside_a_world
+from asyncdist.runtime.run import RankResult, host_rank
 from asyncdist.runtime.supervision import Interrupts
 from asyncdist.runtime.watchdogs import what_awaits
-from asyncdist.runtime.world import World, WorldStatistics
+from asyncdist.runtime.world import World, WorldStatistics, refuse_inside_a_world
 from asyncdist.simulation.determinism.clocks import virtual_clocks
 from asyncdist.simulation.determinism.generators import Generators, collecting_at_fixed_points
 from asyncdist.simulation.determinism.one_at_a_time import one_at_a_time

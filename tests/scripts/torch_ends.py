@@ -19,7 +19,7 @@ from support.mpi import report
 
 import asyncdist as ad
 from asyncdist.errors import RankLostError
-from asyncdist.runtime import run
+from asyncdist.runtime import leaving
 from asyncdist.transports.base import ANY_SOURCE
 
 MIB = 1 << 20
@@ -160,7 +160,7 @@ async def exits(world: ad.World) -> None:
 
 async def leaves_all_kinds_of_work(world: ad.World) -> None:
     """Main returns with messages under way that nobody will ever receive."""
-    run._FLUSH_S = 0.2  # type: ignore[misc]
+    leaving._FLUSH_S = 0.2  # type: ignore[misc]
     for peer in range(world.size):
         if peer != world.rank:
             world.engine.watch(world.engine.transport.isend(bytearray(MIB), peer, 1), "left over")

@@ -1,0 +1,85 @@
+"""The clean end of a rank: its peers hear that main has returned, and all ranks come to their end together.
+
+Services go on meanwhile, since a coordinator serves until its last member has left. How a rank ends that has failed is
+in :mod:`asyncdist.runtime.failure`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+from asyncdist.errors import LocalProtocolError
+from asyncdist.runtime.failure import Everybody
+from asyncdist.runtime.world import World
+from asyncdist.transports.base import Transport
+
+logger = logging.getLogger("asyncdist.runtime.leaving")
+
+#: How long a rank waits for its last requests to complete.
+_FLUSH_S: Final = 5.0
+#: How long a rank whose main has returned may take to come to its end.
+_LAST_WORDS_S: Final = 60.0
+
+
+async def leave(world: World, transport: Transport) -> list[str]:
+    """End this rank cleanly, together with the others.
+
+    Returns:
+        What was left over, in words; nothing where the program has received and ended everything.
+    """
+    world.peers.leave()
+    world.refuse_streams()
+    await world.services.engine.until(lambda: world.services.task_count == 0, "the services of this rank to end")
+    # Before the barrier, while the peers still take what comes; after it a message may find nobody. A peer in main
+    # takes a user's messages when it likes, and drops the rest when it leaves.
+    is_nobody_in_main = Everybody(world, transport, world.services.left, world.peers.answered)
+    await world.services.engine.until(
+        lambda: not world.services.is_sending or is_nobody_in_main(),
+        "the other ranks to take the messages of this one",
+    )
+    await _flush(world)
+    await _last_barrier(world, transport)
+    await _flush(world)
+    leftovers = world.services.leftovers()
+    world.close()
+    await _flush(world)
+    return leftovers
+
+
+async def _last_barrier(world: World, transport: Transport) -> None:
+    """Return when every rank has come this far, or is lost where losing a rank does not end the job."""
+    own_group = transport.end_group
+    if own_group is not None:
+        await world.services.engine.wait(own_group.barrier(), "the other ranks to come to their end")
+        return
+    world.peers.finalize()
+    await world.services.engine.until(
+        Everybody(world, transport, world.peers.answered, world.services.left),
+        "the other ranks to come to their end",
+    )
+    # What is left to them is short. Not for ever: the frame that says so may have been spoiled, and dropped.
+    await world.services.engine.until(
+        Everybody(world, transport, world.peers.answered),
+        "the last words of the other ranks",
+        deadline=asyncio.get_running_loop().time() + _LAST_WORDS_S,
+    )
+
+
+async def _flush(world: World) -> None:
+    """Wait, within a bound, until no request of this rank is under way, nor the answer to a peer's late one."""
+    services, deadline = world.services, world.time() + _FLUSH_S
+    await services.engine.until(
+        lambda: services.engine.is_idle and services.task_count == 0, "requests under way", deadline=deadline
+    )
+
+
+def report_leftovers(world: World, leftovers: Sequence[str], *, strict: bool) -> None:
+    """Log what was left over, or raise it as LocalProtocolError if ``strict``."""
+    if leftovers:
+        text = f"rank {world.rank} ended with {'; '.join(leftovers)}"
+        if strict:
+            raise LocalProtocolError(text)
+        logger.warning("%s", text)
