@@ -1,0 +1,25 @@
+"""Tests outside ``tests/launched`` cannot start processes: ``tests/conftest.py`` refuses."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+STARTS: dict[str, Callable[[], Any]] = {
+    "subprocess": lambda: subprocess.run(["true"], check=True),
+    "system": lambda: os.system("true"),
+    "fork": os.fork,
+    "forked": lambda: multiprocessing.get_context("fork").Process(target=int).start(),
+    "spawned": lambda: multiprocessing.get_context("spawn").Process(target=int).start(),
+}
+
+
+@pytest.mark.parametrize("how", STARTS)
+def test_a_process_is_refused_and_the_place_for_such_a_test_is_named(how: str) -> None:
+    with pytest.raises(RuntimeError, match="belong to tests/launched"):
+        STARTS[how]()
