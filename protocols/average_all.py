@@ -4,10 +4,10 @@ Every ``average_every`` steps all members meet, and each goes on with the mean o
 averaging with equal weights: McMahan et al., 2017). The slowest member sets the pace.
 
 A step that is cancelled while it waits asks the first member to let it go, and hears the answer before the cancellation
-is raised: an average that all have agreed on is applied first. Otherwise nobody averages in this step, also where it is
-cancelled before it has waited: the others get RemoteError, and the members meet again when the next step is due. So a
-deadline around each step that is shorter than the slowest member takes to come lets no average be made, ever: who
-wants to go on without that member wants :class:`AsyncSelectiveAveragingPolicy`.
+is raised: an average that all have agreed on is applied first. Otherwise no member averages in this step, also where it
+is cancelled before it has waited: the others get RemoteError, and the members meet again when the next step is due. So
+a deadline around each step that is shorter than the slowest member takes to come lets no average be made, ever. To go
+on without that member, use :class:`AsyncSelectiveAveragingPolicy`.
 
 The members agree over the control channel before they enter a collective, so one that has left raises ClosedError in
 the others instead of hanging them. Each policy has a communicator of its own. The average itself is that of
@@ -93,7 +93,7 @@ class AverageAllPolicy(SpawnPolicy):
         self._world.agreements.withdraw(self._group.ranks, self._subject)
         try:
             await self._own_group.free()
-        finally:  # cancelled or not: the group is freed in the background, and the model's memory is nobody's
+        finally:  # cancelled or not: the group is freed in the background, and the model's memory is not used any more
             self._world.scratch.forget(self.model)
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
@@ -149,5 +149,5 @@ class AverageAllPolicy(SpawnPolicy):
 
 
 async def _keep(info: StepInfo) -> None:
-    """The average was applied; only the caller does not hear of it."""
+    """Do nothing: the average was applied, and only the caller was not told."""
     del info

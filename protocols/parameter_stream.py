@@ -1,10 +1,9 @@
-"""The parameter-stream protocol: the donors' snapshots into one replacer's accumulator.
+"""The parameter-stream protocol: it carries the donors' snapshots into one replacer's accumulator.
 
 The replacer asks (:class:`asyncdist.messaging.streams.Grant`, with the round in the frame's header) and names the bytes
-that it
-has room for: the averaged tensors, or those and the exact ones. The donor answers with exactly these bytes or with the
-abort. Tensors travel as they are stored, dtype after dtype in the order of the flat state, each cut into chunks of its
-own.
+that it expects: the averaged tensors, or those and the exact ones. The donor answers with exactly these bytes or with
+the abort. Tensors travel as they are stored, dtype after dtype in the order of the flat state, each cut into chunks of
+its own.
 
 It asks as soon as it knows the donors, before they are ready: a grant waits at its donor for the snapshot, which then
 leaves in the very step that takes it. Of what comes nothing is added before the round is frozen, so no more comes than
@@ -70,7 +69,7 @@ class Offer:
     withdrawn: bool = False
 
     def chunks(self, grant: Grant) -> list[memoryview] | None:
-        """What is sent for ``grant``; None when it fits no stream of this state."""
+        """Return what is sent for ``grant``; None when it fits no stream of this state."""
         size = grant.nbytes, grant.chunk_nbytes
         chunks = self.chunks_made.get(size)
         if chunks is None:
@@ -81,10 +80,10 @@ class Offer:
 
 
 class SnapshotServer:
-    """A donor's end of the protocol: answers every grant, by the snapshot on offer for its round or by the abort.
+    """Answers every grant at the donor's end, by the snapshot on offer for its round or by the abort.
 
     A grant of a round to come is answered when there is an offer for it, or when the round is over for this rank. The
-    desk outlives its policy, since a replacer may ask late and must not wait for an answer that nobody gives; but once
+    server outlives its policy, since a replacer may ask late and must not wait for an answer that never comes; once
     its offer is withdrawn it holds no tensors.
 
     Args:
@@ -108,7 +107,7 @@ class SnapshotServer:
         )
 
     def offer(self, round: int, snapshot: FlatBuffers, on_free: Callable[[FlatBuffers], None]) -> Offer:
-        """Give ``snapshot`` to whoever asks in that round, or has asked.
+        """Give ``snapshot`` to all replacers that ask in that round, or have asked.
 
         ``on_free`` gets it back when it is not in use any more. Rounds before this one are over.
         """
@@ -128,7 +127,7 @@ class SnapshotServer:
         self._over = max(self._over, offer.round)
 
     def end_rounds(self, last: float) -> None:
-        """No snapshot will be on offer any more for rounds up to ``last``: whoever has asked for one gets the abort."""
+        """Answer requests for rounds up to ``last`` by the abort: no snapshot will be on offer for these any more."""
         if last > self._over:
             self._over = last
         for key in [key for key, (asked_for, _) in self._early.items() if asked_for <= last]:
@@ -159,7 +158,7 @@ class SnapshotServer:
             self._answer(envelope.round, message, key)
 
     def _answer(self, round: int, grant: Grant, key: tuple[int, int]) -> None:
-        """Stream, abort, or wait until it is known which."""
+        """Stream, abort, or keep the grant until it is known which."""
         for offer in self._offers:
             if offer.round == round and not offer.withdrawn:
                 self._stream(offer, grant, key)
@@ -173,7 +172,7 @@ class SnapshotServer:
         self._world.spawn_service(self._abort(OutboundStream(self._world.engine, [], *key)), name="abort")
 
     def _stream(self, offer: Offer, grant: Grant, key: tuple[int, int]) -> None:
-        """Send; what has not left at once goes on in a task."""
+        """Send at once what the transport takes; a task sends the rest."""
         chunks = offer.chunks(grant)
         if chunks is None:
             self._refuse(key)
@@ -203,16 +202,16 @@ class SnapshotServer:
         try:
             await stream.abort()
         except RankLostError as error:
-            logger.debug("nobody to answer: %s", error)
+            logger.debug("no rank to answer: %s", error)
 
 
 def stream_nbytes(buffers: FlatBuffers, *, exact: bool) -> int:
-    """Bytes of a stream of that state as it is stored, with the exact (integer and bool) tensors or without."""
+    """Return the bytes of a stream of that state, with the exact (integer and bool) tensors or without."""
     return sum(tensor.numel() * dtype.itemsize for dtype, tensor in _parts(buffers, exact))
 
 
 def snapshot_chunks(snapshot: FlatBuffers, grant: Grant) -> list[memoryview] | None:
-    """What a donor sends for ``grant``; None when the grant fits no stream of this state."""
+    """Return what a donor sends for ``grant``; None when the grant fits no stream of this state."""
     for exact in (False, True):
         if grant.nbytes == stream_nbytes(snapshot, exact=exact) and grant.chunk_nbytes == CHUNK_NBYTES:
             parts = _parts(snapshot, exact)
@@ -221,14 +220,14 @@ def snapshot_chunks(snapshot: FlatBuffers, grant: Grant) -> list[memoryview] | N
 
 
 def safe_point_count(nbytes: int) -> int:
-    """Safe points that a stream of so many bytes needs at each end: chunks over the window, rounded up."""
+    """Return the safe points that a stream of ``nbytes`` needs at each end: chunks over the window, rounded up."""
     return max(1, -(-nbytes // (CHUNK_NBYTES * WINDOW_COUNT)))
 
 
 class ChunkRing:
-    """``WINDOW_COUNT`` buffers of one chunk each, allocated when first needed.
+    """Keeps ``WINDOW_COUNT`` buffers of one chunk each, allocated when first needed.
 
-    Accumulators are used again and again, too: it remembers what lay where in those that were used with it.
+    Accumulators are used again, too: the ring remembers the layouts of those that were used with it.
 
     Args:
         chunk_nbytes: of each; those of a parameter stream by default.
@@ -241,19 +240,19 @@ class ChunkRing:
         self._next = 0
 
     def layout_of(self, accumulator: FlatBuffers) -> _Layout:
-        """Where streams into ``accumulator`` are received."""
+        """Return where streams into ``accumulator`` are received."""
         found = self._layouts.get(accumulator)
         if found is None:
             found = self._layouts[accumulator] = _Layout(accumulator)
         return found
 
     def take(self, dtype: torch.dtype, count: int) -> torch.Tensor:
-        """The next buffer, as ``count`` elements of ``dtype``."""
+        """Return the next buffer, as ``count`` elements of ``dtype``."""
         self._next += 1
         return self.page(self._next)[: count * dtype.itemsize].view(dtype)
 
     def page(self, number: int) -> torch.Tensor:
-        """The bytes of a buffer; pages that are ``WINDOW_COUNT`` apart are the same one."""
+        """Return the bytes of a buffer; pages that are ``WINDOW_COUNT`` apart are the same one."""
         place = number % WINDOW_COUNT
         found = self._buffers.get(place)
         if found is None:
@@ -263,7 +262,7 @@ class ChunkRing:
 
     @property
     def nbytes(self) -> int:
-        """What it holds."""
+        """The bytes that are allocated."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
 
@@ -306,7 +305,7 @@ class _Layout:
         self._shares: dict[tuple[int, int, bool, bool], _Share] = {}
 
     def share(self, ring: ChunkRing, page: int, offset: int, *, first: bool, exact: bool) -> _Share:
-        """Of the donor whose first chunk has its place there.
+        """Return the share of the donor whose first chunk is received there.
 
         Args:
             ring: the one that made this.
@@ -333,8 +332,8 @@ class _Layout:
                 page, offset = page + 1, 0
             chunk, target = None, piece.view
             if target is None or (piece.averaged and not first):
-                room = ring.page(page)[offset : offset + nbytes]
-                chunk, target = room.view(piece.dtype), byte_view(room)
+                place = ring.page(page)[offset : offset + nbytes]
+                chunk, target = place.view(piece.dtype), byte_view(place)
             landings.append(_Landing(piece, page, chunk))
             targets.append(target)
             share_nbytes += nbytes
@@ -343,7 +342,7 @@ class _Layout:
 
 
 class SnapshotReceiver:
-    """A replacer's end of the protocol: the weighted mean of the snapshots of a round's donors, added as they come.
+    """Makes the weighted mean of the snapshots of a round's donors at the replacer's end, added as they arrive.
 
     Args:
         world: this rank's.
@@ -394,7 +393,7 @@ class SnapshotReceiver:
         self.mean = WeightedMean()
 
     def ask(self) -> None:
-        """Ask as many donors as the window has room for. What they send waits for :meth:`run`, or :meth:`close`.
+        """Ask as many donors as the window can hold. What they send waits for :meth:`run`, or :meth:`close`.
 
         Raises:
             RankLostError: a donor is gone.
@@ -417,7 +416,7 @@ class SnapshotReceiver:
         self._is_asking = bool(self._unposted) or self._asked_count < len(self.donors)
 
     async def run(self, weights: Sequence[float], *, deadline: float) -> None:
-        """Ask the donors who have not been asked, and average what comes: the accumulator holds the mean then.
+        """Ask the donors that have not been asked, and average what arrives: the accumulator holds the mean then.
 
         Args:
             weights: the donors', not normalised.
@@ -456,7 +455,7 @@ class SnapshotReceiver:
             stream.finish(self._cancel)
 
     def _post(self) -> None:
-        """Post the receives for which the window has room."""
+        """Post the receives that fit into the window."""
         while self._unposted and self._posting is not None:
             if self._under_way and self._unposted[0].page - self._under_way[0].page >= WINDOW_COUNT:
                 return
@@ -465,7 +464,7 @@ class SnapshotReceiver:
             self._posting.post_up_to(self._posted_count)
 
     def _take(self, landing: _Landing) -> None:
-        """Add the chunk that has landed; its place is free."""
+        """Add the chunk that has landed, and free its place."""
         if landing.piece.averaged:
             self.mean.add(landing.piece.into, landing.chunk)
         self._under_way.popleft()
@@ -476,7 +475,7 @@ class SnapshotReceiver:
 
 
 def _pieces(accumulator: FlatBuffers) -> list[_Piece]:
-    """The chunks of a stream, those that are averaged first."""
+    """Return the chunks of a stream, averaged ones first."""
     pieces = []
     averaged = accumulator.averaged().keys()
     for dtype, tensor in _parts(accumulator, exact=True):
@@ -488,6 +487,6 @@ def _pieces(accumulator: FlatBuffers) -> list[_Piece]:
 
 
 def _parts(buffers: FlatBuffers, exact: bool) -> list[tuple[torch.dtype, torch.Tensor]]:
-    """The tensors of a stream in their order, each with the dtype that it has on the wire."""
+    """Return the tensors of a stream in their order, each with the dtype that it has on the wire."""
     parts = list(buffers.averaged().items())
     return parts + list(buffers.exact().items()) if exact else parts

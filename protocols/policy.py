@@ -49,7 +49,7 @@ _NAME_LENGTH_MAX: Final = 200
 
 
 class SpawnPolicy(abc.ABC):
-    """Base of the policies.
+    """Defines what all policies share.
 
     Args:
         model: trained by this rank; its parameters and persistent buffers are the policy's state.
@@ -63,8 +63,8 @@ class SpawnPolicy(abc.ABC):
         start_timeout_s: how long the start waits for the last member.
 
     Attributes:
-        is_alone: whether nobody else takes part, which is known from the start on: then a policy checks its input and
-            does nothing.
+        is_alone: whether this rank is the only participant, known from the start on: then a policy checks its input
+            and does nothing.
 
     Raises:
         TypeError, ValueError: an argument is not what it should be; the value and what is allowed are named.
@@ -160,12 +160,12 @@ class SpawnPolicy(abc.ABC):
         return self
 
     def _forget_start(self) -> None:
-        """A start has failed. Where it was given up after it had begun, :meth:`_begin` says what came of it."""
+        """Allow another start after one has failed. If it had begun, :meth:`_begin` sets the stage instead."""
         if self._stage == "starting" and not self._is_beginning:
             self._stage = "new"
 
     async def _begin(self, start: Start[None]) -> None:
-        """Go through with the start, which :meth:`_agree` begins; also when the caller has given up."""
+        """Complete a start that all members have joined, even when the caller was cancelled."""
         self._joint_start = start
         self._is_beginning = True
         try:
@@ -178,7 +178,7 @@ class SpawnPolicy(abc.ABC):
         self._stage = "open"
 
     async def _end(self, _: None) -> None:
-        """The start was cancelled when the others had come: they count on this rank, until they hear that it left."""
+        """Leave after a start that was cancelled when all had come: the others rely on this rank until it has left."""
         self._stage = "closed"
         await self._stop(asyncio.CancelledError())
 
@@ -193,7 +193,7 @@ class SpawnPolicy(abc.ABC):
             warnings.warn_explicit(text, RuntimeWarning, *self._first_call)
 
     def step(self, local_metric: MetricSource = None) -> Coroutine[Any, Any, StepInfo]:
-        """Make progress, and change the model's weights if it is time. The only place where they change.
+        """Make progress, and change the model's weights if it is time. They change nowhere else.
 
         Call it once per training step, from the task that trains.
 
@@ -236,7 +236,7 @@ class SpawnPolicy(abc.ABC):
         group: Any = None,
         expose_params: bool | None = None,
     ) -> Coroutine[Any, Any, tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]]:
-        """The call of torchgfn's policies, for porting: ``step`` with the caller's own iteration number.
+        """Do a ``step`` with the caller's own iteration number: the call of torchgfn's policies, for porting.
 
         Args:
             iteration: a whole number, of numpy or a 0-d tensor too. It may start again, as at each epoch: what is due
@@ -287,7 +287,7 @@ class SpawnPolicy(abc.ABC):
 
     @abc.abstractmethod
     async def _step(self, local_metric: MetricSource) -> StepInfo:
-        """One step, guarded."""
+        """Do one step; the guard has been passed."""
 
     @abc.abstractmethod
     async def _start(self) -> None:
@@ -299,17 +299,17 @@ class SpawnPolicy(abc.ABC):
 
     @abc.abstractmethod
     def _options(self) -> Mapping[str, Any]:
-        """What must be equal on all members, as JSON values."""
+        """Return the options that must be equal on all members, as JSON values."""
 
     def _has_company(self) -> bool:
-        """Whether anybody else takes part."""
+        """Whether other ranks take part."""
         return self._group.size > 1
 
     def _is_due(self) -> bool:
         return (self.iteration - self._restarted_at + 1) % self.average_every == 0 or self._is_overdue
 
     def _go_to(self, number: int) -> None:
-        """Take the caller's number of this iteration. The own one only grows: reports and ages are counted by it."""
+        """Take the caller's number of this iteration. The policy's own number only grows: reports and ages use it."""
         expected = self.iteration - self._restarted_at
         if number == expected - 1:  # the last number is given again
             self._restarted_at += 1
@@ -347,7 +347,7 @@ class SpawnPolicy(abc.ABC):
         return number
 
     def _choose_leader(self) -> int:
-        """The rank that compares what the members say: one of them, or the reserved coordinator."""
+        """Return the rank that compares what the members say: one of them, or the reserved coordinator."""
         return self._group.ranks[0]
 
     async def _agree(self) -> Agreed:
@@ -365,13 +365,15 @@ class SpawnPolicy(abc.ABC):
             raise
 
     async def _explain_models(self, error: DisagreementError) -> DisagreementError:
-        """All members know by now that their models differ; together they find out where."""
+        """Find out where the models differ, together with all members, which know that they do."""
         mine = self._flat.fingerprint
         first = self._group.ranks[0]
         text = mine.to_text().encode()
         length = await self._world.collectives.broadcast(torch.tensor(len(text), device="cpu"), self._group, first)
-        room = torch.frombuffer(bytearray(text), dtype=torch.uint8) if self._world.rank == first else None
-        theirs = room if room is not None else torch.empty(int(length), dtype=torch.uint8, device="cpu")
+        if self._world.rank == first:
+            theirs = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        else:
+            theirs = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         await self._world.collectives.broadcast(theirs, self._group, first)
         difference = first_difference(mine, Fingerprint.from_text(bytes(theirs.numpy()).decode()))
         note = f"{difference} (here: rank {self._world.rank}, there: rank {first})" if difference else ""

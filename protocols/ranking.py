@@ -1,4 +1,4 @@
-"""How ranks are compared by their metrics, and how many are replaced: what both selective policies rely on.
+"""Compares ranks by their metrics, and counts how many are replaced; both selective policies use it.
 
 Pure functions on plain values: no asyncio, no transport, no clock, no torch, no randomness.
 """

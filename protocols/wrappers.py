@@ -1,4 +1,4 @@
-"""What makes a model a replica of others: wrappers that synchronise it behind the policy's back.
+"""Finds wrappers that keep a model equal to its replicas on other ranks, and so work against a policy.
 
 DDP averages gradients on the assumption that all replicas hold equal weights, and FSDP keeps a part of each weight per
 rank. A policy that gives one rank other weights breaks both without an error: the replicas diverge.
@@ -35,10 +35,10 @@ def check_not_wrapped(model: nn.Module) -> None:
 
 
 def check_not_inside(model: nn.Module) -> None:
-    """Refuse a model that somebody else has wrapped, as transformers' Trainer does: the model does not show it.
+    """Refuse a model that other code has wrapped, as transformers' Trainer does: the model does not show it.
 
     The whole process is searched, but only where torch.distributed has been started, which both wrappers need. A
-    wrapper in a reference cycle that nobody can reach, that of a trainer which was deleted, is no obstacle.
+    wrapper in an unreachable reference cycle, such as that of a deleted trainer, is no obstacle.
 
     Raises:
         LocalProtocolError: such a wrapper exists.

@@ -73,7 +73,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             and at most n - 1; none if the ratio is 0.
         averaging_strategy: ``"mean"``; ``"weighted_mean"``, weights proportional to the metric published with the
             snapshot, minus the worst of the donors' and the own one; ``"best_only"``, the best of the drawn;
-            ``"reset_weights"``, fresh weights of ``model_builder`` and nobody's snapshot.
+            ``"reset_weights"``, fresh weights of ``model_builder`` in place of snapshots.
         donor_count: how many donors are drawn, at most; as many as there are, if they are fewer. A rank is no donor if
             its metric is not finite, or would have the rank itself replaced.
         donor_ratio: the same as a part of the group, this rank included; rounded down, at least one. Counts where
@@ -205,7 +205,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         print(f"{self._title()}\n{self.statistics().format_counts()}", flush=True)
 
     def print_time(self) -> None:
-        """Print how long that took, as a table."""
+        """Print how long the work of this member took, as a table."""
         print(f"{self._title()}\n{self.statistics().format_times()}", flush=True)
 
     def _title(self) -> str:
@@ -343,13 +343,13 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         mode = self._rules.replacement_mode
         if mode == "age":
             return self._step_count >= self._dies_at
-        if mode == "threshold":  # own metric, own decision: nobody else is asked
+        if mode == "threshold":  # the own metric alone decides
             own = self._own_metric
             return is_due and own is not None and is_dying(self._world.rank, {self._world.rank: own}, self._rules)
         return is_due
 
     async def _begin_replacement(self) -> None:
-        """Judge and read in the background. One turn of the loop at once, while what is known here is fresh."""
+        """Judge and read in the background. The first turn of the loop is taken now, while the metrics are fresh."""
         replacement = self._replacement = Replacement(self._counts["killed"] + 1, self._world.time())
         self._dies_at = self._step_count + self.average_every if self._dies_at != _NEVER else _NEVER  # if this fails
         self._task = self._world.spawn_service(self._replace(replacement), name=f"replacement {replacement.number}")

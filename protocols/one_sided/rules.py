@@ -1,4 +1,4 @@
-"""Who is to be replaced, and by whom, when each rank decides for itself.
+"""Decides who is replaced, and by whom, when each rank decides for itself.
 
 Pure functions on plain values, as in `protocols.selective.rules`: no asyncio, no transport, no clock, no torch. Chance
 is an argument. There is no coordinator: a rank knows its own metric and the newest ones that the others have published,
@@ -57,7 +57,7 @@ class OneSidedRules:
     donor_ratio: float = 0.5
 
     def __post_init__(self) -> None:
-        """Refuse bad options here, so that nobody is ever judged by them."""
+        """Refuse bad options here, before any rank is judged by them."""
         for name, allowed in (
             ("replacement_mode", REPLACEMENT_MODES),
             ("averaging_strategy", STRATEGIES),
@@ -84,7 +84,7 @@ def _is_pair_of_ages(ages: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What replaces a rank.
+    """Describes what replaces a rank.
 
     Attributes:
         donors: Ascending; empty for `reset_weights`.
@@ -116,7 +116,7 @@ class Choice:
 
 
 def _gain(metric: float, floor: float, sign: float) -> tuple[float, int]:
-    """Return mantissa and exponent of what `metric` is better by than `floor`, which may be above every float."""
+    """Return mantissa and exponent of the gain of `metric` over `floor`, which may exceed the largest float."""
     gain = sign * (metric - floor)
     if math.isfinite(gain):
         return math.frexp(gain)
@@ -141,7 +141,7 @@ def is_dying(rank: int, metrics: Mapping[int, float], rules: OneSidedRules) -> b
     Args:
         rank: Who is judged.
         metrics: Rank to metric: its own, and the newest that each of the others has published.
-        rules: The options. `age` judges no metrics: nobody dies of them.
+        rules: The options. `age` does not judge metrics: the answer is False.
     """
     if rules.replacement_mode == "threshold":
         return is_worse(metrics[rank], rules.threshold_metric, rules.metric_mode)
@@ -162,8 +162,8 @@ def choose(
     """Choose what replaces `rank`.
 
     Donors are drawn among those with a finite metric whom the same rules would not replace: an average of the dying
-    helps nobody. `best_only` takes the best of the drawn. For `weighted_mean` a donor weighs what it gains over the
-    worst of the drawn and the replaced; those that gain nothing are left out, unless nobody gains anything.
+    is no help. `best_only` takes the best of the drawn. For `weighted_mean` a donor weighs what it gains over the
+    worst of the drawn and the replaced; those that gain nothing are left out, unless none gains anything.
 
     Args:
         rank: Who is replaced.
@@ -173,7 +173,7 @@ def choose(
         sample: Draws donors.
 
     Returns:
-        None where nobody has anything to give.
+        None where no other rank has anything to give.
     """
     if rules.averaging_strategy == "reset_weights":
         return Choice((), -1)
@@ -211,7 +211,7 @@ def _weighted(rank: int, drawn: Sequence[int], best: int, metrics: Mapping[int, 
 
 
 def _worst(metrics: Mapping[int, float], rules: OneSidedRules) -> tuple[int, ...]:
-    """Name those whom `worst_ratio` replaces; nobody in the other modes."""
+    """Return the ranks that `worst_ratio` replaces; none in the other modes."""
     if rules.replacement_mode != "worst_ratio":
         return ()
     count = replacer_count(len(metrics), rules.replacement_ratio)

@@ -1,4 +1,4 @@
-"""What the one-sided policy counts, as data and as a table to print."""
+"""The statistics of the one-sided policy, as data and as tables to print."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """How long something took.
+    """Sums up how long one kind of work took.
 
     Attributes:
         count: how often it was done.
@@ -21,13 +21,13 @@ class Durations:
     largest_s: float = 0.0
 
     def plus(self, duration_s: float) -> Durations:
-        """With one more."""
+        """Return the same with one more duration."""
         return Durations(self.count + 1, self.total_s + duration_s, max(self.largest_s, duration_s))
 
 
 @dataclass(frozen=True, slots=True)
 class OneSidedStatistics:
-    """What a member has done so far. The first four have the names that torchgfn's policies give them.
+    """Counts what a member has done so far. The first four have the names that torchgfn's policies give them.
 
     Attributes:
         total_iterations: steps taken.
@@ -60,11 +60,11 @@ class OneSidedStatistics:
     timing: Mapping[str, Durations] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """The table of counts and the table of times."""
+        """Return the table of counts and the table of times."""
         return f"{self.format_counts()}\n{self.format_times()}"
 
     def format_counts(self) -> str:
-        """One line per count."""
+        """Return one line per count."""
         rows = [(name.replace("_", " "), f"{value}") for name, value in self._counts()]
         rows += [(f"abandoned: {reason}", f"{count}") for reason, count in sorted(self.abandoned.items())]
         rows += [(f"not published: {reason}", f"{count}") for reason, count in sorted(self.unpublished.items())]
@@ -72,7 +72,7 @@ class OneSidedStatistics:
         return _format(rows)
 
     def format_times(self) -> str:
-        """One line for each thing that is timed."""
+        """Return one line for each kind of work that is timed."""
         rows = [
             (name, f"{found.total_s:.4f} s in {found.count}, {1e3 * found.largest_s:.2f} ms at most")
             for name, found in self.timing.items()

@@ -46,7 +46,7 @@ def refuse_grant(world: World, envelope: Envelope[ReplayMessage]) -> None:
     """Answer a grant that has come too late with an abort: its receiver waits for that, or for items, without end."""
     message = envelope.message
     if isinstance(message, Grant):
-        with contextlib.suppress(RemoteProtocolError):  # there is no such slot, so nobody waits
+        with contextlib.suppress(RemoteProtocolError):  # there is no such slot, so no receiver waits
             check_grant(message, envelope.source)
             stream = OutboundStream(world.engine, [], envelope.source, message.slot)
             world.spawn_service(stream.abort(), name=f"abort to rank {envelope.source}")

@@ -1,4 +1,4 @@
-"""What a replay buffer and its clients say to each other.
+"""The messages between a replay buffer and its clients.
 
 Items travel as bytes: those of a small batch inside the message (``data``), those of a larger one as a stream that the
 receiving side grants (:class:`asyncdist.messaging.streams.Grant`, with the request's number in the frame's header);
@@ -93,7 +93,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Client to server: nobody waits for that draw any more. It is answered all the same."""
+    """Client to server: the caller of that draw was cancelled. The draw is answered all the same."""
 
     request: int
 

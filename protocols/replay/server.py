@@ -81,7 +81,7 @@ async def serve_replay_buffer(
         prioritized: draw items in proportion to priority^alpha (Schaul et al. 2016); else uniformly.
         alpha: how much priorities count; 0 means not at all.
         score: called with each batch that is added; what it returns is what ``add`` returns to the sender. It runs on
-            this rank's loop: while it does, nobody is served. What it raises, this raises, and the clients get
+            this rank's loop: while it does, no client is served. What it raises, this raises, and the clients get
             RemoteError.
         in_flight_max: adds and updates of one client that may be unanswered, and as many draws; its next one waits.
         seed: of what is drawn.
@@ -225,7 +225,7 @@ class _Server:
             self._admit(client, envelope.message.entry)
         elif client.is_refused and isinstance(envelope.message, Bye):
             client.is_done = True
-        elif client.is_open or isinstance(envelope.message, Grant):  # every grant is answered, be it with an abort
+        elif client.is_open or isinstance(envelope.message, Grant):  # every grant is answered, at least with an abort
             try:
                 self._obey(client, envelope)
             except RemoteProtocolError as error:
@@ -368,7 +368,7 @@ class _Server:
         self._answer_all()
 
     def _store_received(self, client: Client, message: Add | Update, buffer: npt.NDArray[np.uint8]) -> None:
-        """Store what has come as a stream. What ``score`` raises ends the server, not this task: nobody awaits that."""
+        """Store what has come as a stream. What ``score`` raises ends the server: this task is not awaited."""
         try:
             self._store_payload(client, message, buffer)
         except Exception as error:

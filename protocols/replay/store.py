@@ -64,7 +64,7 @@ class RowLayout:
         """The layout of ``batch``.
 
         Raises:
-            TypeError: it is none of the three forms, or holds something else than dense tensors in CPU memory.
+            TypeError: it has none of the three forms, or holds something other than dense tensors in CPU memory.
             ValueError: it is empty, or its tensors have no leading dimension in common.
         """
         form, parts = _parts(batch)

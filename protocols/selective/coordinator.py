@@ -1,4 +1,4 @@
-"""The coordinator of selective averaging: hears, lets the decision core decide, and sends what that says.
+"""The coordinator of selective averaging: it receives, asks the decision core, and sends what that answers.
 
 It runs on the group's first rank, beside that rank's training, or on a reserved rank that trains nothing. On a
 training rank it only gets its turn at that rank's safe points, so its answers are as late as that rank's step is long.
@@ -74,11 +74,11 @@ async def coordinate(
 
 
 class PolicyScopes:
-    """The scopes of one policy, equal on all of its ranks.
+    """Holds the scopes of one policy, equal on all of its ranks.
 
     Args:
         ranks: those that agreed to start it, in that order.
-        agreed: what came of it.
+        agreed: the result of the agreement.
     """
 
     def __init__(self, ranks: tuple[int, ...], agreed: Agreed) -> None:
@@ -87,7 +87,7 @@ class PolicyScopes:
 
 
 class Coordinator:
-    """The task's state: two channels and the core.
+    """Carries out what the decision core answers; it owns two channels and the core.
 
     Args:
         world: the coordinator's rank's.
@@ -151,7 +151,7 @@ class Coordinator:
             self._control.close()
 
     def statistics(self) -> CoordinatorStatistics:
-        """What it has decided so far."""
+        """Return what has been decided so far."""
         return self._core.statistics()
 
     def _has_work(self) -> bool:

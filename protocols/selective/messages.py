@@ -101,7 +101,7 @@ class Abandoned:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Coordinator to a rank named in a round: it is over for that rank, whatever is not applied never will be."""
+    """Coordinator to a rank named in a round: it is over for that rank. An average not applied never will be."""
 
     reason: str
 

@@ -65,8 +65,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     """Asynchronous selective averaging (after torchgfn's policy of that name; see the module's text).
 
     Every ``average_every`` steps a rank reports its metric. When enough members have, the coordinator lets the worst
-    ``replacement_ratio`` of them take the average of the others. Nobody waits for anybody: a straggler is judged by its
-    newest report.
+    ``replacement_ratio`` of them take the average of the others. No rank waits for another: a straggler is judged by
+    its newest report.
 
     ::
 
@@ -191,7 +191,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     # -- the user's calls, beyond SpawnPolicy's ---------------------------------------------------------------------
 
     def statistics(self) -> SelectiveStatistics:
-        """What this member has done so far."""
+        """Return what this member has done so far."""
         return SelectiveStatistics(
             iteration=self.iteration,
             report_count=self._counts["reports"],
@@ -226,7 +226,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         return await super().__aenter__()
 
     def _has_company(self) -> bool:
-        """A reserved coordinator waits for a lone member too, and serves until it has left."""
+        """Whether other ranks take part; a reserved coordinator serves a lone member too, until it has left."""
         return super()._has_company() or self._coordinator_rank not in (None, *self._group.ranks)
 
     def _choose_leader(self) -> int:
@@ -397,7 +397,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
                     logger.debug("the coordinator sent a %s", type(other).__name__)
 
     def _on_gone(self, rank: int) -> None:
-        """A coordinator that is lost ends the averaging, not the training."""
+        """Train on without averaging when the coordinator is lost."""
         if rank == self._leader and rank not in self._world.left:
             self._go_on_alone("is gone")
 

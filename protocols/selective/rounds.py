@@ -76,7 +76,7 @@ class _Round:
 
 
 class RoundCoordinator:
-    """The state machine of the coordinator's task: events in, messages to send out.
+    """Turns the events of the coordinator's task into messages to send.
 
     Messages decide at once; only `on_time` judges deadlines. So a coordinator that was busy during a training step
     hands in everything that has arrived and calls `on_time` last, and no member is called late because the
@@ -212,7 +212,7 @@ class RoundCoordinator:
         return self._advance(now)
 
     def on_leave(self, rank: int, now: float) -> tuple[Send, ...]:
-        """Take a member's farewell; streams that it has asked for, or has been asked for, it ends by itself."""
+        """Take a member's farewell; it ends its streams, of either direction, by itself."""
         return self._depart(rank, "left", now)
 
     def on_lost(self, rank: int, now: float) -> tuple[Send, ...]:
@@ -224,7 +224,7 @@ class RoundCoordinator:
         return self._advance(now, timers=True)
 
     def on_stop(self) -> tuple[Send, ...]:
-        """The coordinator stops before its members do. Each of them hears it: nobody decides any more."""
+        """Stop before the members do. Each of them is told that no more rounds are decided."""
         return tuple(Send(rank, 0, Leave()) for rank in self._live_ranks())
 
     # ---------------------------------------------------------------- what is known
@@ -378,7 +378,7 @@ class RoundCoordinator:
         values = {rank: state.judged[rank].value for rank in donors}
         best = order_worst_first(values, self._rules.metric_mode)[-1] if donors else -1
         timeouts = {rank: self._timeout_s(state, donors, rank) for rank in sorted(state.waiting_replacers)}
-        for rank, timeout_s in timeouts.items():  # the donors need not know: they answer whoever asks
+        for rank, timeout_s in timeouts.items():  # the donors need not know: they answer every replacer that asks
             sends.append(Send(rank, state.number, Frozen(donors, weights, iterations, best, timeout_s)))
         margin_s = max(2 * _step_s(state.judged[rank]) for rank in timeouts) + self._rules.round_timeout_s / 4
         state.deadline = now + max(timeouts.values()) + margin_s

@@ -24,7 +24,7 @@ class SelectiveRules:
     """The options of selective averaging that decide about rounds.
 
     Args:
-        replacement_ratio: Part of the participants that is replaced, 0..1. 0 replaces nobody; anything above 0 replaces
+        replacement_ratio: Part of the participants that is replaced, 0..1. 0 replaces none; anything above 0 replaces
             at least one and leaves at least one.
         averaging_strategy: One of `STRATEGIES`.
         metric_mode: `"max"` when a larger metric is better, `"min"` when a smaller one is.
@@ -71,7 +71,7 @@ class SelectiveRules:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What one set of metrics leads to.
+    """Says what one set of metrics leads to.
 
     Attributes:
         donors: Ascending; empty for `reset_weights`.
@@ -93,7 +93,7 @@ def averaging_weights(
 
     Unnormalised, because the receiver divides by the sum of the weights that really arrived, and because weights of
     exactly 1 make the mean of 1, 2 and 3 exactly 2. For `weighted_mean` a donor weighs what it gains over the worst
-    finite participant, the replaced ones included; when nobody gains anything all weigh 1. Only the ratios matter, so
+    finite participant, the replaced ones included; when none gains anything all weigh 1. Only the ratios matter, so
     weights of a size that could overflow float32 (or float64, for metrics near its limits) are scaled by a power of
     two, which changes no ratio.
 
@@ -124,14 +124,14 @@ def decide(metrics: Mapping[int, float], rules: SelectiveRules) -> Decision | No
     """Judge one set of metrics.
 
     Donors whose weight is 0 are left out (they would send a whole model for nothing); the best donor never is. With
-    `reset_weights` nobody gives, so a round acts even when no metric is finite: fresh weights are the cure then.
+    `reset_weights` no rank gives, so a round acts even when no metric is finite: fresh weights are the cure then.
 
     Args:
         metrics: Rank to metric, of the participants.
         rules: The options. The cooldown is the coordinator's affair, it needs a memory.
 
     Returns:
-        The decision; None when there is nobody to replace, nobody to give or the threshold is not crossed.
+        The decision; None when there is no rank to replace, no rank to give, or the threshold is not crossed.
     """
     count = replacer_count(len(metrics), rules.replacement_ratio)
     if count == 0:
