@@ -46,6 +46,17 @@ class RankLostError(AsyncdistError):
 class TruncationError(AsyncdistError):
     """A message was larger than its buffer. Carries ``message_nbytes`` (when known) and ``buffer_nbytes``."""
 
+    @classmethod
+    def of(cls, message_nbytes: int | None, buffer_nbytes: int, source: int) -> TruncationError:
+        """Make the error for a message from ``source``; its size is None where only the buffer's size is known."""
+        size = f"more than {buffer_nbytes}" if message_nbytes is None else f"{message_nbytes}"
+        return cls(
+            f"a message of {size} bytes arrived for a buffer of {buffer_nbytes} bytes",
+            message_nbytes=message_nbytes,
+            buffer_nbytes=buffer_nbytes,
+            source=source,
+        )
+
 
 class ClosedError(AsyncdistError):
     """The channel, policy, group or world was closed, here or by the peer that it needs."""

@@ -293,12 +293,7 @@ class _Abandoned:
         nbytes = self._request.nbytes
         target = memoryview(buffer)
         if nbytes > target.nbytes:
-            raise TruncationError(
-                f"a message of {nbytes} bytes arrived for a buffer of {target.nbytes} bytes",
-                message_nbytes=nbytes,
-                buffer_nbytes=target.nbytes,
-                source=self._request.source,
-            )
+            raise TruncationError.of(nbytes, target.nbytes, self._request.source)
         if nbytes:  # an empty view cannot be cast
             target.cast("B")[:nbytes] = memoryview(self._buffer).cast("B")[:nbytes]
         return self._request.source, nbytes

@@ -398,12 +398,7 @@ class Fabric:
         receive.source = message.source
         receive.nbytes = message.nbytes
         if message.nbytes > receive.buffer.nbytes:
-            receive.error = TruncationError(
-                f"a message of {message.nbytes} bytes arrived for a buffer of {receive.buffer.nbytes} bytes",
-                message_nbytes=message.nbytes,
-                buffer_nbytes=receive.buffer.nbytes,
-                source=message.source,
-            )
+            receive.error = TruncationError.of(message.nbytes, receive.buffer.nbytes, message.source)
         else:
             receive.buffer[: message.nbytes] = message.data
             receive.done = True

@@ -1,11 +1,11 @@
-"""Which message goes into which receive, on the loop of the receiving rank: for backends that only move bytes.
+"""Matches messages with receives, on the loop of the receiving rank, for backends that only move bytes.
 
 A :class:`Matcher` owns the receives that are posted and the messages that nobody has asked for yet. Matching follows
 MPI: by tag, posted receives and unexpected messages queue in order, and the first that fits wins. A message that is
 matched is *taken* by its receive, which may last: its bytes may still be with the sender.
 
-Threads of a backend never come in here. They hand what has arrived to an :class:`CallbackQueue`, whose content the loop
-takes whenever it tests a request.
+Threads of a backend never enter this module. They put what has arrived into a :class:`CallbackQueue`, which the loop
+empties whenever it tests a request.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from asyncdist.transports.base import (
     as_bytes,
 )
 
-#: A message to oneself up to this size is copied at once; a larger one waits in its sender's buffer.
+#: An unexpected message of this process up to this size is copied at once; a larger one waits in its sender's buffer.
 EAGER_NBYTES: Final = 65536
 
 
 class CallbackQueue:
-    """Calls that threads want made on the loop, in order.
+    """Holds calls that threads want made on the loop, in order.
 
-    The bell is rung when something comes and nothing lay here; what comes later is found by the same look. So no
-    wake-up is missed: a look ends only when nothing is left. (A mark that says whether the bell has been rung is not
-    enough. A look may come between the call and the mark, which then stays for ever.)
+    The bell is rung when a call comes into an empty queue; :meth:`empty` also finds the calls that come later. So no
+    wake-up is missed: it ends only when nothing is left. (A mark that says whether the bell has been rung is not
+    enough: the queue may be emptied between the call and the mark, which then stays for ever.)
 
     Attributes:
-        calls: what waits; whoever tests a request looks here first.
+        calls: the calls that wait; the test of a request looks here first.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class CallbackQueue:
         self._putting = threading.Lock()
 
     def set_bell(self, ring: Callable[[], None]) -> None:
-        """``ring`` is called from any thread when something has come; at once if something is here."""
+        """Have ``ring`` called from any thread when a call has come; at once if one waits already."""
         self._ring = ring
         if self.calls:
             ring()
@@ -63,11 +63,11 @@ class CallbackQueue:
             self._ring()
 
     def ring(self) -> None:
-        """Make the loop look at what has completed without a call."""
+        """Ring for something that has completed without a call."""
         self._ring()
 
     def empty(self) -> None:
-        """Make the calls. On the loop alone."""
+        """Make the calls; only on the loop."""
         calls = self.calls
         while calls:
             call, argument = calls.popleft()
@@ -75,7 +75,7 @@ class CallbackQueue:
 
 
 class Send:
-    """A send request: what it has come to."""
+    """A send request."""
 
     __slots__ = ("_callbacks", "done", "error", "nbytes")
 
@@ -96,11 +96,11 @@ class Send:
         return self.done
 
     def cancel(self) -> None:
-        """A message once sent is on its way."""
+        """Do nothing: a message cannot be called back."""
 
 
 class Message(Protocol):
-    """What has arrived, or has been announced.
+    """A message that has arrived, or has been announced.
 
     Attributes:
         source: the sender's rank.
@@ -114,13 +114,13 @@ class Message(Protocol):
 
     @property
     def is_here(self) -> bool:
-        """Whether its bytes are on this rank already, so that the sender may die."""
+        """Whether its bytes have left the sender, which may die now."""
 
     def fill(self, receive: Receive) -> None:
-        """Put the bytes into ``receive.view``, which has room for them, now or later; then ``receive.complete``."""
+        """Put the bytes into ``receive.view``, which is large enough, now or later; then call ``receive.complete``."""
 
     def discard(self) -> None:
-        """Nobody will have it; to the sender it is as good as received."""
+        """Drop the message; its send completes as if it had been received."""
 
 
 class Receive:
@@ -160,27 +160,22 @@ class Receive:
             self.done = self.cancelled = True
 
     def accept(self, message: Message) -> None:
-        """Take the message that was matched. A buffer too small is this end's error, and none of the sender's."""
+        """Take the message that was matched. A buffer that is too small is an error of this end only."""
         self.source = message.source
         self.nbytes = message.nbytes
         if message.nbytes <= self.view.nbytes:
             message.fill(self)
             return
         message.discard()
-        self.error = TruncationError(
-            f"a message of {message.nbytes} bytes arrived for a buffer of {self.view.nbytes} bytes",
-            message_nbytes=message.nbytes,
-            buffer_nbytes=self.view.nbytes,
-            source=message.source,
-        )
+        self.error = TruncationError.of(message.nbytes, self.view.nbytes, message.source)
 
     def complete(self) -> None:
-        """The bytes are in the buffer."""
+        """Note that the bytes are in the buffer."""
         self.done = True
 
 
 class InlineMessage:
-    """A message that came whole."""
+    """A message that arrived as a whole."""
 
     __slots__ = ("_data", "nbytes", "source", "tag")
 
@@ -197,26 +192,39 @@ class InlineMessage:
         receive.complete()
 
     def discard(self) -> None:
-        """Its bytes go with it."""
+        """Do nothing: its send has completed."""
 
 
-class OwnMessage:
-    """A message of this rank to itself: eager when it is small, else waiting in the sender's buffer."""
+class LocalMessage:
+    """A message of a rank of this process: it stays in the sender's buffer until it is matched, or is copied.
 
-    __slots__ = ("_callbacks", "_send", "_view", "nbytes", "source", "tag")
+    Args:
+        callbacks: of the sender.
+        send: its request.
+        source: the sender.
+        tag: its tag.
+        view: the sender's buffer.
+    """
 
-    is_here: Final = True
+    __slots__ = ("_callbacks", "_view", "nbytes", "send", "source", "tag")
 
-    def __init__(self, callbacks: CallbackQueue, send: Send, rank: int, tag: int, view: memoryview) -> None:
+    def __init__(self, callbacks: CallbackQueue, send: Send, source: int, tag: int, view: memoryview) -> None:
         self._callbacks = callbacks
-        self._send = send
-        self.source = rank
+        self.send = send
+        self.source = source
         self.tag = tag
         self.nbytes = view.nbytes
         self._view = view
-        if view.nbytes <= EAGER_NBYTES:
-            self._view = memoryview(bytes(view))
-            send.done = True
+
+    @property
+    def is_here(self) -> bool:
+        return self.send.done
+
+    def copy_if_small(self) -> None:
+        """Complete the send of an unexpected message at once, if it is small."""
+        if self.nbytes <= EAGER_NBYTES:
+            self._view = memoryview(bytes(self._view))
+            self.send.done = True
 
     def fill(self, receive: Receive) -> None:
         receive.view[: self.nbytes] = self._view
@@ -224,31 +232,35 @@ class OwnMessage:
         self.discard()
 
     def discard(self) -> None:
-        if not self._send.done:
-            self._send.done = True
+        if not self.send.done:
+            self.send.done = True
             self._callbacks.ring()
 
 
 class Matcher:
-    """The posted receives and the unexpected messages of one rank.
+    """Owns the posted receives and the unexpected messages of one rank, and matches them.
 
     Args:
-        inbox: rung when a receive completes outside of a test.
+        callbacks: of this rank.
+        rings_when_posted: whether a receive that finds its message waiting rings, since its owner may not test it soon.
     """
 
-    def __init__(self, callbacks: CallbackQueue) -> None:
+    def __init__(self, callbacks: CallbackQueue, *, rings_when_posted: bool = False) -> None:
         self.callbacks = callbacks
+        self._rings_when_posted = rings_when_posted
         self._posted: dict[int, deque[Receive]] = {}
         self._unexpected: dict[int, deque[Message]] = {}
         self._gone: dict[int, RankLostError] = {}
 
     def post(self, receive: Receive) -> None:
-        """Have ``receive`` take the first message that fits it, one that is here or one to come."""
+        """Give ``receive`` the first message that fits it, one that waits or one to come."""
         waiting = self._unexpected.get(receive.tag, ())
         for message in waiting:
             if receive.wanted in (ANY_SOURCE, message.source):
                 self._unexpected[receive.tag].remove(message)
                 receive.accept(message)
+                if self._rings_when_posted:
+                    self.callbacks.ring()
                 return
         if receive.wanted in self._gone:
             receive.error = self._gone[receive.wanted]
@@ -256,42 +268,63 @@ class Matcher:
         self._posted.setdefault(receive.tag, deque()).append(receive)
 
     def withdraw(self, receive: Receive) -> bool:
-        """Post it no more; False when a message has been matched with it already."""
+        """Take ``receive`` back; False when a message has been matched with it already."""
         posted = self._posted.get(receive.tag, ())
         if receive not in posted:
             return False
         self._posted[receive.tag].remove(receive)
         return True
 
-    def deliver(self, message: Message) -> None:
-        """Give ``message`` to the first receive that it fits, or keep it for one."""
+    def deliver(self, message: Message) -> bool:
+        """Give ``message`` to the first receive that it fits, or keep it for one; returns whether there was one."""
         posted = self._posted.get(message.tag, ())
         for receive in posted:
             if receive.wanted in (ANY_SOURCE, message.source):
                 self._posted[message.tag].remove(receive)
                 receive.accept(message)
-                return
+                return True
         self._unexpected.setdefault(message.tag, deque()).append(message)
+        return False
 
-    def lose(self, rank: int, error: RankLostError) -> None:
-        """Fail the receives that wait for ``rank`` alone. What it has sent whole can still be received."""
+    def lose(self, rank: int, error: RankLostError) -> list[Message]:
+        """Fail the receives that wait for ``rank`` alone. What it has sent whole can still be received.
+
+        Returns:
+            The messages that are dropped, since their bytes were with ``rank``.
+        """
         self._gone[rank] = error
         for posted in self._posted.values():
             for receive in [receive for receive in posted if receive.wanted == rank]:
                 posted.remove(receive)
                 receive.error = error
+        dropped: list[Message] = []
         for waiting in self._unexpected.values():
             for message in [message for message in waiting if message.source == rank and not message.is_here]:
                 waiting.remove(message)
+                dropped.append(message)
+        return dropped
+
+    def fail(self, error: RankLostError) -> list[Message]:
+        """Fail all receives, since this rank itself is lost; returns the messages that are dropped."""
+        for receive in [receive for posted in self._posted.values() for receive in posted]:
+            receive.error = error
+        dropped = [message for waiting in self._unexpected.values() for message in waiting]
+        self.clear()
+        self._unexpected.clear()
+        return dropped
+
+    def clear(self) -> None:
+        """Drop the posted receives."""
+        self._posted.clear()
 
 
 class MatchedTransport(Transport):
-    """A transport whose backend only takes messages to peers.
+    """Base of transports whose backend only moves bytes.
 
     Args:
         rank: this one.
         size: how many there are.
-        inbox: what whoever tests a request looks into.
+        callbacks: looked into when a request is tested.
         capabilities: of the backend.
     """
 
@@ -311,7 +344,9 @@ class MatchedTransport(Transport):
         if dest != self.rank:
             return self._send_away(view, dest, tag)
         send = Send(self._callbacks, view.nbytes)
-        self._matcher.deliver(OwnMessage(self._callbacks, send, self.rank, tag, view))
+        message = LocalMessage(self._callbacks, send, self.rank, tag, view)
+        if not self._matcher.deliver(message):
+            message.copy_if_small()
         self._callbacks.ring()
         return send
 

@@ -267,13 +267,8 @@ class MpiTransport(Transport):
             buffer_nbytes = memoryview(buffer).nbytes
             claimed = int(status.count) if status is not None else 0
             message_nbytes = claimed if claimed > buffer_nbytes else None  # MPICH says what it stored, not what came
-            known = f"{message_nbytes} bytes" if message_nbytes else f"more than {buffer_nbytes} bytes"
-            raise TruncationError(
-                f"a message of {known} arrived for a buffer of {buffer_nbytes} bytes",
-                message_nbytes=message_nbytes,
-                buffer_nbytes=buffer_nbytes,
-                source=status.source if status is not None else peer,
-            ) from error
+            source = status.source if status is not None else peer
+            raise TruncationError.of(message_nbytes, buffer_nbytes, source) from error
         if kind in {getattr(mpi, "ERR_PROC_FAILED", -1), getattr(mpi, "ERR_PROC_FAILED_PENDING", -1)}:
             if peer != ANY_SOURCE:
                 self._lost.add(peer)

@@ -26,7 +26,7 @@ import asyncdist as ad
 from asyncdist import environment
 from asyncdist.errors import RankLostError, TransportError, TruncationError
 from asyncdist.transports.base import ANY_SOURCE
-from asyncdist.transports.matching import CallbackQueue, InlineMessage, Matcher, OwnMessage, Receive, Send
+from asyncdist.transports.matching import CallbackQueue, InlineMessage, LocalMessage, Matcher, Receive, Send
 from asyncdist.transports.torch_distributed import gloo
 from asyncdist.transports.torch_distributed.gloo import _ENTRY, _FRAME, _MESSAGE, _RING_COUNT, Link, reason
 from asyncdist.transports.torch_distributed.rendezvous import _Gathering as Gathering
@@ -730,10 +730,10 @@ def test_a_message_above_its_buffer_names_both_sizes(matcher: Matcher) -> None:
 
 def test_a_large_message_to_oneself_is_sent_when_it_is_received(matcher: Matcher) -> None:
     rung: list[None] = []
-    matcher.inbox.set_bell(lambda: rung.append(None))
+    matcher.callbacks.set_bell(lambda: rung.append(None))
     data = bytearray(b"y" * 100_000)
-    send = Send(matcher.inbox, len(data))
-    matcher.deliver(OwnMessage(matcher.inbox, send, 0, 5, memoryview(data)))
+    send = Send(matcher.callbacks, len(data))
+    matcher.deliver(LocalMessage(matcher.callbacks, send, 0, 5, memoryview(data)))
     assert not send.test() and not rung
     receive, buffer = post(matcher, 100_000, 0, 5)
     assert receive.test() and send.test() and rung and buffer == data
@@ -831,12 +831,12 @@ def test_all_frames_of_a_peer_that_has_died_since_are_taken_before_its_loss_is_t
     control = DyingPeer([_FRAME.pack(0, _FRAME.size + len(entry)) + entry for entry in entries])
     lost: list[str] = []
     rung = threading.Event()
-    matcher.inbox.set_bell(rung.set)
+    matcher.callbacks.set_bell(rung.set)
     receives = [post(matcher, 1, 3, 7) for _ in range(count)]
     Link(3, control, DyingPeer([]), matcher, lambda rank, error: lost.append(f"{rank}: {error}"))
     while not lost:
         assert rung.wait(LONG_S)
         rung.clear()
-        matcher.inbox.empty()
+        matcher.callbacks.empty()
     assert [list(buffer) for receive, buffer in receives if receive.done] == [[number] for number in range(count)]
     assert lost == ["3: rank 3 is gone: its connection was closed (Connection closed by peer) [rank=3]"]

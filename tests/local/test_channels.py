@@ -552,7 +552,7 @@ async def test_a_receive_that_fails_does_not_keep_what_came_meanwhile(pair: list
     await yields(5)
     lane = receiver.lane
     request: Any = lane.inlet.request
-    request._hub.withdraw(request)  # matched: nothing else goes into it
+    request._matcher.withdraw(request)  # matched: nothing else goes into it
     sender.send_nowait(Number(1), 1)
     await yields(5)  # its bell has been heard
     request.error = RankLostError("rank 3 is gone", rank=3)
@@ -773,5 +773,5 @@ async def test_closing_the_lanes_takes_every_receive_back() -> None:
         await made[0].engine.until(lambda: not made[0].engine.outstanding())
         assert made[0].engine.outstanding() == ()
         hub = made[0].engine.transport._hub  # type: ignore[attr-defined]
-        assert not any(receives for posted in hub._posted for receives in posted.values())
+        assert not any(receives for matcher in hub.matchers for receives in matcher._posted.values())
         assert isinstance(made[0].engine, Engine)

@@ -79,7 +79,7 @@ async def test_the_window_bounds_what_is_posted_and_targets_may_repeat() -> None
         with slots.inbound(0, [two[i % 2] for i in range(8)], lambda slot: None, window=2) as stream:
             sending = asyncio.ensure_future(OutboundStream(made[0], chunks_of(8), 1, stream.slot).run())
             async for index in stream.chunks():
-                assert len(hub._posted[1][tags.BULK_FIRST + stream.slot]) <= 2
+                assert len(hub.matchers[1]._posted.get(tags.BULK_FIRST + stream.slot, ())) <= 2
                 found.append((index, bytes(two[index % 2][:2])))
         assert found == [(i, bytes([i + 1]) * 2) for i in range(8)]
         assert await sending is True
@@ -93,7 +93,7 @@ async def test_the_sender_has_no_more_under_way_than_its_window() -> None:
         stream = OutboundStream(made[0], chunks_of(10), 1, 3)
         task = asyncio.ensure_future(stream.run())
         await yields(20)
-        assert stream.under_way_count == len(hub._unexpected[1][tags.BULK_FIRST + 3]) == streams.WINDOW_COUNT
+        assert stream.under_way_count == len(hub.matchers[1]._unexpected[tags.BULK_FIRST + 3]) == streams.WINDOW_COUNT
         for room in rooms(10):
             await made[1].receive(room, 0, tags.BULK_FIRST + 3)
         assert await task is True

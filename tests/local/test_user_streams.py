@@ -10,7 +10,7 @@ from support.local import eventually, worlds, yields
 
 from asyncdist.messaging import streams
 from asyncdist.runtime.world import World
-from asyncdist.transports.local import EAGER_NBYTES
+from asyncdist.transports.matching import EAGER_NBYTES
 
 COUNT = 40 * EAGER_NBYTES
 VALUES = (torch.arange(COUNT) % 251).to(torch.uint8)
