@@ -1,6 +1,14 @@
 cimport cython
 
 
+cdef object _STOPPED
+cdef object _PASSING
+cdef object _HOT
+cdef object _WARM
+cdef object _IDLE
+cdef object _ASLEEP
+
+
 cdef class Pollable:
     cpdef Py_ssize_t poll(self) except -1
 
@@ -36,9 +44,7 @@ cdef class Poller:
     cdef double _quiet_since
     cdef double _tick_ended_at
     cdef bint _passed_since_tick
-    cdef bint _rung
-    cdef readonly bint _asleep
-    cdef bint _stopped
+    cdef readonly object _state
     cdef object _context
     cdef bint _wakes
     cdef readonly bint _misses_wakes

@@ -1,11 +1,24 @@
-"""Passes: each tests all that one rank has under way, once. What the engine does without waiting, and when it comes.
+"""Runs passes: each tests once everything that one rank has under way.
 
-Who runs passes: the training code at its safe points (:meth:`asyncdist.messaging.engine.Engine.progress`), and a driver
-callback on the loop while coroutines wait. The driver is **hot** (a pass in every loop iteration) for as long as
-something completes and a little longer, some milliseconds while a transfer is under way; then **warm** (it gives the
-core away for tens of microseconds between passes, if nothing else runs on the loop; asyncio's timers cannot: anything
-under a millisecond takes 1.07 ms, and uvloop rounds it to a busy spin); then **idle** (a pass every millisecond). A
-transport that rings a doorbell is woken by it at once.
+Training code runs passes at its safe points (:meth:`asyncdist.messaging.engine.Engine.progress`). A driver callback on
+the loop runs them while coroutines wait. Its state says when it comes next:
+
+========  ============================  =======================================================================
+state     next pass                     then
+========  ============================  =======================================================================
+STOPPED   none                          ``start``: HOT
+HOT       next loop iteration           WARM after 100 passes in which nothing completed, 4 ms later during a
+                                        transfer; where the transport rings: ASLEEP after one, or two if it may
+                                        fail to ring
+WARM      next loop iteration, after    IDLE after 20 passes, or when something else runs on the loop
+          20 us of sleep
+IDLE      after 1 ms                    HOT when something completes, is waited for, or rings
+ASLEEP    after 50 ms if the transport  HOT when something is waited for, or rings
+          may fail to ring, else none
+========  ============================  =======================================================================
+
+In the warm state the driver sleeps, since a timer of asyncio under 1 ms takes 1.07 ms, and uvloop makes a busy spin
+of it.
 
 Nothing here awaits: what coroutines want of the engine is in :mod:`asyncdist.messaging.engine`. The module is compiled
 where that can be done (see :mod:`asyncdist.compiled`), since each message rings, and each safe point makes a pass.
@@ -16,6 +29,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import enum
 import os
 import time
 from collections.abc import Callable
@@ -25,8 +39,8 @@ from asyncdist.errors import AsyncdistError
 from asyncdist.transports.base import Request, Transport
 
 HOT_PASS_COUNT: Final = 100
-#: With a transfer under way, hot for about as long as 16 MiB take, though whoever else wants the core gets it. A sleep
-#: of 20 us takes 50 to 100 on common kernels, and as long again until the caches are warm.
+#: With a transfer under way the driver is hot for about as long as 16 MiB take, and yields the core to other processes.
+#: A sleep of 20 us takes 50 to 100 us on common kernels, and as long again until the caches are warm.
 TRANSFER_HOT_S: Final = 0.004
 WARM_SLEEP_S: Final = 20e-6
 WARM_PASS_COUNT: Final = 20
@@ -34,29 +48,48 @@ WARM_PASS_COUNT: Final = 20
 #: the core and the GIL at its safe points. As long as two chunks take; a receive that waits for ever costs nothing.
 TRANSFER_GIVES_S: Final = 0.01
 IDLE_PERIOD_S: Final = 0.001
-#: Where the transport rings, a slow look all the same: a wake-up may be missed (ucxx#30), and not all requests are
-#: messages.
+#: The period of passes where the transport rings: a wake-up may be missed (ucxx#30), and not all requests are messages.
 SAFETY_PERIOD_S: Final = 0.05
-#: Between two ticks of the driver an otherwise empty loop spends less than this; more, and somebody else is running.
+#: An otherwise empty loop spends less than this between two ticks of the driver; more, and something else is running.
 ALONE_GAP_S: Final = 20e-6
 
 
+class DriverState(enum.Enum):
+    """When the driver makes its next pass; the module's text has the table."""
+
+    STOPPED = enum.auto()
+    PASSING = enum.auto()  #: inside a tick, until it has set the next state
+    HOT = enum.auto()
+    WARM = enum.auto()
+    IDLE = enum.auto()
+    ASLEEP = enum.auto()
+
+
+# The same as C variables, where this is compiled.
+_STOPPED: Final = DriverState.STOPPED
+_PASSING: Final = DriverState.PASSING
+_HOT: Final = DriverState.HOT
+_WARM: Final = DriverState.WARM
+_IDLE: Final = DriverState.IDLE
+_ASLEEP: Final = DriverState.ASLEEP
+
+
 class Pollable:
-    """Something with receives of its own that a pass must poll, e.g. a lane of channels."""
+    """Has receives of its own, which each pass polls; for example the channels of one tag."""
 
     def poll(self) -> int:
-        """Deliver what has arrived; how many messages that was."""
+        """Deliver what has arrived; returns the number of messages."""
         raise NotImplementedError
 
 
 class PendingRequest:
-    """A request in the engine's keeping and what to do when it has completed.
+    """Keeps a request until it has completed, and says what to do then.
 
     Attributes:
         request: the transport's.
-        what: for reports: e.g. ``"receive from 3, tag 8001"``.
+        what: describes it in reports, e.g. ``"receive from 3, tag 8001"``.
         on_done: called once with the error, or None.
-        disowned: it is not tested any more.
+        disowned: whether it is not tested any more.
     """
 
     __slots__ = ("disowned", "error", "on_done", "request", "what")
@@ -69,21 +102,21 @@ class PendingRequest:
         self.error: AsyncdistError | None = None
 
     def finish(self, error: AsyncdistError | None) -> None:
-        """Tell whoever asked to be told."""
+        """Call ``on_done``."""
         self.error = error
         if self.on_done is not None:
             self.on_done(error)
 
 
 class Poller:
-    """Tests what is outstanding on one rank, and wakes whoever waited for it.
+    """Tests what is outstanding on one rank, and wakes those that waited for it.
 
     Args:
         transport: the rank's transport.
         loop: the loop that runs the rank.
 
     Attributes:
-        failure: why every wait raises, or None.
+        failure: the error that every wait raises, or None.
     """
 
     def __init__(self, transport: Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -108,9 +141,7 @@ class Poller:
         self._quiet_since = 0.0
         self._tick_ended_at = 0.0
         self._passed_since_tick = False
-        self._rung = False
-        self._asleep = True
-        self._stopped = True
+        self._state = _STOPPED
         self._context = contextvars.copy_context()
         self._wakes = transport.capabilities.wakes
         self._misses_wakes = transport.capabilities.misses_wakes
@@ -120,7 +151,7 @@ class Poller:
     # -- passes -----------------------------------------------------------------------------------------------------
 
     def poll(self) -> int:
-        """One pass: test everything outstanding once. Returns how many completed. Never blocks, never yields."""
+        """Make one pass: test everything once, without blocking or yielding. Returns how many completed."""
         if self._in_pass:  # a completion callback asked for progress: it is being made
             return 0
         self._in_pass = True
@@ -174,7 +205,7 @@ class Poller:
         return completed
 
     def give_core(self) -> None:
-        """Let the transport's threads run, where a transfer is under way: a loop of safe points would starve them."""
+        """Let the transport's threads run while a transfer is under way: a loop of safe points would starve them."""
         if self._has_threads and self._operations and time.perf_counter() - self._transferred_at < TRANSFER_GIVES_S:
             time.sleep(WARM_SLEEP_S)
 
@@ -183,7 +214,7 @@ class Poller:
     ) -> None:
         """Keep ``request`` until it has completed, then call ``on_done`` with the error or None.
 
-        Tested once here; ``on_done`` may thus be called before this returns.
+        It is tested once at once, so ``on_done`` may be called before this returns.
         """
         error: AsyncdistError | None = None
         try:
@@ -200,24 +231,24 @@ class Poller:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is under way; a message that nobody has taken may still lie here."""
+        """Whether no request is under way; a message that nobody has taken may still wait."""
         return not self._operations
 
     # -- inlets -----------------------------------------------------------------------------------------------------
 
     def add_inlet(self, inlet: Pollable) -> None:
-        """Poll ``inlet`` in every pass, and soon: what came for it before it was there has rung already."""
+        """Poll ``inlet`` in every pass, and soon: what came for it earlier has rung already."""
         self._inlets = (*self._inlets, inlet)
         self.ring()
 
     def remove_inlet(self, inlet: Pollable) -> None:
-        """Poll it no more."""
+        """Stop polling ``inlet``."""
         self._inlets = tuple([other for other in self._inlets if other is not inlet])
 
     # -- those who wait ---------------------------------------------------------------------------------------------
 
     def recheck(self) -> None:
-        """Something that conditions look at has changed outside a pass."""
+        """Evaluate all conditions, since something that they depend on has changed outside a pass."""
         for waiter, condition in self._conditions.items():
             try:
                 if condition():
@@ -226,7 +257,7 @@ class Poller:
                 resolve_waiter(waiter, error)
 
     def fail(self, error: BaseException) -> None:
-        """Make every wait raise ``error`` from now on. Requests stay in the engine's keeping."""
+        """Make every wait raise ``error`` from now on. The engine keeps the requests."""
         self.failure = error
         for waiter in list(self._waiters):
             resolve_waiter(waiter, error)
@@ -236,32 +267,32 @@ class Poller:
     def start(self) -> None:
         """Poll from the loop from now on, in the caller's context: what a message brings about belongs to its rank."""
         self._context = contextvars.copy_context()
-        self._stopped = False
+        if self._state is _STOPPED:
+            self._state = _ASLEEP
         self.wake()
 
     def stop(self) -> None:
-        """Poll no more by itself."""
-        self._stopped = True
+        """Stop polling from the loop."""
+        self._state = _STOPPED
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
 
     def ring(self) -> None:
-        """Make a pass soon: something has arrived, or may have without a further ring."""
+        """Make a pass soon: something has arrived, or may have arrived without another ring."""
         if not self._misses_wakes:  # elsewhere the driver looks once more by itself
-            self._rung = True
             self._passed_since_tick = False
-            if not self._asleep:
-                return
+            if self._state is _PASSING:
+                self._state = _HOT
         self.wake()
 
     def _ring_from_a_thread(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits any more
             self.loop.call_soon_threadsafe(self._on_ring_of_thread, context=self._context)
 
     def _on_ring_of_thread(self) -> None:
-        """As :meth:`ring`, but the pass is made here and now: a turn of the loop is a system call."""
-        if not self._asleep or self._stopped:
+        """Ring as :meth:`ring` does, but make the pass at once: an iteration of the loop is a system call."""
+        if self._state is not _ASLEEP and self._state is not _IDLE:
             self.ring()
             return
         if self._handle is not None:
@@ -273,15 +304,15 @@ class Poller:
     def wake(self) -> None:
         """Be hot: something is waited for, or has arrived."""
         self._quiet_tick_count = 0
-        if self._asleep and not self._stopped:
+        if self._state is _ASLEEP or self._state is _IDLE:
             if self._handle is not None:
                 self._handle.cancel()
-            self._asleep = False
+            self._state = _HOT
             self._handle = self.loop.call_soon(self._take_tick, context=self._context)
 
     def _tick(self) -> None:
-        """One turn of the driver: a pass, unless training code has just made one, and when to come again."""
-        self._asleep = self._rung = False
+        """Run the driver once: a pass, unless training code has just made one, and the next state."""
+        self._state = _PASSING
         began_at = 0.0 if self._wakes else time.perf_counter()
         alone = not self._wakes and began_at - self._tick_ended_at < ALONE_GAP_S
         if not self._passed_since_tick and self._poll_for_waiters():
@@ -291,13 +322,13 @@ class Poller:
             if self._quiet_tick_count == HOT_PASS_COUNT:
                 self._quiet_since = began_at
         self._passed_since_tick = False
-        if not self._stopped:
+        if self._state is not _STOPPED:
             self._handle = self._next_tick(alone)
         if not self._wakes:
             self._tick_ended_at = time.perf_counter()
 
     def _poll_for_waiters(self) -> int:
-        """A pass whose own failure reaches those who wait, since nobody awaits the driver."""
+        """Make a pass whose own failure is raised by every wait, since nothing awaits the driver."""
         try:
             return self.poll()
         except Exception as error:
@@ -305,15 +336,18 @@ class Poller:
             return 0
 
     def _next_tick(self, alone: bool) -> asyncio.Handle | None:
+        """Set the next state, and schedule its pass; ``alone`` if nothing else runs on the loop."""
         quiet = self._quiet_tick_count
         if self._wakes:
-            if self._rung or (quiet <= 1 and self._misses_wakes):
+            if self._state is _HOT or (quiet <= 1 and self._misses_wakes):  # it rang meanwhile
+                self._state = _HOT
                 return self.loop.call_soon(self._take_tick)
-            self._asleep = True
+            self._state = _ASLEEP
             for operation in self._operations:
                 if not getattr(operation.request, "rings", True):  # a device: its events come from no transport
                     return self.loop.call_later(IDLE_PERIOD_S, self._take_tick)
             return self.loop.call_later(SAFETY_PERIOD_S, self._take_tick) if self._misses_wakes else None
+        self._state = _HOT
         if quiet <= HOT_PASS_COUNT:
             return self.loop.call_soon(self._take_tick)
         if self._operations and time.perf_counter() - self._quiet_since < TRANSFER_HOT_S:
@@ -322,9 +356,10 @@ class Poller:
                 os.sched_yield()
             return self.loop.call_soon(self._take_tick)
         if quiet <= HOT_PASS_COUNT + WARM_PASS_COUNT and alone:
+            self._state = _WARM
             time.sleep(WARM_SLEEP_S)
             return self.loop.call_soon(self._take_tick)
-        self._asleep = True
+        self._state = _IDLE
         return self.loop.call_later(IDLE_PERIOD_S, self._take_tick)
 
 

@@ -15,7 +15,7 @@ from support.local import engines, eventually, yields
 from asyncdist.errors import AsyncdistError, RankLostError, TruncationError
 from asyncdist.messaging import engine as progress
 from asyncdist.messaging.engine import TALK_PASS_COUNT_MAX, Engine
-from asyncdist.messaging.polling import HOT_PASS_COUNT, WARM_PASS_COUNT, Pollable
+from asyncdist.messaging.polling import HOT_PASS_COUNT, WARM_PASS_COUNT, DriverState, Pollable
 from asyncdist.transports.base import ANY_SOURCE, Capabilities
 
 
@@ -609,7 +609,7 @@ async def test_the_driver_takes_no_nap_while_other_tasks_run(engine: Engine, mon
 async def test_an_idle_driver_still_looks_by_the_clock(engine: Engine) -> None:
     engine.start()
     await yields(2 * (HOT_PASS_COUNT + WARM_PASS_COUNT))
-    await eventually(lambda: engine._asleep)
+    await eventually(lambda: engine._state is DriverState.IDLE)
     passes = engine.statistics().pass_count
     await eventually(lambda: engine.statistics().pass_count >= passes + 3)
 
