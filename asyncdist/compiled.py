@@ -22,6 +22,7 @@ from typing import Final
 
 #: By their names in asyncdist. All are compiled, or none.
 MODULES: Final = (
+    "messaging._crc32",
     "messaging.wire",
     "messaging.polling",
     "messaging.mailboxes",

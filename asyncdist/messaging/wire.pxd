@@ -1,18 +1,11 @@
 cimport cython
 
+from asyncdist.messaging cimport _crc32
+
 
 cdef Py_ssize_t _HEADER_NBYTES
 cdef Py_ssize_t _PAYLOAD_NBYTES_MAX
-cdef unsigned int _ONES
-cdef Py_ssize_t _LOOP_NBYTES_MAX
-cdef unsigned int[::1] _REMAINDERS
-
-cdef unsigned int _after_word(unsigned int crc) noexcept
-
-
-cdef unsigned int _after_long(unsigned int crc, unsigned long long value) noexcept
-@cython.locals(crc="unsigned int", position=Py_ssize_t)
-cdef unsigned int _crc32(unsigned long long[::1] longs, unsigned char[::1] octets, Py_ssize_t nbytes) except? 0
+cdef Py_ssize_t _COPY_LOOP_NBYTES_MAX
 
 
 cdef class FrameWriter:
@@ -22,8 +15,6 @@ cdef class FrameWriter:
     cdef unsigned long long[::1] _longs
 
     cpdef bytearray frame(self, unsigned int round, unsigned long long sequence, bytes payload)
-    @cython.locals(crc="unsigned int", position=Py_ssize_t)
-    cdef unsigned int _crc(self, bytes payload) except? 0
 
 
 cdef class FrameBuffer:

@@ -1,8 +1,9 @@
-"""The frame format: a fixed header, then one msgpack map with the fields of a frozen dataclass.
+"""The frame format: a header of fixed size, then one msgpack map with the fields of a frozen dataclass.
 
-Every frame is checked before anything is believed: its CRC32, then its *route*, which says whose it is and of which
-version and kind, then the type of every field. What fails raises :class:`FrameError`, a value that says why, and never
-anything else, whatever the bytes. Nothing is pickled and no frame can make this rank allocate more than its own length.
+A receiver checks a frame before it uses anything of it: its CRC32, then its *route*, which names the job, the format's
+version, the channel and the message type, then the type of every field. A failed check raises :class:`FrameError` with
+the reason, and no other exception, for any bytes. Nothing is pickled, and no frame can make this rank allocate more
+than the frame's own length.
 
 msgspec packs, unpacks and checks, straight into the dataclass, at a fifth of the time of msgpack and checks in Python.
 """
@@ -11,27 +12,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import struct
-import sys
 import types
 import typing
 import zlib
-from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
 from asyncdist.errors import LocalProtocolError
+from asyncdist.messaging import _crc32
 
 VERSION: Final = 2
 ROUND_MAX: Final = 0xFFFFFFFF
 FRAME_NBYTES_MAX: Final = 65536
 
-#: Four bytes of CRC32 of all that follows them; 16 of the route; four of the round; eight of the sequence: a CRC, four
-#: words of route and a round, each of four bytes, and the fourth of the numbers of eight. The byte order is the hosts',
-#: which are of one kind in a job: tensors travel as they are, too.
+#: Four bytes of CRC32 of all bytes after them, 16 of the route, four of the round and eight of the sequence. The byte
+#: order is the hosts', which are of one kind in a job: tensors travel unconverted, too.
 HEADER_NBYTES: Final = 32
 _ROUTE: Final = struct.Struct("=BBHIII")
 PAYLOAD_NBYTES_MAX: Final = FRAME_NBYTES_MAX - HEADER_NBYTES
@@ -39,21 +37,8 @@ PAYLOAD_NBYTES_MAX: Final = FRAME_NBYTES_MAX - HEADER_NBYTES
 # The same as C numbers, where this is compiled.
 _HEADER_NBYTES: Final = HEADER_NBYTES
 _PAYLOAD_NBYTES_MAX: Final = PAYLOAD_NBYTES_MAX
-_ONES: Final = 0xFFFFFFFF
-
-#: Up to so many bytes a loop, where it is compiled, takes less than a call of zlib.
-_LOOP_NBYTES_MAX: Final = 0 if __file__.endswith(".py") or sys.byteorder != "little" else 256
-
-
-def _remainders() -> array[int]:
-    """For that loop: of each byte, followed by none to seven zeros, by the polynomial of CRC32."""
-    rows = [[~zlib.crc32(bytes([byte]), 0xFFFFFFFF) & 0xFFFFFFFF for byte in range(256)]]
-    while len(rows) < 8:
-        rows.append([last >> 8 ^ rows[0][last & 0xFF] for last in rows[-1]])
-    return array("I", itertools.chain(*rows))
-
-
-_REMAINDERS: Final = _remainders()
+#: Up to this size a loop copies a payload, where this is compiled: it takes less than a slice assignment.
+_COPY_LOOP_NBYTES_MAX: Final = _crc32.LOOP_NBYTES_MAX
 
 Decode: TypeAlias = Callable[[Any], Any]
 
@@ -61,15 +46,15 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 
 
 def _rounded_up(nbytes: int) -> int:
-    """To whole words of eight bytes."""
+    """Round up to whole words of eight bytes."""
     return -(-nbytes // 8) * 8
 
 
 class FrameError(ValueError):
-    """A frame that is not to be believed; the text says why.
+    """A frame has failed a check; the text says which.
 
     Attributes:
-        reason: the same, without the numbers of this frame.
+        reason: the text, without the numbers of this frame.
     """
 
     def __init__(self, reason: str, particulars: str = "") -> None:
@@ -84,9 +69,10 @@ class Route(NamedTuple):
         version: of the frame format.
         kind: index of the message type among those of its channel.
         reserved: zero.
-        nonce: drawn once per job, so that frames of another job are strangers.
-        epoch: of the coordinator (zero until one has been replaced).
-        scope: whose frame this is: group, name and creation index, hashed.
+        nonce: drawn once per job, so that frames of another job are refused.
+        epoch: of the coordinator: the number of times that it has been replaced, so that frames of an earlier one are
+            refused. Zero today, since coordinators are not replaced; failover will need the field in every frame.
+        scope: of the channel: group, name and creation index, hashed.
     """
 
     version: int
@@ -98,60 +84,23 @@ class Route(NamedTuple):
 
 
 def pack_route(kind: int, nonce: int, epoch: int, scope: int) -> bytes:
-    """A route as the 16 bytes that it takes in a header."""
+    """Pack a route into the 16 bytes that it takes in a header."""
     return _ROUTE.pack(VERSION, kind, 0, nonce, epoch, scope)
 
 
 def unpack_route(route: bytes) -> Route:
-    """What the 16 bytes say."""
+    """Make the route from its 16 bytes."""
     return Route._make(_ROUTE.unpack(route))
 
 
 def keys_of(route: bytes) -> tuple[int, int]:
-    """A route as two numbers: a key, by which a receiver finds channel and kind, and a stamp, nonce and epoch."""
+    """Return a route as two numbers: a key (scope and kind), and a stamp (nonce and epoch)."""
     words = memoryview(route).cast("I")
     return words[3] << 32 | words[0], words[2] << 32 | words[1]
 
 
-def _after_word(crc: int) -> int:
-    """A CRC of four bytes more, which have been added to it: four looks, none of which waits for another."""
-    return (
-        _REMAINDERS[768 + (crc & 0xFF)]
-        ^ _REMAINDERS[512 + (crc >> 8 & 0xFF)]
-        ^ _REMAINDERS[256 + (crc >> 16 & 0xFF)]
-        ^ _REMAINDERS[crc >> 24]
-    )
-
-
-def _after_long(crc: int, value: int) -> int:
-    """A CRC of eight bytes more: eight looks, none of which waits for another."""
-    value ^= crc
-    return (
-        _REMAINDERS[1792 + (value & 0xFF)]
-        ^ _REMAINDERS[1536 + (value >> 8 & 0xFF)]
-        ^ _REMAINDERS[1280 + (value >> 16 & 0xFF)]
-        ^ _REMAINDERS[1024 + (value >> 24 & 0xFF)]
-        ^ _REMAINDERS[768 + (value >> 32 & 0xFF)]
-        ^ _REMAINDERS[512 + (value >> 40 & 0xFF)]
-        ^ _REMAINDERS[256 + (value >> 48 & 0xFF)]
-        ^ _REMAINDERS[value >> 56]
-    )
-
-
-def _crc32(longs: Any, octets: Any, nbytes: int) -> int:
-    """Of the frame that lies there, without the four bytes in which its CRC belongs."""
-    if nbytes > _LOOP_NBYTES_MAX:
-        return zlib.crc32(octets[4:nbytes])
-    crc = _after_word(_ONES ^ longs[0] >> 32)
-    for position in range(1, nbytes // 8):
-        crc = _after_long(crc, longs[position])
-    for position in range(nbytes // 8 * 8, nbytes):
-        crc = _REMAINDERS[(crc ^ octets[position]) & 0xFF] ^ crc >> 8
-    return crc ^ _ONES
-
-
 class FrameWriter:
-    """Makes frames of one route, each a new one.
+    """Makes frames of one route, each in a new buffer.
 
     Args:
         route: of :func:`pack_route`.
@@ -165,35 +114,25 @@ class FrameWriter:
         self._longs = view.cast("Q")
 
     def frame(self, round: int, sequence: int, payload: bytes) -> bytearray:
-        """One frame.
+        """Make one frame.
 
         Args:
             round: of the protocol; zero outside rounds.
             sequence: counts the channel's sends, so that a frame out of order is seen.
-            payload: what :meth:`Codec.encode` made.
+            payload: of :meth:`Codec.encode`.
         """
         self._words[5] = round
         self._longs[3] = sequence
-        self._words[0] = self._crc(payload)
+        self._words[0] = _crc32.of_header_and_payload(self._words, self._after_crc, payload)
         return self._header + payload
-
-    def _crc(self, payload: bytes) -> int:
-        if len(payload) > _LOOP_NBYTES_MAX:
-            return zlib.crc32(payload, zlib.crc32(self._after_crc))
-        crc = _ONES
-        for position in range(1, _HEADER_NBYTES // 4):
-            crc = _after_word(crc ^ self._words[position])
-        for position in range(len(payload)):
-            crc = _REMAINDERS[(crc ^ payload[position]) & 0xFF] ^ crc >> 8
-        return crc ^ _ONES
 
 
 class FrameBuffer:
-    """Writes frames of one route and one size into a room, one after the other.
+    """Writes frames of one route and one size into a buffer, one after the other.
 
     Args:
         route: of :func:`pack_route`.
-        room: for a frame, in whole words of eight bytes. Others may write into it, too.
+        room: the buffer, in whole words of eight bytes. Other objects may write into it, too.
         payload_nbytes: of each.
     """
 
@@ -207,27 +146,27 @@ class FrameBuffer:
         self._route = memoryview(bytearray(route)).cast("I")
 
     def write(self, round: int, sequence: int, payload: bytes) -> None:
-        """What :meth:`FrameWriter.frame` makes of it."""
+        """Write the bytes that :meth:`FrameWriter.frame` would return."""
         for position in range(4):
             self._words[1 + position] = self._route[position]
         self._words[5] = round
         self._longs[3] = sequence
-        if len(payload) > _LOOP_NBYTES_MAX:
+        if len(payload) > _COPY_LOOP_NBYTES_MAX:
             self._payload[:] = payload
         else:
             for position in range(len(payload)):
                 self._octets[_HEADER_NBYTES + position] = payload[position]
-        self._words[0] = _crc32(self._longs, self._octets, self._nbytes)
+        self._words[0] = _crc32.of_frame(self._longs, self._octets, self._nbytes)
 
 
 class FrameReader:
     """Reads the frames that lie in one buffer, one after the other.
 
     Args:
-        buffer: of a multiple of eight bytes.
+        buffer: a multiple of eight bytes long.
 
     Attributes:
-        nbytes: of the frame that was opened last, as all that follows.
+        nbytes: of the frame that was opened last, as are all that follow.
         key, stamp: of its route, as :func:`keys_of` makes them.
         round, sequence: of its header.
         payload: valid until the next frame lies in the buffer.
@@ -246,14 +185,14 @@ class FrameReader:
         """Check length and CRC of the frame of so many bytes that lies in the buffer.
 
         Raises:
-            FrameError: the frame is not to be believed.
+            FrameError: one of them is wrong.
         """
         if nbytes != self.nbytes:  # often one frame is as long as the last
             if nbytes < _HEADER_NBYTES:
                 raise FrameError("too short", f"{nbytes} bytes, shorter than a header of {HEADER_NBYTES}")
             self.payload = self._view[HEADER_NBYTES:nbytes]
             self.nbytes = nbytes
-        if self._words[0] != _crc32(self._longs, self._octets, nbytes):
+        if self._words[0] != _crc32.of_frame(self._longs, self._octets, nbytes):
             raise FrameError("CRC mismatch")
         kind, nonce, epoch, scope = self._words[1], self._words[2], self._words[3], self._words[4]
         self.key = scope << 32 | kind
@@ -262,11 +201,11 @@ class FrameReader:
         self.sequence = self._longs[3]
 
     def route(self) -> Route:
-        """Of the frame that was opened last."""
+        """Return the route of the frame that was opened last."""
         return unpack_route(bytes(self._view[4:20]))
 
     def copy(self) -> FrameReader:
-        """One with a copy of the frame that was opened last, and room for nothing else."""
+        """Return a reader with a copy of the frame that was opened last."""
         room = bytearray(_rounded_up(self.nbytes))
         room[: self.nbytes] = self._view[: self.nbytes]
         copy = FrameReader(room)
@@ -275,7 +214,7 @@ class FrameReader:
 
 
 class Codec:
-    """The message types of one channel, each known on the wire by its index.
+    """Encodes and decodes the message types of one channel. On the wire each is known by its index.
 
     Fields are ``bool int float str bytes None``, unions of them, ``tuple[X, ...]``, ``tuple[X, Y]`` and further frozen
     dataclasses. An int where a float is declared arrives as a float, a list where a tuple is declared as a tuple.
@@ -298,10 +237,10 @@ class Codec:
         self._plain_fields: tuple[tuple[str, type[Any]], ...] | None = None
 
     def encode(self, message: Any) -> tuple[int, bytes]:
-        """Kind and payload of ``message``.
+        """Return kind and payload of ``message``.
 
         Raises:
-            LocalProtocolError: it is none of the channel's types, a field holds a value of the wrong type, or the
+            LocalProtocolError: it is not of one of the channel's types, a field holds a value of the wrong type, or the
                 message is above the limit.
         """
         if type(message) is not self._last_type:  # often a message is of the same type as the last
@@ -347,14 +286,14 @@ def _decoder(cls: Any) -> Decode:
 
 @functools.cache
 def _checked_decoder(cls: type[Any]) -> Decode:
-    """Once for each class: the same few are opened again on every channel, and their hints take 100 us to read."""
+    """Make the decoder, once for each class: every channel opens the same few, and their hints take 100 us to read."""
     _check_fields(cls)
     return msgspec.msgpack.Decoder(cls).decode
 
 
 @functools.cache
 def _plain_fields(cls: type[Any]) -> tuple[tuple[str, type[Any]], ...] | None:
-    """Names and types, if no more is needed to know that a message can be decoded."""
+    """Return names and types, if checking them suffices to know that a message can be decoded."""
     hints = typing.get_type_hints(cls)
     fields = tuple((field.name, hints[field.name]) for field in dataclasses.fields(cls))
     is_plain = all(kind in (bool, int, float, str, bytes) for _, kind in fields) and not hasattr(cls, "__post_init__")
@@ -390,7 +329,7 @@ def _check_type(annotation: Any, where: str, holders: tuple[type[Any], ...]) -> 
 
 
 def scope_of(group: Sequence[int], name: str, index: int) -> int:
-    """The 32-bit scope of the ``index``-th user of ``name`` on ``group``; equal on all ranks."""
+    """Return the 32-bit scope of user number ``index`` of ``name`` on ``group``; equal on all ranks."""
     return _scope_of(tuple(group), name, index)
 
 
