@@ -193,8 +193,8 @@ class Collectives:
         elif group.native is not None and group.size > 1 and count:
             await fold_in_shares(self._engine, self._rooms, group, spread.flat, _mean, spread)
         else:
-            spread.fill(0, count)
-            spread.store(0, await self.all_mean(spread.flat.clone(), group))
+            spread.copy_in(0, count)
+            spread.copy_out(0, await self.all_mean(spread.flat.clone(), group))
 
     async def _shared_views(self, spread: Bucket, group: Group) -> list[torch.Tensor] | None:
         """Every member's memory, where they are on one host and had better use it."""

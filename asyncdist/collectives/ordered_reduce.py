@@ -172,7 +172,7 @@ class _Folding:
         """Send each member its share of a piece, and receive what they have of this rank's."""
         piece = self._pieces[turn]
         if self._spread is not None:
-            self._spread.fill(piece.start, piece.end)
+            self._spread.copy_in(piece.start, piece.end)
         values, room = self._flat[piece.start : piece.end], self._rooms[turn % len(self._rooms)]
         own = piece.share(self._group.index)
         self._exchange(
@@ -192,7 +192,7 @@ class _Folding:
 
     def _finish(self, turn: int) -> None:
         if self._spread is not None:
-            self._spread.store(self._pieces[turn].start, self._result_of(turn))
+            self._spread.copy_out(self._pieces[turn].start, self._result_of(turn))
 
     def _result_of(self, turn: int) -> Tensor:
         piece = self._pieces[turn]

@@ -150,7 +150,7 @@ async def fold_on_host(
     count = len(folding.pieces)
     for turn in range(count + 2):  # a piece goes in, the one before it is folded, the one before that goes out
         if turn < count:
-            spread.fill(folding.pieces[turn].start, folding.pieces[turn].end)
+            spread.copy_in(folding.pieces[turn].start, folding.pieces[turn].end)
         if 1 <= turn <= count:
             folding.fold_share(turn - 1)
         if turn >= 2:
@@ -189,7 +189,7 @@ class _Folding:
         for index in range(self._group.size):
             share = piece.share(index)
             if share.start < share.stop:
-                self._spread.store(piece.start + share.start, self._room(index, number, share))
+                self._spread.copy_out(piece.start + share.start, self._room(index, number, share))
 
     def _room(self, index: int, number: int, share: slice) -> Tensor:
         return self._rooms[index][number % _ROOM_COUNT][: share.stop - share.start]

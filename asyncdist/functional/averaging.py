@@ -133,7 +133,7 @@ async def _settle_or_restore(
         raise_first_error(await run_and_raise(world.collectives, group, outcome, reduce))
     except BaseException:
         for spread in [] if outcome.error is not None else outcome.value.spreads:
-            spread.give_up()
+            spread.rollback()
         raise
 
 

@@ -41,14 +41,14 @@ class Bucket:
         # Autograd leaves gradients of complex parameters conjugated, which no copy of many tensors takes.
         self._are_lazy = any(tensor.is_conj() or tensor.is_neg() for tensor in self._tensors)
         self._starts = [0, *itertools.accumulate(self._sizes)]
-        self._filled_count = self._stored_count = 0
-        self._given_up = False
+        self._copied_in_count = self._copied_out_count = 0
+        self._is_rolled_back = False
         self._rest: Tensor | None = None
 
     @torch.no_grad()
-    def fill(self, start: int, end: int) -> None:
+    def copy_in(self, start: int, end: int) -> None:
         """Copy the tensors' elements from ``start`` to ``end`` to the flat tensor, unless that has been done."""
-        start = max(start, self._filled_count)
+        start = max(start, self._copied_in_count)
         if start >= end:
             return
         low, high = self._whole(start, end)
@@ -60,15 +60,15 @@ class Bucket:
                 view.view(-1)[first:last].copy_(tensor.view(-1)[first:last])
             elif first == 0:  # whole: what follows is not copied again
                 view.copy_(tensor)
-        self._filled_count = end
+        self._copied_in_count = end
 
     @torch.no_grad()
-    def store(self, start: int, values: Tensor) -> None:
+    def copy_out(self, start: int, values: Tensor) -> None:
         """Write values into the tensors; ``start`` is where they begin in the flat tensor, which does not change.
 
         They come in order. A tensor that is not contiguous is written when all of its values have come.
         """
-        if self._given_up:
+        if self._is_rolled_back:
             return
         end = start + len(values)
         low, high = self._whole(start, end)
@@ -79,19 +79,19 @@ class Bucket:
         for index, first, last in self._cut(start, end):
             at = self._starts[index] - start
             self._store_part(self._tensors[index], first, values[at + first : at + last])
-        self._stored_count = end
+        self._copied_out_count = end
 
     @torch.no_grad()
-    def give_up(self) -> None:
-        """Leave the tensors as they were before the first :meth:`store`; later ones do nothing.
+    def rollback(self) -> None:
+        """Leave the tensors as they were before the first :meth:`copy_out`; later ones do nothing.
 
-        What was not filled is, now: the other ranks count on the values, and the tensors may change from here on.
+        What was not copied in is copied now: the other ranks count on the values, and the tensors may then change.
         """
-        if self._given_up:
+        if self._is_rolled_back:
             return
-        self.fill(self._filled_count, len(self.flat))
-        self._given_up = True
-        touched = bisect.bisect_left(self._starts, self._stored_count)  # what begins before
+        self.copy_in(self._copied_in_count, len(self.flat))
+        self._is_rolled_back = True
+        touched = bisect.bisect_left(self._starts, self._copied_out_count)  # what begins before
         if touched:
             self._copy(self._tensors[:touched], self._views[:touched])
 

@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from asyncdist.tensors.device_copy import DeviceCopy, copy_stream
 from asyncdist.tensors.model_tensors import check_overlap, check_supported, gather, identity_of, names_of
 
 _PIECE_COUNT: Final = 1 << 16  # elements per temporary: 256 KiB of float32 took half the time of 1 MiB pieces
@@ -254,7 +255,7 @@ class FlatState:
             self.snapshot(into)
             return None
         pairs = self.pairs(into)
-        streams = {device: _copy_stream(device) for device in {tensor.device for tensor, _ in pairs if tensor.is_cuda}}
+        streams = {device: copy_stream(device) for device in {tensor.device for tensor, _ in pairs if tensor.is_cuda}}
         for device, stream in streams.items():
             stream.wait_stream(torch.cuda.current_stream(device))
         with torch.no_grad():
@@ -368,37 +369,6 @@ class FlatState:
                     f"{entry.names[0]!r} was {_dtype_name(entry.dtype)} {entry.shape} and is "
                     f"{_dtype_name(tensor.dtype)} {tuple(tensor.shape)}: {_CHANGED}"
                 )
-
-
-class DeviceCopy:
-    """Copies from device to host memory under way, with the face of a transport's request: the engine polls it.
-
-    Args:
-        events: One per device, recorded behind its copies.
-    """
-
-    cancelled: Final = False
-    source: Final = -1
-    nbytes: Final = 0
-    #: No transport's doorbell tells its end.
-    rings: Final = False
-
-    def __init__(self, events: "Sequence[torch.cuda.Event]") -> None:
-        """Nothing is waited for."""
-        self._events = events
-
-    def test(self) -> bool:
-        """Tell whether all copies are done, without waiting."""
-        return all(event.query() for event in self._events)  # type: ignore[no-untyped-call]
-
-    def cancel(self) -> None:
-        """A copy cannot be taken back; it ends by itself."""
-
-
-@functools.cache
-def _copy_stream(device: torch.device) -> "torch.cuda.Stream":
-    """One per device and process, beside the streams that train."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def reset_optimizer_state(optimizer: torch.optim.Optimizer) -> None:

@@ -95,13 +95,13 @@ def test_giving_up_puts_everything_back(stored_count: int) -> None:
     tensors = [tensor.clone() for tensor in before]
     spread = spread_over(tensors, 109)
     for start in range(0, stored_count, 5):
-        spread.fill(start, min(start + 20, 109))
-        spread.store(start, torch.zeros(min(5, stored_count - start)))
-    spread.give_up()
+        spread.copy_in(start, min(start + 20, 109))
+        spread.copy_out(start, torch.zeros(min(5, stored_count - start)))
+    spread.rollback()
     assert all(torch.equal(tensor, was) for tensor, was in zip(tensors, before, strict=True))
     tensors[2].zero_()
-    spread.fill(0, 109)
-    spread.store(stored_count, torch.zeros(109 - stored_count))
+    spread.copy_in(0, 109)
+    spread.copy_out(stored_count, torch.zeros(109 - stored_count))
     assert all(torch.equal(tensor, was) for tensor, was in zip(tensors[:2], before[:2], strict=True))
     assert torch.equal(spread.flat, torch.cat([was.reshape(-1) for was in before]))
 
