@@ -69,10 +69,8 @@ from .launch.process_groups import (
     init_process_group_from_backend as init_process_group_from_backend,
     set_distributed_backend as set_distributed_backend,
 )
-from .launch.spawn import (
-    init_and_run as init_and_run,
-    launch_subprocesses as launch_subprocesses,
-)
+from .launch.rank_process import init_and_run as init_and_run
+from .launch.spawn import launch_subprocesses as launch_subprocesses
 from .messaging.channels import (
     Channel as Channel,
     ChannelStatistics as ChannelStatistics,

@@ -35,7 +35,7 @@ _STARTERS: Final[Mapping[str, str]] = {
     "PMIX_RANK": "a launcher that speaks PMIx",
     "SLURM_STEP_NUM_TASKS": "srun",
     "TORCHELASTIC_RUN_ID": "torchrun, or asyncdist run --transport torch",
-    "WORLD_SIZE": "whoever set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+    "WORLD_SIZE": "the program that set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
 }
 _PROBE: Final = "from asyncdist.launch import doctor; doctor.tell_of_mpi()"
 _PROBE_TIMEOUT_S: Final = 60.0
@@ -225,7 +225,7 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
     threads = (
         f"{facts.threads} for {ranks} {_plural('rank', ranks)} on this host" if ranks else f"{facts.threads} alone"
     )
-    own = "" if facts.own_cores == facts.host_cores else f", of which this process may use {facts.own_cores}"
+    own = "" if facts.own_cores == facts.host_cores else f"; this process may use {facts.own_cores}"
     return [
         ("started by", how),
         ("transport", f"{started.transport}, {why}"),
@@ -446,7 +446,7 @@ def _explain_no_gpu() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     count = listing.count("GPU ")
-    return f"nvidia-smi lists {count} {_plural('GPU', count)}, of which this torch sees none" if count else None
+    return f"nvidia-smi lists {count} {_plural('GPU', count)}, but this torch sees no GPU" if count else None
 
 
 def _check_torch(started: Launch, environ: Mapping[str, str]) -> str | None:

@@ -1,13 +1,13 @@
-"""``asyncdist run --transport torch``: N ranks of a script on this host, with the variables that torchrun sets.
+"""Starts N ranks of a script on this host, with the variables that torchrun sets: ``asyncdist run --transport torch``.
 
-What it keeps to:
+The launcher keeps to these rules:
 
 - A rank is in a process group of its own. So Ctrl-C in a terminal reaches the launcher alone, which passes it on, once.
-  What a rank has started (the workers of a data loader) goes when the rank does, on Linux also what is in a session of
+  What a rank has started (the workers of a data loader) ends when the rank does, on Linux also what is in a session of
   its own (:mod:`asyncdist.launch.guardians`).
 - The first rank to fail decides the exit code, as with mpirun. But 1 says little, with which Python ends after any
-  exception: ranks that stop because another one fails often end so before that one does. So whoever ends in another
-  way within ``SETTLE_S`` is the cause.
+  exception: ranks that stop because another one fails often end so before that one does. So a rank that ends in
+  another way within ``SETTLE_S`` is the cause.
 - The others are asked to stop, and killed if they have not done so after ``STOP_S``. No process is left behind, also
   when the launcher itself is killed (on Linux).
 - Nothing here imports torch: the launcher is up in 0.1 s and waits without using a core.

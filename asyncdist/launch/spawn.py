@@ -1,30 +1,27 @@
 """Ranks started from Python: a function in several processes of this host, joined by torch.distributed.
 
-A plain function finds a process group, a coroutine function is given a world. What the launcher keeps to:
+A plain function finds a process group, a coroutine function is given a world. The launcher keeps to these rules:
 
 - What can be wrong is found before a process is started: the config, and a function that does not pickle.
 - The first failure decides: its traceback is what the caller sees, and the others are stopped. A rank that failed only
   because it lost another one is not the first, whatever the order in which they tell.
-- No rank outlives the call, however it ends; nor, on Linux, the process that made it. What a rank has started goes when
-  the rank does: by its process group, and on Linux also in a session of its own, unless something else has killed the
-  rank, since then nothing tells what was its.
+- No rank outlives the call, however it ends; nor, on Linux, the process that made it. What a rank has started ends when
+  the rank does: by its process group, and on Linux also in a session of its own. The exception is a rank that something
+  else has killed: then nothing tells which processes were its own.
 
-What travels to the children goes through multiprocessing, which pickles it: it comes from this program and goes to
-another copy of it. Threads and MPI do not survive a fork, so ranks are spawned, or forked by a server that has neither.
+The function and its arguments travel to the children through multiprocessing, which pickles them: they come from this
+program and go to another copy of it. Threads and MPI do not survive a fork, so ranks are spawned, or forked by a server
+that has neither. What a child runs is in :mod:`asyncdist.launch.rank_process`.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
-import contextvars
 import dataclasses
-import fcntl
 import functools
-import inspect
 import multiprocessing
 import multiprocessing.connection
-import multiprocessing.util
 import os
 import signal
 import sys
@@ -36,142 +33,24 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final, ParamSpec, cast
 
-import torch
-
-from asyncdist import environment, local_host, rank_program
-from asyncdist.errors import is_consequence
-from asyncdist.functional.parallel_groups import new_parallel_groups
-from asyncdist.launch import guardians, local_ranks, process_groups
+from asyncdist import environment, local_host
+from asyncdist.launch import guardians, process_groups, rank_process
 from asyncdist.launch.config import MultiprocessConfig
-from asyncdist.runtime import run
-from asyncdist.runtime.supervision import told_elsewhere
-from asyncdist.runtime.tracebacks import format_error
-from asyncdist.runtime.world import World
+from asyncdist.launch.rank_process import (
+    CAUSE,
+    CONSEQUENCE,
+    PERHAPS,
+    RETURNED,
+    START_TIMEOUT_S,
+    be_child,
+    check_call,
+    check_process_group,
+)
 
 P = ParamSpec("P")
 
-#: How long a child may take until it runs: importing torch, and the script's own imports.
-START_TIMEOUT_S: Final = 300.0
 #: How long children may take to stop when they are asked to.
 STOP_S: Final = 5.0
-#: Of what is to be done at a child's end: multiprocessing's own has 10 and less, not below -100.
-_LAST: Final = -1000
-
-
-# -- in a rank --------------------------------------------------------------------------------------------------------
-
-
-def init_and_run(func: Callable[P, Any], cfg: MultiprocessConfig, *args: P.args, **kwargs: P.kwargs) -> None:
-    """Be one rank: join the others, run ``func(*args, **kwargs)``, and leave.
-
-    A plain function finds a default process group, and its parallel groups by :func:`asyncdist.parallel_groups`. A
-    coroutine function runs under :func:`asyncdist.run` on the torch transport, with a world before its arguments; its
-    parallel groups are the world's.
-
-    Args:
-        func: what to run. What it returns is dropped.
-        cfg: with this process's rank.
-        args: of ``func``.
-        kwargs: of ``func``.
-
-    Raises:
-        TypeError: ``func`` is no function, or ``cfg`` no config.
-        ValueError: the config lacks a rank, or says how to make a process group, which a coroutine function has not.
-        TransportError: the other ranks did not come within 300 s; says where they were to meet.
-        Exception: what ``func`` raised.
-    """
-    _check_call(func, cfg)
-    cfg = cfg.resolve()
-    if cfg.rank is None:
-        raise ValueError(
-            f"rank is missing; allowed are 0..{(cfg.world_size or 1) - 1}, since this process is to be one"
-        )
-    _check_process_group(func, cfg)
-    if _is_coroutine_function(func):
-        _run_coroutine(func, cfg, args, kwargs)
-    else:
-        contextvars.copy_context().run(_run_function, func, cfg, args, kwargs)  # its parallel groups end with it
-
-
-def _run_function(
-    func: Callable[..., Any], cfg: MultiprocessConfig, args: Sequence[Any], kwargs: dict[str, Any]
-) -> None:
-    facts = cast("Any", cfg)  # resolved: no number is missing
-    process_groups.init_dist(
-        facts.rank,
-        facts.local_rank,
-        facts.world_size,
-        facts.local_world_size,
-        cfg.master_addr,
-        facts.master_port,
-        cfg.init_method,
-        cfg.backend,
-        timeout_s=START_TIMEOUT_S,
-    )
-    try:
-        process_groups.init_parallel_groups(
-            cfg.model_parallelism,
-            cfg.pipeline_parallelism,
-            model_backend=cfg.model_parallel_backend,
-            pipeline_backend=cfg.pipeline_parallel_backend,
-            data_backend=cfg.data_parallel_backend,
-        )
-        func(*args, **kwargs)
-    finally:
-        process_groups.end_dist()
-
-
-def _run_coroutine(
-    func: Callable[..., Any], cfg: MultiprocessConfig, args: Sequence[Any], kwargs: dict[str, Any]
-) -> None:
-    facts = cast("Any", cfg)  # resolved: no number is missing
-    variables = local_ranks.rank_variables(
-        facts.rank,
-        facts.world_size,
-        local_rank=facts.local_rank,
-        local_size=facts.local_world_size,
-        address=cfg.master_addr,
-        port=facts.master_port,
-        # The same on all hosts, which agree on nothing else.
-        run_id=f"asyncdist-{cfg.master_addr}-{cfg.master_port}",
-    )
-    environment.set_variables(variables)
-    main = functools.partial(_with_groups, func, cfg.model_parallelism, cfg.pipeline_parallelism, kwargs)
-    run.run(main, *args, transport=cast("Any", "torch"))
-
-
-async def _with_groups(
-    func: Callable[..., Any], model: int, pipeline: int, kwargs: dict[str, Any], world: World, *args: Any
-) -> None:
-    await new_parallel_groups(model, pipeline, world=world)
-    await func(world, *args, **kwargs)
-
-
-def _is_coroutine_function(func: Callable[..., Any]) -> bool:
-    """Also an object that is called like one, and either with arguments bound to it."""
-    while isinstance(func, functools.partial):
-        func = func.func
-    return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(func).__call__)
-
-
-def _check_call(func: object, cfg: object) -> None:
-    if not callable(func):
-        raise TypeError(f"func is {func!r}; it must be a function or a coroutine function")
-    if not isinstance(cfg, MultiprocessConfig):
-        raise TypeError(f"cfg is {cfg!r}; it must be a MultiprocessConfig")
-
-
-def _check_process_group(func: Callable[..., Any], cfg: MultiprocessConfig) -> None:
-    """What a coroutine function has no use for."""
-    named: dict[str, str | None] = {name: backend for name, backend in cfg._backends().items() if backend is not None}
-    if cfg.init_method != "env://":
-        named["init_method"] = cfg.init_method
-    if named and _is_coroutine_function(func):
-        text = ", ".join(f"{name}={value!r}" for name, value in named.items())
-        raise ValueError(f"{text}: a coroutine function is given a world in place of process groups; leave it away")
-
-
-# -- in the launcher --------------------------------------------------------------------------------------------------
 
 
 def launch_subprocesses(
@@ -206,7 +85,7 @@ def launch_subprocesses(
         KeyboardInterrupt: at Ctrl-C, when all ranks have been stopped.
     """
     cfg = MultiprocessConfig() if cfg is None else cfg
-    _check_call(func, cfg)
+    check_call(func, cfg)
     if setup is not None and not callable(setup):
         raise TypeError(
             f"setup is {setup!r}; it must be None or a function without arguments: what is for func comes after setup "
@@ -216,7 +95,7 @@ def launch_subprocesses(
         if value is not None and cfg.world_size != 1:
             raise ValueError(f"{name} is {value}; every child is given its own: leave it away, or call init_and_run")
     resolved = _resolve_for(cfg, rank_offset)
-    _check_process_group(func, resolved)
+    check_process_group(func, resolved)
     _check_reachable(func)
     if rank_offset == 0 and cfg.master_port is not None and cfg.init_method == "env://":
         _check_port_is_free(cfg.master_port)
@@ -260,7 +139,7 @@ def _check_port_is_free(port: int) -> None:
 
 
 def _check_reachable(func: Callable[..., Any]) -> None:
-    """What a child would find out only after it has been started."""
+    """Refuse a function that a child could not import; the child would find it out only after it has been started."""
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)  # "<stdin>" in a script that is piped
     is_interactive = getattr(main, "__spec__", None) is None and not (file and os.path.exists(file))
@@ -275,7 +154,7 @@ def _check_reachable(func: Callable[..., Any]) -> None:
 
 
 def _is_guarded(func: Callable[..., Any], file: str) -> bool:
-    """Whether a function stands in a part of the script that asks for the module's name."""
+    """Return whether a function is defined in a part of the script that asks for the module's name."""
     while isinstance(func, functools.partial):
         func = func.func
     code = getattr(func, "__code__", None)
@@ -291,17 +170,17 @@ def _is_guarded(func: Callable[..., Any], file: str) -> bool:
 
 @dataclass(slots=True)
 class _Child:
-    """A rank seen from its launcher.
+    """Keeps what the launcher knows of one rank.
 
     Attributes:
-        rank: among all.
+        rank: its number among all ranks.
         process: the child.
-        pipe: an empty message when it runs, and later that its function has returned, or why it failed.
+        pipe: brings an empty message when it runs, and later that its function has returned, or why it failed.
         started: whether it runs.
-        returned: whether its function has, or has called ``sys.exit(0)``.
-        failure: what it told, or what became of it.
-        kind: whether that failure can have come by itself.
-        rest: pidfds of what it had started when it was told to stop.
+        returned: whether its function has returned, or has called ``sys.exit(0)``.
+        failure: the traceback that it sent, or how it ended without one.
+        kind: whether the failure is its own; see :mod:`asyncdist.launch.rank_process`.
+        rest: pidfds of the processes that it had started when it was told to stop.
     """
 
     rank: int
@@ -310,15 +189,15 @@ class _Child:
     started: bool = False
     returned: bool = False
     failure: str | None = None
-    kind: bytes = b"!"
+    kind: bytes = CAUSE
     rest: list[int] = field(default_factory=list)
 
     def read(self) -> None:
-        """Take what has arrived."""
+        """Take the messages that have arrived."""
         try:
             while self.pipe.poll():
                 message = self.pipe.recv_bytes()
-                if message == _RETURNED:
+                if message == RETURNED:
                     self.returned = True
                 elif message:
                     self.kind = message[:1]
@@ -328,7 +207,7 @@ class _Child:
             self.pipe.close()
 
     def reap(self) -> bool:
-        """Whether it has ended; then a failure that it could not tell is described."""
+        """Return whether it has ended; then a failure that it could not tell is described."""
         code = self.process.exitcode  # its sentinel may be in the hands of a child that it has forked
         if code is None:
             return False
@@ -347,28 +226,23 @@ class _Child:
         return True
 
     def stop(self) -> None:
-        """Ask it to stop; what it has started is known only while it lives."""
+        """Ask it to stop. The processes that it has started are listed before: they are known only while it lives."""
         if self.process.pid is not None and self.process.exitcode is None:
             self.rest = guardians.open_descendants(self.process.pid)
             self.process.terminate()
 
     def end_rest(self) -> None:
-        """It has ended: end all that it has started."""
+        """End all that it has started; it has ended itself."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses a group of zombies
             os.killpg(cast("int", self.process.pid), signal.SIGKILL)
         guardians.kill_all(self.rest)
         self.rest = []
 
 
-_RETURNED: Final = b"."
-_CAUSE: Final = b"!"
-#: What torch.distributed says of a peer that has died is a RuntimeError like any other.
-_PERHAPS: Final = b"?"
-_CONSEQUENCE: Final = b"-"
-#: A child that a rank has forked may keep the rank's end from being noticed by itself.
+#: How often ranks are looked at, in seconds: a child that a rank has forked may keep its pipe and sentinel open.
 _PERIOD_S: Final = 0.5
-#: How long one that failed so leaves another to tell its story, or to be found dead.
-_PATIENCE_S: Final = {_CAUSE: 0.0, _PERHAPS: 2.0, _CONSEQUENCE: 5.0}
+#: How long after a failure of this kind another rank may still report the cause, or be found dead, in seconds.
+_PATIENCE_S: Final = {CAUSE: 0.0, PERHAPS: 2.0, CONSEQUENCE: 5.0}
 
 
 def _start_all(
@@ -380,18 +254,19 @@ def _start_all(
 ) -> None:
     context = multiprocessing.get_context(configs[0].launch_method)
     # The server imports torch once for all ranks and launches: 4 ranks on 2 busy cores were up in 4 s in place of 15,
-    # and in 0.3 s the next time. Not the script itself, which may start threads, and threads do not survive a fork.
-    context.set_forkserver_preload([__name__])
+    # and in 0.3 s the next time. It does not import the script, which may start threads, and threads do not survive a
+    # fork.
+    context.set_forkserver_preload([rank_process.__name__])
     for cfg in configs:
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(  # type: ignore[attr-defined]
-            target=_be_child, args=(theirs, func, cfg, args, kwargs), name=f"rank {cfg.rank}"
+            target=be_child, args=(theirs, func, cfg, args, kwargs), name=f"rank {cfg.rank}"
         )
         try:
             process.start()
         except OSError as error:
             raise RuntimeError(f"rank {cfg.rank} cannot be started: {error}") from error
-        except Exception as error:  # pickling fails with whatever the object raises, and for the first rank
+        except Exception as error:  # pickling fails with any exception of the object, and for the first rank
             ours.close()
             raise TypeError(
                 f"{func!r} and its arguments must be taken to another process, which fails ({type(error).__name__}: "
@@ -426,20 +301,20 @@ def _wait_for_news(living: Sequence[_Child], timeout_s: float | None) -> None:
 
 
 def _find_cause(ranks: Sequence[_Child]) -> str:
-    """What is said of the rank that failed by itself, for which those that may have lost it leave a moment."""
+    """Describe the rank that failed by itself. Where only ranks that may have lost it have told, it gets a moment."""
     began_at = time.monotonic()
     failed: list[_Child] = []
     while True:
         living = [child for child in ranks if not child.reap()]
         failed += [child for child in ranks if child.failure is not None and child not in failed]
         first = {kind: [child for child in failed if child.kind == kind][:1] for kind in _PATIENCE_S}
-        found = next(iter(first[_CAUSE] + first[_PERHAPS] + first[_CONSEQUENCE]))
+        found = next(iter(first[CAUSE] + first[PERHAPS] + first[CONSEQUENCE]))
         left_s = began_at + _PATIENCE_S[found.kind] - time.monotonic()
         ended = [child for child in ranks if child not in living]
         gone = [child.rank for child in ended if child.process.exitcode == 0 and not child.returned]
-        if gone and found.kind != _CAUSE:  # as by os._exit(0), which is nobody's failure where nobody minds
+        if gone and found.kind != CAUSE:  # as by os._exit(0): a failure only where another rank has failed
             text = f"rank {gone[0]} ended with exit code 0 before its function had returned"
-            return text if found.kind == _CONSEQUENCE else f"{text}; {_describe(found)}"
+            return text if found.kind == CONSEQUENCE else f"{text}; {_describe(found)}"
         if not living or left_s <= 0:
             return _describe(found)
         _wait_for_news(living, left_s)
@@ -462,7 +337,7 @@ def _signal_name(number: int) -> str:
 
 
 def _stop_all(ranks: Sequence[_Child]) -> None:
-    """Leave none behind: ask, wait, kill."""
+    """Leave no rank behind: ask, wait, kill."""
     try:
         for child in ranks:
             child.stop()
@@ -477,83 +352,3 @@ def _stop_all(ranks: Sequence[_Child]) -> None:
             child.process.join()
             child.end_rest()
             child.pipe.close()
-
-
-# -- in the child -----------------------------------------------------------------------------------------------------
-
-
-def _be_child(
-    pipe: Connection, func: Callable[..., Any], cfg: MultiprocessConfig, args: Sequence[Any], kwargs: dict[str, Any]
-) -> None:
-    """What a child runs: tell that it lives, be a rank, tell why it failed."""
-    os.setpgid(0, 0)
-    guardians.adopt_orphans()
-    # After multiprocessing has waited for those of its children that it waits for.
-    multiprocessing.util.Finalize(None, guardians.end_children, exitpriority=_LAST)
-    _end_with_launcher()
-    pipe.send_bytes(b"")
-    threads = environment.threads_per_rank({**environment.environment(), "LOCAL_WORLD_SIZE": str(cfg.local_world_size)})
-    if threads is not None:
-        torch.set_num_threads(threads)
-    story = _Story(pipe)
-    told_elsewhere.set(story.tell)
-    told = func if _is_coroutine_function(func) else functools.partial(_call, story, func)
-    try:
-        init_and_run(told, cfg, *args, **kwargs)
-        pipe.send_bytes(_RETURNED)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except SystemExit as error:
-        if not error.code:
-            pipe.send_bytes(_RETURNED)
-        story.tell(error)
-        sys.exit(rank_program.exit_code(error.code))
-    except BaseException as error:
-        story.tell(error)
-        sys.exit(1)
-
-
-def _end_with_launcher() -> None:
-    """Have the kernel kill this process group when the launcher's end of a pipe closes; except on Linux, nothing.
-
-    The signal for a parent's death does not do: the parent may be the server that forks, and that lives until its last
-    child has ended. Nor is it a thread's business to watch the pipe: a rank may fork, for the workers of a data loader.
-    """
-    parent = multiprocessing.parent_process()
-    if not sys.platform.startswith("linux") or parent is None:
-        return
-    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, -os.getpid())
-    fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
-    if not parent.is_alive():  # it has ended before the kernel was told
-        os._exit(1)
-
-
-def _call(story: _Story, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Tell of a failure before the process group goes, which the others would notice first."""
-    try:
-        func(*args, **kwargs)
-    except BaseException as error:
-        story.tell(error)
-        raise
-
-
-class _Story:
-    """Why this rank failed; told once."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-        self._told = False
-
-    def tell(self, error: BaseException) -> None:
-        if self._told or isinstance(error, KeyboardInterrupt):
-            return
-        kind = _CONSEQUENCE if is_consequence(error) else _PERHAPS if isinstance(error, RuntimeError) else _CAUSE
-        if isinstance(error, SystemExit):
-            if error.code is None or error.code == rank_program.exit_code(error.code):
-                return  # which the launcher sees
-            text = f"exited with {error.code!r}"
-        else:
-            text = format_error(error)
-        self._told = True
-        self._pipe.send_bytes(kind + text.encode(errors="replace"))

@@ -19,7 +19,7 @@ _MACHINERY: Final = (
     "asyncdist.runtime.run",
     "asyncdist.simulation.explore",
     "asyncdist.simulation.run_script",
-    "asyncdist.launch.spawn",
+    "asyncdist.launch.rank_process",
     "importlib._bootstrap",
     "runpy",
 )
@@ -28,7 +28,7 @@ _OF_A_GROUP: Final = (*_MACHINERY, "asyncio.taskgroups", "contextlib")
 #: The function that calls a rank's main.
 _HOST: Final = ("asyncdist.runtime.run", "host_rank")
 #: What may stand between the two.
-_WRAPPER: Final = ("asyncdist.launch.spawn", "_with_groups")
+_WRAPPER: Final = ("asyncdist.launch.rank_process", "_with_groups")
 #: What it calls first; the words of a refusal name the user's line.
 _REFUSAL: Final = ("asyncdist.validation", "main_function")
 

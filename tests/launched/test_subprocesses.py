@@ -678,7 +678,7 @@ def die(folder: str, how: str) -> None:
 def test_the_rank_that_died_is_named_and_not_one_that_lost_its_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, words: str
 ) -> None:
-    monkeypatch.setitem(spawn._PATIENCE_S, spawn._PERHAPS, TIMEOUT_S)
+    monkeypatch.setitem(spawn._PATIENCE_S, spawn.PERHAPS, TIMEOUT_S)
     with pytest.raises(RuntimeError, match=f"^rank 1 {words}$"):
         launch_here(die, config(), str(tmp_path), how)
 
@@ -866,7 +866,7 @@ def test_a_rank_that_never_starts_is_explained(tmp_path: Path, options: dict[str
 def test_nothing_of_this_is_imported_with_the_package() -> None:
     source = (
         "import sys, asyncdist as ad\n"
-        "heavy = {'torch', 'multiprocessing', 'asyncdist.launch.spawn'}\n"
+        "heavy = {'torch', 'multiprocessing', 'asyncdist.launch.spawn', 'asyncdist.launch.rank_process'}\n"
         "print(sorted(heavy & set(sys.modules)), 'launch_subprocesses' in dir(ad))"
     )
     ended = subprocess.run(

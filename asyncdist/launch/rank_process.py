@@ -1,0 +1,242 @@
+"""A rank in a process of its own: how it joins the others, runs its function, and tells its launcher how that ended.
+
+:func:`init_and_run` can be called in any process. :func:`be_child` is what :mod:`asyncdist.launch.spawn` starts.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import fcntl
+import functools
+import inspect
+import multiprocessing
+import multiprocessing.util
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, Final, ParamSpec, cast
+
+import torch
+
+from asyncdist import environment, rank_program
+from asyncdist.errors import is_consequence
+from asyncdist.functional.parallel_groups import new_parallel_groups
+from asyncdist.launch import guardians, local_ranks, process_groups
+from asyncdist.launch.config import MultiprocessConfig
+from asyncdist.runtime import run
+from asyncdist.runtime.supervision import told_elsewhere
+from asyncdist.runtime.tracebacks import format_error
+from asyncdist.runtime.world import World
+
+P = ParamSpec("P")
+
+#: How long the ranks may take until they all run: importing torch, and the script's own imports.
+START_TIMEOUT_S: Final = 300.0
+#: The exit priority of what is done last at a child's end: multiprocessing's own are 10 and less, not below -100.
+_LAST: Final = -1000
+
+# What a child sends to its launcher, after an empty message that says that it runs. The first byte says which it is.
+
+#: The function has returned, or has called ``sys.exit(0)``.
+RETURNED: Final = b"."
+#: The rank has failed by itself; the traceback follows.
+CAUSE: Final = b"!"
+#: The rank has perhaps failed by itself: what torch.distributed says of a peer that has died is a RuntimeError like any
+#: other.
+PERHAPS: Final = b"?"
+#: The rank has failed because it lost another one.
+CONSEQUENCE: Final = b"-"
+
+
+def init_and_run(func: Callable[P, Any], cfg: MultiprocessConfig, *args: P.args, **kwargs: P.kwargs) -> None:
+    """Run this process as one rank: it joins the others, runs ``func(*args, **kwargs)``, and leaves.
+
+    A plain function finds a default process group, and its parallel groups by :func:`asyncdist.parallel_groups`. A
+    coroutine function runs under :func:`asyncdist.run` on the torch transport, with a world before its arguments; its
+    parallel groups are the world's.
+
+    Args:
+        func: what to run. What it returns is dropped.
+        cfg: with this process's rank.
+        args: of ``func``.
+        kwargs: of ``func``.
+
+    Raises:
+        TypeError: ``func`` is no function, or ``cfg`` no config.
+        ValueError: the config lacks a rank, or says how to make a process group, which a coroutine function has not.
+        TransportError: the other ranks did not come within 300 s; says where they were to meet.
+        Exception: what ``func`` raised.
+    """
+    check_call(func, cfg)
+    cfg = cfg.resolve()
+    if cfg.rank is None:
+        raise ValueError(
+            f"rank is missing; allowed are 0..{(cfg.world_size or 1) - 1}, since this process is to be one"
+        )
+    check_process_group(func, cfg)
+    if is_coroutine_function(func):
+        _run_coroutine(func, cfg, args, kwargs)
+    else:
+        contextvars.copy_context().run(_run_function, func, cfg, args, kwargs)  # its parallel groups end with it
+
+
+def _run_function(
+    func: Callable[..., Any], cfg: MultiprocessConfig, args: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
+    facts = cast("Any", cfg)  # resolved: no number is missing
+    process_groups.init_dist(
+        facts.rank,
+        facts.local_rank,
+        facts.world_size,
+        facts.local_world_size,
+        cfg.master_addr,
+        facts.master_port,
+        cfg.init_method,
+        cfg.backend,
+        timeout_s=START_TIMEOUT_S,
+    )
+    try:
+        process_groups.init_parallel_groups(
+            cfg.model_parallelism,
+            cfg.pipeline_parallelism,
+            model_backend=cfg.model_parallel_backend,
+            pipeline_backend=cfg.pipeline_parallel_backend,
+            data_backend=cfg.data_parallel_backend,
+        )
+        func(*args, **kwargs)
+    finally:
+        process_groups.end_dist()
+
+
+def _run_coroutine(
+    func: Callable[..., Any], cfg: MultiprocessConfig, args: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
+    facts = cast("Any", cfg)  # resolved: no number is missing
+    variables = local_ranks.rank_variables(
+        facts.rank,
+        facts.world_size,
+        local_rank=facts.local_rank,
+        local_size=facts.local_world_size,
+        address=cfg.master_addr,
+        port=facts.master_port,
+        # The same on all hosts, which agree on nothing else.
+        run_id=f"asyncdist-{cfg.master_addr}-{cfg.master_port}",
+    )
+    environment.set_variables(variables)
+    main = functools.partial(_with_groups, func, cfg.model_parallelism, cfg.pipeline_parallelism, kwargs)
+    run.run(main, *args, transport=cast("Any", "torch"))
+
+
+async def _with_groups(
+    func: Callable[..., Any], model: int, pipeline: int, kwargs: dict[str, Any], world: World, *args: Any
+) -> None:
+    await new_parallel_groups(model, pipeline, world=world)
+    await func(world, *args, **kwargs)
+
+
+def is_coroutine_function(func: Callable[..., Any]) -> bool:
+    """Return whether calling it gives a coroutine; objects with an async ``__call__`` and partials of both count."""
+    while isinstance(func, functools.partial):
+        func = func.func
+    return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(func).__call__)
+
+
+def check_call(func: object, cfg: object) -> None:
+    """Refuse what cannot be called, and what is not a config."""
+    if not callable(func):
+        raise TypeError(f"func is {func!r}; it must be a function or a coroutine function")
+    if not isinstance(cfg, MultiprocessConfig):
+        raise TypeError(f"cfg is {cfg!r}; it must be a MultiprocessConfig")
+
+
+def check_process_group(func: Callable[..., Any], cfg: MultiprocessConfig) -> None:
+    """Refuse a coroutine function with options of a process group, which it would not use."""
+    named: dict[str, str | None] = {name: backend for name, backend in cfg._backends().items() if backend is not None}
+    if cfg.init_method != "env://":
+        named["init_method"] = cfg.init_method
+    if named and is_coroutine_function(func):
+        text = ", ".join(f"{name}={value!r}" for name, value in named.items())
+        raise ValueError(f"{text}: a coroutine function is given a world in place of process groups; leave it away")
+
+
+# -- started by the launcher ----------------------------------------------------------------------------------------
+
+
+def be_child(
+    pipe: Connection, func: Callable[..., Any], cfg: MultiprocessConfig, args: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
+    """Run a child of the launcher: it tells that it runs, is a rank, and tells why it failed."""
+    os.setpgid(0, 0)
+    guardians.adopt_orphans()
+    # This runs after multiprocessing has waited for those of its children that it waits for.
+    multiprocessing.util.Finalize(None, guardians.end_children, exitpriority=_LAST)
+    _end_with_launcher()
+    pipe.send_bytes(b"")
+    threads = environment.threads_per_rank({**environment.environment(), "LOCAL_WORLD_SIZE": str(cfg.local_world_size)})
+    if threads is not None:
+        torch.set_num_threads(threads)
+    story = _Story(pipe)
+    told_elsewhere.set(story.tell)
+    told = func if is_coroutine_function(func) else functools.partial(_call, story, func)
+    try:
+        init_and_run(told, cfg, *args, **kwargs)
+        pipe.send_bytes(RETURNED)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except SystemExit as error:
+        if not error.code:
+            pipe.send_bytes(RETURNED)
+        story.tell(error)
+        sys.exit(rank_program.exit_code(error.code))
+    except BaseException as error:
+        story.tell(error)
+        sys.exit(1)
+
+
+def _end_with_launcher() -> None:
+    """Have the kernel kill this process group when the launcher's end of a pipe closes. Only Linux can do it.
+
+    The signal for a parent's death is not enough: the parent may be the server that forks, which lives until its last
+    child has ended. A thread that watches the pipe is not enough either: a rank may fork, for the workers of a data
+    loader, and threads do not survive that.
+    """
+    parent = multiprocessing.parent_process()
+    if not sys.platform.startswith("linux") or parent is None:
+        return
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, -os.getpid())
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+    if not parent.is_alive():  # it has ended before the kernel was told
+        os._exit(1)
+
+
+def _call(story: _Story, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Report a failure before the process group is destroyed, which the others would notice first."""
+    try:
+        func(*args, **kwargs)
+    except BaseException as error:
+        story.tell(error)
+        raise
+
+
+class _Story:
+    """Tells the launcher why this rank failed, once."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._told = False
+
+    def tell(self, error: BaseException) -> None:
+        if self._told or isinstance(error, KeyboardInterrupt):
+            return
+        kind = CONSEQUENCE if is_consequence(error) else PERHAPS if isinstance(error, RuntimeError) else CAUSE
+        if isinstance(error, SystemExit):
+            if error.code is None or error.code == rank_program.exit_code(error.code):
+                return  # the launcher sees the exit code
+            text = f"exited with {error.code!r}"
+        else:
+            text = format_error(error)
+        self._told = True
+        self._pipe.send_bytes(kind + text.encode(errors="replace"))
