@@ -86,11 +86,9 @@ from .runtime.world import (
     WorldStatistics as WorldStatistics,
     current_world as current_world,
 )
-from .simulation.explore import explore as explore
-from .simulation.simulate import (
-    SimReport as SimReport,
-    simulate as simulate,
-)
+from .simulation.exploration.explore import explore as explore
+from .simulation.report import SimReport as SimReport
+from .simulation.simulate import simulate as simulate
 from .spmd.gradient_update import (
     agent_gradient_update as agent_gradient_update,
     gradient_update as gradient_update,

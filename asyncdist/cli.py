@@ -184,16 +184,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         own, rest = (_split_run if words[0] == "run" else _split_sim)(words[1:])
         words = [words[0], *own]
     options, unknown = _parser().parse_known_args(words)
-    if unknown:  # argparse itself would not say of which command
+    if unknown:  # argparse itself would not name the command
         _Parser(prog=f"asyncdist {options.command}").error(f"unrecognized arguments: {' '.join(unknown)}")
-    if options.command == "sim" and arguments is None:  # this process is the command's
+    if options.command == "sim" and arguments is None:  # this process runs nothing but the command
         environment.fix_hash_seed()
     with local_host.heeding_children():
         sys.exit(_main(options, rest))
 
 
 def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Returns the exit code."""
+    """Run the command, and return the exit code."""
     if options.command == "sim":
         return _sim(options, rest)
     if options.command == "doctor":
@@ -208,7 +208,7 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Returns the exit code, where it does not become mpirun."""
+    """Return the exit code, unless this process becomes mpirun."""
     script, ranks, threads = options.script, options.ranks, options.threads_per_rank
     if ranks is None:
         is_behind = any(word.partition("=")[0] in ("-n", "--ranks") for word in arguments)
@@ -234,7 +234,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Returns the exit code."""
+    """Run the command, and return the exit code."""
     try:
         return _run_sim(options, arguments)
     except KeyboardInterrupt as interrupt:

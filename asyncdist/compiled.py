@@ -29,9 +29,12 @@ MODULES: Final = (
     "transports.mpi_requests",
     "transports.persistent_send",
     "simulation.scheduler",
+    "simulation.turns",
     "simulation.trace",
     "simulation.distributions",
     "simulation.fabric",
+    "simulation.message_faults",
+    "simulation.transport",
 )
 PURE_VARIABLE: Final = "ASYNCDIST_PURE"
 #: A file in the folder, where compiling has come to its end without making all of them.

@@ -24,6 +24,7 @@ import pytest
 
 from asyncdist.errors import AsyncdistError, DeadlockError, LocalProtocolError, RankLostError, TimeLimitError
 from asyncdist.tags import CONTROL
+from asyncdist.validation import whole_numbers
 
 if TYPE_CHECKING:
     from asyncdist.runtime.world import World
@@ -73,7 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What the marks of a test ask for.
+    """Holds what the marks of a test ask for.
 
     Attributes:
         ranks: the numbers of ranks to run it with.
@@ -103,27 +104,27 @@ def _plan(item: pytest.Item) -> _Plan | None:
         given.update(mark.kwargs)
     ranks = given.pop("ranks", None)
     is_parametrized = _is_list(ranks)
-    counts = tuple(ranks) if is_parametrized else (ranks,)
-    if not counts or any(type(count) is not int or count < 1 for count in counts):
+    counts = whole_numbers(ranks if is_parametrized else (ranks,))
+    if not counts or min(counts) < 1:
         _refuse(item, f"needs ranks, a whole number of 1 or more or a list of them; it is {ranks!r}")
     return _Plan(counts, is_parametrized, _seeds(item, given.pop("seeds", _SEED_COUNT)), {"strict": True, **given})
 
 
 def _seeds(item: pytest.Item, asked: Any) -> Sequence[int]:
-    """The seeds to run: the mark's, unless the command line names another or another count."""
-    seeds: Sequence[int] = ()
-    if type(asked) is int:
-        seeds = range(item.config.getoption("sim_seeds") or asked) if asked >= 1 else ()
-    elif _is_list(asked):
-        seeds = asked if isinstance(asked, range) else tuple(asked)
-    if not seeds or any(type(seed) is not int for seed in seeds):
+    """Return the seeds to run: the mark's, unless the command line names another or another count."""
+    if _is_list(asked):
+        seeds: Sequence[int] = asked if isinstance(asked, range) else whole_numbers(asked)
+    else:
+        count = max(whole_numbers((asked,)), default=0)
+        seeds = range(item.config.getoption("sim_seeds") or count) if count >= 1 else ()
+    if not seeds:
         _refuse(item, f"needs seeds, a count of 1 or more or a list of whole numbers; it is {asked!r}")
     only = item.config.getoption("sim_seed")
     return seeds if only is None else (only,)
 
 
 def _is_list(value: Any) -> bool:
-    """Something to go through, and more than once: a mark is read for every item."""
+    """Return whether it can be gone through more than once: a mark is read for every item."""
     return isinstance(value, Iterable) and not isinstance(value, Iterator)
 
 
@@ -196,7 +197,7 @@ def _make_plain(item: pytest.Function, injected: Sequence[str]) -> None:
 
     item.obj = simulate_all
     item.stash[_RECORD] = None
-    # A mark of the whole module, say: pytest-asyncio warns of tests that are no coroutines, as this is none any more.
+    # The module may have the mark of pytest-asyncio, which warns of tests that are not coroutines; this one is not now.
     if item.get_closest_marker("asyncio") is not None:
         item.add_marker(pytest.mark.filterwarnings("ignore:The test .* is marked with '@pytest.mark.asyncio'"))
 
@@ -213,17 +214,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @dataclass(slots=True)
 class _Record:
-    """What is known of the last simulation of a test.
+    """Records the last simulation of a test.
 
     Attributes:
-        ranks: how many.
-        seed: its seed.
+        ranks: the number of ranks.
+        seed: the seed.
         is_seed_chosen: whether ``--sim-seed`` would choose it.
-        faults: its plan.
-        trace: what happens in it.
-        report: what came of it, also of one that ended in a deadlock.
-        waiting: after a deadlock, and where the time was up, who waited for what.
-        earlier_seeds: those that the test ran before, with the same fixtures.
+        faults: the fault plan.
+        trace: the events.
+        report: the report, also of a simulation that ended in a deadlock.
+        waiting: after a deadlock, and where the time was up, which task waited for what.
+        earlier_seeds: the seeds that the test ran before, with the same fixtures.
         returned: the ranks whose main returned.
         raised: what the main of a rank raised, and the virtual time when it did; the first to fail first.
     """
@@ -240,11 +241,11 @@ class _Record:
     raised: dict[int, tuple[BaseException, float]] = field(default_factory=dict)
 
     def begin(self, faults: Sequence[Fault], trace: Trace, _: object) -> None:
-        """The arguments are right, and the simulation begins."""
+        """Keep the plan and the trace of a simulation that begins: its arguments are right."""
         self.faults, self.trace = faults, trace
 
     def errors(self) -> dict[int, BaseException]:
-        """What each rank ended with, by time: what its main raised, unless something else was the cause of that."""
+        """Return how each rank ended, by time: what its main raised, unless something else was the cause of that."""
         results = self.report.results if self.report is not None else ()
         errors = {}
         for rank in dict.fromkeys([*self.raised, *range(len(results))]):
@@ -492,6 +493,6 @@ def _command(item: pytest.Item, options: str) -> str:
     """The command that runs this test, from where pytest was started."""
     path = os.path.relpath(item.path, item.config.invocation_params.dir)
     name = shlex.quote(f"{path}::{item.nodeid.partition('::')[2]}")
-    from asyncdist.simulation.repro_command import hash_seed_prefix
+    from asyncdist.simulation.exploration.repro_command import hash_seed_prefix
 
     return f"{hash_seed_prefix()}pytest {name}{options}"

@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any, Final, NoReturn
 
@@ -55,6 +55,14 @@ def whole(name: str, value: Any) -> int:
     if number is None or isinstance(value, bool):
         refuse(name, value, "a whole number", TypeError)
     return number
+
+
+def whole_numbers(values: Iterable[Any]) -> tuple[int, ...]:
+    """Return the values as Python's own whole numbers, also numpy's; empty if one of them is something else."""
+    try:
+        return () if any(isinstance(value, bool) for value in values) else tuple(map(operator.index, values))
+    except TypeError:
+        return ()
 
 
 def real(name: str, value: Any, allowed: str, *, low: float, high: float = LARGEST) -> float:

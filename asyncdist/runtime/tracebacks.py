@@ -17,7 +17,7 @@ from asyncdist import rank_program
 #: Modules between what starts a rank, scenario or script and its first line.
 _MACHINERY: Final = (
     "asyncdist.runtime.run",
-    "asyncdist.simulation.explore",
+    "asyncdist.simulation.exploration.explore",
     "asyncdist.simulation.run_script",
     "asyncdist.launch.rank_process",
     "importlib._bootstrap",

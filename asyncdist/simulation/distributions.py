@@ -22,7 +22,7 @@ if not cython.compiled:  # else C's: the same, without a call of Python's for ea
 class LogNormalSampler:
     """Draws log-normal values: ``random.gauss`` written out, and its exponential.
 
-    The second number of a pair waits where ``gauss`` leaves it: whoever else draws from the generator gets it.
+    The second number of a pair waits where ``gauss`` leaves it: any other draw from the generator gets it.
 
     Args:
         median: of the values, in seconds; above 0.

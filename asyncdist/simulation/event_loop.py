@@ -1,6 +1,6 @@
-"""The event loop of a simulated rank: what asyncio wants of one, on the turns of :mod:`asyncdist.simulation.scheduler`.
+"""The event loop of a simulated rank: asyncio's interface on the turns of :mod:`asyncdist.simulation.turns`.
 
-What would touch the world outside, threads and sockets, is refused by name.
+Methods that would touch the world outside, such as threads and sockets, are refused by name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, Final, NoReturn, TypeVar
 
 from asyncdist.errors import LocalProtocolError
 from asyncdist.simulation.determinism.sandbox import refuse
-from asyncdist.simulation.scheduler import Scheduler, Turns
+from asyncdist.simulation.scheduler import Scheduler
+from asyncdist.simulation.turns import Turns
 
 logger = logging.getLogger("asyncdist.simulation")
 
@@ -24,7 +25,7 @@ T = TypeVar("T")
 
 @types.coroutine
 def _fall_asleep() -> Generator[None, None, None]:
-    """The task's next step is the last thing that is ready now."""
+    """Make the task's next step the last thing that is ready now."""
     yield
 
 
@@ -53,15 +54,15 @@ class SimFuture(asyncio.Future[Any]):
 
 
 class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its handles are no asyncio.Handle
-    """The event loop of one rank.
+    """Runs the tasks of one rank.
 
     Args:
         scheduler: shared by all ranks.
-        rank: whose loop it is.
+        rank: the rank whose loop this is.
         before_turn, enter, background: see :class:`Turns`.
 
     Attributes:
-        context: of the rank's main, with its world.
+        context: the context of the rank's main, with its world.
         generators: lists the asynchronous generators that the rank has begun, and that still exist.
     """
 
@@ -82,19 +83,19 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         self._numbered_count = 0
         self._exception_handler: Callable[[RankLoop, dict[str, Any]], object] | None = None
 
-    def be_deaf(self, seconds: float) -> Awaitable[None]:
-        """Compute: get no turn for so long. To be awaited at once.
+    def be_busy(self, seconds: float) -> Awaitable[None]:
+        """Compute: get no turn for ``seconds``. The result is to be awaited at once.
 
-        The caller goes on first when it is over.
+        The caller goes on first when they are over.
         """
-        self.fall_deaf(seconds)
+        self.become_busy(seconds)
         return _fall_asleep()  # a future would cost as much again as all of this
 
     def create_future(self) -> asyncio.Future[Any]:
         return SimFuture(loop=self)
 
     def number_of(self, future: Any) -> int:
-        """The number of a future of this loop."""
+        """Return the number of a future of this loop."""
         number: int | None = getattr(future, "number", None)
         if number is None:
             self._numbered_count += 1
@@ -111,18 +112,18 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         return task
 
     def unfinished_tasks(self) -> list[SimTask]:
-        """Those that are not done, in the order in which they were made."""
+        """Return the tasks that are not done, in the order in which they were made."""
         return sorted((task for task in self._tasks if not task.done()), key=lambda task: task.number)
 
     def is_closed(self) -> bool:
         return False
 
     def get_exception_handler(self) -> Callable[[RankLoop, dict[str, Any]], object] | None:  # type: ignore[override]
-        """As asyncio's."""
+        """As asyncio's method."""
         return self._exception_handler
 
     def set_exception_handler(self, handler: Callable[[RankLoop, dict[str, Any]], object] | None) -> None:
-        """As asyncio's, for this rank."""
+        """As asyncio's method, for this rank."""
         if handler is not None and not callable(handler):
             raise TypeError(f"the exception handler is {handler!r}; a function or None is needed")
         self._exception_handler = handler
@@ -132,7 +133,7 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         super().call_exception_handler(context)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """As asyncio's. Exceptions of a killed rank are nobody's."""
+        """As asyncio's method. Exceptions of a killed rank are dropped."""
         if self._exception_handler is None or self.dead:
             super().call_exception_handler(context)
             return
@@ -144,7 +145,7 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
             logger.exception("rank %d: the exception handler failed; it was told: %s", self.rank, context)
 
     def get_task_factory(self) -> None:
-        """There is none."""
+        """Return None: a simulation has no task factory."""
 
     def set_task_factory(self, factory: Callable[..., Any] | None) -> None:
         """Only None is allowed."""
@@ -159,7 +160,7 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         refuse("a thread or process pool")
 
     async def shutdown_asyncgens(self) -> None:
-        """As asyncio's, which does it when the rank's main has ended: close the generators that are left."""
+        """Close the generators that are left, as asyncio does when the rank's main has ended."""
         left = self.generators(self)
         results = await asyncio.gather(*[generator.aclose() for generator in left], return_exceptions=True)
         for generator, result in zip(left, results, strict=True):
@@ -168,7 +169,7 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
                 self.call_exception_handler({"message": message, "exception": result, "asyncgen": generator})
 
     async def shutdown_default_executor(self) -> None:
-        """There is none."""
+        """Do nothing: a simulation has no executor."""
 
     def call_soon_threadsafe(  # type: ignore[override]
         self, *args: Any, **kwargs: Any
@@ -199,7 +200,7 @@ def _not_for_ranks(name: str) -> Any:
     return method
 
 
-#: What touches the world outside. asyncio's own NotImplementedError would not say why.
+#: Methods that touch the world outside. asyncio's own NotImplementedError would not say why.
 _OUTSIDE: Final = (
     "add_reader",
     "add_signal_handler",

@@ -1,10 +1,12 @@
 cimport cython
 
+from asyncdist.simulation.message_faults cimport MessageFaults
 from asyncdist.simulation.trace cimport Trace
-from asyncdist.simulation.scheduler cimport Scheduler, Turns
+from asyncdist.simulation.scheduler cimport Scheduler
+from asyncdist.simulation.turns cimport Turns
 
 
-cdef class _Message:
+cdef class Message:
     cdef public object data
     cdef readonly Py_ssize_t nbytes
     cdef readonly Py_ssize_t source
@@ -18,8 +20,8 @@ cdef class _Message:
     cpdef bint test(self) except -1
 
 
-cdef class _Receive:
-    cdef Fabric _medium
+cdef class Receive:
+    cdef Fabric _fabric
     cdef object buffer
     cdef Py_ssize_t dest
     cdef readonly Py_ssize_t wanted
@@ -41,9 +43,9 @@ cdef class _ArrivalQueue:
     cdef list _sources
 
     cdef bint is_empty(self) except -1
-    cdef object add(self, _Message message)
-    @cython.locals(sources=list, position=Py_ssize_t, message=_Message)
-    cdef _Message take(self, Py_ssize_t wanted, object rng)
+    cdef object add(self, Message message)
+    @cython.locals(sources=list, position=Py_ssize_t, message=Message)
+    cdef Message take(self, Py_ssize_t wanted, object rng)
 
 
 cdef class _Path:
@@ -59,8 +61,7 @@ cdef class Fabric:
     cdef Scheduler _scheduler
     cdef object _rng
     cdef Trace _trace
-    cdef object _on_fired
-    cdef object _on_kill
+    cdef MessageFaults _faults
     cdef Py_ssize_t _eager_nbytes
     cdef bint _is_pushed
     cdef list _paths
@@ -71,20 +72,12 @@ cdef class Fabric:
     cdef list _known_lost
     cdef set _dead
     cdef dict _died_at
-    cdef list _sent_counts
-    cdef dict _pair_counts
-    cdef dict _frame_counts
     cdef readonly object job_nonce
     cdef readonly object collective_checker
     cdef readonly Py_ssize_t message_count
     cdef readonly Py_ssize_t byte_count
     cdef bint _muted
-    cdef object _everybody
-    cdef dict _kills
-    cdef dict _delays
-    cdef dict _corruptions
-    cdef list _slow_links
-    cdef list _partitions
+    cdef object _all_ranks
     cdef bint _has_message_faults
     cdef bint _has_link_faults
     cdef list _turns
@@ -94,25 +87,25 @@ cdef class Fabric:
     cdef object _travel
     cdef object _finish
 
-    @cython.locals(nbytes=Py_ssize_t, message=_Message, delay=double, arrival=double, scheduler=Scheduler)
-    cpdef _Message send(self, object buffer, Py_ssize_t source, Py_ssize_t dest, object tag)
+    @cython.locals(nbytes=Py_ssize_t, message=Message, delay=double, arrival=double, scheduler=Scheduler)
+    cpdef Message send(self, object buffer, Py_ssize_t source, Py_ssize_t dest, object tag)
     @cython.locals(
         now=double, path=_Path, latency=double, transfer=double, factor=double, sent_at=double, arrival=double, last=double
     )
-    cdef double _arrival(self, _Message message, double delay) except -1
+    cdef double _arrival(self, Message message, double delay) except -1
     @cython.locals(unexpected=dict, inbox=_ArrivalQueue)
-    cdef object _keep(self, _Message message)
-    @cython.locals(receive=_Receive)
-    cpdef object _arrive(self, _Message message)
-    @cython.locals(message=_Message, waiting=_ArrivalQueue)
-    cpdef object post(self, _Receive receive)
-    cpdef object _rendezvous(self, _Receive receive, _Message message)
+    cdef object _keep(self, Message message)
+    @cython.locals(receive=Receive)
+    cpdef object _arrive(self, Message message)
+    @cython.locals(message=Message, waiting=_ArrivalQueue)
+    cpdef object post(self, Receive receive)
+    cpdef object _rendezvous(self, Receive receive, Message message)
     @cython.locals(
         path=_Path, now=double, latency=double, transfer=double, factor=double, sent_at=double, complete_at=double
     )
-    cpdef object _transfer(self, _Receive receive, _Message message)
-    cpdef object _arrive_whole(self, _Receive receive, _Message message)
-    cdef object _fail_send(self, _Message message)
-    cpdef object _complete(self, _Receive receive, _Message message, bint is_running=*)
-    cpdef object withdraw(self, _Receive receive)
+    cpdef object _transfer(self, Receive receive, Message message)
+    cpdef object _arrive_whole(self, Receive receive, Message message)
+    cdef object _fail_send(self, Message message)
+    cpdef object _complete(self, Receive receive, Message message, bint is_running=*)
+    cpdef object withdraw(self, Receive receive)
     cdef object _ring(self, Py_ssize_t rank)

@@ -1,4 +1,4 @@
-"""Faults as data: a plan is a list of them, and every one is counted when it fires.
+"""Describes faults as data. A plan is a list of them, and each is counted when it fires.
 
 Each fault says what happens, to whom and when. A plan in which some fault did not fire fails its check: a test that
 meant to kill a donor and never did has tested nothing.
@@ -18,7 +18,7 @@ from asyncdist.simulation.models import check_number, check_ranks
 class Kill:
     """The process of ``rank`` dies: at ``at_s``, or at its ``at_turn``-th turn, or with its ``at_message``-th send.
 
-    That message does not leave, and whoever awaits it goes no further.
+    That message does not leave, and a task that awaits it never goes on.
     """
 
     rank: int
@@ -47,7 +47,7 @@ class Stall:
 
 @dataclass(frozen=True, slots=True)
 class SlowRank:
-    """From ``at_s`` on all that ``rank`` does takes ``factor`` times as long: what it computes, and each of its turns.
+    """From ``at_s`` on ``rank`` takes ``factor`` times as long to compute, and for each of its turns.
 
     A computation that is under way ends as it would have. A turn, in which a rank takes in what has come and answers,
     takes up to 2 microseconds, so one that only serves others is slowed noticeably by factors of some hundreds.
@@ -158,8 +158,8 @@ def check_plan(faults: Sequence[Fault], size: int) -> None:
     """Refuse a plan that cannot be carried out on ``size`` ranks.
 
     Raises:
-        TypeError: something in it is no fault.
-        ValueError: a rank does not exist, or a partition has nobody on one of its sides.
+        TypeError: an entry is not a fault.
+        ValueError: a rank does not exist, or one side of a partition is empty.
     """
     given: Any = faults
     if not isinstance(given, Sequence):

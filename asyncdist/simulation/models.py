@@ -1,4 +1,4 @@
-"""What a simulated network, compute and fault plan are made of: plain data, checked when made.
+"""Describes a simulated network and computing times as plain data, checked when made.
 
 Times are virtual seconds, sizes bytes, rates bytes per second. Where a duration is asked for, a number is a constant,
 and a :class:`Uniform`, :class:`Exponential` or :class:`LogNormal` is drawn afresh each time, from the simulation's
@@ -24,13 +24,13 @@ OVERRUN_S: Final = 1e-5
 
 
 def check_number(name: str, value: Any, *, above_zero: bool = False) -> None:
-    """Refuse what is no finite number of at least zero."""
+    """Refuse anything but a finite number of at least zero."""
     allowed = f"a finite number {'above 0' if above_zero else 'of 0 or more'}"
     validation.real(name, value, allowed, low=validation.SMALLEST if above_zero else 0.0)
 
 
 def check_duration(name: str, value: Any) -> None:
-    """Refuse what is no duration."""
+    """Refuse anything but a duration."""
     if not isinstance(value, (Uniform, Exponential, LogNormal)):
         check_number(name, value)
 
@@ -44,7 +44,7 @@ def check_ranks(what: str, ranks: Sequence[int], size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Evenly between ``low`` and ``high`` seconds."""
+    """Draws evenly between ``low`` and ``high`` seconds."""
 
     low: float
     high: float
@@ -56,13 +56,13 @@ class Uniform:
             raise ValueError(f"Uniform({self.low}, {self.high}): high must not be below low")
 
     def draw(self, rng: random.Random) -> float:
-        """One value, in seconds."""
+        """Draw one value, in seconds."""
         return self.low + (self.high - self.low) * rng.random()
 
 
 @dataclass(frozen=True, slots=True)
 class Exponential:
-    """Memoryless, with that mean."""
+    """Draws from the exponential distribution with that mean: it is memoryless."""
 
     mean: float
 
@@ -70,13 +70,13 @@ class Exponential:
         check_number("Exponential.mean", self.mean)
 
     def draw(self, rng: random.Random) -> float:
-        """One value, in seconds."""
+        """Draw one value, in seconds."""
         return rng.expovariate(1.0 / self.mean) if self.mean else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Mostly near the median, now and then far above: what networks and steps are like."""
+    """Draws values that are mostly near the median, and now and then far above, as in networks and steps."""
 
     median: float
     sigma: float = 0.5
@@ -86,7 +86,7 @@ class LogNormal:
         validation.real("LogNormal.sigma", self.sigma, "a number from 0 to 30", low=0.0, high=30.0)
 
     def draw(self, rng: random.Random) -> float:
-        """One value, in seconds."""
+        """Draw one value, in seconds."""
         return self.median * math.exp(rng.gauss(0.0, self.sigma)) if self.median else 0.0
 
 
@@ -94,26 +94,26 @@ Duration: TypeAlias = float | int | Uniform | Exponential | LogNormal
 
 
 def draw(duration: Duration, rng: random.Random) -> float:
-    """One value, in seconds."""
+    """Draw one value, in seconds."""
     return float(duration) if isinstance(duration, (float, int)) else duration.draw(rng)
 
 
 def sampler(duration: Duration, rng: random.Random) -> Callable[[], float]:
-    """A function that draws values, in seconds."""
+    """Return a function that draws values, in seconds."""
     if isinstance(duration, (float, int)):
         seconds = float(duration)
         return lambda: seconds
-    if isinstance(duration, LogNormal) and duration.median:  # what nearly everything is
+    if isinstance(duration, LogNormal) and duration.median:  # as nearly always
         return LogNormalSampler(duration.median, duration.sigma, rng).draw
     return functools.partial(duration.draw, rng)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One direction between two ranks.
+    """Describes one direction between two ranks.
 
     Attributes:
-        latency_s: from send to arrival of the first byte.
+        latency_s: time from the send to the arrival of the first byte.
         bandwidth_nbytes_per_s: messages of one link queue behind each other, small and large ones.
     """
 
@@ -127,7 +127,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """The links, and the freedoms that a transport has.
+    """Describes the links, and the freedoms that a transport has.
 
     Attributes:
         link: of ranks on one host.
@@ -169,20 +169,20 @@ class Network:
             check_ranks(f"the link {pair}", pair, size)
 
     def between(self, source: int, dest: int) -> Link:
-        """The link from ``source`` to ``dest``."""
+        """Return the link from ``source`` to ``dest``."""
         exception = self.links.get((source, dest))
         if exception is not None:
             return exception
         return self.link if self.host_of(source) == self.host_of(dest) else self.cross_link
 
     def host_of(self, rank: int) -> int:
-        """The number of the host that ``rank`` is on, from 0."""
+        """Return the number of the host that ``rank`` is on, counted from 0."""
         return 0 if self.ranks_per_host is None else rank // self.ranks_per_host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """How long user code computes before each safe point (``policy.step``, ``progress``, ``safe_point``).
+    """Describes how long user code computes before each safe point (``policy.step``, ``progress``, ``safe_point``).
 
     Attributes:
         step_s: of every rank.
@@ -218,13 +218,13 @@ class Compute:
         check_ranks("Compute.factors", list(self.factors), size)
 
     def draw_overrun_probability(self, rng: random.Random) -> float:
-        """That of one simulation."""
+        """Draw the probability of an overrun for one simulation."""
         if self.overrun_probability is not None:
             return self.overrun_probability
         return 0.05 if not isinstance(self.step_s, (float, int)) and rng.random() < 1 / 8 else 0.0
 
     def sampler(self, rank: int, rng: random.Random) -> Callable[[], float]:
-        """A function that draws the seconds before a safe point of ``rank``."""
+        """Return a function that draws the seconds before a safe point of ``rank``."""
         draw_step_s, draw_pause_s = sampler(self.step_s, rng), sampler(self.pause_s, rng)
         factor, probability = self.factors.get(rank, 1.0), self.pause_probability
         if not probability:

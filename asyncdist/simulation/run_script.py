@@ -35,7 +35,7 @@ from asyncdist.errors import DeadlockError, TimeLimitError
 from asyncdist.runtime.run import run_elsewhere
 from asyncdist.runtime.tracebacks import format_error
 from asyncdist.simulation.determinism.entropy import entropy_from
-from asyncdist.simulation.explore import (
+from asyncdist.simulation.exploration.explore import (
     TAIL_EVENT_COUNT,
     ExploreReport,
     check_ranks_ended_well,
@@ -43,9 +43,10 @@ from asyncdist.simulation.explore import (
     is_end_by_signal,
     is_good_end,
 )
+from asyncdist.simulation.exploration.repro_command import expression_of, fields_of, hash_seed_prefix, python_command
 from asyncdist.simulation.faults import Fault, Interrupt, Kill, check_plan
-from asyncdist.simulation.repro_command import expression_of, fields_of, hash_seed_prefix, python_command
-from asyncdist.simulation.simulate import SimReport, simulate
+from asyncdist.simulation.report import SimReport
+from asyncdist.simulation.simulate import simulate
 
 #: What a simulation raises that did not come to its end.
 _STOPPED: Final = (DeadlockError, TimeLimitError)
@@ -63,11 +64,11 @@ class ScriptError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What ``asyncdist sim`` runs; also a scenario for :func:`explore`, which is silent and raises what went wrong.
+    """Describes what ``asyncdist sim`` runs. It is a scenario for :func:`explore`, too, that prints nothing and raises.
 
     Attributes:
-        path: of the script.
-        arguments: its own.
+        path: the script.
+        arguments: the arguments of the script.
         ranks: how many to simulate.
         faults: the plan, for every seed.
         until_s: see :func:`simulate`.
@@ -94,12 +95,12 @@ class Script:
         return ended.report
 
     def repeat_line(self, seed: int, faults: Sequence[Fault] | None = None) -> str:
-        """The command line that runs one seed."""
+        """Return the command line that runs one seed."""
         plan = self.faults if faults is None else faults
         options = ["--ranks", str(self.ranks), "--seed", str(seed)]
         options += ["--faults", format_faults(plan)] if plan else []
         options += ["--until-s", f"{self.until_s!r}"] if self.until_s is not None else []
-        if self.arguments and self.arguments[0].startswith("-"):  # it may be an option of ours
+        if self.arguments and self.arguments[0].startswith("-"):  # it may be an option of asyncdist, too
             options.append("--")
         return f"{hash_seed_prefix(default='0')}{_command()} sim {shlex.join([self.path, *options, *self.arguments])}"
 
@@ -113,7 +114,7 @@ def _command() -> str:
 
 
 def read_faults(given: str, ranks: int) -> tuple[Fault, ...]:
-    """The fault plan of ``--faults``.
+    """Read the fault plan of ``--faults``.
 
     Args:
         given: a file, or what would be in it: a JSON list of ``{"kind": "Kill", "rank": 1, "at_s": 0.5}``.
@@ -232,7 +233,7 @@ class _Host:
 
 
 def _random_states() -> dict[str, str]:
-    """The process's random states, in a form that can be compared."""
+    """Return the process's random states, in a form that can be compared."""
     with np.printoptions(threshold=sys.maxsize):
         numpy_state = repr(np.random.get_state(legacy=False))
     torch_state = torch.get_rng_state().numpy().tobytes().hex()
@@ -240,7 +241,7 @@ def _random_states() -> dict[str, str]:
 
 
 def _execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
-    """Run the script. Raises ScriptError, and KeyboardInterrupt whatever the script makes of it."""
+    """Run the script. Raises ScriptError, and KeyboardInterrupt even if the script has caught it."""
     host = _Host(script, seed, faults)
     error: BaseException | None = None
     token = run_elsewhere.set(host)
@@ -274,13 +275,13 @@ def _execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
 
 
 def _is_end_by_signal(error: BaseException, report: SimReport | None) -> bool:
-    """Whether the script has let through what a signal of the fault plan ended rank 0 with."""
+    """Return whether the script has let through the exception with which a signal of the fault plan ended rank 0."""
     return report is not None and error is report.results[0] and is_end_by_signal(report, 0)
 
 
 @contextlib.contextmanager
 def _program(script: Script) -> Iterator[None]:
-    """``sys`` as a program finds it that is started with these arguments."""
+    """Set ``sys`` as for a program that is started with these arguments."""
     argv, path = sys.argv, list(sys.path)
     sys.argv = [script.path, *script.arguments]
     if not sys.flags.safe_path:
@@ -306,7 +307,7 @@ def _ran_twice(script: Script) -> ScriptError:
 
 
 def run_once(script: Script, seed: int) -> int:
-    """``asyncdist sim``: run the script, tell what came of it.
+    """``asyncdist sim``: run the script, and print how it ended.
 
     Returns:
         The exit code: 0, or 1 when the script or a rank failed, or a fault did not fire.
@@ -318,23 +319,40 @@ def run_once(script: Script, seed: int) -> int:
     torch.set_num_threads(1)
     ended = _execute(script, seed, script.faults)
     report, error = ended.report, ended.error
-    sys.stdout.flush()
+    _print_out()
     if not ended.has_run and (error is None or isinstance(error, SystemExit)):
         return _exit_before_run(script, error)
     failed = _print_failures(report, error)
     idle: list[Fault] = []
     if report is not None:
         results = [] if isinstance(error, _STOPPED) else _results(report)
-        print(*results, *_summary(report), sep="\n")
+        _print_out(*results, *_summary(report))
         idle = [fault for fault, count in zip(report.faults, report.faults_fired, strict=True) if not count]
     if idle:
         print(f"asyncdist sim: did not fire: {', '.join(map(expression_of, idle))}", file=sys.stderr)
-    print(f"repeat it: {script.repeat_line(seed)}", flush=True)
+    _print_out(f"repeat it: {script.repeat_line(seed)}")
     return 1 if failed or idle else 0
 
 
+def _print_out(*lines: str) -> None:
+    """Print lines, and what the script has left in the buffer. Output that its reader does not want is dropped.
+
+    Raises:
+        ScriptError: standard output cannot be written, as on a full disk.
+    """
+    try:
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
+        sys.stdout.flush()
+    except OSError as error:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)  # Python flushes the rest when it ends, and would fail again
+        os.close(null)
+        if not isinstance(error, BrokenPipeError):  # a broken pipe is no error: ``head`` has read enough
+            raise ScriptError(f"standard output cannot be written: {error.strerror}") from error
+
+
 def _exit_before_run(script: Script, error: SystemExit | None) -> int:
-    """The exit code of a script that had another way to go, such as ``--help``."""
+    """Return the exit code of a script that ended before it ran ranks, as with ``--help``."""
     code = None if error is None else error.code
     if isinstance(code, str):
         print(code, file=sys.stderr)
@@ -343,7 +361,7 @@ def _exit_before_run(script: Script, error: SystemExit | None) -> int:
 
 
 def _print_failures(report: SimReport | None, error: BaseException | None) -> bool:
-    """The first cause, with its traceback. Returns whether there was any."""
+    """Print the first cause, with its traceback. Return whether there was one."""
     results = () if report is None else report.results
     failed = {rank: result for rank, result in enumerate(results) if isinstance(result, BaseException)}
     if error is None:  # the script may have caught what its run raised
@@ -368,7 +386,7 @@ def _print_failures(report: SimReport | None, error: BaseException | None) -> bo
 
 
 def _results(report: SimReport) -> list[str]:
-    """What became of each rank, equal neighbours together."""
+    """Describe how each rank ended, equal neighbours together."""
     happened = [fault for fault, count in zip(report.faults, report.faults_fired, strict=True) if count]
     killed = {fault.rank for fault in happened if isinstance(fault, Kill)}
     signals = Counter(fault.rank for fault in happened if isinstance(fault, Interrupt))
@@ -396,7 +414,7 @@ def _summary(report: SimReport) -> list[str]:
 
 
 def _brief(result: Any) -> str:
-    """A rank's value or error in a line."""
+    """Describe a rank's value or error in a line."""
     if isinstance(result, BaseException):
         first = str(result).partition("\n")[0]
         return f"{type(result).__name__}: {first}" if first else type(result).__name__
@@ -431,10 +449,9 @@ def run_many(script: Script, seeds: range, processes: int | None) -> int:
         report = explore(script, seeds, processes=processes, on_progress=on_progress, quiet=True)
     if report.failure is not None and report.failure.kind == ScriptError.__qualname__:
         raise ScriptError(report.failure.message)
-    print(report)
+    _print_out(str(report))
     if report.failure is None:
         return 0
-    sys.stdout.flush()
     print(report.failure, file=sys.stderr)
     return 1
 

@@ -1,4 +1,4 @@
-"""``simulate``: the unmodified ``async def train(world)`` on many ranks in this process, in virtual time.
+"""Runs the unmodified ``async def train(world)`` on many ranks in this process, in virtual time.
 
 A run is a function of its arguments: links, compute, completion, ties and the network's choices are all drawn from the
 seed. The ranks share the process: module globals are the same objects for all of them.
@@ -21,17 +21,16 @@ import types
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from asyncdist import validation
-from asyncdist.errors import DeadlockError, LocalProtocolError, TimeLimitError, is_consequence
+from asyncdist.errors import DeadlockError, LocalProtocolError, TimeLimitError
 from asyncdist.messaging.engine import Engine
 from asyncdist.runtime.notebooks import call_beside_loop, is_loop_running
 from asyncdist.runtime.run import RankResult, host_rank
 from asyncdist.runtime.supervision import Interrupts
 from asyncdist.runtime.watchdogs import what_awaits
-from asyncdist.runtime.world import World, WorldStatistics, refuse_inside_a_world
+from asyncdist.runtime.world import World, refuse_inside_a_world
 from asyncdist.simulation.determinism.clocks import virtual_clocks
 from asyncdist.simulation.determinism.generators import Generators, collecting_at_fixed_points
 from asyncdist.simulation.determinism.one_at_a_time import one_at_a_time
@@ -39,11 +38,13 @@ from asyncdist.simulation.determinism.rng import INHERITABLE, RandomStates
 from asyncdist.simulation.determinism.sandbox import refused_outside
 from asyncdist.simulation.determinism.sets import ordered_sets
 from asyncdist.simulation.event_loop import RankLoop
-from asyncdist.simulation.fabric import Fabric, SimTransport
+from asyncdist.simulation.fabric import Fabric
 from asyncdist.simulation.faults import Fault, Interrupt, Kill, SlowRank, Stall, check_plan
 from asyncdist.simulation.models import OVERRUN_S, OVERRUN_STEP_COUNT, Compute, Network, check_number
+from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.scheduler import EndlessLoopError, Scheduler
-from asyncdist.simulation.trace import Trace, TraceEvent, unpack
+from asyncdist.simulation.trace import Trace
+from asyncdist.simulation.transport import SimTransport
 
 logger = logging.getLogger("asyncdist.simulation")
 
@@ -57,73 +58,6 @@ observer: ContextVar[Callable[[tuple[Fault, ...], Trace, Mapping[int, RankResult
 #: Things that clearing away killed ranks may take, together, before their tasks are dropped as they are.
 _CLEARING_EVENT_COUNT: Final = 100_000
 _CLEARING_CANCEL_COUNT: Final = 10
-
-
-@dataclass(frozen=True, slots=True)
-class SimReport:
-    """What came of a simulation.
-
-    Attributes:
-        results: per rank what main returned, or the exception that ended it; None for a rank that was killed, or had
-            not ended when the simulation was stopped.
-        seed: the run's.
-        packed_trace: the last events; :attr:`trace` has them in words.
-        trace_digest: of all events and of what the messages held, in hex; equal for equal arguments.
-        virtual_time_s: when the last rank ended.
-        message_count: messages sent, frames and raw ones.
-        byte_count: their bytes.
-        event_count: things that happened: turns, timers, arrivals.
-        faults_fired: how often each fault of the plan happened, in the plan's order.
-        statistics: per rank, at its end; None for a rank that never began.
-    """
-
-    results: tuple[Any, ...]
-    seed: int
-    packed_trace: bytes = field(repr=False)
-    trace_digest: str
-    virtual_time_s: float
-    message_count: int
-    byte_count: int
-    event_count: int
-    faults: tuple[Fault, ...]
-    faults_fired: tuple[int, ...]
-    statistics: tuple[WorldStatistics | None, ...] = field(repr=False)
-
-    @property
-    def trace(self) -> tuple[TraceEvent, ...]:
-        """The last events, oldest first."""
-        return unpack(self.packed_trace)
-
-    def value(self) -> Any:
-        """Rank 0's value. Raises the first failure, if any rank failed: a cause before what it brought about.
-
-        What a signal of the fault plan ends a rank with comes after the failures that the plan does not ask for.
-        ``sys.exit(0)`` is a way to return, without a value.
-        """
-        failures = {
-            rank: result
-            for rank, result in enumerate(self.results)
-            if isinstance(result, BaseException) and not _is_exit(result)
-        }
-        if failures:
-            planned = set(filter(self.is_exit_by_signal, failures))
-            raise failures[min(failures, key=lambda rank: (is_consequence(failures[rank]), rank in planned))]
-        return None if _is_exit(self.results[0]) else self.results[0]
-
-    def interrupted_ranks(self) -> set[int]:
-        """The ranks that have got a signal of the fault plan."""
-        fired = zip(self.faults, self.faults_fired, strict=True)
-        return {fault.rank for fault, count in fired if isinstance(fault, Interrupt) and count}
-
-    def is_exit_by_signal(self, rank: int) -> bool:
-        """Whether ``rank`` ended with what a signal of the fault plan asks it to raise."""
-        return isinstance(self.results[rank], (SystemExit, KeyboardInterrupt)) and rank in self.interrupted_ranks()
-
-    def check_faults(self) -> None:
-        """Raise AssertionError naming the faults of the plan that did not happen: what they were to test, was not."""
-        idle = [fault for fault, count in zip(self.faults, self.faults_fired, strict=True) if not count]
-        if idle:
-            raise AssertionError(f"seed {self.seed}: these faults did not fire: {', '.join(map(repr, idle))}")
 
 
 def simulate(
@@ -141,7 +75,7 @@ def simulate(
 ) -> SimReport:
     """Run ``main(world, *args)`` on ``ranks`` simulated ranks.
 
-    What comes of it is a function of the arguments and of PYTHONHASHSEED, on which the order of sets of strings
+    The result is a function of the arguments and of PYTHONHASHSEED, on which the order of sets of strings
     depends (``asyncdist sim`` sets it to 0). Where threads simulate at the same time, one waits for the other. Where a
     loop is running already, in a notebook, this takes a thread of its own, and that loop waits.
 
@@ -152,13 +86,13 @@ def simulate(
         seed: of everything that is drawn, the random states with which the ranks begin included.
         network: latency, bandwidth, hosts; :class:`Network` by default.
         compute: how long user code computes; :class:`Compute` by default.
-        faults: what is to go wrong. A killed rank ends without running another line; when the simulation is over, its
-            ``finally`` blocks run all the same, with nobody to talk to.
+        faults: the plan of what goes wrong. A killed rank ends without running another line; when the simulation is
+            over, its ``finally`` blocks run all the same, but what they send arrives nowhere.
         strict: as for :func:`asyncdist.run`.
         until_s: the virtual time, in seconds, by which all ranks must have ended. To stop early is what ``after_event``
             is for.
         after_event: called after every event, to check what must always hold; what it raises is raised here, and if it
-            returns something true, the simulation stops, whoever is still running.
+            returns something true, the simulation stops, even if ranks are still running.
         inherited_random: names among ``"random"``, ``"numpy"`` and ``"torch"``. Each rank begins with the caller's
             state of these, as processes do whose script has seeded them; of the others it has one of its own, which
             follows from seed and rank.
@@ -201,7 +135,7 @@ def _run_alone(
     inherited_random: Collection[str],
     run: Callable[[_Simulation], SimReport],
 ) -> SimReport:
-    """Simulate; no other thread does, and what is replaced in the process comes back."""
+    """Simulate while no other thread does, and restore what is replaced in the process meanwhile."""
     size, seed, *_ = plan
     states = RandomStates(size, seed, inherited_random)
     simulation = _Simulation(*plan, states)
@@ -216,21 +150,21 @@ def _run_alone(
 
 @types.coroutine
 def _no_time() -> Generator[None, None, None]:
-    """Go on at once."""
+    """Return at once when awaited."""
     yield from ()
 
 
 class _Clock:
-    """What a simulated rank's world asks for in place of the time that computing takes."""
+    """Gives a simulated rank's world the virtual time that computing takes."""
 
     def __init__(self, simulation: _Simulation, loop: RankLoop) -> None:
         self._simulation = simulation
         self._loop = loop
 
     def before_safe_point(self) -> Awaitable[None]:
-        seconds = self._simulation.draw_deaf_s(self._loop)
+        seconds = self._simulation.draw_busy_s(self._loop)
         if seconds:
-            return self._loop.be_deaf(seconds)
+            return self._loop.be_busy(seconds)
         self._loop.has_computed()
         return _no_time()
 
@@ -244,7 +178,7 @@ class _Clock:
                 over.cancel()
                 return
             result = call()
-            # What it has blocked for is the thread's time, and not the loop's.
+            # The time for which it has blocked is the thread's, and not the loop's.
             loop.call_later(seconds - before_s + loop.unblock(), over.set_result, result)
 
         loop.call_later(before_s, run, context=contextvars.Context())  # a thread has none of its caller's variables
@@ -252,7 +186,7 @@ class _Clock:
 
 
 class _Simulation:
-    """One run."""
+    """Carries out one run."""
 
     def __init__(
         self,
@@ -274,7 +208,7 @@ class _Simulation:
         self._overrun_probability = compute.draw_overrun_probability(self._overruns)
         self._scheduler = Scheduler(random.Random(f"{seed} ties"))
         self._trace = Trace()
-        self._medium = Fabric(
+        self._fabric = Fabric(
             size,
             network,
             faults,
@@ -303,7 +237,7 @@ class _Simulation:
         ]
         for rank, factor in compute.factors.items():
             self._loops[rank].slowness = max(1.0, factor)
-        self._medium.connect(self._loops)
+        self._fabric.connect(self._loops)
         self._interrupts = [Interrupts() for _ in range(size)]
         self._hosts: list[asyncio.Task[None]] = []
         self._outcomes: dict[int, RankResult] = {}
@@ -333,7 +267,7 @@ class _Simulation:
             context = loop.context = contextvars.copy_context()
             loop.generators = self._generators.of
             call_soon = functools.partial(loop.call_soon, context=context)
-            transport = SimTransport(self._medium, rank, call_soon)
+            transport = SimTransport(self._fabric, rank, call_soon)
             host = self._host(transport, main, args, strict=strict)
             self._hosts.append(loop.create_task(host, name=f"main of rank {rank}", context=context))
         with self._generators.followed():
@@ -361,7 +295,7 @@ class _Simulation:
                 self._states.restore()
 
     def _let_happen(self, until_s: float | None, after_event: Callable[[], object] | None) -> bool:
-        """False if nothing is left to happen. Raises LocalProtocolError, with its tasks, for what loops without end."""
+        """Return False if nothing is left to happen. Raise LocalProtocolError naming tasks that loop without end."""
         try:
             return self._scheduler.run(until_s=math.inf if until_s is None else until_s, after_event=after_event)
         except EndlessLoopError as error:
@@ -373,7 +307,7 @@ class _Simulation:
     def interruptible(self) -> Iterator[None]:
         """Let SIGINT end the simulation between two events: inside one, a rank would take it for an error of its own.
 
-        The second one is Python's again. Does nothing where somebody else handles SIGINT.
+        Python handles the second SIGINT. Does nothing where SIGINT has another handler already.
         """
         is_main = threading.current_thread() is threading.main_thread()
         if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -412,8 +346,8 @@ class _Simulation:
             self._trace.add(self._scheduler.now, "end", rank, 0, 0, 0)
             self._stop_if_over()
 
-    def draw_deaf_s(self, loop: RankLoop) -> float:
-        """The same before a safe point, which may come only when one of the rank's timers is overdue."""
+    def draw_busy_s(self, loop: RankLoop) -> float:
+        """Draw how long a rank computes before a safe point, which may come only when one of its timers is overdue."""
         seconds = self.draw_compute_s(loop.rank)
         if self._overrun_probability and self._overruns.random() < self._overrun_probability:
             now = loop.time()
@@ -423,11 +357,11 @@ class _Simulation:
         return seconds
 
     def draw_share(self) -> float:
-        """A number from 0 to 1."""
+        """Draw a number from 0 to 1."""
         return self._scheduler.random()
 
     def has_died(self, rank: int) -> bool:
-        """Whether ``rank`` was killed, or all is over and only being cleared away."""
+        """Return whether ``rank`` was killed, or the simulation is over and only being cleared away."""
         return rank in self._killed
 
     def _stop_if_over(self) -> None:
@@ -435,14 +369,14 @@ class _Simulation:
             self._scheduler.stopped = True
 
     def draw_compute_s(self, rank: int) -> float:
-        """Virtual seconds that ``rank`` computes now."""
+        """Draw the virtual seconds for which ``rank`` computes now."""
         self._trace.add(self._scheduler.time(), "compute", rank, 0, 0, 0)
         return self._compute_samplers[rank]() * self._slowdowns[rank]
 
     # -- faults of ranks --------------------------------------------------------------------------------------------
 
     def _strike(self, index: int, fault: Kill | Interrupt | Stall | SlowRank) -> None:
-        """The time of a fault has come: it happens, unless the rank has died or ended."""
+        """Let a fault happen, since its time has come, unless the rank has died or ended."""
         rank, loop = fault.rank, self._loops[fault.rank]
         if rank in self._killed or rank in self._outcomes:
             return
@@ -477,14 +411,14 @@ class _Simulation:
         self._fire(index)
         self._killed.add(rank)
         self._trace.add(self._scheduler.now, "kill", rank, 0, 0, 0)
-        self._medium.kill(rank)
+        self._fabric.kill(rank)
         self._loops[rank].die()
         self._stop_if_over()
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def _whereabouts(self, what: str, of_whom: str) -> str:
-        """What has happened, and what each task of each rank waits for."""
+        """Describe what has happened, and what each task of each rank waits for."""
         lines = [f"{what} at {self._scheduler.now:.9f} s of virtual time, {of_whom}:"]
         for rank in self._unended_ranks():
             lines += self._waiting(rank)
@@ -494,7 +428,7 @@ class _Simulation:
         return [rank for rank in range(self._size) if rank not in self._outcomes and rank not in self._killed]
 
     def _waiting(self, rank: int) -> list[str]:
-        """What each task of ``rank`` waits for, a line each."""
+        """Describe what each task of ``rank`` waits for, a line each."""
         world = self._worlds.get(rank)
         tasks = self._loops[rank].unfinished_tasks()
         texts = [f", {task.get_name()}: {what_awaits(task, world)}" for task in tasks]
@@ -503,12 +437,12 @@ class _Simulation:
 
     def _clear(self) -> None:
         """Cancel what killed ranks left unfinished, or all of them after a deadlock or an early end, in silence."""
-        self._medium.mute()
+        self._fabric.mute()
         self._trace.end()
         left = [(loop, task) for loop in self._loops for task in loop.unfinished_tasks()]
         if not left:
             return
-        self._killed.update(range(self._size))  # nobody dies any more
+        self._killed.update(range(self._size))  # no rank dies any more
         scheduler = self._scheduler
         scheduler.stopped = False
         logging_was = logger.manager.disable
@@ -553,14 +487,10 @@ class _Simulation:
             packed_trace=self._trace.tail(),
             trace_digest=self._trace.digest,
             virtual_time_s=self._scheduler.now,
-            message_count=self._medium.message_count,
-            byte_count=self._medium.byte_count,
+            message_count=self._fabric.message_count,
+            byte_count=self._fabric.byte_count,
             event_count=self._scheduler.event_count,
             faults=self._faults,
             faults_fired=tuple(self._fired),
             statistics=tuple(world.statistics() if world is not None else None for world in worlds),
         )
-
-
-def _is_exit(result: Any) -> bool:
-    return isinstance(result, SystemExit) and not result.code

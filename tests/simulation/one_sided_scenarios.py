@@ -247,12 +247,12 @@ async def _step(
     watch.before[rank] = flat_state(model)
     applied_before = len(watch.by(rank))
     loop: Any = asyncio.get_running_loop()
-    began_at, deaf_s = world.time(), loop.deaf_s
+    began_at, busy_s = world.time(), loop.busy_s
     watch.stepping.add(rank)
     watch.told.setdefault(rank, []).append(metric)
     info = await policy.step(metric)
     watch.stepping.discard(rank)
-    waited_s = world.time() - began_at - (loop.deaf_s - deaf_s)
+    waited_s = world.time() - began_at - (loop.busy_s - busy_s)
     assert waited_s <= STEP_MAX_S * loop.slowness, f"rank {rank} waited {waited_s} s inside its step"
     watch.check_step(rank, info, step, applied_before, flat_state(model))
 

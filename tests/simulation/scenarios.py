@@ -50,7 +50,7 @@ from asyncdist.simulation import (
     Uniform,
     simulate,
 )
-from asyncdist.simulation.repro_command import repeat_line
+from asyncdist.simulation.exploration.repro_command import repeat_line
 from protocols import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
@@ -502,14 +502,14 @@ class Member:
         had_diverged, had_state = not replica.is_finite, bool(replica.optimizer.state)
         self.event = None
         loop: Any = asyncio.get_running_loop()
-        began_at, deaf_s = self.world.time(), loop.deaf_s
+        began_at, busy_s = self.world.time(), loop.busy_s
         self.in_step = True
         try:
             info = await self.policy.step(metric)
         finally:
             self.in_step = False
             self.weights = replica.to_bytes()
-        waited_s = self.world.time() - began_at - (loop.deaf_s - deaf_s)
+        waited_s = self.world.time() - began_at - (loop.busy_s - busy_s)
         if self.plan.kind == "selective" and waited_s > _STEP_MAX_S * loop.slowness:
             check(False, f"{self} waited {waited_s} s inside its step")
         event: AverageApplied | None = self.event
@@ -607,7 +607,7 @@ class Watch:
         loop: Any = asyncio.get_running_loop()
         rank = loop.rank
         chances = bisect.bisect(self.heard_at[rank], now) - bisect.bisect(self.heard_at[rank], deadline)
-        stalled_until = deadline + loop.deaf_s + _STEP_MAX_S * loop.slowness  # of a coordinator that computes nothing
+        stalled_until = deadline + loop.busy_s + _STEP_MAX_S * loop.slowness  # of a coordinator that computes nothing
         late = chances > _LATE_SAFE_POINT_COUNT or (not self.heard_at[rank] and now > stalled_until)
         if late:
             self.check(False, f"{what} at {now}, {now - deadline} s and {chances} safe points after its time")

@@ -507,7 +507,7 @@ def test_a_timer_that_is_still_running_is_no_deadlock() -> None:
 
 
 def test_a_task_that_loops_without_waiting_is_named_instead_of_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncdist.simulation.scheduler.TURN_COUNT_MAX", 1000)
+    monkeypatch.setattr("asyncdist.simulation.turns.TURN_COUNT_MAX", 1000)
 
     async def main(world: ad.World) -> None:
         while world.rank == 1:
@@ -561,7 +561,7 @@ def test_it_is_named_sooner_where_nothing_else_is_to_come(loopers: tuple[int, ..
 
 @pytest.mark.parametrize("waits_for", ["a rank that computes", "a timer", "its own steps, which take no time"])
 def test_a_loop_that_waits_for_what_will_come_is_not_named(waits_for: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncdist.simulation.scheduler.IDLE_TURN_COUNT_MAX", 1000)
+    monkeypatch.setattr("asyncdist.simulation.turns.IDLE_TURN_COUNT_MAX", 1000)
 
     turn_count = 0
 
@@ -613,7 +613,7 @@ async def by_progress(world: ad.World) -> None:
 
 @pytest.mark.parametrize("call", [by_safe_point, by_progress])
 @pytest.mark.parametrize("seed", range(8))
-def test_a_computing_rank_is_deaf(call: Callable[[ad.World], Awaitable[None]], seed: int) -> None:
+def test_a_computing_rank_is_busy(call: Callable[[ad.World], Awaitable[None]], seed: int) -> None:
     """None of its tasks, timers, callbacks, message handlers or loss listeners run, whatever happens meanwhile."""
     windows: list[tuple[float, float]] = []
     ran: list[tuple[float, str]] = []

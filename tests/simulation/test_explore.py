@@ -37,9 +37,9 @@ from asyncdist.simulation import (
     explore,
     simulate,
 )
-from asyncdist.simulation.explore import signature_of
-from asyncdist.simulation.repro_command import repeat_line
-from asyncdist.simulation.shrink import minimize, shrink, simplify
+from asyncdist.simulation.exploration.explore import signature_of
+from asyncdist.simulation.exploration.repro_command import repeat_line
+from asyncdist.simulation.exploration.shrink import minimize, shrink, simplify
 
 # ------------------------------------------------------------------------------------------------ a protocol with a bug
 

@@ -37,8 +37,8 @@ from asyncdist.simulation import (
     Uniform,
     simulate,
 )
-from asyncdist.simulation.explore import check_ranks_ended_well
-from asyncdist.simulation.scheduler import TURN_S
+from asyncdist.simulation.exploration.explore import check_ranks_ended_well
+from asyncdist.simulation.turns import TURN_S
 from protocols import AsyncSelectiveAveragingPolicy
 
 #: Every duration is exact, so that what a fault adds can be read off the clock.

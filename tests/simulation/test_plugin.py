@@ -808,6 +808,23 @@ def test_a_bad_mark_is_an_error_that_says_so(pytester: pytest.Pytester) -> None:
         result.stdout.fnmatch_lines([f"*{words}*"])
 
 
+def test_whole_numbers_of_numpy_are_taken_as_any(pytester: pytest.Pytester) -> None:
+    """They were refused: ``ranks`` and ``seeds`` had to be of Python's own type."""
+    source = """
+        import numpy as np
+        import pytest
+
+        @pytest.mark.sim(ranks=np.int64(2), seeds=np.int64(2))
+        async def test_one(world):
+            assert world.size == 2
+
+        @pytest.mark.sim(ranks=np.arange(1, 3), seeds=np.arange(2))
+        async def test_several(world):
+            assert type(world.size) is int
+    """
+    run_tests(pytester, source).assert_outcomes(passed=3)
+
+
 BAD_SETTINGS = [
     ("network=7", "TypeError: network is 7; a Network is needed"),
     ("compute=7", "TypeError: compute is 7; a Compute is needed"),

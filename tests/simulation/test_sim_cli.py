@@ -198,6 +198,21 @@ def test_a_run_depends_neither_on_the_process_nor_on_the_system(tmp_path: Path) 
 
 
 @pytest.mark.workers
+def test_output_that_cannot_be_written_is_told_in_a_line(script: str) -> None:
+    """It ended in a traceback of the command's internals; a reader that has read enough is no error at all."""
+    words = [sys.executable, "-m", "asyncdist", "sim", script, "--ranks", "2"]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr == "asyncdist sim: standard output cannot be written: No space left on device\n"
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.workers
 def test_the_line_repeats_the_run_in_a_fresh_process(sim: Sim, script: str) -> None:
     first = sim(script, "--ranks", 3, "--seed", 7, "--", "--lr", "0.1 2")
     assert first.code == 0

@@ -49,7 +49,7 @@ from asyncdist.simulation import (
     Uniform,
     simulate,
 )
-from asyncdist.simulation.fabric import SimTransport
+from asyncdist.simulation.transport import SimTransport
 from asyncdist.transports.base import Transport
 from protocols import (
     AsyncSelectiveAveragingPolicy,

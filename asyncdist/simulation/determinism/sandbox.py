@@ -1,10 +1,10 @@
-"""What a simulated rank has not: threads, processes, sockets and whatever else would not follow from the seed.
+"""Refuses what would not follow from the seed in a simulated rank: threads, processes, sockets and the like.
 
-The event loop refuses its own ways out. What user code begins without it is refused where it begins, before anything
-has been made, for as long as the simulation lasts and on its thread alone: :data:`_ENTRIES` has all of it. Libraries
-that compute may have threads and processes of their own, whose results do follow (a compiler's, the workers of a
-``DataLoader``, which hand out their batches in order), and a progress bar has one that looks after its display: they
-are told by who calls, the standard library apart.
+The event loop refuses such calls of its own. What user code begins without it is refused where it begins, before
+anything has been made, for as long as the simulation lasts and on its thread alone: :data:`_ENTRIES` lists it.
+Libraries that compute may have threads and processes of their own, whose results do follow (a compiler's, the workers
+of a ``DataLoader``, which hand out their batches in order), and a progress bar has one that looks after its display.
+They are told by who calls, the standard library apart.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SERVANTS: Final = ("torch.multiprocessing", "torch.distributed", "tqdm.contrib"
 
 
 def refuse(what: str) -> NoReturn:
-    """Raise for what a simulated rank has not."""
+    """Raise LocalProtocolError for something that a simulated rank must not use."""
     raise LocalProtocolError(
         f"{what} is refused in a simulation: its outcome would not follow from the seed (await world.compute(fn) needs "
         "no thread there)"
@@ -56,7 +56,7 @@ def refused_outside() -> Iterator[None]:
     simulating = os.getpid(), threading.get_ident()
 
     def is_refused() -> bool:
-        """Whether the caller's caller may not. A process that was forked here is none of the simulation."""
+        """Return whether the caller's caller is refused. A forked process does not belong to the simulation."""
         return (os.getpid(), threading.get_ident()) == simulating and not _is_trusted(sys._getframe(2))
 
     with contextlib.ExitStack() as stack:

@@ -1,10 +1,11 @@
-"""What asyncio keeps in sets, in an order that follows from the program.
+"""Gives the sets of asyncio an order that follows from the program.
 
-A set finds its members by their hashes, and what defines none is found by its address, which is another one in each
-run. Tasks and futures of a simulated rank have numbers in place of addresses. That does not help coroutines, of which
-``asyncio.as_completed`` makes a set before it makes tasks of them, nor futures made by ``asyncio.Future()``, which
-``asyncio.wait`` returns in sets: so while a simulation runs, asyncio's functions make sets that keep the order in which
-their members came. What is left is sets that a program makes itself, of coroutines or of other objects without a hash.
+A set finds its members by their hashes, and an object without a hash of its own by its address, which differs in each
+run. Tasks and futures of a simulated rank have numbers in place of addresses. That does not help coroutines:
+``asyncio.as_completed`` puts them into a set before it makes tasks of them. Nor does it help futures made by
+``asyncio.Future()``, which ``asyncio.wait`` returns in sets. So while a simulation runs, asyncio's functions make sets
+that keep the order in which their members came. Sets that a program makes itself, of coroutines or of other objects
+without a hash, have no such order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Processes that run scenarios; none of them outlives the one that started it.
+"""Runs scenarios in processes; none of them outlives the process that started it.
 
 They are started afresh because a fork would copy torch's threads in whatever state they are.
 """
@@ -31,7 +31,7 @@ _PATIENCE_S: Final = 2.0
 
 
 def pack(scenario: Any) -> bytes:
-    """A scenario on its way to a process. Raises TypeError for one that cannot be sent."""
+    """Pack a scenario to be sent to a process. Raise TypeError if it cannot be sent."""
     if not callable(scenario):
         raise TypeError(f"the scenario is {scenario!r}; a function of the seed is needed")
     try:
@@ -44,7 +44,7 @@ def pack(scenario: Any) -> bytes:
 
 
 def unpack(payload: bytes) -> Any:
-    """The scenario. Raises TypeError where its module is not found."""
+    """Unpack a scenario. Raise TypeError if its module is not found."""
     try:
         return ForkingPickler.loads(payload)
     except Exception as error:
@@ -67,24 +67,24 @@ class Inline:
         _log.addHandler(self._no_log)
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """What ``function(payload, *args)`` returns."""
+        """Return a future of what ``function(payload, *args)`` returns."""
         future: Future[Any] = Future()
         future.set_result(function(self._payload, *args))
         return future
 
     def end(self) -> None:
-        """Leave no trace."""
+        """Remove the handler of log records."""
         _log.removeHandler(self._no_log)
 
     def drop_the_rest(self) -> None:
-        """There is none."""
+        """Do nothing: every call has returned."""
 
 
 class Pool:
     """Runs seeds in processes of its own.
 
-    None is left behind: those that are in the midst of something at the end are killed, and all die with their
-    *lifeline*, a pipe that nobody writes to and that ends when this process does, in whatever way. SIGINT is blocked in
+    No process is left behind: those that still run a seed at the end are killed, and all die with their *lifeline*, a
+    pipe that is never written to and that closes when this process ends, however it ends. SIGINT is blocked in
     them from their first moment on: the terminal sends it to all, and only this process is to answer.
 
     Attributes:
@@ -108,7 +108,7 @@ class Pool:
         )
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """What ``function(payload, *args)`` will have returned, in one of the processes."""
+        """Return a future of what ``function(payload, *args)`` returns in one of the processes."""
         if len(self._processes) < self._process_count:  # they are started one by one, here
             others = set(multiprocessing.active_children())
             with _sigint_blocked(), environment.variable_set(environment.HASH_SEED_VARIABLE, self.hash_seed):
@@ -121,7 +121,7 @@ class Pool:
         return future
 
     def drop_the_rest(self) -> None:
-        """What has been handed out is wanted no more. A seed that takes long, or for ever, keeps no process."""
+        """Drop the calls that are under way. A seed that takes long, or for ever, keeps no process."""
         for future in list(self._futures):
             future.cancel()
         if wait(set(self._futures), timeout=_PATIENCE_S).not_done:
@@ -140,7 +140,7 @@ class Pool:
 
 @contextlib.contextmanager
 def open_runner(payload: bytes, process_count: int) -> Iterator[Inline | Pool]:
-    """What runs the seeds, for as long as the context lasts."""
+    """Open what runs the seeds; it is ended with the context."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         sys.exit(1)  # this process imports a script without a __main__ guard; its parent says so, once for all of them
     runner = Inline(payload) if process_count == 1 else Pool(payload, process_count)

@@ -1,6 +1,6 @@
-"""Shrinking a fault plan: the fewest faults, with the simplest numbers, that still fail.
+"""Shrinks a fault plan to the fewest faults, with the simplest numbers, that still fail.
 
-Pure: whether a plan fails is an argument.
+The module runs nothing: the function that tells whether a plan fails is an argument.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asyncdist.simulation.faults import Fault, check_plan
 
 
 def shrink(plan: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool]) -> tuple[Fault, ...]:
-    """The least of ``plan`` that fails: no fault can be left out, and no number made simpler.
+    """Return the least of ``plan`` that fails: no fault can be left out, and no number made simpler.
 
     A fault may be needed only until the numbers of another one are simple, so both are done until nothing changes.
 
@@ -31,7 +31,7 @@ def shrink(plan: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool]) -> t
 
 
 def minimize(plan: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool]) -> tuple[Fault, ...]:
-    """A part of ``plan`` that fails, and of which no fault can be left out.
+    """Return a part of ``plan`` that fails, and passes without any one of its faults.
 
     Delta debugging: Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Input, 2002.
 
@@ -57,7 +57,7 @@ def minimize(plan: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool]) ->
 
 
 def simplify(plan: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool]) -> tuple[Fault, ...]:
-    """``plan`` with simpler numbers where it still fails: zero, one for counts, or fewer digits. Ranks stay."""
+    """Return ``plan`` with simpler numbers where it still fails: zero, one for counts, fewer digits. Ranks stay."""
     plan = tuple(plan)
     for index, name in [(i, f.name) for i, fault in enumerate(plan) for f in dataclasses.fields(fault)]:
         value = getattr(plan[index], name)
@@ -78,7 +78,7 @@ def simplify(plan: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool]) ->
 
 
 def _simpler(value: float, simplest: float) -> list[float]:
-    """``simplest``, and ``value`` with one digit, two and three."""
+    """Return ``simplest``, and ``value`` with one digit, two and three."""
     if not value:
         return []
     magnitude = math.floor(math.log10(abs(value)))

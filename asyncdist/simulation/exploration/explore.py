@@ -25,11 +25,12 @@ from asyncdist import local_host, validation
 from asyncdist.errors import RankLostError
 from asyncdist.runtime.run import RankResult
 from asyncdist.runtime.tracebacks import format_error
+from asyncdist.simulation.exploration.process_pool import Inline, Pool, open_runner, pack, unpack
+from asyncdist.simulation.exploration.repro_command import expression_of, repeat_line
+from asyncdist.simulation.exploration.shrink import shrink
 from asyncdist.simulation.faults import Fault
-from asyncdist.simulation.process_pool import Inline, Pool, open_runner, pack, unpack
-from asyncdist.simulation.repro_command import expression_of, repeat_line
-from asyncdist.simulation.shrink import shrink
-from asyncdist.simulation.simulate import SimReport, observer
+from asyncdist.simulation.report import SimReport
+from asyncdist.simulation.simulate import observer
 from asyncdist.simulation.trace import Trace
 
 #: Events of the trace that a failure shows.
@@ -44,7 +45,7 @@ _PREFIX_LENGTH: Final = 40
 
 
 class Scenario(Protocol):
-    """What explore runs. One that takes the seed alone is explored as well, and its plan is not shrunk."""
+    """Can be explored. A scenario that takes the seed alone is explored as well, but its plan is not shrunk."""
 
     def __call__(self, seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
         """Simulate; raise where something is wrong.
@@ -57,7 +58,7 @@ class Scenario(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What explore found.
+    """Describes the failure that explore found.
 
     Attributes:
         seed: that failed.
@@ -100,7 +101,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class ExploreReport:
-    """How far an exploration came.
+    """Reports how far an exploration came.
 
     Attributes:
         seed_count: seeds that ran, up to and with the one that failed.
@@ -118,7 +119,7 @@ class ExploreReport:
 
     @property
     def seeds_per_s(self) -> float:
-        """Seeds per second of all processes together."""
+        """The number of seeds per second, of all processes together."""
         return self.seed_count / self.seconds if self.seconds else 0.0
 
     def check(self) -> None:
@@ -179,7 +180,7 @@ def explore(
 
 
 def _checked(seeds: Iterable[int]) -> Iterator[int]:
-    """The seeds, those at hand checked at once and those of an iterator one by one."""
+    """Check the seeds: a list at once, those of an iterator one by one."""
     if not isinstance(seeds, Iterable):
         raise TypeError(f"seeds is {seeds!r}; whole numbers are needed, as in range(1000)")
     iterator = map(_seed, seeds if isinstance(seeds, (range, Iterator)) else [_seed(seed) for seed in seeds])
@@ -204,7 +205,7 @@ class _Passed:
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """A failure as text: exceptions of users need not pickle."""
+    """Keeps a failure as text: exceptions of users need not pickle."""
 
     seed: int
     kind: str
@@ -258,12 +259,12 @@ def is_end_by_signal(report: SimReport, rank: int) -> bool:
 
 
 def is_good_end(error: BaseException) -> bool:
-    """Whether a rank may end so without something being wrong."""
+    """Return whether a rank may end so without something being wrong."""
     return isinstance(error, RankLostError) or (isinstance(error, SystemExit) and not error.code)
 
 
 def signature_of(error: BaseException) -> str:
-    """Equal for two failures that are the same: the class, and of an assertion how its message begins."""
+    """Return what is equal for equal failures: the class, and of an assertion how its message begins."""
     name = f"{type(error).__module__}.{type(error).__qualname__}"
     if isinstance(error, BaseExceptionGroup):
         return f"{name}({', '.join(sorted({signature_of(inner) for inner in error.exceptions}))})"
@@ -275,7 +276,7 @@ def signature_of(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """What came of some seeds in a row, up to the first that failed."""
+    """Holds the results of some seeds in a row, up to the first that failed."""
 
     results: list[_Passed | _Failed]
     seconds: float
@@ -326,7 +327,7 @@ class _Progress:
 
 
 def _search(runner: Inline | Pool, seeds: Iterator[int], progress: _Progress) -> _Failed | None:
-    """The first seed that fails, in their order; None when all have passed."""
+    """Return the first seed that fails, in their order; None when all have passed."""
     pending: deque[tuple[list[int], Future[_Chunk]]] = deque()
     size = 1
     while True:
@@ -353,7 +354,7 @@ def _search(runner: Inline | Pool, seeds: Iterator[int], progress: _Progress) ->
 
 
 def _investigate(runner: Inline | Pool, scenario: Any, failed: _Failed) -> Failure:
-    """Shrink the plan, and find the words."""
+    """Shrink the plan, and describe the failure."""
     attempts = _Attempts(runner, failed)
     try:
         minimal, note = _shrink(attempts, failed.faults, is_possible=takes_faults(scenario))
@@ -376,7 +377,7 @@ def _investigate(runner: Inline | Pool, scenario: Any, failed: _Failed) -> Failu
 def _shrink(
     attempts: _Attempts, faults: tuple[Fault, ...], *, is_possible: bool
 ) -> tuple[tuple[Fault, ...] | None, str]:
-    """The minimal plan, or None, and a note."""
+    """Return the minimal plan, or None, and a note."""
     if not faults:
         if attempts.fails_again():
             return (), ""
@@ -393,7 +394,7 @@ def _shrink(
 
 
 class _Attempts:
-    """Whether a plan fails as that one did; each is tried once, and there is an end to it."""
+    """Tells whether a plan fails as the first one did. Each plan is tried once, and the number of tries is limited."""
 
     def __init__(self, runner: Inline | Pool, failed: _Failed) -> None:
         self._runner = runner
@@ -424,7 +425,7 @@ class _Attempts:
 
 
 def takes_faults(scenario: Any) -> bool:
-    """Whether the scenario's plan can be replaced."""
+    """Return whether the scenario's plan can be replaced."""
     try:
         inspect.signature(scenario).bind(0, faults=())
     except (TypeError, ValueError):

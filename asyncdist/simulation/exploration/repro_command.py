@@ -1,4 +1,4 @@
-"""Words that repeat a run: a scenario, a seed and a fault plan as one line for the shell."""
+"""Writes the line for the shell that repeats a run: a scenario, a seed and a fault plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OWN_PATHS: Final = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
 
 
 def repeat_line(scenario: Any, seed: int, faults: Sequence[Fault] | None = None, hash_seed: str | None = None) -> str:
-    """A line for the shell that runs one seed of a scenario, and fails if it does.
+    """Return a line for the shell that runs one seed of a scenario, and fails if it does.
 
     Args:
         scenario: one with a method of this name is asked itself.
@@ -46,24 +46,24 @@ def repeat_line(scenario: Any, seed: int, faults: Sequence[Fault] | None = None,
 
 
 def hash_seed_prefix(default: str | None = None) -> str:
-    """Sets PYTHONHASHSEED for a command, if this process has one and it is not the command's ``default``."""
+    """Return words that set PYTHONHASHSEED, if this process has one and it is not the command's ``default``."""
     number = environment.hash_seed()
     return "" if number in (None, default) else f"{environment.HASH_SEED_VARIABLE}={number} "
 
 
 def expression_of(fault: Fault) -> str:
-    """The fault as Python, without what is None or default."""
+    """Return the fault as Python, without fields that are None or have their defaults."""
     return f"{type(fault).__name__}({', '.join(f'{name}={value!r}' for name, value in fields_of(fault).items())})"
 
 
 def fields_of(fault: Fault) -> dict[str, Any]:
-    """What was given to make it: its fields, without those that have their defaults."""
+    """Return the fault's fields, without those that have their defaults."""
     values = ((f, getattr(fault, f.name)) for f in dataclasses.fields(fault))
     return {f.name: value for f, value in values if value != f.default}
 
 
 def _reference(scenario: Any) -> tuple[list[str], str]:
-    """Import statements, and an expression for the scenario after them."""
+    """Return import statements, and an expression for the scenario after them."""
     if isinstance(scenario, functools.partial):
         imports, inner = _reference(scenario.func)
         given = [*map(repr, scenario.args), *(f"{name}={value!r}" for name, value in scenario.keywords.items())]
@@ -78,7 +78,7 @@ def _reference(scenario: Any) -> tuple[list[str], str]:
 
 
 def _import_paths() -> list[str]:
-    """Where modules are found now and would not be by a Python that is started in this folder."""
+    """Return the folders that this Python searches for modules, and a Python started in this folder would not."""
     here = Path.cwd()
     own = [Path(sysconfig.get_path(name)).resolve() for name in _OWN_PATHS]
     found: dict[str, None] = {}
@@ -90,7 +90,7 @@ def _import_paths() -> list[str]:
 
 
 def python_command() -> str:
-    """How to type the Python that runs this."""
+    """Return the word for the shell that starts the Python which runs this."""
     running = Path(sys.executable)
     if shutil.which("python") == str(running):
         return "python"

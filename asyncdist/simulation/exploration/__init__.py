@@ -1,0 +1,1 @@
+"""Running many seeds, and finding the least fault plan that fails."""

@@ -1,0 +1,120 @@
+"""Carries out the faults of a plan that concern messages and links.
+
+A message is found by its number: those of its sender for :class:`Kill`, those of its sender to its receiver for the
+others. The module is compiled where that can be done; see :mod:`asyncdist.compiled`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from asyncdist.simulation.faults import Corrupt, Delay, Fault, Kill, Partition, SlowLink
+from asyncdist.tags import BULK_FIRST, BULK_LAST, COLLECTIVE_FIRST, COLLECTIVE_LAST
+
+
+class MessageFaults:
+    """Counts the messages of each rank, and finds the faults that each of them meets.
+
+    Args:
+        size: number of ranks.
+        faults: the plan; faults of ranks are left to the simulation.
+        on_fired: called with the position in the plan of a fault that happened.
+        on_kill: called with a rank that is to die, and the position of the fault.
+
+    Attributes:
+        has_message_faults: whether :meth:`apply` is to be called for every message.
+        has_link_faults: whether :meth:`link_factor` and :meth:`after_partitions` are.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        faults: Sequence[Fault],
+        on_fired: Callable[[int], None],
+        on_kill: Callable[[int, int], None],
+    ) -> None:
+        self._on_fired = on_fired
+        self._on_kill = on_kill
+        self._sent_counts = [0] * size
+        self._pair_counts: dict[tuple[int, int], int] = {}
+        self._frame_counts: dict[tuple[int, int], int] = {}
+        self._kills: dict[tuple[int, int], int] = {}
+        self._delays: dict[tuple[int, int, int], list[tuple[int, Delay]]] = {}
+        self._corruptions: dict[tuple[int, int, int], list[tuple[int, Corrupt]]] = {}
+        self._slow_links: list[tuple[int, SlowLink]] = []
+        self._partitions: list[tuple[int, Partition]] = []
+        for index, fault in enumerate(faults):
+            match fault:
+                case Kill(rank, at_message=int(number)):
+                    self._kills.setdefault((rank, number), index)  # a rank dies once
+                case Delay(source, dest, number):
+                    self._delays.setdefault((source, dest, number), []).append((index, fault))
+                case Corrupt(source, dest, number):
+                    self._corruptions.setdefault((source, dest, number), []).append((index, fault))
+                case SlowLink():
+                    self._slow_links.append((index, fault))
+                case Partition():
+                    self._partitions.append((index, fault))
+        self.has_message_faults = bool(self._kills or self._delays or self._corruptions)
+        self.has_link_faults = bool(self._slow_links or self._partitions)
+
+    def apply(
+        self, source: int, dest: int, tag: int, data: bytes | bytearray | memoryview
+    ) -> tuple[bytes | bytearray | memoryview, float]:
+        """Carry out the faults that name the next message of ``source``.
+
+        Returns:
+            What the message holds then, and its extra delay in seconds.
+        """
+        pair = (source, dest)
+        self._sent_counts[source] += 1
+        kill = self._kills.get((source, self._sent_counts[source]))
+        if kill is not None:
+            self._on_kill(source, kill)
+            return data, 0.0
+        number = self._pair_counts[pair] = self._pair_counts.get(pair, 0) + 1
+        if not _is_raw(tag):
+            framed = self._frame_counts[pair] = self._frame_counts.get(pair, 0) + 1
+            corruptions = self._corruptions.get((*pair, framed))
+            if corruptions is not None and len(data):
+                changed = bytearray(data)
+                for index, corruption in corruptions:
+                    place = corruption.byte % len(changed)
+                    changed[place] = (changed[place] + 0x55) % 256  # also where two of them meet in one byte
+                    self._on_fired(index)
+                data = bytes(changed)
+        delay_s = 0.0
+        for index, delay in self._delays.get((*pair, number), ()):
+            delay_s += delay.duration_s
+            self._on_fired(index)
+        return data, delay_s
+
+    def link_factor(self, pair: tuple[int, int], now: float) -> float:
+        """Return the factor by which slowed links lengthen the time of a message that leaves ``now``."""
+        factor = 1.0
+        for index, fault in self._slow_links:
+            if (fault.source, fault.dest) == pair and now >= fault.at_s:
+                factor *= fault.factor
+                self._on_fired(index)
+        return factor
+
+    def after_partitions(self, pair: tuple[int, int], now: float, arrival: float) -> float:
+        """Return when a message arrives that would be under way from ``now`` to ``arrival``.
+
+        A message that a partition holds back may come into the next one, whatever their order in the plan.
+        """
+        between = [
+            (index, fault)
+            for index, fault in self._partitions
+            if now < fault.until_s and (pair[0] in fault.ranks) != (pair[1] in fault.ranks)
+        ]
+        for index, fault in sorted(between, key=lambda entry: entry[1].at_s):
+            if arrival > fault.at_s:
+                self._on_fired(index)
+                arrival = max(arrival, fault.until_s)
+        return arrival
+
+
+def _is_raw(tag: int) -> bool:
+    """Return whether messages of that tag have no frame, and so no CRC."""
+    return BULK_FIRST <= tag <= BULK_LAST or COLLECTIVE_FIRST <= tag <= COLLECTIVE_LAST

@@ -1,0 +1,1 @@
+from asyncdist.simulation.fabric cimport Fabric, Receive

@@ -1,0 +1,91 @@
+"""One rank's end of the simulated network, as the transport contract asks for it.
+
+The module is compiled where that can be done; see :mod:`asyncdist.compiled`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from asyncdist.simulation.fabric import Fabric, Receive
+from asyncdist.tags import TAG_MAX
+from asyncdist.transports.base import (
+    ANY_SOURCE,
+    Buffer,
+    Capabilities,
+    GroupHandle,
+    PersistentReceive,
+    Request,
+    Transport,
+)
+
+
+class SimTransport(Transport):
+    """Carries one rank's messages over the :class:`~asyncdist.simulation.fabric.Fabric`.
+
+    Args:
+        fabric: shared by all ranks.
+        rank: the rank whose transport this is.
+        call_soon: calls a function in a turn of the rank's loop, in its context.
+    """
+
+    name = "sim"
+
+    def __init__(self, fabric: Fabric, rank: int, call_soon: Callable[..., object]) -> None:
+        self._fabric = fabric
+        self._call_soon = call_soon
+        self.rank = rank
+        self.collective_checker = fabric.collective_checker
+        self.job_nonce = fabric.job_nonce
+        self.size = fabric.size
+        self.capabilities = Capabilities(
+            native_collectives=False,
+            survives_rank_loss=True,
+            wakes=True,
+            misses_wakes=False,
+            tag_max=TAG_MAX,
+            shares_process=True,
+        )
+
+    @property
+    def hostname(self) -> str:
+        return f"host{self._fabric.network.host_of(self.rank)}"
+
+    def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
+        return self._fabric.send(buffer, self.rank, dest, tag)
+
+    def start_send(self, buffer: Buffer, dest: int, tag: int) -> Request | None:
+        message = self._fabric.send(buffer, self.rank, dest, tag)
+        return None if message.done or message.test() else message
+
+    def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
+        receive = Receive(self._fabric, buffer, self.rank, source, tag)
+        self._fabric.post(receive)
+        return receive
+
+    def persistent_receive(self, buffer: Buffer, tag: int) -> PersistentReceive:
+        return Receive(self._fabric, buffer, self.rank, ANY_SOURCE, tag)
+
+    def new_group(self, ranks: Sequence[int], tag: int) -> GroupHandle | None:
+        del ranks, tag
+        return None
+
+    def lost_ranks(self) -> frozenset[int]:
+        return self._fabric.lost_ranks(self.rank)
+
+    def abort(self, exit_code: int) -> None:
+        """Do nothing: the simulation ends when every rank has ended."""
+
+    def close(self) -> None:
+        self._fabric.close(self.rank)
+
+    def set_doorbell(self, ring: Callable[[], None]) -> None:
+        self._fabric.set_doorbell(self.rank, ring)
+
+    def set_loss_listener(self, listen: Callable[[int], None]) -> None:
+        # Called in a turn of the rank's own, as from a poll: a rank that computes is busy.
+        self._fabric.set_loss_listener(self.rank, partial(self._call_soon, listen))
+
+    def describe(self) -> str:
+        return f"sim: {self.size} ranks in virtual time"

@@ -1,0 +1,409 @@
+"""When each rank of a simulation has its turn.
+
+Every rank has an event loop of its own, as in reality, with its ready callbacks and its timers. In a *turn* the rank
+runs what is ready, as one iteration of asyncio's loop does. The :class:`~asyncdist.simulation.scheduler.Scheduler`
+decides when a turn comes.
+
+A rank that computes is *busy*: it gets no turn until its time has passed, so none of its tasks, timers or callbacks
+run, however many messages arrive meanwhile. A callback that blocks (``time.sleep``) runs to its end at one instant of
+the scheduler. It and what it does are ahead of that instant by the time that it has blocked for, and its rank is busy
+until then.
+
+Nothing here knows of messages or of asyncdist's protocols. The module is compiled where that can be done (see
+:mod:`asyncdist.compiled`); the rest of what asyncio asks of a loop is in :mod:`asyncdist.simulation.event_loop`.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import math
+import sys
+from asyncio import Future
+from collections.abc import Callable
+from contextvars import copy_context
+from types import MethodType
+from typing import Any, Final
+
+from asyncdist.errors import LocalProtocolError
+from asyncdist.simulation.scheduler import EndlessLoopError, Handle, Scheduler, Timer
+
+logger = logging.getLogger("asyncdist.simulation")
+
+#: Turns that a rank may take in a row, woken by nothing from outside, before it is taken to be in an endless loop.
+TURN_COUNT_MAX: Final = 1_000_000
+#: The same for all ranks together while nothing else is to come: they wait for what cannot happen any more.
+IDLE_TURN_COUNT_MAX: Final = 100_000
+#: Where there are many ranks, each may take so many of these.
+_IDLE_TURN_COUNT_OF_A_RANK: Final = 100
+#: Reads of clocks in one callback that take no time.
+_FREE_READ_COUNT: Final = 1000
+#: How long each of the next so many reads takes, in seconds; those after them take twice as long, and so on.
+_READ_S: Final = 1e-5
+#: Reads of clocks in one callback before it is taken to be in an endless loop; they take 450 s of virtual time.
+READ_COUNT_MAX: Final = 300_000
+#: Modules through which user code reads a clock.
+_READERS: Final = ("asyncdist.", "asyncio.")
+#: A turn that follows another one comes up to so many seconds later: turns take time, and messages arrive meanwhile.
+TURN_S: Final = 2e-6
+
+
+def _new_handle(callback: Any, args: tuple[Any, ...], context: contextvars.Context | None) -> Handle:
+    """Make a handle; its fields are set here, since an ``__init__`` would double the cost."""
+    handle = Handle.__new__(Handle)
+    handle.callback = callback
+    handle.args = args
+    handle.context = copy_context() if context is None else context
+    handle.is_cancelled = False
+    return handle
+
+
+def _new_timer(when_s: float, callback: Any, args: tuple[Any, ...], context: contextvars.Context | None) -> Timer:
+    timer = Timer.__new__(Timer)
+    timer.callback = callback
+    timer.args = args
+    timer.context = copy_context() if context is None else context
+    timer.is_cancelled = False
+    timer.when_s = when_s
+    timer.scheduler = None
+    return timer
+
+
+class Turns:
+    """Keeps what is ready on one rank, and runs it in the rank's turns.
+
+    Args:
+        scheduler: shared by all ranks.
+        rank: the rank.
+        before_turn: called with the rank before each turn, if it is given.
+        enter: called with the rank before a callback that may run user code, where another rank's user code ran last.
+        background: bound methods of this function run no user code.
+
+    Attributes:
+        dead: whether the rank has been killed: it gets no turn any more.
+        busy_s: virtual seconds for which the rank has computed, blocked or stalled, those under way included.
+        slowness: the factor on the time of its turns. Above 1 also the first turn after it is woken is late.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        rank: int,
+        *,
+        before_turn: Callable[[int], None] | None,
+        enter: Callable[[int], None],
+        background: Callable[..., None],
+    ) -> None:
+        self.rank = rank
+        self.dead = False
+        self.busy_s = 0.0
+        self.slowness = 1.0
+        self._scheduler = scheduler
+        self._before_turn = before_turn
+        self._enter = enter
+        self._background = background
+        self._ready: list[Handle] = []
+        self._put_off: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
+        self._sleeper: Handle | None = None  # the step that the rank takes first when it has computed
+        self._has_sleeper = False
+        self._debug = False
+        self._busy = False
+        self._stalled_s = 0.0  # added to the time for which it is busy
+        self._ready_count_before = 0  # what was ready when it became busy
+        self._has_turn = False
+        self._running = False
+        self._turns_in_a_row = 0
+        self._read_count = 0  # of clocks, in the callback that is running
+        self._take_turn = self._turn  # one bound method for all turns
+        self._take_up = self._resume
+        self._take_timer = self._fire
+
+    # -- turns ------------------------------------------------------------------------------------------------------
+
+    def _schedule(self) -> None:
+        """Ask for a turn, since something from outside has made a callback ready."""
+        self._is_woken()
+        if not self._has_turn and not self._busy:
+            self._has_turn = True
+            if self.slowness > 1.0:
+                self._scheduler.at(self._next_turn_at(), self._take_turn)
+            else:
+                self._scheduler.soon(self._take_turn)
+
+    def _next_turn_at(self) -> float:
+        return self._scheduler.now + TURN_S * self.slowness * self._scheduler.random()
+
+    def _goes_on(self) -> bool:
+        """Schedule the next turn, since something is ready; return whether it comes at once, before all else."""
+        scheduler = self._scheduler
+        self._turns_in_a_row += 1
+        scheduler.idle_turn_count += 1
+        if self._turns_in_a_row > TURN_COUNT_MAX or scheduler.idle_turn_count % IDLE_TURN_COUNT_MAX == 0:
+            self._refuse_endless_turns()
+        when = self._next_turn_at()
+        if scheduler.go_on_until(when):
+            return True
+        self._has_turn = True
+        scheduler.at(when, self._take_turn)
+        return False
+
+    def _refuse_endless_turns(self) -> None:
+        scheduler = self._scheduler
+        in_vain = scheduler.idle_turn_count >= _IDLE_TURN_COUNT_OF_A_RANK * scheduler.pending_count
+        if self._turns_in_a_row > TURN_COUNT_MAX or (in_vain and scheduler.has_only(_is_next_turn)):
+            raise EndlessLoopError(
+                f"rank {self.rank} took {self._turns_in_a_row} turns in a row until {scheduler.now} s of virtual time: "
+                "some task of it loops without waiting for anything",
+                rank=self.rank,
+            )
+
+    def _is_woken(self) -> None:
+        self._turns_in_a_row = self._scheduler.idle_turn_count = 0
+
+    def _turn(self) -> None:
+        """Take turns until nothing is ready, or something else happens first."""
+        self._has_turn = False
+        while self._ready and not self._busy:
+            self._run_ready()
+            if self._is_silent() or not self._ready or not self._goes_on():
+                return
+
+    def _is_silent(self) -> bool:
+        return self._busy or self.dead
+
+    def _run_ready(self) -> None:
+        """Run what is ready now; what becomes ready meanwhile runs in the next turn."""
+        if self._before_turn is not None:
+            self._before_turn(self.rank)
+        if self.dead:
+            return
+        ready = self._ready
+        self._ready = []
+        done_count = 0
+        self._scheduler.switch_loop(self)
+        self._running = True
+        try:
+            while done_count < len(ready):
+                handle = ready[done_count]
+                done_count += 1
+                if handle.is_cancelled:
+                    continue
+                self._call(handle)
+                if self._busy or self.dead:
+                    break
+            if self._has_sleeper:
+                self._has_sleeper = False
+                self._sleeper = self._ready.pop()
+        except SystemExit:
+            logger.debug("rank %d: a task raised SystemExit; it is raised where the task is awaited", self.rank)
+        finally:
+            self._running = False
+            if done_count < len(ready):
+                self._ready[:0] = ready[done_count:]
+            if self._busy:
+                self._ready_count_before = len(self._ready)
+
+    def _call(self, handle: Handle) -> None:
+        callback = handle.callback
+        scheduler = self._scheduler
+        if scheduler.user_rank != self.rank and not (
+            isinstance(callback, MethodType) and callback.__func__ is self._background
+        ):
+            self._enter(self.rank)
+            scheduler.user_rank = self.rank
+        self._read_count = 0
+        try:
+            if handle.args:
+                handle.context.run(callback, *handle.args)
+            else:
+                handle.context.run(callback)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            self.call_exception_handler({"message": f"Exception in callback {callback}", "exception": error})
+        finally:
+            if scheduler.ahead_s:
+                self._become_busy(0.0)
+
+    def is_next_turn(self, action: Any) -> bool:
+        """Return whether ``action`` of the scheduler is this rank's next turn."""
+        return action is self._take_turn
+
+    def become_busy(self, seconds: float) -> None:
+        """Be busy: get no turn for ``seconds``. The next step of the running task comes first when they are over.
+
+        The next turn comes at that same instant: a safe point that finds nothing takes no time.
+        """
+        self._has_sleeper = True
+        self._become_busy(seconds)
+
+    def block(self, seconds: float) -> None:
+        """Let the running callback block for ``seconds``: it goes on at once, but its time is later."""
+        self._scheduler.ahead_s += seconds
+
+    def unblock(self) -> float:
+        """Take back the time for which the running callback has blocked, and return it: it was not the loop's."""
+        seconds = self._scheduler.ahead_s
+        self._scheduler.ahead_s = 0.0
+        return seconds
+
+    def _become_busy(self, seconds: float) -> None:
+        """Get no turn for ``seconds``, counted from the time that the running callback has reached."""
+        scheduler = self._scheduler
+        seconds += scheduler.ahead_s
+        scheduler.ahead_s = 0.0
+        self._busy = True
+        self.busy_s += seconds
+        scheduler.at(scheduler.now + seconds, self._take_up)
+
+    def stall(self, seconds: float) -> None:
+        """Get no turn for ``seconds`` more than the rank is busy already."""
+        if self._busy:
+            self._stalled_s += seconds
+            self.busy_s += seconds
+        else:
+            self._ready_count_before = len(self._ready)
+            self._become_busy(seconds)
+
+    def attend(self, action: Callable[..., object], args: tuple[Any, ...]) -> None:
+        """Do ``action(*args)`` as soon as the rank is not busy."""
+        if self._busy and not self.dead:
+            self._put_off.append((action, args))
+        else:
+            action(*args)
+
+    def _resume(self) -> None:
+        """End being busy, unless the rank has been stalled meanwhile, and take a turn."""
+        if self._stalled_s:
+            self._scheduler.at(self._scheduler.now + self._stalled_s, self._take_up)
+            self._stalled_s = 0.0
+            return
+        self._busy = False
+        if self._put_off:
+            self._do_what_was_put_off()
+        self._has_turn = True  # this one
+        if len(self._ready) > self._ready_count_before + 1 and self._scheduler.random() < 0.5:
+            self._put_timers_first()
+        if self._sleeper is not None:
+            self._ready.insert(0, self._sleeper)
+            self._sleeper = None
+        self._is_woken()
+        self._run_ready()
+        self._turn()
+
+    def _put_timers_first(self) -> None:
+        """Reorder what came while the rank was busy: a loop may look at its clock before it looks at what arrived."""
+        late = self._ready[self._ready_count_before :]
+        timers = [handle for handle in late if isinstance(handle, Timer)]
+        self._ready[self._ready_count_before :] = timers + [handle for handle in late if not isinstance(handle, Timer)]
+
+    def has_computed(self) -> None:
+        """Note that user code has reached a safe point in no time: that is no idle turn of all ranks."""
+        self._scheduler.idle_turn_count = 0
+
+    def _do_what_was_put_off(self) -> None:
+        put_off, self._put_off = self._put_off, []
+        for action, args in put_off:
+            action(*args)
+
+    def die(self) -> None:
+        """Take no turn any more. What is ready stays ready: a task whose wake-up is dropped could not be cancelled."""
+        self.dead = True
+        self._do_what_was_put_off()
+
+    def revive(self) -> None:
+        """Take turns again."""
+        self.dead = False
+        if self._ready and not self._running:
+            self._schedule()
+
+    # -- what asyncio needs on each turn ----------------------------------------------------------------------------
+
+    def time(self) -> float:
+        """Return virtual seconds since the start.
+
+        A callback that asks for them very often waits for time to pass, so time passes.
+        """
+        self._read_count += 1
+        if self._read_count > _FREE_READ_COUNT and self._running:
+            if self._read_count > READ_COUNT_MAX:
+                self._refuse_endless_reads()
+            self.block(_READ_S * (self._read_count // _FREE_READ_COUNT))
+        return self._scheduler.time()
+
+    def _refuse_endless_reads(self) -> None:
+        self._read_count = 0  # handling the error reads clocks, too
+        frame = sys._getframe()
+        while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_READERS):
+            frame = frame.f_back
+        raise LocalProtocolError(
+            f"rank {self.rank} read clocks {READ_COUNT_MAX} times without awaiting anything, until "
+            f"{self._scheduler.time():g} s of virtual time: line {frame.f_lineno} of {frame.f_code.co_filename} loops",
+            rank=self.rank,
+        )
+
+    def get_debug(self) -> bool:
+        """As asyncio's method; every future and task asks."""
+        return self._debug
+
+    def set_debug(self, enabled: bool) -> None:
+        """As asyncio's method: futures and tasks remember where they were made. Slow callbacks are not logged."""
+        self._debug = enabled
+
+    def create_future(self) -> Future[Any]:
+        """As asyncio's method."""
+        return Future(loop=self)  # type: ignore[arg-type]
+
+    def call_soon(self, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Handle:
+        """As asyncio's method."""
+        handle = _new_handle(callback, args, context)
+        self._ready.append(handle)
+        if not self._running and not self.dead:
+            self._schedule()
+        return handle
+
+    def call_later(self, delay: float, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Handle:
+        """As asyncio's method."""
+        return self.call_at(self._scheduler.time() + delay, callback, *args, context=context)
+
+    def timers_due(self, after_s: float, until_s: float) -> list[float]:
+        """Return when those of the rank's timers fire that fire after ``after_s`` and up to ``until_s``, in order."""
+        due = [
+            entry[0]
+            for entry in self._scheduler.entries()
+            if after_s < entry[0] <= until_s and entry[3] is self._take_timer and not entry[4][0].cancelled()
+        ]
+        return sorted(due)
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Handle:
+        """As asyncio's method."""
+        timer = _new_timer(when, callback, args, context)
+        if when < math.inf:
+            self._scheduler.add_timer(when, self._take_timer, timer)
+        return timer
+
+    def _fire(self, timer: Timer) -> None:
+        timer.scheduler = None
+        self._ready.append(timer)
+        self._is_woken()
+        if self._has_turn or self.dead:
+            return
+        if self.slowness > 1.0:
+            self._schedule()
+        else:
+            self._turn()
+
+    def is_running(self) -> bool:
+        """As asyncio's method."""
+        return self._running
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Log the exception, as asyncio's method does."""
+        if not self.dead:
+            logger.error("rank %d: %s", self.rank, context.get("message"), exc_info=context.get("exception"))
+
+
+def _is_next_turn(action: Callable[..., object]) -> bool:
+    """Return whether ``action`` of the scheduler is the next turn of some rank."""
+    owner = getattr(action, "__self__", None)
+    return isinstance(owner, Turns) and owner.is_next_turn(action)
