@@ -128,7 +128,7 @@ async def _settle_or_restore(
     outcome: LocalResult,
     reduce: Callable[[Collectives], Coroutine[Any, Any, list[ResultHeader]]],
 ) -> None:
-    """Do it, or raise and leave every tensor as it was."""
+    """Carry out the reduction, or raise and leave every tensor unchanged."""
     try:
         raise_first_error(await run_and_raise(world.collectives, group, outcome, reduce))
     except BaseException:
@@ -199,7 +199,7 @@ class _Models:
         self._scratch.give_back(self._model, "state", self._kept)
 
     def _find(self) -> tuple[_Kept, list[tuple[Tensor, Tensor]]]:
-        """The model's tensors now, with the kept memory if the model is laid out as it was."""
+        """Return the model's tensors now, with the kept memory if the model's layout has not changed."""
         kept: _Kept | None = self._scratch.take(self._model, "state")
         if kept is not None:
             with contextlib.suppress(ValueError):  # it has been changed since: another layer, another dtype

@@ -295,9 +295,9 @@ async def _all_lines(axis: Axis, outline: pytrees.Outline) -> list[pytrees.Lines
     collectives, group = axis.world.collectives, axis.group
     text = torch.frombuffer(bytearray(pytrees.lines_to_text(outline.lines).encode()), dtype=torch.uint8)
     counts = await collectives.all_gather(torch.tensor([text.numel()], device="cpu"), group)
-    room = torch.zeros(int(max(counts)), dtype=torch.uint8, device="cpu")
-    room[: text.numel()] = text
-    texts = await collectives.all_gather(room, group)
+    padded = torch.zeros(int(max(counts)), dtype=torch.uint8, device="cpu")
+    padded[: text.numel()] = text
+    texts = await collectives.all_gather(padded, group)
     return [
         pytrees.lines_from_text(found[: int(count)].numpy().tobytes().decode())
         for found, count in zip(texts, counts, strict=True)
