@@ -440,7 +440,7 @@ def plain_function(world: ad.World) -> None:
             r"coroutine function \(async def\), and plain_function \(.*py:\d+\) is none",
         ),
         ({"main": "train"}, TypeError, r"coroutine function \(async def\), and 'train' is none"),
-        ({"seed": 1.5}, TypeError, r"seed is 1\.5; a whole number is needed"),
+        ({"seed": 1.5}, TypeError, r"seed is 1\.5; allowed: a whole number"),
         ({"until_s": -1.0}, ValueError, r"until_s is -1\.0; allowed: a finite number of 0 or more"),
         ({"until_s": NAN}, ValueError, r"until_s is nan; allowed"),
         ({"network": 5}, TypeError, r"network is 5; a Network is needed"),

@@ -199,17 +199,12 @@ def test_a_run_depends_neither_on_the_process_nor_on_the_system(tmp_path: Path) 
 
 @pytest.mark.workers
 def test_output_that_cannot_be_written_is_told_in_a_line(script: str) -> None:
-    """It ended in a traceback of the command's internals; a reader that has read enough is no error at all."""
+    """It ended in a traceback of the command's internals."""
     words = [sys.executable, "-m", "asyncdist", "sim", script, "--ranks", "2"]
     with open("/dev/full", "w") as full:
         ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert ended.returncode == 2
     assert ended.stderr == "asyncdist sim: standard output cannot be written: No space left on device\n"
-    reader, writer = os.pipe()
-    os.close(reader)
-    ended = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
-    os.close(writer)
-    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.mark.workers
