@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing.process
+import multiprocessing.util
 import signal
 import sys
 from collections.abc import Generator
@@ -46,17 +46,15 @@ class _Guard:
 
     def __init__(self) -> None:
         self.is_refusing = False
-        self._start = multiprocessing.process.BaseProcess.start
+        self._spawn = multiprocessing.util.spawnv_passfds
         # An audit hook sees every way there is, names that were imported before included; but it stays for good.
         sys.addaudithook(self._on_event)
-        guard = self
+        # The start methods "spawn" and "forkserver" announce nothing, and both come through here.
+        multiprocessing.util.spawnv_passfds = self._on_spawn  # type: ignore[assignment]
 
-        def start(process: multiprocessing.process.BaseProcess) -> None:
-            guard.check("multiprocessing.Process.start")
-            guard._start(process)
-
-        # The start methods "spawn" and "forkserver" announce nothing.
-        multiprocessing.process.BaseProcess.start = start  # type: ignore[method-assign]
+    def _on_spawn(self, *args: Any) -> int:
+        self.check("multiprocessing.Process.start")
+        return self._spawn(*args)
 
     def _on_event(self, event: str, args: tuple[Any, ...]) -> None:
         # torch asks lscpu once, when its compiler is first imported: that may be in any test.
