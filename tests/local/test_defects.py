@@ -41,7 +41,7 @@ import asyncdist as ad
 from asyncdist import tags
 from asyncdist.messaging import streams
 from asyncdist.tensors.flat_state import FlatState
-from asyncdist.transports import local
+from asyncdist.transports import local, matching
 from protocols import AsyncSelectiveAveragingPolicy, SnapshotTaken, parameter_stream
 
 HERE = Path(__file__).resolve()
@@ -122,7 +122,7 @@ def test_defect_03_polling_alone_completes_what_is_outstanding(monkeypatch: pyte
     isend, irecv = local.LocalTransport.isend, local.LocalTransport.irecv
     monkeypatch.setattr(local.LocalTransport, "isend", lambda self, *a: PolledOnly(isend(self, *a), log))
     monkeypatch.setattr(local.LocalTransport, "irecv", lambda self, *a: PolledOnly(irecv(self, *a), log))
-    monkeypatch.setattr(local, "EAGER_NBYTES", 0)
+    monkeypatch.setattr(matching, "EAGER_NBYTES", 0)
     replaced: list[int] = []
 
     async def main(world: ad.World) -> set[float]:
@@ -143,7 +143,7 @@ class Text:
 @pytest.mark.slow
 def test_defect_04_send_requests_live_until_they_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody keeps the requests of ``send_nowait`` but the runtime, and the receiver comes late."""
-    monkeypatch.setattr(local, "EAGER_NBYTES", 0)
+    monkeypatch.setattr(matching, "EAGER_NBYTES", 0)
     finished: list[int] = []
 
     async def main(world: ad.World) -> list[str]:
@@ -194,7 +194,7 @@ def test_defect_05_a_donor_that_rebuilt_its_model_gives_the_new_one(how: str) ->
 def test_defect_08_chunks_of_an_abandoned_round_never_reach_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """The replacer gives up in mid-stream, again and again, with chunks of the old round still on their way."""
     monkeypatch.setattr(parameter_stream, "CHUNK_NBYTES", 64)
-    monkeypatch.setattr(local, "EAGER_NBYTES", 65536)
+    monkeypatch.setattr(matching, "EAGER_NBYTES", 65536)
     story, abandoned, tries = Story(), [], Counter[str]()
     original = parameter_stream.SnapshotReceiver.run
 
@@ -242,7 +242,7 @@ def test_defect_08_a_donor_answers_other_rounds_with_an_abort_and_keeps_its_buff
 ) -> None:
     """A grant that comes late must not get the snapshot of a newer round, nor one that has been withdrawn."""
     monkeypatch.setattr(parameter_stream, "CHUNK_NBYTES", 64)
-    monkeypatch.setattr(local, "EAGER_NBYTES", 0)
+    monkeypatch.setattr(matching, "EAGER_NBYTES", 0)
     steps: list[str] = []
 
     async def main(world: ad.World) -> None:

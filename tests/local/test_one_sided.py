@@ -25,7 +25,7 @@ from asyncdist.collectives import one_sided
 from asyncdist.runtime import run as runtime
 from asyncdist.tensors.byte_layout import ALIGNMENT_NBYTES, Packing
 from asyncdist.tensors.flat_state import FlatState
-from asyncdist.transports import local
+from asyncdist.transports import matching
 from protocols import OneSidedSelectiveAveragingPolicy, OneSidedStatistics, StepInfo
 from protocols.one_sided import policy as one_sided_averaging
 
@@ -431,7 +431,7 @@ def test_the_others_go_on_when_one_leaves(leaver: int) -> None:
 def test_leaving_in_the_midst_of_everything_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everybody leaves at another moment, with reads under way in both directions; ``strict`` finds leftovers."""
     monkeypatch.setattr(one_sided_averaging, "CHUNK_NBYTES", 64)
-    monkeypatch.setattr(local, "EAGER_NBYTES", 16)
+    monkeypatch.setattr(matching, "EAGER_NBYTES", 16)
     readers: list[list[bool]] = []
     for shift in range(12):
 
@@ -465,7 +465,7 @@ def test_a_lost_donor_leaves_the_reader_with_its_own_weights_and_the_others_go_o
     dead: list[int] = []
     if long_stream:
         monkeypatch.setattr(one_sided_averaging, "CHUNK_NBYTES", 64)
-        monkeypatch.setattr(local, "EAGER_NBYTES", 16)
+        monkeypatch.setattr(matching, "EAGER_NBYTES", 16)
         answer = one_sided._StreamedWindow._answer
 
         async def die_in_the_midst(self: Any, found: Any, *, refused: bool) -> None:

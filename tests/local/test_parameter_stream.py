@@ -20,7 +20,7 @@ from asyncdist.errors import RankLostError
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.streams import WINDOW_COUNT, StreamAborted
 from asyncdist.tensors.flat_state import FlatBuffers, FlatState
-from asyncdist.transports import local
+from asyncdist.transports import matching
 from protocols import parameter_stream
 from protocols.parameter_stream import ChunkRing, Offer, SnapshotReceiver, SnapshotServer
 
@@ -96,7 +96,7 @@ class Party:
 @pytest.fixture(params=[0, 1 << 20], ids=["rendezvous", "eager"], autouse=True)
 def eager_nbytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     nbytes: int = request.param
-    monkeypatch.setattr(local, "EAGER_NBYTES", nbytes)
+    monkeypatch.setattr(matching, "EAGER_NBYTES", nbytes)
     return nbytes
 
 

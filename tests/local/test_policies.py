@@ -33,7 +33,7 @@ import asyncdist as ad
 import protocols
 from asyncdist.messaging.streams import WINDOW_COUNT
 from asyncdist.runtime import run as runtime
-from asyncdist.transports import local
+from asyncdist.transports import matching
 from protocols import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
@@ -997,7 +997,7 @@ def test_a_donor_lost_in_mid_stream_leaves_the_replacer_with_its_own_weights(mon
     More than the two windows hold leaves only when the round is frozen, so it cannot go on without 3.
     """
     monkeypatch.setattr(parameter_stream, "CHUNK_NBYTES", 64)
-    monkeypatch.setattr(local, "EAGER_NBYTES", 16)
+    monkeypatch.setattr(matching, "EAGER_NBYTES", 16)
     abandoned: list[StepInfo] = []
     states: list[set[float]] = []
 
@@ -1098,7 +1098,7 @@ async def walk_rank(world: ad.World, walk: Walk, story: Story, walked: list[int]
 def check_walk(seed: int, strategy: str, monkeypatch: pytest.MonkeyPatch) -> int:
     walk, story = Walk(seed, strategy), Story()
     monkeypatch.setattr(parameter_stream, "CHUNK_NBYTES", walk.chunk_nbytes)
-    monkeypatch.setattr(local, "EAGER_NBYTES", walk.eager_nbytes)
+    monkeypatch.setattr(matching, "EAGER_NBYTES", walk.eager_nbytes)
     walked = [0] * walk.ranks
 
     async def main(world: ad.World) -> int:
