@@ -20,6 +20,7 @@ def copied(folder: Path) -> ModuleType:
             target = folder / source.relative_to(TOP / "asyncdist")
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, target)
+        target.with_name("__init__.py").touch()  # what Cython knows a package by
     shutil.copy(compiled.__file__, folder / "compiled.py")
     spec = importlib.util.spec_from_file_location("copied_compiled", folder / "compiled.py")
     assert spec is not None
