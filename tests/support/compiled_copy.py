@@ -19,8 +19,8 @@ def copied(folder: Path) -> ModuleType:
         for source in (compiled.source_of(module), compiled.source_of(module).with_suffix(".pxd")):
             target = folder / source.relative_to(TOP / "asyncdist")
             target.parent.mkdir(parents=True, exist_ok=True)
+            target.with_name("__init__.py").touch()  # what Cython knows a package by
             shutil.copy(source, target)
-        target.with_name("__init__.py").touch()  # what Cython knows a package by
     shutil.copy(compiled.__file__, folder / "compiled.py")
     spec = importlib.util.spec_from_file_location("copied_compiled", folder / "compiled.py")
     assert spec is not None
