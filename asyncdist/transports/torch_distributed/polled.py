@@ -434,6 +434,7 @@ class PolledTransport(MatchedTransport):
             except RuntimeError as error:
                 self._break(peer, error)
             if frames.heard_goodbye and not self._is_closing:
+                self._exchange.poll()  # a large message before the goodbye may have come since the last look
                 self._lose(peer, frames, "it has closed its connections")
         self._exchange.poll()
 
