@@ -227,7 +227,7 @@ def test_all_to_all_of_one_tensor() -> None:
         for wrong in (torch.zeros(4), torch.tensor(1.0)):
             with pytest.raises(ValueError, match="must be a multiple of 3 ranks"):
                 await ad.all_to_all(wrong)
-        with pytest.raises(TypeError, match=r"asyncdist\.process_groups\.all_to_all"):
+        with pytest.raises(TypeError, match=r"asyncdist\.launch\.process_groups\.all_to_all"):
             await ad.all_to_all(mine, object())  # type: ignore[call-overload]
 
     ad.run_local(main, ranks=3, strict=True)
