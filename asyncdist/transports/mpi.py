@@ -95,9 +95,9 @@ def _abort_alone() -> None:
 
 
 def _unlink_shared_memory() -> None:
-    """Take the name of the memory that ranks of MPICH share, 2 or 3 MiB: an abort would leave it in /dev/shm.
+    """Take the name of the memory that ranks of MPICH share, 2 or 3 MiB: a kill or an abort would leave it in /dev/shm.
 
-    Whoever has it mapped keeps it. Open MPI's launcher clears its own away.
+    Whoever has it mapped keeps it, and MPI_Finalize does not miss the name. Open MPI's launcher clears its own away.
     """
     with contextlib.suppress(OSError):  # there is no /proc everywhere
         maps = Path("/proc/self/maps").read_text().splitlines()
@@ -149,6 +149,7 @@ class MpiTransport(Transport):
             self._mpi = mpi = _load_mpi(check_library)
             self._comm = mpi.COMM_WORLD.Dup()
             self._end_comm = self._comm.Dup()
+            _unlink_shared_memory()  # who has come through Dup knows that all have mapped it
         except KeyboardInterrupt:
             _abort_alone()
             raise
@@ -242,7 +243,6 @@ class MpiTransport(Transport):
         return frozenset(self._lost)
 
     def abort(self, exit_code: int) -> None:
-        _unlink_shared_memory()
         self._comm.Abort(exit_code)
 
     def close(self) -> None:

@@ -142,14 +142,11 @@ class Ended:
             finally:
                 job.close()
 
-    def check_failed(self, *, is_killed: bool = False) -> None:
-        """Both mpirun and every rank that could say so ended with an error; no memory of theirs is left.
-
-        Where a rank is killed before it can do anything about it (``is_killed``), MPICH leaves 2 MiB behind.
-        """
+    def check_failed(self) -> None:
+        """Both mpirun and every rank that could say so ended with an error; no memory of theirs is left."""
         assert self.code != 0, self.story
         assert all(status != 0 for status in self.statuses), self.story
-        assert not self.memory or (is_killed and mpi.flavour() == "mpich"), (self.memory, self.story)
+        assert not self.memory, (self.memory, self.story)
 
     def check_told_once(self, text: str, rank: int) -> None:
         """One traceback, by the rank that failed; one line from each other one."""
@@ -337,14 +334,14 @@ def test_sys_exit_with_a_code_ends_the_job_with_an_error() -> None:
 @pytest.mark.mpi
 def test_a_killed_rank_ends_the_rest() -> None:
     ended = Ended("killed", 3)
-    ended.check_failed(is_killed=True)
+    ended.check_failed()
 
 
 @pytest.mark.mpi
 def test_an_average_of_64_mib_that_loses_a_member_on_its_way_holds_nobody() -> None:
     """Before that another member leaves in the midst of one: that one completes, and the next says who is missing."""
     ended = Ended("killed_in_an_average", 3)
-    ended.check_failed(is_killed=True)
+    ended.check_failed()
     assert ended.stdout.count("told of rank 2") == 2, ended.story
     ended = Ended("raises_in_an_average", 3)
     ended.check_failed()
@@ -440,7 +437,7 @@ def test_the_second_signal_ends_a_rank_that_is_deaf_to_the_first() -> None:
         os.kill(job.rank_pid(1), signal.SIGINT)
 
     ended = Ended("blocked", 2, twice)
-    ended.check_failed(is_killed=True)
+    ended.check_failed()
     assert 130 in ended.statuses, ended.story
 
 

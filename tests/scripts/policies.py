@@ -96,6 +96,8 @@ async def tell(
                 break
             if info and world.rank in about and len(infos) == count:
                 await goes_on.stop()
+        if leaves_at_once is None:
+            await ad.barrier()  # where some left earlier, the rest would go on to judge each other
     while goes_on():
         await world.safe_point()
     statistics = policy.statistics()
