@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support import mpi, torchrun
+from support import mpi, torchrun, warm
 from support.local import worlds
 
 import asyncdist as ad
@@ -48,7 +48,8 @@ class Job:
         self.statuses: list[int] = []
         self.memory: list[str] = []
         launch = Path(ad.__file__).with_name("rank_program.py")
-        program = [launch, SCRIPTS / "ends.py", folder, way]
+        base = mpi.base_environment()
+        program = [launch, *warm.command(SCRIPTS / "ends.py", [folder, way], base, {})]
         watched = [SCRIPTS / "watched.py", folder, ranks if by_themselves else 0]
         command = [sys.executable, "-m", "asyncdist", "run", "-n", ranks, *watched, *program]
         with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
@@ -57,7 +58,7 @@ class Job:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env={**mpi.base_environment(), "PYTHONFAULTHANDLER": "1"},
+                env=base,
                 start_new_session=True,
             )
 

@@ -6,6 +6,7 @@ A rank says that it has come to the interesting place by FOLDER/ready.RANK.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ import asyncdist as ad
 from asyncdist.runtime import run
 from protocols import AsyncSelectiveAveragingPolicy
 
+faulthandler.enable()
 FOLDER = Path(sys.argv[1])
 #: Longer than any test waits: whoever is still here then has not been ended.
 FOR_EVER_S = 300.0

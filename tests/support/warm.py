@@ -12,7 +12,7 @@ files, passes signals on to it, and ends as it ends. The child runs the script a
   session, whose pipe is its standard input.
 - What is not as in a process of its own: ranks share one seed of ``hash``, and what is asked at torch's import has been
   asked before. Jobs with such variables start cold (``command``), as do all that start ``asyncdist run``, mpirun or
-  torchrun by themselves: worlds, ends, benchmarks and the demo.
+  torchrun by themselves: worlds, benchmarks and the demo.
 - Linux only. Elsewhere every rank starts cold.
 """
 
