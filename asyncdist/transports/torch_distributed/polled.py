@@ -273,7 +273,7 @@ class _Exchange:
             transit = (self._pairs.send if is_send else self._pairs.receive)(view, peer)
         except RuntimeError as error:
             self._on_broken(peer, error)
-            request.error = self.lost[peer]
+            request.error = self.lost.get(peer) or _closed(peer, error)  # it is not lost before its frames are read
             return
         self._under_way.setdefault((peer, is_send), deque()).append(_Handover(transit, request))
 
@@ -290,9 +290,16 @@ class _Exchange:
                 handovers.popleft().request.done = True
 
     def lose(self, rank: int, error: RankLostError) -> None:
-        """Fail what involves ``rank``. The backend keeps what it has, buffers included, until its groups are closed."""
+        """Fail what involves ``rank``, except what has completed since the last look.
+
+        The backend keeps what it has, buffers included, until its groups are closed.
+        """
         if rank in self.lost:
             return
+        for (peer, _), handovers in self._under_way.items():
+            with contextlib.suppress(RuntimeError):  # the peer is being lost already
+                while peer == rank and handovers and handovers[0].transit.test():
+                    handovers.popleft().request.done = True
         self.lost[rank] = error
         for (dest, _), (_, send) in self._announced.items():
             if dest == rank:
@@ -366,17 +373,21 @@ class _Frames:
 
     def _send_frame(self) -> Transit:
         nbytes = _FRAME.size
-        leaving = []
+        leaving: list[tuple[bytes, Send | None]] = []
         while self._queued and nbytes + len(self._queued[0][0]) <= FRAME_NBYTES:
-            entry, send = self._queued.popleft()
+            leaving.append(self._queued.popleft())
+            entry, _ = leaving[-1]
             self._frame[nbytes : nbytes + len(entry)] = entry
             nbytes += len(entry)
-            if send is not None:
-                leaving.append(send)
         _FRAME.pack_into(self._frame, 0, nbytes)
-        transit = self._pairs.send(self._frame, self._peer)
-        for send in leaving:
-            send.done = True
+        try:
+            transit = self._pairs.send(self._frame, self._peer)
+        except RuntimeError:
+            self._queued.extendleft(reversed(leaving))  # for `fail`
+            raise
+        for _, send in leaving:
+            if send is not None:
+                send.done = True
         return transit
 
     def take(self) -> Iterable[memoryview]:
@@ -434,8 +445,7 @@ class PolledTransport(MatchedTransport):
             except RuntimeError as error:
                 self._break(peer, error)
             if frames.heard_goodbye and not self._is_closing:
-                self._exchange.poll()  # a large message before the goodbye may have come since the last look
-                self._lose(peer, frames, "it has closed its connections")
+                self._lose(peer, frames, _gone(peer, "it has closed its connections"))
         self._exchange.poll()
 
     def _break(self, peer: int, error: RuntimeError) -> None:
@@ -446,10 +456,10 @@ class PolledTransport(MatchedTransport):
         with contextlib.suppress(RuntimeError):  # what there was has been taken
             for entries in frames.take():
                 self._exchange.hear(peer, entries)
-        self._lose(peer, frames, f"its connection was closed ({reason(error)})")
+        self._lose(peer, frames, _closed(peer, error))
 
-    def _lose(self, peer: int, frames: _Frames, why: str) -> None:
-        self._exchange.lose(peer, _gone(peer, why))
+    def _lose(self, peer: int, frames: _Frames, error: RankLostError) -> None:
+        self._exchange.lose(peer, error)
         frames.fail(self._exchange.lost[peer])
 
     def lost_ranks(self) -> frozenset[int]:
@@ -557,7 +567,7 @@ class PolledBulk(MatchedTransport):
         return True
 
     def _break(self, peer: int, error: RuntimeError) -> None:
-        self._exchange.lose(peer, _gone(peer, f"its connection was closed ({reason(error)})"))
+        self._exchange.lose(peer, _closed(peer, error))
 
     def lost_ranks(self) -> frozenset[int]:
         return frozenset(self._exchange.lost)
@@ -594,6 +604,10 @@ class PolledBulk(MatchedTransport):
 
 def _gone(rank: int, why: str) -> RankLostError:
     return RankLostError(f"rank {rank} is gone: {why}", rank=rank)
+
+
+def _closed(rank: int, error: RuntimeError) -> RankLostError:
+    return _gone(rank, f"its connection was closed ({reason(error)})")
 
 
 def _close_quietly(close: Callable[[], None]) -> None:

@@ -1,0 +1,146 @@
+"""What a peer sent before it left, over a polled backend: it is received, however late its receiver looks."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+
+import pytest
+
+from asyncdist.errors import RankLostError
+from asyncdist.transports.local import LocalHub
+from asyncdist.transports.torch_distributed import polled
+
+TAG, ENTRIES_TAG = 3, 4
+NBYTES = polled.INLINE_NBYTES_MAX + 1
+DATA = (bytes(range(256)) * (NBYTES // 256 + 1))[:NBYTES]
+
+
+@dataclass
+class Cable:
+    """Bytes between pairs of ranks, in memory: what has been sent has arrived."""
+
+    arrived: defaultdict[tuple[int, int], deque[bytes]] = field(default_factory=lambda: defaultdict(deque))
+    closed: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Sent:
+    """A send that is complete."""
+
+    def test(self) -> bool:
+        return True
+
+
+@dataclass
+class Awaited:
+    """A receive, which copies when it is tested."""
+
+    cable: Cable
+    source: int
+    dest: int
+    view: memoryview
+
+    def test(self) -> bool:
+        arrived = self.cable.arrived[self.source, self.dest]
+        if arrived:
+            self.view[:] = arrived.popleft()
+            return True
+        if self.source in self.cable.closed:
+            raise RuntimeError("Connection closed by peer")
+        return False
+
+
+@dataclass
+class CablePairs:
+    """Stands in for the Pairs of one rank."""
+
+    cable: Cable
+    rank: int
+
+    def send(self, view: memoryview, dest: int) -> Sent:
+        if dest in self.cable.closed:
+            raise RuntimeError("Connection closed by peer")
+        self.cable.arrived[self.rank, dest].append(bytes(view))
+        return Sent()
+
+    def receive(self, view: memoryview, source: int) -> Awaited:
+        return Awaited(self.cable, source, self.rank, view)
+
+    def close(self) -> None:
+        self.cable.closed.add(self.rank)
+
+
+@pytest.fixture(autouse=True)
+def close_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(polled, "GOODBYE_S", 0.0)
+
+
+def two_ranks() -> tuple[polled.PolledTransport, polled.PolledTransport, tuple[Cable, Cable]]:
+    cables = Cable(), Cable()
+    pairs = [tuple(CablePairs(cable, rank) for cable in cables) for rank in range(2)]
+    sender, receiver = (polled.PolledTransport(rank, 2, "cable", pairs[rank]) for rank in range(2))
+    return sender, receiver, cables
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_large_message_is_received_although_its_sender_has_said_goodbye(
+    closes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes and the goodbye come between two looks of the receiver; at the next one the sender may be gone."""
+    if not closes:
+        monkeypatch.setattr(CablePairs, "close", lambda _: None)
+    sender, receiver, (frames, large) = two_ranks()
+    buffer = bytearray(NBYTES)
+    send, receive = sender.isend(DATA, 1, TAG), receiver.irecv(buffer, 0, TAG)
+    assert not receive.test()  # the announcement is answered
+    assert not large.arrived[0, 1]
+    send.test()  # the answer is heard
+    sender.close()
+    assert len(large.arrived[0, 1]) == len(frames.arrived[0, 1]) == 1
+
+    later = receiver.irecv(bytearray(1), 0, TAG)
+    assert receive.test()
+    assert buffer == DATA
+    assert receiver.lost_ranks() == {0}
+    with pytest.raises(RankLostError, match="rank 0 is gone"):
+        later.test()
+
+
+def test_a_large_message_of_which_nothing_came_is_lost_with_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, receiver, _ = two_ranks()
+    sender.isend(bytes(NBYTES), 1, TAG)
+    receive = receiver.irecv(bytearray(NBYTES), 0, TAG)
+    assert not receive.test()
+    monkeypatch.setattr(sender, "_poll", lambda: None)  # it does not hear the answer
+    sender.close()
+    with pytest.raises(RankLostError, match="rank 0 is gone"):
+        receive.test()
+
+
+def test_a_large_message_on_the_bulk_plane_is_received_although_control_has_lost_its_sender() -> None:
+    hub, cable = LocalHub(2), Cable()
+    sender, receiver = (
+        polled.PolledBulk(hub.transport(rank), ENTRIES_TAG, "cable", CablePairs(cable, rank)) for rank in range(2)
+    )
+    buffer = bytearray(NBYTES)
+    send, receive = sender.isend(DATA, 1, TAG), receiver.irecv(buffer, 0, TAG)
+    assert not receive.test()
+    send.test()
+    hub.lose(0)
+    later = receiver.irecv(bytearray(1), 0, TAG)
+    assert receive.test()
+    assert buffer == DATA
+    with pytest.raises(RankLostError, match="rank 0 is gone"):
+        later.test()
+
+
+def test_an_answer_read_from_a_peer_that_has_closed_fails_its_send() -> None:
+    """Another send finds the connection closed first, and the answer is read before the peer counts as lost."""
+    sender, receiver, _ = two_ranks()
+    large, receive = sender.isend(DATA, 1, TAG), receiver.irecv(bytearray(NBYTES), 0, TAG)
+    assert not receive.test()
+    receiver.close()
+    for send in (sender.isend(b"small", 1, TAG), large):
+        with pytest.raises(RankLostError, match="rank 1 is gone"):
+            send.test()
