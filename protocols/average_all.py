@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from asyncdist import Group, World, average_models
-from asyncdist.collectives.agreed_start import Start
+from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.tensors.flat_state import SnapshotPool, reset_optimizer_state
 from protocols.options import AveragingOptions
 from protocols.policy import MetricSource, SpawnPolicy
@@ -110,8 +110,15 @@ class AverageAllPolicy(SpawnPolicy):
         self._flat.tensors(self._layout)  # raises where the model has been changed since
         # A member that stopped after go would leave the others in the average, and be out of step with them for good.
         name = "average of all"
-        return await world.start_together(
-            members, self._subject, self._average_together, _keep, name=name, is_held=True
+        return await start_together(
+            world.services,
+            world.agreements,
+            members,
+            self._subject,
+            self._average_together,
+            _keep,
+            name=name,
+            is_held=True,
         )
 
     async def _average_together(self, start: Start[StepInfo]) -> StepInfo:

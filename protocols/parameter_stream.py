@@ -30,9 +30,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from asyncdist import Envelope, RankLostError, World, tags
+from asyncdist import Envelope, RankLostError, tags
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.outbound_streams import OutboundStream
+from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import CHUNK_NBYTES, WINDOW_COUNT, Cancel, Grant, InboundStream
 from asyncdist.tensors.byte_views import byte_view, split
 from asyncdist.tensors.flat_state import FlatBuffers
@@ -87,7 +88,7 @@ class SnapshotServer:
     its offer is withdrawn it holds no tensors.
 
     Args:
-        world: this rank's.
+        services: of this rank.
         scope: of the policy's members.
 
     Attributes:
@@ -95,14 +96,14 @@ class SnapshotServer:
         sent_nbytes: streamed so far.
     """
 
-    def __init__(self, world: World, scope: int) -> None:
-        self._world = world
+    def __init__(self, services: Services, scope: int) -> None:
+        self._services = services
         self._offers: list[Offer] = []
         self._chunks: WeakKeyDictionary[FlatBuffers, dict[tuple[int, int], list[memoryview]]] = WeakKeyDictionary()
         self._early: dict[tuple[int, int], tuple[int, Grant]] = {}  # by source and slot: round and grant
         self._over: float = 0
         self.sent_nbytes = 0
-        self.channel: Channel[StreamMessage] = world.open_channel(
+        self.channel: Channel[StreamMessage] = services.open_channel(
             StreamMessage, tag=tags.PARAM, scope=scope, name="parameter streams", handler=self._on_message
         )
 
@@ -143,7 +144,7 @@ class SnapshotServer:
         if offer.withdrawn and not offer.streams and offer in self._offers:
             self._offers.remove(offer)
             offer.on_free(offer.snapshot)
-            self._world.engine.recheck()
+            self._services.engine.recheck()
 
     def _on_message(self, envelope: Envelope[StreamMessage]) -> None:
         message, key = envelope.message, (envelope.source, envelope.message.slot)
@@ -169,7 +170,7 @@ class SnapshotServer:
             self._refuse(key)
 
     def _refuse(self, key: tuple[int, int]) -> None:
-        self._world.spawn_service(self._abort(OutboundStream(self._world.engine, [], *key)), name="abort")
+        self._services.spawn_service(self._abort(OutboundStream(self._services.engine, [], *key)), name="abort")
 
     def _stream(self, offer: Offer, grant: Grant, key: tuple[int, int]) -> None:
         """Send at once what the transport takes; a task sends the rest."""
@@ -177,12 +178,12 @@ class SnapshotServer:
         if chunks is None:
             self._refuse(key)
             return
-        stream = OutboundStream(self._world.engine, chunks, *key)
+        stream = OutboundStream(self._services.engine, chunks, *key)
         if stream.start():
             self._count(stream)
             return
         offer.streams[stream] = key
-        self._world.spawn_service(self._send(offer, stream), name=f"stream to rank {key[0]}")
+        self._services.spawn_service(self._send(offer, stream), name=f"stream to rank {key[0]}")
 
     async def _send(self, offer: Offer, stream: OutboundStream) -> None:
         try:
@@ -196,7 +197,7 @@ class SnapshotServer:
 
     def _count(self, stream: OutboundStream) -> None:
         self.sent_nbytes += stream.sent_nbytes
-        self._world.stream_sent_nbytes += stream.sent_nbytes
+        self._services.stream_sent_nbytes += stream.sent_nbytes
 
     async def _abort(self, stream: OutboundStream) -> None:
         try:
@@ -345,7 +346,7 @@ class SnapshotReceiver:
     """Makes the weighted mean of the snapshots of a round's donors at the replacer's end, added as they arrive.
 
     Args:
-        world: this rank's.
+        services: of this rank.
         channel: the policy's parameter-stream channel.
         accumulator: flat tensors in the accumulation dtypes; what is in them is overwritten.
         ring: for chunks that cannot land in place.
@@ -362,7 +363,7 @@ class SnapshotReceiver:
 
     def __init__(
         self,
-        world: World,
+        services: Services,
         channel: Channel[StreamMessage],
         accumulator: FlatBuffers,
         ring: ChunkRing,
@@ -371,7 +372,7 @@ class SnapshotReceiver:
         best: int,
         round: int,
     ) -> None:
-        self._world = world
+        self._services = services
         self._channel = channel
         self.accumulator = accumulator
         self.donors = donors
@@ -405,7 +406,7 @@ class SnapshotReceiver:
             is_first = not self._asked_count
             share = self._layout.share(self._ring, self._page, self._offset, first=is_first, exact=donor == self.best)
             self._page, self._offset = share.page, share.offset
-            stream = InboundStream(self._world.slots, donor, share.targets, 0)
+            stream = InboundStream(self._services.slots, donor, share.targets, 0)
             self._streams.append(stream)
             self._asked.append((stream, share.landings))
             self._asked_count += 1
@@ -442,7 +443,7 @@ class SnapshotReceiver:
                     if self._is_asking:
                         self.ask()
                 self.received_nbytes += stream.received_nbytes
-                self._world.stream_received_nbytes += stream.received_nbytes
+                self._services.stream_received_nbytes += stream.received_nbytes
                 if self._is_asking:
                     self.ask()
         finally:
@@ -470,7 +471,7 @@ class SnapshotReceiver:
         self._under_way.popleft()
 
     def _cancel(self, stream: InboundStream) -> None:
-        if stream.source not in self._world.gone:
+        if stream.source not in self._services.gone:
             self._channel.send_nowait(Cancel(stream.slot), stream.source, round=self._round)
 
 

@@ -29,9 +29,10 @@ from asyncdist import (
     current_world,
     validation,
 )
-from asyncdist.collectives.agreed_start import Start
+from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.collectives.agreement_messages import Agreed
 from asyncdist.collectives.groups import check_open
+from asyncdist.messaging.services import Services
 from asyncdist.tensors.flat_state import Fingerprint, FlatState, first_difference
 from protocols.options import check_callable
 from protocols.step_info import StepInfo
@@ -112,6 +113,7 @@ class SpawnPolicy(abc.ABC):
         self._stepping = False
         self._is_beginning = False
         self._world: World
+        self._services: Services
         self._group: Group
         self._joint_start: Start[None]
         self.is_alone: bool
@@ -141,6 +143,7 @@ class SpawnPolicy(abc.ABC):
                 f"this {type(self).__name__} was entered before; make a new one", state=self._stage
             )
         self._world = self._given_world or current_world()
+        self._services = self._world.services
         self._group = self._given_group or self._world.group
         check_open(self._group)
         if self._world.rank not in self._group.ranks:
@@ -152,7 +155,16 @@ class SpawnPolicy(abc.ABC):
             ranks = members if leader in members else (*members, leader)
             self._stage = "starting"
             try:
-                await self._world.start_together(ranks, START, self._begin, self._end, name=START, leader=leader)
+                await start_together(
+                    self._services,
+                    self._world.agreements,
+                    ranks,
+                    START,
+                    self._begin,
+                    self._end,
+                    name=START,
+                    leader=leader,
+                )
             except BaseException:
                 self._forget_start()
                 raise

@@ -51,6 +51,7 @@ class Services:
     Attributes:
         rank: this rank, from 0.
         size: the number of ranks.
+        time: a function without arguments that returns seconds on the loop's clock, from an arbitrary start.
         engine: polls the requests of this rank.
         slots: the slots of the bulk streams that this rank receives.
         gone: ranks that have left or are lost.
@@ -68,6 +69,7 @@ class Services:
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, nonce: int) -> None:
         self.rank = engine.transport.rank
         self.size = engine.transport.size
+        self.time: Callable[[], float] = loop.time
         self.engine = engine
         self.slots = streams.Slots(engine)
         self.gone: set[int] = set()

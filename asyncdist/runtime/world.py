@@ -18,7 +18,6 @@ from typing import Any, Final, ParamSpec, TypeVar
 import torch
 
 from asyncdist import validation
-from asyncdist.collectives.agreed_start import start_together
 from asyncdist.collectives.groups import Group, check_open
 from asyncdist.errors import AsyncdistError, ClosedError, LocalProtocolError
 from asyncdist.messaging import wire
@@ -112,26 +111,13 @@ class World:
         self.rank = services.rank
         self.size = services.size
         self.group = group
-        self.time: Callable[[], float] = loop.time
+        self.time = services.time
         self.services = services
         self.peers = Peers(services, group)
         self.collectives = self.peers.collectives
         self.agreements = self.peers.agreements
         self.scratch = Scratch()
         self.virtual_clock: VirtualClock | None = None
-        # Protocols and tests still reach some services through the world; these lines go when none does.
-        self.engine = services.engine
-        self.slots = services.slots
-        self.gone = services.gone
-        self.left = services.left
-        self.leftover_probes = services.leftover_probes
-        self.open_channel = services.open_channel
-        self.next_scope = services.next_scope
-        self.spawn_service = services.spawn_service
-        self.check_peer = services.check_peer
-        self.on_gone = services.on_gone
-        self.off_gone = services.off_gone
-        self.start_together = functools.partial(start_together, services, self.agreements)
         self._engine = services.engine
         self._transport = services.engine.transport
         self._nonce = nonce
@@ -372,24 +358,6 @@ class World:
             stream_sent_nbytes=self.services.stream_sent_nbytes,
             stream_received_nbytes=self.services.stream_received_nbytes,
         )
-
-    @property
-    def stream_sent_nbytes(self) -> int:
-        """Bytes of bulk streams sent so far."""
-        return self.services.stream_sent_nbytes
-
-    @stream_sent_nbytes.setter
-    def stream_sent_nbytes(self, nbytes: int) -> None:
-        self.services.stream_sent_nbytes = nbytes
-
-    @property
-    def stream_received_nbytes(self) -> int:
-        """Bytes of bulk streams received so far."""
-        return self.services.stream_received_nbytes
-
-    @stream_received_nbytes.setter
-    def stream_received_nbytes(self, nbytes: int) -> None:
-        self.services.stream_received_nbytes = nbytes
 
     # -- for the runtime --------------------------------------------------------------------------------------------
 

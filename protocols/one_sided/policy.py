@@ -236,10 +236,16 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             chunk_nbytes=self._chunk_nbytes,
         )
         self._reader = DonorReader(
-            world, self._group, self._exposure, self._packing, self._flat, self._counts, chunk_nbytes=self._chunk_nbytes
+            world.rank,
+            self._group,
+            self._exposure,
+            self._packing,
+            self._flat,
+            self._counts,
+            chunk_nbytes=self._chunk_nbytes,
         )
         self._begin_life()
-        world.leftover_probes.append(self._leftovers)
+        self._services.leftover_probes.append(self._leftovers)
 
     async def _stop(self, error: BaseException | None) -> None:
         """Leave the policy. Readers that are being answered get the rest first, unless ``error`` makes it pointless."""
@@ -253,19 +259,19 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             self._give_up(replacement, "the policy ended")
         deadline = None
         try:
-            if error is None and self._world.engine.failure is None:
+            if error is None and self._services.engine.failure is None:
                 deadline = self._world.time() + self._averaging.drain_timeout_s
-                await self._world.engine.until(self._is_quiet, "the end of its own reads", deadline=deadline)
+                await self._services.engine.until(self._is_quiet, "the end of its own reads", deadline=deadline)
         finally:
             self._states.clear()
             if not self._leftovers():  # it would keep model and buffers for the life of the world
-                self._world.leftover_probes.remove(self._leftovers)
+                self._services.leftover_probes.remove(self._leftovers)
             if not self._is_publishing:  # else when the device has written the last of it
                 await self._exposure.close(deadline)
 
     def _is_quiet(self) -> bool:
         is_reading = self._task is not None and not self._task.done()
-        return not is_reading and not self._is_publishing and not self._world.slots.discarding_count
+        return not is_reading and not self._is_publishing and not self._services.slots.discarding_count
 
     def _leftovers(self) -> list[str]:
         if not self._reader.accumulators.in_use:
@@ -319,7 +325,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             self._expose(state, iteration, metric, began_at)
             return
         self._is_publishing = True
-        self._world.engine.watch(copy, "a snapshot", lambda _: self._expose(state, iteration, metric, began_at))
+        self._services.engine.watch(copy, "a snapshot", lambda _: self._expose(state, iteration, metric, began_at))
 
     def _expose(self, state: FlatBuffers, iteration: int, metric: float, began_at: float) -> None:
         """Publish a snapshot that is whole. One that holds NaN gets NaN as its metric, so that no rank takes it.
@@ -329,7 +335,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         assert self._exposure is not None, "a step outside the policy"
         self._is_publishing = False
         if self._stage == "closed":
-            self._world.spawn_service(self._exposure.close(None), name="the end of what this rank exposes")
+            self._services.spawn_service(self._exposure.close(None), name="the end of what this rank exposes")
             return
         if not self._own.may_be_given(state):
             self._unpublished["weights are not finite (the metric is published, as NaN)"] += 1
@@ -352,7 +358,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         """Judge and read in the background. The first turn of the loop is taken now, while the metrics are fresh."""
         replacement = self._replacement = Replacement(self._counts["killed"] + 1, self._world.time())
         self._dies_at = self._step_count + self.average_every if self._dies_at != _NEVER else _NEVER  # if this fails
-        self._task = self._world.spawn_service(self._replace(replacement), name=f"replacement {replacement.number}")
+        self._task = self._services.spawn_service(self._replace(replacement), name=f"replacement {replacement.number}")
         await yield_to_loop()
 
     def _begin_life(self) -> None:

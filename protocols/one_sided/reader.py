@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from asyncdist import Group, World
+from asyncdist import Group
 from asyncdist.collectives.one_sided import OutdatedError, VersionedWindow, VersionRecord
 from asyncdist.tensors.byte_layout import Packing
 from asyncdist.tensors.byte_views import byte_view
@@ -52,7 +52,7 @@ class DonorReader:
     """Reads metrics and snapshots of the other members.
 
     Args:
-        world: this rank's.
+        rank: this rank.
         group: the policy's members.
         window: the versions that the members publish.
         packing: where the entries of the state lie in a snapshot.
@@ -66,7 +66,7 @@ class DonorReader:
 
     def __init__(
         self,
-        world: World,
+        rank: int,
         group: Group,
         window: VersionedWindow,
         packing: Packing,
@@ -75,7 +75,7 @@ class DonorReader:
         *,
         chunk_nbytes: int,
     ) -> None:
-        self._world = world
+        self._rank = rank
         self._group = group
         self._window = window
         self._packing = packing
@@ -88,7 +88,7 @@ class DonorReader:
         """Return the newest metric that each member has published, and this rank's own; a member may have none."""
         metrics = {}
         for rank in self._group.ranks:
-            if rank == self._world.rank:
+            if rank == self._rank:
                 if own_metric is not None:
                     metrics[rank] = own_metric
             else:

@@ -99,8 +99,8 @@ class ReplayBuffer:
     def __init__(
         self, server: int, *, name: str = "replay", start_timeout_s: float = 60.0, world: World | None = None
     ) -> None:
-        self._world = world or current_world()
-        self._world.check_peer(server)
+        self._services = (world or current_world()).services
+        self._services.check_peer(server)
         if not isinstance(name, str):
             validation.refuse("name", name, "a string", TypeError)
         self._server = server
@@ -116,16 +116,16 @@ class ReplayBuffer:
         self._adding_count = self._drawing_count = 0
         self._is_closed = False
         # Draws may wait for items that this rank is yet to add, so adds have a limit of their own.
-        self._add_limit = self._draw_limit = RequestLimit(self._world.engine, 0)
+        self._add_limit = self._draw_limit = RequestLimit(self._services.engine, 0)
         self._own_layout: RowLayout | None = None
         self._layout: RowLayout | None = None
 
     async def __aenter__(self) -> Self:
-        world, server = self._world, self._server
+        services, server = self._services, self._server
         if self._channel is not None:
             raise LocalProtocolError("a ReplayBuffer is entered once; make another one")
         to_server, to_clients = scopes(server, self._name)
-        self._channel = world.open_channel(
+        self._channel = services.open_channel(
             ReplayMessage,
             tag=tags.REPLAY,
             scope=to_clients,
@@ -134,30 +134,30 @@ class ReplayBuffer:
             handler=self._on_message,
         )
         self._entry = self._channel.lane.sent_count  # of all entries of a rank each finds another: it sends
-        world.on_gone(self._on_gone)
+        services.on_gone(self._on_gone)
         try:
-            if server in world.gone:
+            if server in services.gone:
                 self._on_gone(server)
             self._welcome = await self._knock()
         except BaseException:
             self._close()
             raise
-        self._add_limit = RequestLimit(world.engine, self._welcome.in_flight_max)
-        self._draw_limit = RequestLimit(world.engine, self._welcome.in_flight_max)
+        self._add_limit = RequestLimit(services.engine, self._welcome.in_flight_max)
+        self._draw_limit = RequestLimit(services.engine, self._welcome.in_flight_max)
         return self
 
     async def _knock(self) -> Welcome:
         """Ask to be let in, again and again, until there is an answer."""
-        engine, what = self._world.engine, f"the replay buffer {self._name!r} on rank {self._server}"
-        give_up_at, period_s = self._world.time() + self._start_timeout_s, _KNOCK_PERIOD_S
+        engine, what = self._services.engine, f"the replay buffer {self._name!r} on rank {self._server}"
+        give_up_at, period_s = self._services.time() + self._start_timeout_s, _KNOCK_PERIOD_S
         while self._welcome is None and self._error is None:
-            if self._world.time() >= give_up_at:
+            if self._services.time() >= give_up_at:
                 raise StartTimeoutError(
                     f"rank {self._server} served no replay buffer {self._name!r} within {self._start_timeout_s:g} s",
                     missing=(self._server,),
                 )
             self._send(Open(self._entry))
-            knock_again_at = min(give_up_at, self._world.time() + period_s)
+            knock_again_at = min(give_up_at, self._services.time() + period_s)
             period_s *= 2
             await engine.until(
                 lambda: self._welcome is not None or self._error is not None, what, deadline=knock_again_at
@@ -171,7 +171,7 @@ class ReplayBuffer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            engine = self._world.engine
+            engine = self._services.engine
             if error is None and engine.failure is None:
                 await engine.until(lambda: not self._adding_count, "answers of the replay buffer")
                 self._send(Leaving())
@@ -188,10 +188,10 @@ class ReplayBuffer:
         self._is_closed = True
         for stream in self._streams.values():
             stream.stop()
-        if self._server not in self._world.gone:
+        if self._server not in self._services.gone:
             with contextlib.suppress(RankLostError):
                 self._channel.send_nowait(Bye(), self._server)
-        self._world.off_gone(self._on_gone)
+        self._services.off_gone(self._on_gone)
         self._channel.close(afterwards=self._refuse_grant)
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class ReplayBuffer:
             return await self._unpack(drawn)
         finally:
             self._drawing_count -= 1
-            self._world.engine.recheck()
+            self._services.engine.recheck()
 
     async def update_priorities(
         self, ids: torch.Tensor | Sequence[int], priorities: torch.Tensor | Sequence[float]
@@ -305,7 +305,7 @@ class ReplayBuffer:
         finally:
             self._adding_count -= 1
             if not self._adding_count:
-                self._world.engine.recheck()
+                self._services.engine.recheck()
 
     async def _call(
         self,
@@ -327,10 +327,11 @@ class ReplayBuffer:
             raise self._error
         request, self._next_request = self._next_request, (self._next_request + 1) % _REQUEST_COUNT
         message, payload = make(request)
-        call = self._calls[request] = PendingCall(self._world.engine.loop.create_future(), payload, limit)
+        call = self._calls[request] = PendingCall(self._services.engine.loop.create_future(), payload, limit)
         self._send(message)
         try:
-            await self._world.engine.park(call.waiter, f"the replay buffer {self._name!r} on rank {self._server}")
+            what = f"the replay buffer {self._name!r} on rank {self._server}"
+            await self._services.engine.park(call.waiter, what)
         except asyncio.CancelledError:
             if isinstance(message, Draw):
                 self._send(Withdraw(request))
@@ -360,20 +361,20 @@ class ReplayBuffer:
         if self._error is not None:  # no grant is answered any more
             raise self._error
         buffer = np.empty(drawn.nbytes, np.uint8)
-        world, targets = self._world, split(buffer.data, CHUNK_NBYTES)
-        with world.slots.inbound(self._server, targets, lambda slot: self._send(Cancel(slot))) as stream:
+        services, targets = self._services, split(buffer.data, CHUNK_NBYTES)
+        with services.slots.inbound(self._server, targets, lambda slot: self._send(Cancel(slot))) as stream:
             self._send(Grant(stream.slot, drawn.nbytes, CHUNK_NBYTES), round=drawn.request)
             try:
                 await stream.whole()
             except StreamAborted as error:  # the server says why on another tag, which may be slower
-                await world.engine.until(
+                await services.engine.until(
                     lambda: self._error is not None,
                     f"the last words of the replay buffer {self._name!r}",
-                    deadline=world.time() + _LAST_WORDS_S,
+                    deadline=services.time() + _LAST_WORDS_S,
                 )
                 failure: AsyncdistError | None = self._error
                 raise failure or error from error
-        world.stream_received_nbytes += drawn.nbytes
+        services.stream_received_nbytes += drawn.nbytes
         return buffer
 
     def _send(self, message: Any, *, round: int = 0) -> None:
@@ -412,12 +413,12 @@ class ReplayBuffer:
                     self._streams[slot].stop()
             case Ended(kind, text):
                 self._fail(self._ended(kind, text))
-        self._world.engine.recheck()
+        self._services.engine.recheck()
 
     def _refuse_grant(self, envelope: Envelope[ReplayMessage]) -> None:
         """Answer a late grant: the items will not be sent any more, since the block was left."""
         if envelope.source == self._server:
-            refuse_grant(self._world, envelope)
+            refuse_grant(self._services, envelope)
 
     def _on_declare(self, message: Declare) -> None:
         try:
@@ -444,9 +445,10 @@ class ReplayBuffer:
         payload = None if call is None or call.waiter.cancelled() else call.payload
         fits = payload is not None and grant.nbytes == len(payload)
         chunks = split(payload.data, grant.chunk_nbytes) if fits and payload is not None else []
-        stream = OutboundStream(self._world.engine, chunks, self._server, grant.slot)
+        services = self._services
+        stream = OutboundStream(services.engine, chunks, self._server, grant.slot)
         self._streams[grant.slot] = stream
-        self._world.spawn_service(self._stream(grant.slot, stream, bool(chunks)), name=f"items for rank {self._server}")
+        services.spawn_service(self._stream(grant.slot, stream, bool(chunks)), name=f"items for rank {self._server}")
 
     async def _stream(self, slot: int, stream: OutboundStream, has_items: bool) -> None:
         try:
@@ -454,7 +456,7 @@ class ReplayBuffer:
         except RankLostError as error:
             self._fail(error)
         finally:
-            self._world.stream_sent_nbytes += stream.sent_nbytes
+            self._services.stream_sent_nbytes += stream.sent_nbytes
             if self._streams.get(slot) is stream:  # the slot may be in use again already
                 del self._streams[slot]
 
@@ -464,7 +466,7 @@ class ReplayBuffer:
         if self._welcome is None:
             self._fail(self._abandoned())
         else:
-            self._world.spawn_service(self._hear_why(), name=f"the end of the replay buffer {self._name!r}")
+            self._services.spawn_service(self._hear_why(), name=f"the end of the replay buffer {self._name!r}")
 
     def _ended(self, kind: str, text: str) -> AsyncdistError:
         what = f"the replay buffer {self._name!r} on rank {self._server} ended before its clients"
@@ -473,20 +475,19 @@ class ReplayBuffer:
         return RemoteError(f"{what}: {kind}: {text}", rank=self._server, kind=kind, text=text)
 
     def _abandoned(self) -> ClosedError:
-        return ClosedError(
-            f"rank {self._server} serves no replay buffer any more: it has left or is lost", rank=self._server
-        )
+        text = f"rank {self._server} serves no replay buffer any more: it has left or is lost"
+        return ClosedError(text, rank=self._server)
 
     async def _hear_why(self) -> None:
         """A server that gives up says why before it leaves, but messages of different tags overtake each other."""
         error: AsyncdistError = self._abandoned()
         try:
-            await self._world.engine.until(
-                lambda: self._error is not None or self._server not in self._world.left,
+            await self._services.engine.until(
+                lambda: self._error is not None or self._server not in self._services.left,
                 f"the last words of the replay buffer {self._name!r}",
-                deadline=self._world.time() + _LAST_WORDS_S,
+                deadline=self._services.time() + _LAST_WORDS_S,
             )
-            await self._world.engine.drain()
+            await self._services.engine.drain()
         except AsyncdistError as failure:  # of the job
             error = failure
         finally:

@@ -26,6 +26,7 @@ import torch
 from asyncdist import BusyError, Envelope, RankLostError, RemoteProtocolError, World, current_world, tags
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.outbound_streams import OutboundStream
+from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, StreamAborted, check_grant
 from asyncdist.tensors.byte_views import split
 from asyncdist.tensors.serialization import words_of
@@ -97,21 +98,21 @@ async def serve_replay_buffer(
     check_clients(clients, world)
     check_options(capacity, prioritized, alpha, score, in_flight_max, seed, name)
     store = ReplayStore(capacity, alpha=alpha if prioritized else None, seed=seed)
-    server = _Server(world, tuple(clients), store, score, in_flight_max, name)
+    server = _Server(world.services, tuple(clients), store, score, in_flight_max, name)
     return await server.serve()
 
 
 class _Server:
     def __init__(
         self,
-        world: World,
+        services: Services,
         clients: tuple[int, ...],
         store: ReplayStore,
         score: Score | None,
         in_flight_max: int,
         name: str,
     ) -> None:
-        self._world = world
+        self._services = services
         self._store = store
         self._score = score
         self._in_flight_max = in_flight_max
@@ -125,11 +126,11 @@ class _Server:
         self._added: Counter[int] = Counter()
         self._drawn: Counter[int] = Counter()
         self._stale_update_count = 0
-        self._clients = {rank: Client(rank, is_done=rank in world.gone) for rank in clients}
-        to_server, to_clients = scopes(world.rank, name)
+        self._clients = {rank: Client(rank, is_done=rank in services.gone) for rank in clients}
+        to_server, to_clients = scopes(services.rank, name)
         # Knocks, a declaration, grants, cancels, withdrawals and a farewell beside the requests themselves.
         capacity = 2 * (len(clients) + 1) * (2 * in_flight_max + 32)
-        self._channel: Channel[Any] = world.open_channel(
+        self._channel: Channel[Any] = services.open_channel(
             ReplayMessage,
             tag=tags.REPLAY,
             scope=to_server,
@@ -137,7 +138,7 @@ class _Server:
             name=f"replay {name}",
             capacity=capacity,
         )
-        world.on_gone(self._on_gone)
+        services.on_gone(self._on_gone)
 
     async def serve(self) -> ReplayStatistics:
         channel = self._channel
@@ -161,8 +162,8 @@ class _Server:
             self._has_ended = True
             for client in self._clients.values():
                 self._finish(client)
-            self._world.off_gone(self._on_gone)
-            channel.close(afterwards=functools.partial(refuse_grant, self._world))
+            self._services.off_gone(self._on_gone)
+            channel.close(afterwards=functools.partial(refuse_grant, self._services))
         return ReplayStatistics(
             added={rank: self._added[rank] for rank in self._clients},
             drawn={rank: self._drawn[rank] for rank in self._clients},
@@ -172,16 +173,16 @@ class _Server:
         )
 
     async def _wait_for_clients(self) -> None:
-        engine, what = self._world.engine, f"clients of the replay buffer {self._name!r}"
+        engine, what = self._services.engine, f"clients of the replay buffer {self._name!r}"
         if not self._has_warned and all_wait_to_draw(self._clients.values(), self._store.size):
-            if await engine.until(self._has_work, what, deadline=self._world.time() + _PATIENCE_S):
+            if await engine.until(self._has_work, what, deadline=self._services.time() + _PATIENCE_S):
                 return
             self._has_warned = True
             logger.warning(
                 "replay buffer %r on rank %d holds %d items; for %g s all of its clients have waited in draws of more, "
                 "and none has added: %s. Add first, draw less, or draw with wait=False",
                 self._name,
-                self._world.rank,
+                self._services.rank,
                 self._store.size,
                 _PATIENCE_S,
                 describe_draws(self._clients.values(), self._store.size),
@@ -207,7 +208,7 @@ class _Server:
         client.outgoing.clear()
         for stream in client.streams.values():
             stream.stop()
-        self._world.engine.recheck()
+        self._services.engine.recheck()
 
     # -- what clients say -------------------------------------------------------------------------------------------
 
@@ -215,12 +216,10 @@ class _Server:
         client = self._clients.get(envelope.source)
         if client is None:
             if isinstance(envelope.message, Open):
-                assigned = sorted(self._clients)
-                reason = (
-                    f"rank {envelope.source} is no client of {self._name!r} on rank {self._world.rank}: {assigned} are"
-                )
+                own, assigned = self._services.rank, sorted(self._clients)
+                reason = f"rank {envelope.source} is no client of {self._name!r} on rank {own}: {assigned} are"
                 self._send_nowait(envelope.source, Refused(envelope.message.entry, reason))
-            refuse_grant(self._world, envelope)
+            refuse_grant(self._services, envelope)
         elif isinstance(envelope.message, Open):
             self._admit(client, envelope.message.entry)
         elif client.is_refused and isinstance(envelope.message, Bye):
@@ -233,7 +232,7 @@ class _Server:
         # all else was meant for a buffer that was here before, or came behind what the client was refused for
 
     def _admit(self, client: Client, entry: int) -> None:
-        if client.rank in self._world.gone or entry == client.entry:  # it knocked again before it heard the answer
+        if client.rank in self._services.gone or entry == client.entry:  # it knocked again before it heard the answer
             return
         self._finish(client)
         self._clients[client.rank] = Client(client.rank, entry, is_open=True)
@@ -336,7 +335,7 @@ class _Server:
         """Let the next large batch of this client come, one at a time."""
         if client.large and not client.is_receiving:
             client.is_receiving = True
-            self._world.spawn_service(
+            self._services.spawn_service(
                 self._receive(client, client.large.popleft()), name=f"replay items of rank {client.rank}"
             )
 
@@ -347,16 +346,16 @@ class _Server:
         try:
             buffer = np.empty(message.nbytes, np.uint8)
             targets = split(buffer.data, CHUNK_NBYTES)
-            with self._world.slots.inbound(client.rank, targets, cancel) as stream:
+            with self._services.slots.inbound(client.rank, targets, cancel) as stream:
                 grant = Grant(stream.slot, message.nbytes, CHUNK_NBYTES)
                 self._channel.send_nowait(grant, client.rank, round=message.request)
                 await stream.whole()
-            self._world.stream_received_nbytes += message.nbytes
+            self._services.stream_received_nbytes += message.nbytes
             self._store_received(client, message, buffer)
         except StreamAborted:
             self._fail(client, message.request, "withdrawn")
         except (BusyError, MemoryError) as error:
-            reason = f"no room for {message.nbytes} bytes on rank {self._world.rank}: {error}"
+            reason = f"no room for {message.nbytes} bytes on rank {self._services.rank}: {error}"
             self._fail(client, message.request, reason, later=True)
         except RankLostError:
             self._finish(client)
@@ -375,7 +374,7 @@ class _Server:
             if self._has_ended:
                 raise
             self._failure = self._failure or error
-            self._world.engine.recheck()
+            self._services.engine.recheck()
 
     def _cancel(self, rank: int, slot: int) -> None:
         self._send_nowait(rank, Cancel(slot))
@@ -458,9 +457,9 @@ class _Server:
         chunks = []
         if payload is not None and grant.nbytes == len(payload):
             chunks = split(payload.data, grant.chunk_nbytes)
-        stream = OutboundStream(self._world.engine, chunks, client.rank, grant.slot)
+        stream = OutboundStream(self._services.engine, chunks, client.rank, grant.slot)
         client.streams[grant.slot] = stream
-        self._world.spawn_service(self._send(client, grant.slot, stream, bool(chunks)), name="drawn items")
+        self._services.spawn_service(self._send(client, grant.slot, stream, bool(chunks)), name="drawn items")
 
     async def _send(self, client: Client, slot: int, stream: OutboundStream, has_items: bool) -> None:
         try:
@@ -468,7 +467,7 @@ class _Server:
         except RankLostError:
             self._finish(client)
         finally:
-            self._world.stream_sent_nbytes += stream.sent_nbytes
+            self._services.stream_sent_nbytes += stream.sent_nbytes
             if client.streams.get(slot) is stream:  # the slot may be in use again already
                 del client.streams[slot]
         self._answer_all()

@@ -19,6 +19,7 @@ from asyncdist import Envelope, RankLostError, World, current_world, tags, valid
 from asyncdist.collectives.agreement_messages import Agreed
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
+from asyncdist.messaging.services import Services
 from protocols.policy import START
 from protocols.selective.messages import (
     Abandoned,
@@ -68,7 +69,9 @@ async def coordinate(
     }
     rules = SelectiveRules(**{entry.name: options[entry.name] for entry in fields(SelectiveRules)})
     scopes = PolicyScopes(ranks, agreed)
-    coordinator = Coordinator(world, members, rules, scopes, stream_safe_points=int(options["stream_safe_points"]))
+    coordinator = Coordinator(
+        world.services, members, rules, scopes, stream_safe_points=int(options["stream_safe_points"])
+    )
     await coordinator.serve(is_reserved=True)
     return coordinator.statistics()
 
@@ -90,7 +93,7 @@ class Coordinator:
     """Carries out what the decision core answers; it owns two channels and the core.
 
     Args:
-        world: the coordinator's rank's.
+        services: of the coordinator's rank.
         members: ranks of the policy's group.
         rules: its options.
         scopes: of the policy.
@@ -99,21 +102,21 @@ class Coordinator:
 
     def __init__(
         self,
-        world: World,
+        services: Services,
         members: Sequence[int],
         rules: SelectiveRules,
         scopes: PolicyScopes,
         *,
         stream_safe_points: int,
     ) -> None:
-        self._world = world
+        self._services = services
         self._core = RoundCoordinator(members, rules, stream_safe_points=stream_safe_points)
-        self._gone = [rank for rank in members if rank in world.gone]
-        world.on_gone(self._gone.append)
-        self._reports: Channel[Report] = world.open_channel(
+        self._gone = [rank for rank in members if rank in services.gone]
+        services.on_gone(self._gone.append)
+        self._reports: Channel[Report] = services.open_channel(
             Report, tag=tags.METRIC, scope=scopes.to_coordinator, name="metric reports", overflow="latest"
         )
-        self._control: Channel[ControlMessage] = world.open_channel(
+        self._control: Channel[ControlMessage] = services.open_channel(
             ControlMessage,
             tag=tags.CONTROL,
             scope=scopes.to_coordinator,
@@ -127,7 +130,7 @@ class Coordinator:
         Args:
             is_reserved: whether a user awaits this, and may cancel it while the members go on: they are told then.
         """
-        core, world = self._core, self._world
+        core, services = self._core, self._services
         try:
             while not core.finished:
                 # Everything that has come is heard before any deadline is judged: this rank may have been computing.
@@ -135,18 +138,18 @@ class Coordinator:
                     if sends := self._hear(heard):
                         self._send(sends)
                 while self._gone:
-                    self._send(core.on_lost(self._gone.pop(0), world.time()))
+                    self._send(core.on_lost(self._gone.pop(0), services.time()))
                 deadline = core.next_deadline()
-                if deadline is not None and world.time() >= deadline:
-                    self._send(core.on_time(world.time()))
+                if deadline is not None and services.time() >= deadline:
+                    self._send(core.on_time(services.time()))
                 elif not core.finished:
-                    await world.engine.until(self._has_work, "reports and answers of members", deadline=deadline)
+                    await services.engine.until(self._has_work, "reports and answers of members", deadline=deadline)
         except asyncio.CancelledError:
-            if is_reserved and world.engine.failure is None:  # donors would wait for the end of their round in vain
+            if is_reserved and services.engine.failure is None:  # donors would wait in vain for the end of their round
                 self._send(core.on_stop())
             raise
         finally:
-            world.off_gone(self._gone.append)
+            services.off_gone(self._gone.append)
             self._reports.close()
             self._control.close()
 
@@ -161,7 +164,7 @@ class Coordinator:
         return self._control.receive_nowait() or self._reports.receive_nowait()
 
     def _hear(self, envelope: Envelope[Report | ControlMessage]) -> Sequence[Send]:
-        core, now = self._core, self._world.time()
+        core, now = self._core, self._services.time()
         rank, number = envelope.source, envelope.round
         match envelope.message:
             case Report() as report:  # nearly all are; a pattern with its fields takes five times as long

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from asyncdist import AsyncdistError, World
+from asyncdist import AsyncdistError
 from asyncdist.messaging.channels import Channel
+from asyncdist.messaging.services import Services
 from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool
 from protocols.parameter_stream import ChunkRing, SnapshotReceiver, StreamMessage
 from protocols.selective.messages import Frozen
@@ -32,10 +33,10 @@ class ExchangeBuffers:
         self.ring = ChunkRing()
         self.received_nbytes = 0
 
-    def release(self, accumulator: FlatBuffers, world: World) -> None:
+    def release(self, accumulator: FlatBuffers, services: Services) -> None:
         """Take an accumulator back. While discarded chunks may still land in it, or in the ring, use new memory."""
         self.accumulators.release(accumulator)
-        if world.slots.discarding_count:
+        if services.slots.discarding_count:
             self.accumulators = SnapshotPool(self._flat, accumulate=True)
             self.ring = ChunkRing()
 
@@ -44,25 +45,27 @@ class Exchange:
     """Receives the snapshots of one round.
 
     Args:
-        world: this rank's.
+        services: of this rank.
         channel: of the policy's parameter streams.
         buffers: the policy's.
         round: the round's number.
 
     Attributes:
         round: as given.
-        assigned_at: when this rank was named a replacer, on the world's clock.
+        assigned_at: when this rank was named a replacer, on the loop's clock.
         task: runs :meth:`run`; None before the round is frozen, and when the task ends by itself.
         average: the whole average; None until there is one, and where fresh weights are made.
         nbytes: received, counted when a stream has ended.
     """
 
-    def __init__(self, world: World, channel: Channel[StreamMessage], buffers: ExchangeBuffers, round: int) -> None:
-        self._world = world
+    def __init__(
+        self, services: Services, channel: Channel[StreamMessage], buffers: ExchangeBuffers, round: int
+    ) -> None:
+        self._services = services
         self._channel = channel
         self._buffers = buffers
         self.round = round
-        self.assigned_at = world.time()
+        self.assigned_at = services.time()
         self.task: asyncio.Task[None] | None = None
         self.average: FlatBuffers | None = None
         self.nbytes = 0
@@ -96,7 +99,7 @@ class Exchange:
         if receiver is None or receiver.donors != frozen.donors or receiver.best != frozen.best:
             self.close()
             receiver = self._receive(frozen.donors, frozen.best)
-        await receiver.run(frozen.weights, deadline=self._world.time() + frozen.timeout_s)
+        await receiver.run(frozen.weights, deadline=self._services.time() + frozen.timeout_s)
         return receiver
 
     def close(self) -> None:
@@ -107,7 +110,7 @@ class Exchange:
             self.nbytes += receiver.received_nbytes
             self._buffers.received_nbytes += receiver.received_nbytes
             if self.average is not receiver.accumulator:
-                self._buffers.release(receiver.accumulator, self._world)
+                self._buffers.release(receiver.accumulator, self._services)
 
     def discard(self) -> None:
         """Stop the exchange and free its memory: its average will not be applied."""
@@ -115,12 +118,12 @@ class Exchange:
             self.task.cancel()
         self.close()
         if self.average is not None:
-            self._buffers.release(self.average, self._world)
+            self._buffers.release(self.average, self._services)
 
     def _receive(self, donors: tuple[int, ...], best: int) -> SnapshotReceiver:
         accumulator = self._buffers.accumulators.acquire()
         ring = self._buffers.ring
         self._started = self._receiver = SnapshotReceiver(
-            self._world, self._channel, accumulator, ring, donors=donors, best=best, round=self.round
+            self._services, self._channel, accumulator, ring, donors=donors, best=best, round=self.round
         )
         return self._receiver

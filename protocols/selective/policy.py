@@ -233,30 +233,30 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         return super()._choose_leader() if self._coordinator_rank is None else self._coordinator_rank
 
     async def _start(self) -> None:
-        world, members = self._world, self._group.ranks
+        world, services, members = self._world, self._services, self._group.ranks
         self._own.begin()
         meeting = self._joint_start.meeting
         self._leader = meeting.leader
         scopes = PolicyScopes(meeting.ranks, await self._agree())
         if world.rank == self._leader:
             safe_points = safe_point_count(self._flat.nbytes)
-            self._coordinator = Coordinator(world, members, self._rules, scopes, stream_safe_points=safe_points)
-            world.spawn_service(self._coordinator.serve(), name="coordinator")
-        self._reports: Channel[Report] = world.open_channel(
+            self._coordinator = Coordinator(services, members, self._rules, scopes, stream_safe_points=safe_points)
+            services.spawn_service(self._coordinator.serve(), name="coordinator")
+        self._reports: Channel[Report] = services.open_channel(
             Report,
             tag=tags.METRIC,
             scope=scopes.to_members,
             peer_scope=scopes.to_coordinator,
             name="metric reports, out",
         )
-        self._control: Channel[ControlMessage] = world.open_channel(
+        self._control: Channel[ControlMessage] = services.open_channel(
             ControlMessage, tag=tags.CONTROL, scope=scopes.to_members, peer_scope=scopes.to_coordinator, name="control"
         )
-        self._desk = SnapshotServer(world, scopes.to_members)
-        world.on_gone(self._on_gone)
-        world.leftover_probes.append(self._leftovers)
+        self._desk = SnapshotServer(services, scopes.to_members)
+        services.on_gone(self._on_gone)
+        services.leftover_probes.append(self._leftovers)
         self._reported_at = world.time()
-        self._listener = world.spawn_service(self._listen(), name="policy member")
+        self._listener = services.spawn_service(self._listen(), name="policy member")
 
     async def _stop(self, error: BaseException | None) -> None:
         """Leave the policy. Streams under way are finished first, unless ``error`` makes that pointless."""
@@ -264,23 +264,23 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             logger.info("round %d: the average had arrived and was not applied; the policy ended", self._member.round)
         self._carry_out(self._member.on_leave())
         try:
-            if error is None and self._world.engine.failure is None:
+            if error is None and self._services.engine.failure is None:
                 deadline = self._world.time() + self._averaging.drain_timeout_s
-                await self._world.engine.until(self._is_quiet, "the end of its part in a round", deadline=deadline)
+                await self._services.engine.until(self._is_quiet, "the end of its part in a round", deadline=deadline)
         finally:  # cancelled or not: the others must hear of it
             self._carry_out(self._member.on_left())
             self._control.close()
             self._reports.close()
-            self._world.off_gone(self._on_gone)
+            self._services.off_gone(self._on_gone)
             if not self._leftovers():  # it would keep model and buffers for the life of the world
-                self._world.leftover_probes.remove(self._leftovers)
+                self._services.leftover_probes.remove(self._leftovers)
 
     def _is_quiet(self) -> bool:
         """Whether nothing of a round is left: no role, no stream of ours, nothing being discarded."""
         if self._member.state is State.OUT:
             return True
         is_giving = self._member.state is State.LASTING or not self._desk.is_idle
-        return not is_giving and not self._world.slots.discarding_count
+        return not is_giving and not self._services.slots.discarding_count
 
     def _leftovers(self) -> list[str]:
         counts = {"snapshots": self._snapshots.in_use, "accumulators": self._buffers.accumulators.in_use}
@@ -340,7 +340,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         if copy is None:
             on_copied()
         else:
-            self._world.engine.watch(copy, f"a snapshot for round {round}", on_copied)
+            self._services.engine.watch(copy, f"a snapshot for round {round}", on_copied)
 
     def _on_copied(self, round: int, snapshot: FlatBuffers, iteration: int, began_at: float) -> None:
         """Give the snapshot to the round, if that goes on and if all values are finite."""
@@ -398,7 +398,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
 
     def _on_gone(self, rank: int) -> None:
         """Train on without averaging when the coordinator is lost."""
-        if rank == self._leader and rank not in self._world.left:
+        if rank == self._leader and rank not in self._services.left:
             self._go_on_alone("is gone")
 
     def _go_on_alone(self, why: str) -> None:
@@ -421,7 +421,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
                     if offer is not None:
                         self._desk.withdraw(offer)
                 case Ask(round, donors, best):
-                    self._exchange = Exchange(self._world, self._desk.channel, self._buffers, round)
+                    self._exchange = Exchange(self._services, self._desk.channel, self._buffers, round)
                     if donors:
                         self._exchange.ask_early(donors, best)
                 case Read(_, frozen):
@@ -434,7 +434,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
                     assert_never(unknown)
 
     def _tell(self, message: ControlMessage, round: int) -> None:
-        if self._world.engine.failure is not None:
+        if self._services.engine.failure is not None:
             return
         try:
             self._control.send_nowait(message, self._leader, round=round)
@@ -454,7 +454,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     def _begin_to_read(self, frozen: Frozen) -> None:
         exchange = self._exchange
         assert exchange is not None, "a round is frozen without an exchange"
-        exchange.task = self._world.spawn_service(
+        exchange.task = self._services.spawn_service(
             self._read(exchange, frozen), name=f"exchange of round {exchange.round}"
         )
 

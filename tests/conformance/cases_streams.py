@@ -47,7 +47,7 @@ async def exchange(end: Endpoint, tensor: torch.Tensor, room: torch.Tensor) -> t
 
 
 def free(end: Endpoint) -> None:
-    assert end.world.slots.taken_count == end.world.slots.discarding_count == 0
+    assert end.world.services.slots.taken_count == end.world.services.slots.discarding_count == 0
 
 
 async def case_every_size_around_the_chunk(end: Endpoint) -> None:
@@ -196,7 +196,7 @@ async def case_a_receiver_that_gives_up(end: Endpoint) -> None:
         await end.barrier()
         late.cancel()
         await asyncio.wait([late])
-        await end.engine.until(lambda: end.world.slots.taken_count == 0)
+        await end.engine.until(lambda: end.world.services.slots.taken_count == 0)
         await end.barrier()
         received = await exchange(end, numbers(end.rank + 50, size), room)
         assert torch.equal(received, numbers(end.left + 50, size))
@@ -224,7 +224,7 @@ async def case_a_sender_that_gives_up(end: Endpoint) -> None:
         await end.barrier()
         again.cancel()  # where the first one was complete, nobody waits for this one
         await asyncio.wait([again])
-        await end.engine.until(lambda: end.world.slots.taken_count == 0)
+        await end.engine.until(lambda: end.world.services.slots.taken_count == 0)
         free(end)
         await end.barrier()
 

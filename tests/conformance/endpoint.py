@@ -38,11 +38,11 @@ class Endpoint:
 
     @property
     def engine(self) -> Engine:
-        return self.world.engine
+        return self.world.services.engine
 
     @property
     def transport(self) -> Transport:
-        return self.world.engine.transport
+        return self.world.services.engine.transport
 
     @property
     def rank(self) -> int:
@@ -105,8 +105,8 @@ async def run_case(world: ad.World, name: str) -> None:
         await end.barrier()
         await cases[name](end)
         await end.barrier()
-        await world.engine.until(
-            lambda: not world.engine.outstanding(), deadline=asyncio.get_running_loop().time() + 30
+        await world.services.engine.until(
+            lambda: not world.services.engine.outstanding(), deadline=asyncio.get_running_loop().time() + 30
         )
         leftovers = world.services.leftovers()
         assert leftovers == [], leftovers  # pytest is not there to show them

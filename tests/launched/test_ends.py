@@ -251,7 +251,7 @@ async def test_a_mistake_that_was_heard_of_is_told_in_a_line(
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(failure, "_report", FailureReport())
     async with worlds(2) as (_, world):
-        world.engine.fail(peer_failed(0, "ValueError: boom-7"))
+        world.services.engine.fail(peer_failed(0, "ValueError: boom-7"))
         assert not await failure._is_told_by_another(world, ValueError("boom-8"))
         assert not await failure._is_told_by_another(world, TypeError("boom-7"))
         assert not await failure._is_told_by_another(world, peer_failed(0, "ValueError: boom-7"))
@@ -528,7 +528,7 @@ def test_a_signal_during_the_end_changes_nothing() -> None:
             raise Boom("here")
         for _ in range(100):
             await asyncio.sleep(0)
-        assert world.engine.failure is not None, "rank 0 has not said yet that it failed"
+        assert world.services.engine.failure is not None, "rank 0 has not said yet that it failed"
         os.kill(os.getpid(), signal.SIGINT)
         await asyncio.sleep(300)
 
@@ -543,7 +543,7 @@ def test_a_rank_that_has_left_by_sys_exit_answers_a_later_failure() -> None:
         if world.rank == 1:
             sys.exit(0)
         worlds.append(world)
-        while 1 not in world.left:
+        while 1 not in world.services.left:
             await world.safe_point()
         raise Boom("later")
 

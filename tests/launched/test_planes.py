@@ -109,7 +109,7 @@ def test_messages_on_one_and_streams_on_the_other_between_processes(transport: s
             async with policy:
                 for _ in range(100_000):
                     average += bool(await policy.step(float(world.rank)))
-                    if average if world.rank == 0 else 0 in world.gone:
+                    if average if world.rank == 0 else 0 in world.services.gone:
                         break
             report(world.rank, [world.describe(), model.weight.unique().tolist()])
 

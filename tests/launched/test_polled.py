@@ -313,14 +313,14 @@ def test_a_rank_that_dies_in_the_middle_of_a_bulk_stream_is_named() -> None:
                 sending = asyncio.ensure_future(world.send_stream(torch.zeros(1 << 26), peer))
                 receiving = asyncio.ensure_future(world.receive_stream(torch.zeros(1 << 26), peer))
                 if world.rank == 1:
-                    await world.engine.until(lambda: world.slots.taken_count == 1)
-                    await world.engine.send(b"!", 0, 5)
+                    await world.services.engine.until(lambda: world.services.slots.taken_count == 1)
+                    await world.services.engine.send(b"!", 0, 5)
                     os.kill(os.getpid(), signal.SIGKILL)
-                await world.engine.receive(bytearray(1), 1, 5)
+                await world.services.engine.receive(bytearray(1), 1, 5)
                 await asyncio.wait([sending, receiving])
                 errors = [sending.exception(), receiving.exception()]
                 report(0, [[type(error).__name__, error.rank] for error in errors])
-            await world.engine.until(lambda: 1 in world.gone)
+            await world.services.engine.until(lambda: 1 in world.services.gone)
 
         ad.run(main, transport="torch", bulk="torch:orderly")
     """

@@ -396,14 +396,14 @@ def test_torchrun_starts_workers_again_as_another_job() -> None:
             await ad.barrier()
             peer = 1 - world.rank
             if attempt == 0:
-                world.engine.watch(world.engine.transport.isend(b"old", peer, 1), "old")
-                world.engine.watch(world.engine.transport.isend(bytearray(1 << 20), peer, 1), "old")
+                world.services.engine.watch(world.services.engine.transport.isend(b"old", peer, 1), "old")
+                world.services.engine.watch(world.services.engine.transport.isend(bytearray(1 << 20), peer, 1), "old")
                 if world.rank == 1:
                     os._exit(7)
-                await world.engine.receive(bytearray(1), peer, 2)
+                await world.services.engine.receive(bytearray(1), peer, 2)
             buffer = bytearray(3)
-            await world.engine.send(b"new", peer, 1)
-            await world.engine.receive(buffer, peer, 1)
+            await world.services.engine.send(b"new", peer, 1)
+            await world.services.engine.receive(buffer, peer, 1)
             report(world.rank, [attempt, buffer.decode()])
 
         ad.run(main)

@@ -81,7 +81,7 @@ def test_mpi_a_strict_end_that_finds_something_names_it_and_spares_the_others() 
 
         async def main(world):
             if world.rank == 0:
-                world.slots.take(1)
+                world.services.slots.take(1)
             return "value"
 
         try:

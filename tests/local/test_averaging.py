@@ -138,7 +138,7 @@ def test_what_is_kept_of_a_call_in_inference_mode_serves_the_next_one_outside(
     monkeypatch.setattr(shared_memory_reduce, "SHARED_NBYTES_MIN", 0)
 
     async def main(world: ad.World) -> bool:
-        transport = world.engine.transport
+        transport = world.services.engine.transport
         transport.capabilities = dataclasses.replace(transport.capabilities, shares_memory=shares)
         model = nn.Linear(3, 3)
         tensors = list(model.parameters())

@@ -47,7 +47,7 @@ async def pair() -> AsyncIterator[list[World]]:
 
 def send_raw(world: World, frame: bytes, dest: int, tag: int = TAG) -> None:
     """Bytes that no channel of ours would send."""
-    world.engine.watch(world.engine.transport.isend(frame, dest, tag), "raw")
+    world.services.engine.watch(world.services.engine.transport.isend(frame, dest, tag), "raw")
 
 
 def frame_for(channel: Channel[Any], message: Any, **changes: int) -> bytes:
@@ -104,7 +104,7 @@ async def test_statistics_count_what_happened(pair: list[World]) -> None:
     a, b = both(pair)
     for i in range(5):
         a.send_nowait(Number(i), 1)
-    pair[1].engine.poll()
+    pair[1].services.engine.poll()
     await b.receive()
     sent, received = a.statistics(), b.statistics()
     assert (sent.sent_count, sent.received_count, sent.waiting_count, sent.sending_count) == (5, 0, 0, 0)
@@ -122,7 +122,7 @@ async def test_statistics_count_what_happened(pair: list[World]) -> None:
 async def test_messages_taken_after_the_channel_was_closed_are_counted(pair: list[World]) -> None:
     a, b = both(pair)
     a.send_nowait(Number(1), 1)
-    pair[1].engine.poll()
+    pair[1].services.engine.poll()
     b.close()
     assert (await b.receive()).message == Number(1)
     assert pair[1].statistics().received_count == 1
@@ -157,7 +157,7 @@ async def test_send_nowait_is_busy_beyond_the_capacity(pair: list[World]) -> Non
     blob = Blob(bytes(wire.PAYLOAD_NBYTES_MAX - 9))
     hub_limit = 65536
     assert hub_limit >= wire.FRAME_NBYTES_MAX
-    for send in [pair[0].engine.transport.isend]:
+    for send in [pair[0].services.engine.transport.isend]:
         a._outbox.start_send = lambda buffer, dest, tag, send=send: send(buffer + bytes(100), dest, tag)  # rendezvous
     for _ in range(3):
         a.send_nowait(blob, 1)
@@ -169,11 +169,11 @@ async def test_send_nowait_is_busy_beyond_the_capacity(pair: list[World]) -> Non
     assert not any(task.done() for task in sent), "send waits instead"
     room = bytearray(wire.FRAME_NBYTES_MAX + 100)
     for _ in range(5):
-        await pair[1].engine.receive(room, 0, TAG)
+        await pair[1].services.engine.receive(room, 0, TAG)
     await asyncio.gather(*sent)
     a.send_nowait(blob, 1)
     assert a.statistics().sending_count == 1
-    await pair[1].engine.receive(room, 0, TAG)
+    await pair[1].services.engine.receive(room, 0, TAG)
 
 
 # ------------------------------------------------------------------------------------------------------------ the tags
@@ -216,8 +216,8 @@ async def test_two_owners_of_one_tag_collide_by_name(pair: list[World]) -> None:
         pair[0].channel(Number, tag=TAG, name="second")
     pair[0].channel(Number, tag=TAG, name="first")
     with pytest.raises(LocalProtocolError, match="is open already"):
-        pair[0].open_channel(Number, tag=TAG, scope=5, name="x")
-        pair[0].open_channel(Number, tag=TAG, scope=5, name="y")
+        pair[0].services.open_channel(Number, tag=TAG, scope=5, name="x")
+        pair[0].services.open_channel(Number, tag=TAG, scope=5, name="y")
 
 
 async def test_a_tag_whose_channels_are_closed_is_free_for_another_type(pair: list[World]) -> None:
@@ -241,10 +241,10 @@ async def test_only_tags_of_users_are_opened_for_a_sender_that_is_not_heard(pair
     pair[1].peers.leave()
     for tag in (tags.BULK_FIRST, tags.TAG_MAX + 1, -1):
         pair[0].peers._system.send_nowait(Unheard(tag), 1)
-        pair[1].engine.poll()
+        pair[1].services.engine.poll()
         assert tag not in pair[1].services._demultiplexers
     pair[0].peers._system.send_nowait(Unheard(TAG), 1)
-    pair[1].engine.poll()
+    pair[1].services.engine.poll()
     assert TAG in pair[1].services._demultiplexers
 
 
@@ -282,7 +282,7 @@ async def test_hostile_frames_are_counted_logged_once_per_peer_and_harm_nothing(
             send_raw(pair[0], frame, 1)
             send_raw(pair[1], frame, 1)
         for _ in range(5):
-            pair[1].engine.poll()
+            pair[1].services.engine.poll()
         assert sum(dropped(pair[1]).values()) == 2 * len(bad)
         assert [record.getMessage().split(":")[1].split("from ")[1] for record in caplog.records] == [
             "rank 0",
@@ -332,7 +332,7 @@ async def test_odd_frames_of_a_long_job_are_counted_by_a_few_reasons(pair: list[
         ):
             send_raw(pair[0], frame, 1)
     for _ in range(count):
-        pair[1].engine.poll()
+        pair[1].services.engine.poll()
     assert b.receive_nowait() is None
     reasons = ("too short", "CRC mismatch", "no message", "out of order", "unknown kind", "another version")
     assert dropped(pair[1]) == dict.fromkeys((*reasons, "another job"), count)
@@ -346,7 +346,7 @@ async def test_a_frame_is_taken_once_and_in_order_only(pair: list[World]) -> Non
     for sequence in (1, 2, 2, 1, 5, 4):
         send_raw(pair[0], frame_for(a, Number(sequence), sequence=sequence), 1)
     assert [(await b.receive()).message.value for _ in range(3)] == [1, 2, 5]
-    pair[1].engine.poll()
+    pair[1].services.engine.poll()
     assert b.receive_nowait() is None
     assert sum(dropped(pair[1]).values()) == 3
 
@@ -354,7 +354,7 @@ async def test_a_frame_is_taken_once_and_in_order_only(pair: list[World]) -> Non
 async def test_frames_of_another_epoch_are_counted(pair: list[World]) -> None:
     a, b = both(pair)
     send_raw(pair[0], frame_for(a, Number(1), epoch=1), 1)
-    pair[1].engine.poll()
+    pair[1].services.engine.poll()
     assert b.receive_nowait() is None
     assert dropped(pair[1]) == {"other epoch": 1}
 
@@ -364,7 +364,7 @@ async def test_frames_for_a_closed_scope_are_counted_and_forgotten(pair: list[Wo
     b.close()
     for i in range(10):
         await a.send(Number(i), 1)
-    pair[1].engine.poll()
+    pair[1].services.engine.poll()
     assert dropped(pair[1]) == {"closed scope": 10}
     assert pair[1].services.leftovers() == []
     with pytest.raises(ClosedError):
@@ -385,7 +385,7 @@ async def test_too_many_early_messages_of_a_user_stall_their_tag_and_none_is_los
     for i in range(count):
         await again.send(Number(i), 1)
     for _ in range(100):
-        pair[1].engine.poll()
+        pair[1].services.engine.poll()
     assert f"{EARLY_FRAME_COUNT_MAX} messages on tag {TAG}" in pair[1].services.leftovers()[0]
     late = pair[1].channel(Number, tag=TAG, capacity=2)
     for i in range(count):
@@ -405,7 +405,7 @@ async def test_early_messages_of_two_channels_stall_until_one_is_open(pair: list
         for channel in early:
             await channel.send(Number(i), 1)
     for _ in range(100):
-        pair[1].engine.poll()
+        pair[1].services.engine.poll()
     for _ in early:
         late = pair[1].channel(Number, tag=TAG, capacity=2)
         assert [(await late.receive()).message.value for _ in range(count)] == [*range(count)]
@@ -416,12 +416,12 @@ async def test_too_many_early_messages_of_a_protocol_are_dropped(
     pair: list[World], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its tag carries other protocols, too, which must not wait."""
-    early = pair[0].open_channel(Number, tag=TAG, scope=1, name="first")
-    pair[1].open_channel(Number, tag=TAG, scope=2, name="second")
+    early = pair[0].services.open_channel(Number, tag=TAG, scope=1, name="first")
+    pair[1].services.open_channel(Number, tag=TAG, scope=2, name="second")
     for i in range(EARLY_FRAME_COUNT_MAX + 5):
         await early.send(Number(i), 1)
     for _ in range(40):
-        pair[1].engine.poll()
+        pair[1].services.engine.poll()
     assert sum(dropped(pair[1]).values()) == 5
     assert "nobody has opened" in caplog.text
 
@@ -432,12 +432,12 @@ async def test_too_many_early_messages_of_a_protocol_are_dropped(
 async def test_after_main_has_returned_what_still_comes_is_dropped_and_counted(pair: list[World]) -> None:
     a, b = both(pair, capacity=2)
     await a.send(Number(0), 1)
-    pair[1].engine.poll()
+    pair[1].services.engine.poll()
     pair[1].peers.leave()
     for i in range(5):
         await a.send(Number(i), 1)
     for _ in range(5):
-        pair[1].engine.poll()
+        pair[1].services.engine.poll()
     assert dropped(pair[1]) == {"main had returned": 5}
     assert pair[1].services.leftovers() == [f"6 unread messages in Number, tag {TAG}"]
     b.close()
@@ -447,7 +447,7 @@ async def test_a_send_to_a_rank_that_has_left_is_refused_also_after_one_that_was
     a, b = both(pair)
     await a.send(Number(0), 1)
     pair[1].peers.leave()
-    await pair[0].engine.until(lambda: 1 in pair[0].left)
+    await pair[0].services.engine.until(lambda: 1 in pair[0].services.left)
     for _ in range(2):
         with pytest.raises(ClosedError, match="rank 1 has left and receives nothing more") as caught:
             await a.send(Number(1), 1)
@@ -461,9 +461,9 @@ async def test_a_send_to_a_rank_that_has_left_is_refused_also_after_one_that_was
 
 async def test_a_protocol_may_send_to_a_rank_that_has_left(pair: list[World]) -> None:
     """A coordinator goes on when its rank's main has returned."""
-    a, b = (world.open_channel(Number, tag=TAG, scope=5, name="protocol") for world in pair)
+    a, b = (world.services.open_channel(Number, tag=TAG, scope=5, name="protocol") for world in pair)
     pair[1].peers.leave()
-    await pair[0].engine.until(lambda: 1 in pair[0].left)
+    await pair[0].services.engine.until(lambda: 1 in pair[0].services.left)
     await a.send(Number(1), 1)
     assert (await b.receive()).message == Number(1)
 
@@ -478,7 +478,7 @@ async def test_a_full_mailbox_stops_the_tag_and_receiving_resumes_it(pair: list[
         a.send_nowait(Number(i), 1)
     await other_a.send(Word("free"), 1)
     for _ in range(10):
-        pair[1].engine.poll()
+        pair[1].services.engine.poll()
     assert b.statistics().waiting_count == 3
     assert (await other_b.receive()).message == Word("free")
     for i in range(20):
@@ -493,7 +493,7 @@ async def test_closing_a_full_channel_frees_its_tag(pair: list[World]) -> None:
     for i in range(5):
         await a.send(Number(i), 1)
     await twin_a.send(Number(99), 1)
-    pair[1].engine.poll()
+    pair[1].services.engine.poll()
     assert twin_b.receive_nowait() is None
     b.close()
     assert (await twin_b.receive()).message == Number(99)
@@ -503,12 +503,12 @@ async def test_closing_a_full_channel_frees_its_tag(pair: list[World]) -> None:
 
 
 async def test_a_protocols_channel_fails_instead_and_names_the_peer(pair: list[World]) -> None:
-    a, b = (world.open_channel(Number, tag=TAG, scope=1, name="p", capacity=4) for world in pair)
+    a, b = (world.services.open_channel(Number, tag=TAG, scope=1, name="p", capacity=4) for world in pair)
     waiting = asyncio.ensure_future(b.wait_mail())
     await yields(1)
     for i in range(5):
         a.send_nowait(Number(i), 1)
-    pair[1].engine.poll()
+    pair[1].services.engine.poll()
     await waiting
     for receive in (b.receive, b.receive):
         with pytest.raises(RemoteProtocolError, match="rank 0 overflowed a mailbox of 4") as caught:
@@ -521,12 +521,13 @@ async def test_a_protocols_channel_fails_instead_and_names_the_peer(pair: list[W
 async def test_latest_wins_keeps_the_newest_of_each_source() -> None:
     async with worlds(3) as made:
         channels = [
-            world.open_channel(Number, tag=TAG, scope=1, name="m", capacity=2, overflow="latest") for world in made
+            world.services.open_channel(Number, tag=TAG, scope=1, name="m", capacity=2, overflow="latest")
+            for world in made
         ]
         for i in range(50):
             for rank in (0, 1, 2):
                 channels[rank].send_nowait(Number(100 * rank + i), 2)
-            made[2].engine.poll()
+            made[2].services.engine.poll()
         found = {}
         while (envelope := channels[2].receive_nowait()) is not None:
             found[envelope.source] = envelope.message.value
@@ -535,9 +536,9 @@ async def test_latest_wins_keeps_the_newest_of_each_source() -> None:
 
 async def test_a_handler_is_called_in_place_of_a_mailbox(pair: list[World]) -> None:
     heard: list[Any] = []
-    a, b = (world.open_channel(Number, tag=TAG, scope=1, name="h", handler=heard.append) for world in pair)
+    a, b = (world.services.open_channel(Number, tag=TAG, scope=1, name="h", handler=heard.append) for world in pair)
     a.send_nowait(Number(1), 1, round=7)
-    pair[1].engine.poll()
+    pair[1].services.engine.poll()
     assert heard == [(Number(1), 0, 7)]
     assert b.receive_nowait() is None
     assert b.statistics().received_count == 1
@@ -605,7 +606,7 @@ async def test_a_channel_that_is_opened_in_time_is_not_told_of(
     waiting = asyncio.ensure_future(numbers.receive(timeout_s=0.1))
     await yields(2)
     second.send_nowait(Number(1), 0)
-    await pair[0].engine.until(lambda: len(pair[0].services.early_frames()) == 1)
+    await pair[0].services.engine.until(lambda: len(pair[0].services.early_frames()) == 1)
     opened = pair[0].channel(Number, tag=TAG)
     with pytest.raises(TimeoutError, match=r"no message for 0\.1 s$"):
         await waiting
@@ -658,7 +659,7 @@ async def test_a_cancelled_receiver_passes_its_message_on(pair: list[World]) -> 
     first, second = (asyncio.ensure_future(b.receive()) for _ in range(2))
     await yields(3)
     a.send_nowait(Number(1), 1)
-    pair[1].engine.poll()  # the first one's wake-up; it has not run yet
+    pair[1].services.engine.poll()  # the first one's wake-up; it has not run yet
     first.cancel()
     assert (await second).message == Number(1)
     assert first.cancelled()
@@ -689,7 +690,7 @@ async def test_the_failure_of_the_job_wakes_every_receiver(pair: list[World]) ->
     _, b = both(pair)
     tasks = [asyncio.ensure_future(b.receive()), asyncio.ensure_future(b.receive(timeout_s=60))]
     await yields(3)
-    pair[1].engine.fail(RankLostError("rank 0 failed", rank=0))
+    pair[1].services.engine.fail(RankLostError("rank 0 failed", rank=0))
     for task in tasks:
         with pytest.raises(RankLostError):
             await task
@@ -737,7 +738,7 @@ async def test_a_thousand_random_cancellations_lose_nothing(pair: list[World]) -
             a.send_nowait(Number(sent), 1)
             sent += 1
         if draw.random() < 0.5:
-            pair[1].engine.poll()
+            pair[1].services.engine.poll()
         await yields(draw.randrange(3))
         for task in draw.sample(tasks, len(tasks)):
             task.cancel()
@@ -758,7 +759,7 @@ async def test_leftovers_name_the_unread_and_the_never_opened(pair: list[World])
     twin = pair[0].channel(Number, tag=TAG)
     await a.send(Number(1), 1)
     await twin.send(Number(1), 1)
-    pair[1].engine.poll()
+    pair[1].services.engine.poll()
     assert pair[1].services.leftovers() == [
         f"1 unread messages in Number, tag {TAG}",
         f"1 messages on tag {TAG} for channels that were never opened",
@@ -770,8 +771,8 @@ async def test_closing_the_lanes_takes_every_receive_back() -> None:
         both(made)
         for world in made:
             world.close()
-        await made[0].engine.until(lambda: not made[0].engine.outstanding())
-        assert made[0].engine.outstanding() == ()
-        hub = made[0].engine.transport._hub  # type: ignore[attr-defined]
+        await made[0].services.engine.until(lambda: not made[0].services.engine.outstanding())
+        assert made[0].services.engine.outstanding() == ()
+        hub = made[0].services.engine.transport._hub  # type: ignore[attr-defined]
         assert not any(receives for matcher in hub.matchers for receives in matcher._posted.values())
-        assert isinstance(made[0].engine, Engine)
+        assert isinstance(made[0].services.engine, Engine)

@@ -115,7 +115,7 @@ async def test_a_lost_rank_ends_the_collective_of_those_that_wait_for_it() -> No
     async with worlds(2) as made:
         task = asyncio.ensure_future(made[0].collectives.barrier(made[0].group))
         await yields(5)
-        made[0].engine.transport._hub.lose(1)  # type: ignore[attr-defined]
+        made[0].services.engine.transport._hub.lose(1)  # type: ignore[attr-defined]
         with pytest.raises(RankLostError):
             async with asyncio.timeout(60):
                 await task
@@ -159,7 +159,7 @@ def test_one_rank_alone_reduces_to_itself() -> None:
 
 def test_after_the_failure_of_the_job_no_collective_starts() -> None:
     async def main(world: ad.World) -> None:
-        world.engine.fail(RankLostError("rank 9 failed", rank=9))
+        world.services.engine.fail(RankLostError("rank 9 failed", rank=9))
         for collective in (ad.barrier(), ad.all_gather(torch.zeros(1)), ad.broadcast(torch.zeros(1))):
             with pytest.raises(AsyncdistError, match="rank 9 failed"):
                 await collective
@@ -239,11 +239,11 @@ async def test_requests_that_a_leaver_leaves_unfinished_keep_their_buffers(
         if is_cancelled:
             task.cancel()
             await asyncio.wait([task])
-        assert len(world.engine.outstanding()) == 1
+        assert len(world.services.engine.outstanding()) == 1
         made[1].peers.leave()
-        await world.engine.until(lambda: 1 in world.left)
+        await world.services.engine.until(lambda: 1 in world.services.left)
         await asyncio.wait([task])
-        await world.engine.until(lambda: world.services.task_count == 0)
+        await world.services.engine.until(lambda: world.services.task_count == 0)
         assert is_cancelled or isinstance(task.exception(), ClosedError)
         del task
         gc.collect()

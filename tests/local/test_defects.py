@@ -247,7 +247,7 @@ def test_defect_08_a_donor_answers_other_rounds_with_an_abort_and_keeps_its_buff
 
     async def main(world: ad.World) -> None:
         state = FlatState(fill(Mixed(width=64), 5.0))
-        desk = parameter_stream.SnapshotServer(world, 77)
+        desk = parameter_stream.SnapshotServer(world.services, 77)
         if world.rank == 1:
             freed: list[Any] = []
             snapshot = state.new_buffers()
@@ -268,7 +268,7 @@ def test_defect_08_a_donor_answers_other_rounds_with_an_abort_and_keeps_its_buff
 
         async def receive(number: int) -> None:
             intake = parameter_stream.SnapshotReceiver(
-                world,
+                world.services,
                 desk.channel,
                 state.new_buffers(accumulate=True),
                 parameter_stream.ChunkRing(),
@@ -282,7 +282,7 @@ def test_defect_08_a_donor_answers_other_rounds_with_an_abort_and_keeps_its_buff
             with pytest.raises(streams.StreamAborted):
                 await receive(number)
             steps.append("refused")
-            assert world.slots.taken_count == 0
+            assert world.services.slots.taken_count == 0
         steps.append("over")
 
     run(main, 2)

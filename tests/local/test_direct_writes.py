@@ -74,7 +74,7 @@ async def stream(sender: World, receiver: World, tensor: torch.Tensor) -> torch.
     async with asyncio.timeout(60):
         room = torch.zeros_like(tensor)
         await asyncio.gather(receiver.receive_stream(room, sender.rank), sender.send_stream(tensor, receiver.rank))
-    assert receiver.slots.taken_count == 0
+    assert receiver.services.slots.taken_count == 0
     return room
 
 
@@ -136,10 +136,10 @@ async def test_a_pass_writes_one_piece_of_one_stream_and_has_completed_nothing(w
             tasks.append(asyncio.ensure_future(receiver.receive_stream(torch.zeros(4 * PIECE, dtype=torch.uint8), 0)))
         await yields(1)  # all have been granted, and nobody has looked
         assert not writes
-        assert sender.engine.poll() == 3, "the grants"
+        assert sender.services.engine.poll() == 3, "the grants"
         assert writes == [PIECE]
         for count in range(2, 6):
-            assert sender.engine.poll() == 0
+            assert sender.services.engine.poll() == 0
             assert writes == [PIECE] * count
         writer = sender._streams._writer
         assert writer is not None and sorted(len(one.tail.rest) for one in writer._senders) == [2 * PIECE] * 2 + [
@@ -242,7 +242,7 @@ async def under_way(
     await yields(3)
     receiving = asyncio.ensure_future(receiver.receive_stream(room, 0))
     await asyncio.sleep(0)
-    sender.engine.poll()
+    sender.services.engine.poll()
     assert 0 < len(writes) < room.nbytes // PIECE
     return sending, receiving
 
@@ -258,7 +258,7 @@ async def test_a_sender_that_is_cancelled_writes_no_more(writes: list[int]) -> N
         assert sending.cancelled()
         written = len(writes)
         assert written < 20
-        await eventually(lambda: sender.engine.is_idle)
+        await eventually(lambda: sender.services.engine.is_idle)
         await yields(30)
         assert len(writes) == written
         assert torch.equal(room[: written * PIECE], numbers(written * PIECE))
@@ -274,10 +274,10 @@ async def test_a_receiver_that_is_cancelled_keeps_the_memory_until_it_is_answere
         receiving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await receiving
-        assert receiver.slots.taken_count == 1
+        assert receiver.services.slots.taken_count == 1
         with pytest.raises(ClosedError):
             await sending
-        await eventually(lambda: receiver.slots.taken_count == 0)
+        await eventually(lambda: receiver.services.slots.taken_count == 0)
         written = len(writes)
         assert written < 20
         await yields(30)
@@ -426,15 +426,15 @@ async def test_memory_is_kept_where_a_lost_sender_may_still_write(is_given_up: b
         if is_given_up:
             receiving.cancel()
             await yields(1)
-            assert receiver.slots.discarding_count == 1
-        for operation in list(receiver.engine._operations):
+            assert receiver.services.slots.discarding_count == 1
+        for operation in list(receiver.services.engine._operations):
             operation.finish(RankLostError("rank 0 is gone", rank=0))
-            receiver.engine._operations.remove(operation)
-        receiver.engine.recheck()
+            receiver.services.engine._operations.remove(operation)
+        receiver.services.engine.recheck()
         with pytest.raises((RankLostError, asyncio.CancelledError)):
             await receiving
-        assert receiver.slots.discarding_count == 0
-        assert [view.nbytes for view in receiver.slots.kept] == [room.nbytes]
+        assert receiver.services.slots.discarding_count == 0
+        assert [view.nbytes for view in receiver.services.slots.kept] == [room.nbytes]
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
 
@@ -444,7 +444,7 @@ async def test_what_has_come_whole_is_not_kept_though_its_sender_is_lost(
 ) -> None:
     async with neighbours(1.0) as (sender, receiver):
         await acquaint(sender, receiver)
-        monkeypatch.setattr(receiver.engine.transport, "lost_ranks", lambda: frozenset({0}))
+        monkeypatch.setattr(receiver.services.engine.transport, "lost_ranks", lambda: frozenset({0}))
         assert torch.equal(await stream(sender, receiver, numbers(5 * PIECE)), numbers(5 * PIECE))
-        assert not receiver.slots.kept
+        assert not receiver.services.slots.kept
         assert sum(writes) == 5 * PIECE

@@ -45,7 +45,7 @@ async def test_every_rank_gets_the_fold_in_rank_order(size: int, count: int) -> 
             flats = [part.clone() for part in parts]
             await asyncio.gather(
                 *(
-                    fold_in_shares(w.engine, w.collectives._rooms, w.group, flat, mean, Into(flat))
+                    fold_in_shares(w.services.engine, w.collectives._rooms, w.group, flat, mean, Into(flat))
                     for w, flat in zip(made, flats, strict=True)
                 )
             )
@@ -54,7 +54,12 @@ async def test_every_rank_gets_the_fold_in_rank_order(size: int, count: int) -> 
         await asyncio.gather(
             *(
                 fold_in_shares(
-                    w.engine, BufferPool(), w.group, part.clone(), lambda parts: mean(parts).double(), Into(result)
+                    w.services.engine,
+                    BufferPool(),
+                    w.group,
+                    part.clone(),
+                    lambda parts: mean(parts).double(),
+                    Into(result),
                 )
                 for w, part, result in zip(made, parts, results, strict=True)
             )
@@ -79,7 +84,7 @@ async def test_a_spread_is_read_and_written_piece_by_piece(size: int) -> None:
             spreads.append(spread_over(found, count))
         await asyncio.gather(
             *(
-                fold_in_shares(w.engine, BufferPool(), w.group, spread.flat, mean, spread)
+                fold_in_shares(w.services.engine, BufferPool(), w.group, spread.flat, mean, spread)
                 for w, spread in zip(made, spreads, strict=True)
             )
         )

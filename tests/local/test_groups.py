@@ -332,7 +332,7 @@ def test_a_mistake_that_its_rank_catches_is_heard_after_it_has_left() -> None:
             with pytest.raises(ValueError, match="7 places"):
                 await ad.new_mesh({"POP": 7})
             return ""
-        while 0 not in world.left:
+        while 0 not in world.services.left:
             await world.safe_point()
         with pytest.raises(RemoteError, match="7 places") as caught:
             await ad.new_mesh({"POP": 3})
@@ -557,7 +557,7 @@ async def test_a_leader_that_is_cancelled_when_it_has_been_decided_keeps_nothing
         await yields(3)
         member.agreements.object((0, 1), "a game", ValueError("no"))
         while not leader.agreements._verdicts:
-            leader.engine.poll()
+            leader.services.engine.poll()
         leading.cancel()
         await asyncio.wait([leading])
         assert nothing_is_kept(leader) and nothing_is_kept(member)

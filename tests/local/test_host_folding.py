@@ -44,7 +44,7 @@ async def sharing(size: int) -> AsyncIterator[list[ad.World]]:
     """Worlds whose transport says that its ranks share memory."""
     async with worlds(size) as made:
         for world in made:
-            transport = world.engine.transport
+            transport = world.services.engine.transport
             transport.capabilities = dataclasses.replace(transport.capabilities, shares_memory=True)
         yield made
 
@@ -130,7 +130,7 @@ def test_the_same_bits_as_by_messages(size: int, shapes: list[tuple[int, ...]], 
                 rivals = [spread_of(line, SharedFlatBuffers(False)) for line in by_messages]
                 await asyncio.gather(
                     *(
-                        fold_in_shares(world.engine, BufferPool(), world.group, rival.flat, _mean, rival)
+                        fold_in_shares(world.services.engine, BufferPool(), world.group, rival.flat, _mean, rival)
                         for world, rival in zip(made, rivals, strict=True)
                     )
                 )
@@ -389,7 +389,7 @@ def test_the_policy_that_averages_all_does_so_in_shared_memory(monkeypatch: pyte
     monkeypatch.setattr(nonblocking, "fold_on_host", counted)
 
     async def main(world: ad.World, shares: bool) -> list[float]:
-        transport = world.engine.transport
+        transport = world.services.engine.transport
         transport.capabilities = dataclasses.replace(transport.capabilities, shares_memory=shares)
         model = nn.Linear(7, 3, bias=False)
         nn.init.constant_(model.weight, 0.1 * 3.0**world.rank)

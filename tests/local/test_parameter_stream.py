@@ -48,7 +48,7 @@ class Party:
     def of(cls, made: list[World], *, late: bool = False) -> Party:
         model = Mixed(width=16)
         state = FlatState(model)
-        party = cls(made, state, [SnapshotServer(world, SCOPE) for world in made], {}, {}, [])
+        party = cls(made, state, [SnapshotServer(world.services, SCOPE) for world in made], {}, {}, [])
         for donor in DONORS:
             fill(model, VALUES[donor])
             party.snapshots[donor] = state.new_buffers()
@@ -66,7 +66,7 @@ class Party:
     ) -> tuple[SnapshotReceiver, FlatBuffers]:
         accumulator = accumulator or self.state.new_buffers(accumulate=True)
         intake = SnapshotReceiver(
-            self.worlds[0],
+            self.worlds[0].services,
             self.desks[0].channel,
             accumulator,
             ring or ChunkRing(),
@@ -88,9 +88,9 @@ class Party:
     async def is_over(self) -> None:
         """Nothing is left of the exchange, on either side."""
         world = self.worlds[0]
-        await eventually(lambda: not world.slots.taken_count and not world.slots.discarding_count)
+        await eventually(lambda: not world.services.slots.taken_count and not world.services.slots.discarding_count)
         await eventually(lambda: not any(offer.streams for offer in self.offers.values()))
-        await eventually(lambda: all(world.engine.is_idle for world in self.worlds))
+        await eventually(lambda: all(world.services.engine.is_idle for world in self.worlds))
 
 
 @pytest.fixture(params=[0, 1 << 20], ids=["rendezvous", "eager"], autouse=True)
@@ -120,7 +120,7 @@ def silence(desk: SnapshotServer) -> None:
 def watch_receives(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[memoryview]]:
     """The buffers of bulk receives that have not ended; none of them may overlap another one."""
     requests: list[tuple[Any, memoryview]] = []
-    transport: Any = world.engine.transport
+    transport: Any = world.services.engine.transport
     irecv = transport.irecv
 
     def posted() -> list[memoryview]:
@@ -282,7 +282,7 @@ async def test_a_donor_that_is_lost_is_named_and_the_others_are_told(donor: int)
         async with worlds(6) as made:
             party = Party.of(made)
             silence(party.desks[donor])  # it dies before it answers
-            transport: Any = made[0].engine.transport
+            transport: Any = made[0].services.engine.transport
             intake, _ = party.intake()
             task = asyncio.ensure_future(intake.run(WEIGHTS, deadline=party.deadline()))
             await yields(moment)
@@ -290,8 +290,8 @@ async def test_a_donor_that_is_lost_is_named_and_the_others_are_told(donor: int)
             with pytest.raises(RankLostError):
                 await task
             assert intake.donor == donor
-            await eventually(lambda: not made[0].slots.unanswered_count)
-            await eventually(lambda: made[0].engine.is_idle)
+            await eventually(lambda: not made[0].services.slots.unanswered_count)
+            await eventually(lambda: made[0].services.engine.is_idle)
 
 
 async def test_a_deadline_that_passes_names_the_donor_that_is_waited_for(chunk_nbytes: int) -> None:
@@ -302,7 +302,7 @@ async def test_a_deadline_that_passes_names_the_donor_that_is_waited_for(chunk_n
         with pytest.raises(TimeoutError, match="from rank 1"):
             await intake.run(WEIGHTS, deadline=made[0].time())
         assert intake.donor == 1
-        assert made[0].slots.discarding_count == (1 if chunk_nbytes == 64 else len(DONORS))
+        assert made[0].services.slots.discarding_count == (1 if chunk_nbytes == 64 else len(DONORS))
         await eventually(lambda: len(held) == (2 if chunk_nbytes == 64 else 2 * len(DONORS)))  # grants, and cancels
         for let_in in held:
             let_in()
@@ -346,7 +346,7 @@ async def test_a_slot_is_used_again_before_its_donor_knows_that_the_first_stream
             told.set()
         await eventually(lambda: len(party.freed) == len(DONORS))
         await party.is_over()
-        assert [world.engine.failure for world in made] == [None] * len(made)
+        assert [world.services.engine.failure for world in made] == [None] * len(made)
 
 
 # -- asked before the donors are ready --------------------------------------------------------------------------------
@@ -384,12 +384,12 @@ async def test_what_was_asked_early_is_answered_when_the_round_is_over(closes_fi
         intake, _ = party.intake()
         intake.ask()
         await yields(100)
-        taken_count = made[0].slots.taken_count
+        taken_count = made[0].services.slots.taken_count
         assert taken_count == sum(len(party.desks[donor]._early) for donor in DONORS) > 0
         for donor in DONORS:
             party.desks[donor].end_rounds(ROUND - 1)
         await yields(100)
-        assert made[0].slots.taken_count == taken_count, "the round is not over yet"
+        assert made[0].services.slots.taken_count == taken_count, "the round is not over yet"
         if closes_first:
             intake.close()
         for donor in DONORS:

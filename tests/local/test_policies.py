@@ -422,7 +422,7 @@ def test_an_average_that_has_arrived_when_its_rank_leaves_is_counted_and_not_app
             if world.rank == 0:
                 while policy._exchange is None or policy._exchange.average is None:
                     await world.safe_point()
-            while world.rank == 1 and 0 not in world.left:
+            while world.rank == 1 and 0 not in world.services.left:
                 await policy.step(1.0)
         assert equal_states(clone_state(model), start)
         return policy.statistics().unapplied_count, policy.statistics().replacement_count
@@ -834,15 +834,15 @@ def test_a_buffer_in_which_discarded_chunks_may_land_is_not_used_again() -> None
         model = Mixed(float(world.rank))
         async with AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1) as policy:
             first = policy._buffers.accumulators.acquire()
-            policy._buffers.release(first, world)
+            policy._buffers.release(first, world.services)
             second = policy._buffers.accumulators.acquire()
             assert second is first
-            world.slots.discarding_count += 1  # as after a stream that was given up and is not answered yet
-            policy._buffers.release(second, world)
-            world.slots.discarding_count -= 1
+            world.services.slots.discarding_count += 1  # as after a stream that was given up and is not answered yet
+            policy._buffers.release(second, world.services)
+            world.services.slots.discarding_count -= 1
             third = policy._buffers.accumulators.acquire()
             assert third is not first
-            policy._buffers.release(third, world)
+            policy._buffers.release(third, world.services)
 
     run(main, 2)
 

@@ -49,7 +49,7 @@ async def test_a_leader_whose_caller_is_cancelled_when_a_member_has_objected_kee
         await yields(5)
         member.agreements.object((0, 1), "new group", ValueError("no"))
         while not leader.agreements._verdicts:
-            leader.engine.poll()
+            leader.services.engine.poll()
             if not leader.agreements._verdicts:
                 await asyncio.sleep(0)
         starting.cancel()

@@ -291,7 +291,7 @@ async def test_slots_are_counted_per_sender_and_run_out() -> None:
 
 
 def is_quiet(sender: ad.World, receiver: ad.World) -> bool:
-    return not sender._streams._under_way and receiver.slots.taken_count == 0
+    return not sender._streams._under_way and receiver.services.slots.taken_count == 0
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -327,7 +327,7 @@ async def test_a_grant_that_makes_no_sense_is_dropped_and_counted() -> None:
         b._streams  # noqa: B018 opens the channel
         for grant in (Grant(-5000, 10, 10), Grant(tags.BULK_SLOT_COUNT, 10, 10), Grant(0, -1, 10), Grant(0, 10, 0)):
             a._streams._channel.send_nowait(grant, 1)
-            b.engine.poll()
+            b.services.engine.poll()
         assert sum(b.statistics().dropped.values()) == 4
         sending = asyncio.ensure_future(b.send_stream(torch.ones(3), 0))
         room = torch.zeros(3)
@@ -339,12 +339,12 @@ async def test_a_grant_that_makes_no_sense_is_dropped_and_counted() -> None:
 async def test_an_old_stream_on_the_slot_does_not_take_the_cancel_of_a_new_one() -> None:
     """The receiver has had everything, granted the slot anew and given up, before the old sender has noticed."""
     async with worlds(2) as (a, b):
-        a._streams._under_way[1, 0] = old = OutboundStream(a.engine, chunks_of(1), 1, 0)
+        a._streams._under_way[1, 0] = old = OutboundStream(a.services.engine, chunks_of(1), 1, 0)
         receiving = asyncio.ensure_future(b.receive_stream(torch.zeros(5), 0))
         await yields(5)
         receiving.cancel()
         await asyncio.wait([receiving])
-        await eventually(lambda: b.slots.taken_count == 0)
+        await eventually(lambda: b.services.slots.taken_count == 0)
         assert not old.is_stopping
         assert not a._streams._grants[1]
 

@@ -29,7 +29,7 @@ async def grant_that_has_come(sender: World, receiver: World) -> tuple[asyncio.T
     receiving = asyncio.ensure_future(receiver.receive_stream(torch.zeros(COUNT, dtype=torch.uint8), 0))
     await asyncio.sleep(0)  # it has granted; nobody has looked
     assert not sender.services.stream_sent_nbytes and not sender._streams._under_way
-    sender.engine.poll()
+    sender.services.engine.poll()
     assert sender._streams._under_way, "started in the pass that brought the grant"
     return sending, receiving
 
@@ -53,7 +53,7 @@ async def test_a_send_that_is_cancelled_before_it_heard_of_its_grant_answers_it(
         async with asyncio.timeout(60):
             with pytest.raises(streams.StreamAborted):
                 await receiving
-        await eventually(lambda: receiver.slots.taken_count == 0 and sender.engine.is_idle)
+        await eventually(lambda: receiver.services.slots.taken_count == 0 and sender.services.engine.is_idle)
         assert not sender._streams._under_way
 
 

@@ -297,7 +297,7 @@ def test_spawned_tasks_are_awaited_and_give_their_values() -> None:
     [
         lambda world, channel: channel.receive(),
         lambda world, channel: channel.receive(timeout_s=3600),
-        lambda world, channel: world.engine.receive(bytearray(5), 1, 99),
+        lambda world, channel: world.services.engine.receive(bytearray(5), 1, 99),
         lambda world, channel: world.receive_stream(torch.zeros(5), 1),
         lambda world, channel: world.send_stream(torch.zeros(5), 1),
         lambda world, channel: ad.barrier(),
@@ -485,22 +485,22 @@ async def leave_an_early_frame(world: ad.World) -> None:
 
 
 async def leave_a_slot(world: ad.World) -> None:
-    world.slots.take(0)
+    world.services.slots.take(0)
 
 
 async def leave_an_abandoned_message(world: ad.World) -> None:
-    task = asyncio.ensure_future(world.engine.receive(bytearray(10), world.rank, 99))
+    task = asyncio.ensure_future(world.services.engine.receive(bytearray(10), world.rank, 99))
     await yields(1)
-    world.engine.transport.isend(b"x", world.rank, 99)
-    world.engine.poll()
+    world.services.engine.transport.isend(b"x", world.rank, 99)
+    world.services.engine.poll()
     task.cancel()
     await asyncio.wait([task])
     if not task.cancelled():
-        world.slots.take(0)
+        world.services.slots.take(0)
 
 
 async def leave_a_probe(world: ad.World) -> None:
-    world.leftover_probes.append(lambda: ["a snapshot of policy p"])
+    world.services.leftover_probes.append(lambda: ["a snapshot of policy p"])
 
 
 @pytest.mark.parametrize(
@@ -560,7 +560,7 @@ def test_services_are_waited_for_and_cancelled_on_failure() -> None:
 
     async def serve(world: ad.World) -> None:
         try:
-            await world.engine.until(lambda: len(world.left) == world.size - 1)
+            await world.services.engine.until(lambda: len(world.services.left) == world.size - 1)
             ended.append("served")
         except (asyncio.CancelledError, RankLostError):
             ended.append("stopped")
@@ -568,7 +568,7 @@ def test_services_are_waited_for_and_cancelled_on_failure() -> None:
 
     async def main(world: ad.World, fails: bool) -> None:
         if world.rank == 0:
-            world.spawn_service(serve(world), name="coordinator")
+            world.services.spawn_service(serve(world), name="coordinator")
             await yields(1)
         elif fails:
             await yields(10)
@@ -591,7 +591,7 @@ def test_ranks_that_end_early_do_not_end_the_others() -> None:
         for i in range(200):
             await channel.send(Number(i), 3 - world.rank)
             assert (await channel.receive()).message == Number(i)
-        assert 0 in world.gone
+        assert 0 in world.services.gone
         return world.rank
 
     assert ad.run_local(main, ranks=3, strict=True) == [0, 1, 2]

@@ -298,7 +298,7 @@ async def returns_early(world: ad.World) -> int:
         if world.rank == 2:
             await policy.step(2.0)
             return 0
-        while replaced < 3 and 0 not in world.left and 1 not in world.left:
+        while replaced < 3 and 0 not in world.services.left and 1 not in world.services.left:
             replaced += bool(await policy.step(float(world.rank)))
     return replaced
 

@@ -223,7 +223,7 @@ async def again(world: ad.World) -> dict[str, Any]:
                 await policy.step(1.0)
         if i < 3:
             await group.free()
-        counts.append(len(world.engine.transport._windows))  # type: ignore[attr-defined]
+        counts.append(len(world.services.engine.transport._windows))  # type: ignore[attr-defined]
         await ad.barrier()
     return {"windows": counts}
 

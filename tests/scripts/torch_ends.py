@@ -36,15 +36,15 @@ async def talk(world: ad.World, tag: int, nbytes: int) -> int:
     """Every survivor sends to every other; how many bytes arrived."""
     others = [rank for rank in survivors(world) if rank != world.rank]
     buffers = {rank: bytearray(nbytes) for rank in others}
-    work = [world.engine.send(bytes([world.rank]) * nbytes, rank, tag) for rank in others]
-    work += [world.engine.receive(buffers[rank], rank, tag) for rank in others]  # type: ignore[misc]
+    work = [world.services.engine.send(bytes([world.rank]) * nbytes, rank, tag) for rank in others]
+    work += [world.services.engine.receive(buffers[rank], rank, tag) for rank in others]  # type: ignore[misc]
     await asyncio.gather(*work)
     return sum(buffer.count(rank) for rank, buffer in buffers.items())
 
 
 async def lost(world: ad.World) -> None:
     """The victim is killed while everything that can be under way with it is."""
-    engine = world.engine
+    engine = world.services.engine
     tensor, room = torch.zeros(16 * MIB), torch.zeros(16 * MIB)
     if world.rank == VICTIM:
         sending = asyncio.ensure_future(world.send_stream(tensor, 0))  # one that is under way, to rank 0
@@ -97,7 +97,7 @@ async def lost(world: ad.World) -> None:
             "later": later,
             "arrived": arrived,
             "lost": sorted(engine.transport.lost_ranks()),
-            "gone": sorted(world.gone),
+            "gone": sorted(world.services.gone),
         },
     )
 
@@ -108,8 +108,8 @@ async def lost_at_rest(world: ad.World) -> None:
     if world.rank == VICTIM:
         report(world.rank, {"at": time.monotonic()})
         os.kill(os.getpid(), signal.SIGKILL)
-    await world.engine.until(lambda: VICTIM in world.gone, "the loss")
-    report(world.rank, {"lost": sorted(world.engine.transport.lost_ranks()), "at": time.monotonic()})
+    await world.services.engine.until(lambda: VICTIM in world.services.gone, "the loss")
+    report(world.rank, {"lost": sorted(world.services.engine.transport.lost_ranks()), "at": time.monotonic()})
 
 
 async def lost_in_an_average(world: ad.World) -> None:
@@ -122,7 +122,7 @@ async def lost_in_an_average(world: ad.World) -> None:
         while True:
             await ad.average_models(model)
     except RankLostError:
-        lost = sorted(world.engine.transport.lost_ranks())
+        lost = sorted(world.services.engine.transport.lost_ranks())
     group = await ad.new_group(survivors(world))
     await ad.average_models(model, group)
     report(world.rank, {"lost": lost, "in step": await ad.compute_and_broadcast(lambda: 7, group=group)})
@@ -132,7 +132,7 @@ async def raises(world: ad.World) -> None:
     await ad.barrier()
     if world.rank == 1:
         raise ValueError("boom-7")
-    await world.engine.receive(bytearray(1), 1, 1)
+    await world.services.engine.receive(bytearray(1), 1, 1)
 
 
 async def raises_in_words_of_its_own(world: ad.World) -> None:
@@ -155,7 +155,7 @@ async def exits(world: ad.World) -> None:
     await ad.barrier()
     if world.rank == 1:
         sys.exit(3)
-    await world.engine.receive(bytearray(1), 1, 1)
+    await world.services.engine.receive(bytearray(1), 1, 1)
 
 
 async def leaves_all_kinds_of_work(world: ad.World) -> None:
@@ -163,8 +163,8 @@ async def leaves_all_kinds_of_work(world: ad.World) -> None:
     leaving._FLUSH_S = 0.2  # type: ignore[misc]
     for peer in range(world.size):
         if peer != world.rank:
-            world.engine.watch(world.engine.transport.isend(bytearray(MIB), peer, 1), "left over")
-            world.engine.watch(world.engine.transport.isend(b"small", peer, 2), "left over")
+            world.services.engine.watch(world.services.engine.transport.isend(bytearray(MIB), peer, 1), "left over")
+            world.services.engine.watch(world.services.engine.transport.isend(b"small", peer, 2), "left over")
     await ad.barrier()
 
 
@@ -179,9 +179,10 @@ def closes() -> None:
     async def main(world: ad.World) -> None:
         peer = (world.rank + 1) % world.size
         await asyncio.gather(
-            world.engine.send(bytearray(MIB), peer, 1), world.engine.receive(bytearray(MIB), ANY_SOURCE, 1)
+            world.services.engine.send(bytearray(MIB), peer, 1),
+            world.services.engine.receive(bytearray(MIB), ANY_SOURCE, 1),
         )
-        transport = world.engine.transport
+        transport = world.services.engine.transport
         close = transport.close
 
         def timed() -> None:

@@ -626,7 +626,7 @@ class Watch:
             self._turn += 1
             member = members[self._turn % len(members)]
             member.check_untouched("in an event that is no step")
-            count = member.world.engine.statistics().outstanding_count
+            count = member.world.services.engine.statistics().outstanding_count
             if count > self._outstanding_count_max:
                 self.check(False, f"{member}: {count} requests outstanding")
             ring = member.selective._buffers.ring.nbytes if member.selective is not None else 0

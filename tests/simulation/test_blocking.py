@@ -199,10 +199,10 @@ def test_a_rank_that_is_killed_while_it_blocks_sends_nothing_more(nbytes: int) -
     async def main(world: ad.World) -> None:
         if world.rank == 1:
             time.sleep(1.0)  # noqa: ASYNC251
-            await world.engine.send(bytes(nbytes), 0, 5)
+            await world.services.engine.send(bytes(nbytes), 0, 5)
             return
         with contextlib.suppress(ad.RankLostError):
-            await world.engine.receive(bytearray(nbytes), 1, 5)
+            await world.services.engine.receive(bytearray(nbytes), 1, 5)
             heard.append("a message")
 
     logging.disable(logging.ERROR)

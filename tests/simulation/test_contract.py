@@ -71,7 +71,7 @@ def over_seeds(main: Callable[..., Any], *, ranks: int, rank: int = 0, **options
 
 async def receive(world: ad.World, source: int, tag: int, nbytes: int = 8) -> tuple[bytes, int]:
     buffer = bytearray(nbytes)
-    source, got = await world.engine.receive(buffer, source, tag)
+    source, got = await world.services.engine.receive(buffer, source, tag)
     return bytes(buffer[:got]), source
 
 
@@ -82,7 +82,7 @@ async def receive(world: ad.World, source: int, tag: int, nbytes: int = 8) -> tu
 def test_it_reorders_across_sources() -> None:
     async def main(world: ad.World) -> tuple[int, ...] | None:
         if world.rank:
-            await world.engine.send(b"x", 0, 1)
+            await world.services.engine.send(b"x", 0, 1)
             return None
         return tuple([(await receive(world, ANY_SOURCE, 1))[1] for _ in range(3)])
 
@@ -99,7 +99,7 @@ def test_it_reorders_across_tags() -> None:
 
         if world.rank:
             for tag in (1, 2, 3):
-                await world.engine.send(b"x", 0, tag)
+                await world.services.engine.send(b"x", 0, tag)
         else:
             await asyncio.gather(*map(take, (1, 2, 3)))
         return tuple(order)
@@ -117,7 +117,7 @@ def test_it_completes_requests_in_another_order_than_they_match() -> None:
     async def main(world: ad.World) -> tuple[int, ...]:
         order: list[int] = []
         if world.rank:
-            sends = [world.engine.send(bytes(size), 0, 1) for size in (100_000, 0)]
+            sends = [world.services.engine.send(bytes(size), 0, 1) for size in (100_000, 0)]
             await asyncio.gather(*sends)
         else:
 
@@ -136,7 +136,7 @@ def test_a_wildcard_receive_takes_any_of_the_senders_that_wait() -> None:
     async def main(world: ad.World) -> tuple[int, ...] | None:
         if world.rank:
             for i in range(2):
-                await world.engine.send(bytes([i]), 0, 1)
+                await world.services.engine.send(bytes([i]), 0, 1)
             return None
         await world.sleep(1.0)  # by then all of them have arrived
         found = [await receive(world, ANY_SOURCE, 1) for _ in range(4)]
@@ -153,7 +153,7 @@ def test_a_send_is_eager_or_rendezvous() -> None:
         """Whether a send completes before anybody receives it."""
         done = False
         if world.rank:
-            sending = asyncio.ensure_future(world.engine.send(bytes(nbytes), 0, 1))
+            sending = asyncio.ensure_future(world.services.engine.send(bytes(nbytes), 0, 1))
             await world.sleep(1.0)
             done = sending.done()
             await ad.barrier()
@@ -178,12 +178,12 @@ def test_latency_bandwidth_and_hosts_are_what_they_were_said_to_be() -> None:
     async def main(world: ad.World, nbytes: int) -> float:
         if world.rank == 0:
             for dest in range(1, world.size):
-                await world.engine.send(bytes(nbytes), dest, 1)
+                await world.services.engine.send(bytes(nbytes), dest, 1)
                 await receive(world, dest, 2)
             return 0.0
         await receive(world, 0, 1, nbytes)
         arrived_at = world.time()
-        await world.engine.send(b"", 0, 2)
+        await world.services.engine.send(b"", 0, 2)
         return arrived_at
 
     near = Link(latency_s=1.0, bandwidth_nbytes_per_s=1e6)
@@ -216,7 +216,7 @@ async def crowd(world: ad.World, seed: int, count: int, wildcard: bool) -> int:
         for dest in range(world.size):
             for tag in (1, 2):
                 data = bytes([world.rank, i, tag]) * draw.choice((1, 50, 2000, 30_000))
-                sends.append(asyncio.ensure_future(world.engine.send(data, dest, tag)))
+                sends.append(asyncio.ensure_future(world.services.engine.send(data, dest, tag)))
         if draw.random() < 0.3:
             await world.sleep(draw.random() * 1e-3)
 
@@ -345,7 +345,7 @@ def test_more_messages_than_one_pass_takes_are_all_heard(count: int) -> None:
         await call(world)  # all of them come while it computes
         handled = 0
         while handled < count:
-            await world.engine.until(lambda: channel.is_ready)
+            await world.services.engine.until(lambda: channel.is_ready)
             while channel.receive_nowait() is not None:
                 handled += 1
         return handled
@@ -650,7 +650,7 @@ def test_a_computing_rank_is_busy(call: Callable[[ad.World], Awaitable[None]], s
                 note("receiver")
 
         timer = loop.call_later(0.001, tick)
-        world.on_gone(lambda rank: note("loss"))
+        world.services.on_gone(lambda rank: note("loss"))
         tasks = [asyncio.ensure_future(work()) for work in (sleeper, receiver)]
         for _ in range(5):
             await asyncio.sleep(0.02)
@@ -786,7 +786,7 @@ def test_whatever_runs_knows_its_own_world() -> None:
 
         if world.rank == 2:
             await world.sleep(100.0)
-        world.on_gone(lambda rank: note("loss") if rank == 2 else None)
+        world.services.on_gone(lambda rank: note("loss") if rank == 2 else None)
         asyncio.get_running_loop().call_later(0.1, note, "timer")
         listening = asyncio.ensure_future(listen())
         await channel.send(Number(1), 1 - world.rank)
@@ -1102,7 +1102,7 @@ def test_what_is_called_after_each_event_runs_in_no_loop_and_each_rank_in_its_ow
     async def main(world: ad.World) -> None:
         for _ in range(5):
             await world.safe_point()
-            assert asyncio.get_running_loop() is world.engine.loop
+            assert asyncio.get_running_loop() is world.services.engine.loop
 
     ad.simulate(main, ranks=3, seed=1, after_event=lambda: seen.add(asyncio._get_running_loop())).value()
     assert seen == {None}

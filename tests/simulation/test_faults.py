@@ -90,18 +90,18 @@ def test_kill_at_a_time_and_what_the_peers_hear() -> None:
                 await world.sleep(0.25)
         if world.rank == 2:
             await world.sleep(100.0)
-            await world.engine.send(b"x", 0, 6)
+            await world.services.engine.send(b"x", 0, 6)
             await world.sleep(100.0)
             return
 
         async def take(source: int, tag: int) -> None:
             try:
-                await world.engine.receive(bytearray(1), source, tag)
+                await world.services.engine.receive(bytearray(1), source, tag)
                 heard.append((f"message from {source}", world.time()))
             except ad.RankLostError as error:
                 heard.append((str(error.rank), world.time()))
 
-        world.on_gone(lambda rank: heard.append((f"gone {rank}", world.time())))
+        world.services.on_gone(lambda rank: heard.append((f"gone {rank}", world.time())))
         await asyncio.gather(take(1, 5), take(2, 6))
 
     report = run(main, ranks=3, faults=[Kill(1, at_s=10.1)])
@@ -164,13 +164,13 @@ def test_kill_at_a_message(number: int) -> None:
         found = []
         if world.rank == 1:
             for i in range(10):
-                await world.engine.send(bytes([i]), 0, 5)
+                await world.services.engine.send(bytes([i]), 0, 5)
                 sent.append(i)
         else:
             try:
                 while True:
                     buffer = bytearray(1)
-                    await world.engine.receive(buffer, 1, 5)
+                    await world.services.engine.receive(buffer, 1, 5)
                     found += buffer
             except ad.RankLostError as error:
                 assert error.rank == 1
@@ -212,10 +212,10 @@ def test_no_send_to_a_dead_rank_hangs(nbytes: int, dies_at_s: float) -> None:
     async def main(world: ad.World) -> str:
         if world.rank == 1:
             await world.sleep(3.0)
-            await world.engine.receive(bytearray(nbytes), 0, 5)
+            await world.services.engine.receive(bytearray(nbytes), 0, 5)
             await world.sleep(100.0)
         try:
-            await world.engine.send(bytes(nbytes), 1, 5)
+            await world.services.engine.send(bytes(nbytes), 1, 5)
         except ad.RankLostError as error:
             assert error.rank == 1
             return f"lost at {world.time():.1f}"
@@ -233,10 +233,10 @@ def test_no_send_to_a_dead_rank_hangs(nbytes: int, dies_at_s: float) -> None:
 def test_a_transfer_that_its_sender_does_not_live_to_finish() -> None:
     async def main(world: ad.World) -> None:
         if world.rank == 1:
-            await world.engine.send(bytes(100_000), 0, 5)
+            await world.services.engine.send(bytes(100_000), 0, 5)
         else:
             with pytest.raises(ad.RankLostError) as caught:
-                await world.engine.receive(bytearray(100_000), 1, 5)
+                await world.services.engine.receive(bytearray(100_000), 1, 5)
             assert caught.value.rank == 1
             told.append(world.time())
 
@@ -280,8 +280,8 @@ def test_every_send_receive_and_stream_of_the_survivors_ends() -> None:
         for peer in range(world.size):
             for _ in range(4):
                 nbytes = draw.choice((1, 300, 5000, 90_000))
-                work.append(attempt(peer, world.engine.send, bytes(nbytes), peer, 1))
-                work.append(attempt(peer, world.engine.receive, bytearray(90_000), peer, 1))
+                work.append(attempt(peer, world.services.engine.send, bytes(nbytes), peer, 1))
+                work.append(attempt(peer, world.services.engine.receive, bytearray(90_000), peer, 1))
             if peer != world.rank:
                 work.append(attempt(peer, world.send_stream, torch.zeros(100_000), peer))
                 work.append(attempt(peer, world.receive_stream, torch.zeros(100_000), peer))
@@ -530,10 +530,10 @@ def test_a_partition_lets_nothing_through_and_heals(ranks: tuple[int, ...]) -> N
 def test_a_partition_stops_a_transfer_that_was_announced_before_it() -> None:
     async def main(world: ad.World) -> float:
         if world.rank == 0:
-            await world.engine.send(bytes(100_000), 1, 5)
+            await world.services.engine.send(bytes(100_000), 1, 5)
         else:
             await world.sleep(3.0)  # the announcement has come, and waits
-            await world.engine.receive(bytearray(100_000), 0, 5)
+            await world.services.engine.receive(bytearray(100_000), 0, 5)
         return world.time()
 
     report = run(main, faults=[Partition((0,), at_s=2.0, until_s=50.0)])
@@ -679,9 +679,9 @@ def test_large_messages_of_one_link_share_its_bandwidth() -> None:
 
     async def main(world: ad.World) -> float:
         if world.rank == 0:
-            await asyncio.gather(*[world.engine.send(bytes(nbytes), 1, 5) for _ in range(10)])
+            await asyncio.gather(*[world.services.engine.send(bytes(nbytes), 1, 5) for _ in range(10)])
         else:
-            await asyncio.gather(*[world.engine.receive(bytearray(nbytes), 0, 5) for _ in range(10)])
+            await asyncio.gather(*[world.services.engine.receive(bytearray(nbytes), 0, 5) for _ in range(10)])
         return world.time()
 
     network = Network(link=Link(latency_s=1e-6, bandwidth_nbytes_per_s=1e9))
@@ -695,15 +695,15 @@ def test_a_large_message_waits_for_its_receiver_to_stop_computing(is_posted: boo
 
     async def main(world: ad.World, nbytes: int) -> float:
         if world.rank == 0:
-            await world.engine.send(bytes(nbytes), 1, 5)
+            await world.services.engine.send(bytes(nbytes), 1, 5)
         elif is_posted:
-            receiving = asyncio.ensure_future(world.engine.receive(bytearray(nbytes), 0, 5))
+            receiving = asyncio.ensure_future(world.services.engine.receive(bytearray(nbytes), 0, 5))
             await asyncio.sleep(0)
             time.sleep(8.0)  # noqa: ASYNC251 that is the point
             await receiving
         else:
             time.sleep(8.0)  # noqa: ASYNC251
-            await world.engine.receive(bytearray(nbytes), 0, 5)
+            await world.services.engine.receive(bytearray(nbytes), 0, 5)
         return world.time()
 
     small, large = (simulate(main, nbytes, ranks=2, network=STEADY).results for nbytes in (1000, 2000))
@@ -714,9 +714,9 @@ def test_a_large_message_waits_for_its_receiver_to_stop_computing(is_posted: boo
 def test_a_large_message_whose_receiver_computes_when_it_is_there_is_done_when_it_has_computed() -> None:
     async def main(world: ad.World) -> float:
         if world.rank == 0:
-            await world.engine.send(bytes(2000), 1, 5)
+            await world.services.engine.send(bytes(2000), 1, 5)
         else:
-            receiving = asyncio.ensure_future(world.engine.receive(bytearray(2000), 0, 5))
+            receiving = asyncio.ensure_future(world.services.engine.receive(bytearray(2000), 0, 5))
             await world.sleep(2.0)  # it is on its way since 1 s
             time.sleep(6.0)  # noqa: ASYNC251
             await receiving
@@ -728,12 +728,12 @@ def test_a_large_message_whose_receiver_computes_when_it_is_there_is_done_when_i
 def test_some_networks_move_a_large_message_only_while_its_sender_does_not_compute() -> None:
     async def main(world: ad.World) -> float:
         if world.rank == 0:
-            sending = asyncio.ensure_future(world.engine.send(bytes(2000), 1, 5))
+            sending = asyncio.ensure_future(world.services.engine.send(bytes(2000), 1, 5))
             await asyncio.sleep(0)
             time.sleep(8.0)  # noqa: ASYNC251
             await sending
         else:
-            await world.engine.receive(bytearray(2000), 0, 5)
+            await world.services.engine.receive(bytearray(2000), 0, 5)
         return world.time()
 
     ends = Counter(round(simulate(main, ranks=2, seed=seed, network=STEADY).results[1]) for seed in range(20))

@@ -144,7 +144,7 @@ MUTANTS: Final = (
         "the accumulator of an average that is not applied is never given back",
         "protocols/selective/exchange.py",
         "            self.task.cancel()\n        self.close()\n        if self.average is not None:\n"
-        "            self._buffers.release(self.average, self._world)\n",
+        "            self._buffers.release(self.average, self._services)\n",
         "            self.task.cancel()\n        self.close()\n",
         SUITE,
     ),
