@@ -16,7 +16,7 @@ from torch import distributed as dist
 
 from asyncdist.errors import TransportError
 from asyncdist.transports.torch_distributed import backends, completion_probe
-from asyncdist.transports.torch_distributed.polled import Pairs, Transit
+from asyncdist.transports.torch_distributed.pairs import Pairs, Transit
 
 ENDS = "tests/scripts/torch_ends.py"
 KILLED = -9
@@ -193,7 +193,7 @@ def test_a_call_that_blocks_for_good_is_named_and_holds_nobody_up(call: str, see
 
 
 def test_gloo_does_not_pass() -> None:
-    """The day it does, it can be polled, and most of ``transports/gloo.py`` can go."""
+    """The day it does, it can be polled, and most of ``torch_distributed/gloo.py`` can go."""
     source = """
         import datetime, os
         import torch
@@ -201,12 +201,12 @@ def test_gloo_does_not_pass() -> None:
         from torch import distributed as dist
         from asyncdist import environment
         from asyncdist.errors import TransportError
-        from asyncdist.transports.torch_distributed import gloo, rendezvous, completion_probe
-        from asyncdist.transports.torch_distributed.polled import Pairs
+        from asyncdist.transports.torch_distributed import gloo_mesh, rendezvous, completion_probe
+        from asyncdist.transports.torch_distributed.pairs import Pairs
 
         rank = int(os.environ["RANK"])
         store = rendezvous.join_store(environment.torch_rendezvous(), rank, 2, 60.0)
-        make = lambda name: gloo.make_group(store, name, rank, 2, datetime.timedelta(seconds=60))
+        make = lambda name: gloo_mesh.make_group(store, name, rank, 2, datetime.timedelta(seconds=60))
         try:
             completion_probe.examine(Pairs(make, rank, torch.device("cpu")), "gloo", store, rank, 2, patience_s=5.0)
         except TransportError as error:

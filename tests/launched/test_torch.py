@@ -27,8 +27,9 @@ from asyncdist import environment
 from asyncdist.errors import RankLostError, TransportError, TruncationError
 from asyncdist.transports.base import ANY_SOURCE
 from asyncdist.transports.matching import CallbackQueue, InlineMessage, LocalMessage, Matcher, Receive, Send
-from asyncdist.transports.torch_distributed import gloo
-from asyncdist.transports.torch_distributed.gloo import _ENTRY, _FRAME, _MESSAGE, _RING_COUNT, Link, reason
+from asyncdist.transports.torch_distributed import gloo_mesh
+from asyncdist.transports.torch_distributed.failures import reason
+from asyncdist.transports.torch_distributed.gloo import _ENTRY, _FRAME, _MESSAGE, _RING_COUNT, Link
 from asyncdist.transports.torch_distributed.rendezvous import _Gathering as Gathering
 
 MIB = 1 << 20
@@ -158,10 +159,10 @@ def test_threads_that_end_late_are_waited_for_and_no_reason_to_fail(
     is_failed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """32 ranks on two cores have three thousand threads. Those of a lost rank may never end, nor after a failure."""
-    mesh = gloo.Mesh(lambda _: None, 0, 1, Matcher(CallbackQueue()))
+    mesh = gloo_mesh.Mesh(lambda _: None, 0, 1, Matcher(CallbackQueue()))
     mesh.links = cast(Any, {1: SlowLink(10.0)})
     with caplog.at_level(logging.WARNING, "asyncdist"):
-        mesh.close(gloo.HOPELESS_JOIN_S if is_failed else gloo.JOIN_S)
+        mesh.close(gloo_mesh.HOPELESS_JOIN_S if is_failed else gloo_mesh.JOIN_S)
     assert ("threads that wait for gloo did not end: post-1" in caplog.text) == is_failed
     assert mesh.links == {}
     mesh.links = cast(Any, {1: SlowLink(10.0, RankLostError("rank 1 is gone", rank=1), said_goodbye=False)})

@@ -10,9 +10,10 @@ import pytest
 from asyncdist.errors import RankLostError
 from asyncdist.transports.local import LocalHub
 from asyncdist.transports.torch_distributed import polled
+from asyncdist.transports.torch_distributed.polled_exchange import INLINE_NBYTES_MAX
 
 TAG, ENTRIES_TAG = 3, 4
-NBYTES = polled.INLINE_NBYTES_MAX + 1
+NBYTES = INLINE_NBYTES_MAX + 1
 DATA = (bytes(range(256)) * (NBYTES // 256 + 1))[:NBYTES]
 
 

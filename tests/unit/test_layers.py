@@ -155,7 +155,9 @@ def test_mpi4py_is_imported_in_the_mpi_transport_and_the_doctor_alone() -> None:
 def test_torch_distributed_is_imported_where_processes_meet_alone() -> None:
     """Plain functions of ``launch_subprocesses`` bring collectives of their own and need a process group of torch."""
     users = {name for name, tree in ASYNCDIST.items() if uses(tree, "torch.distributed")}
-    transport = {f"transports.torch_distributed.{name}" for name in ("backends", "gloo", "rendezvous", "transport")}
+    transport = {
+        f"transports.torch_distributed.{name}" for name in ("backends", "gloo_mesh", "rendezvous", "transport")
+    }
     assert users == {"launch.process_groups", *transport}
     assert not any(uses(tree, "torch.distributed") for tree in PROTOCOLS.values())
 

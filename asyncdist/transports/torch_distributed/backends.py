@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import _DistributedBackendOptions
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from asyncdist.errors import TransportError
-from asyncdist.transports.torch_distributed.gloo import reason
+from asyncdist.transports.torch_distributed.failures import reason
 
 GLOO: Final = "gloo"
 _NCCL: Final = "nccl"

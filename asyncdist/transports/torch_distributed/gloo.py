@@ -1,4 +1,4 @@
-"""Messages over gloo's blocking point-to-point calls: a mesh of links, one to each peer.
+"""Messages over gloo's blocking point-to-point calls: a link to one peer.
 
 gloo's requests cannot be polled: a ``Work`` turns complete only inside ``wait()`` (pytorch#30723). So threads wait, in
 C++ and without the GIL, and hand what has come to the loop through an inbox. They know no message, tag or receive.
@@ -27,26 +27,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
-import os
 import queue
-import re
 import struct
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any, Final
 
 import torch
-from torch import distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from asyncdist.errors import RankLostError, TransportError
+from asyncdist.errors import RankLostError
 from asyncdist.transports.base import Buffer
 from asyncdist.transports.matching import InlineMessage, Matcher, Receive, Send
+from asyncdist.transports.torch_distributed.failures import end_process, reason
 from asyncdist.transports.torch_distributed.gloo_streams import Passage
 from asyncdist.transports.torch_distributed.gloo_transfers import (
     FOREVER,
@@ -55,8 +49,6 @@ from asyncdist.transports.torch_distributed.gloo_transfers import (
     bytes_tensor,
     readable,
 )
-
-logger = logging.getLogger("asyncdist.transports.torch_distributed.gloo")
 
 SLOT_NBYTES: Final = 16384
 #: Of a frame: acknowledged frames, and bytes of the frame. Then come entries.
@@ -85,27 +77,10 @@ _UNWANTED: Final = 7
 
 _CONTROL_TAG: Final = 1
 _WATCH_TAG: Final = 0x7FFFFFFD
-_POISON_TAG: Final = 0x7FFFFFFE
 _ANNOUNCED_TAG_COUNT: Final = 0x40000000
 
-#: How long the training thread may keep the GIL from a thread that has something to hand over. Python's 5 ms add up:
-#: a frame takes the GIL twice, a large message four times at each end.
-_SWITCH_INTERVAL_S: Final = 0.0002
 #: Between the two ends of a dead peer's connections.
 _LINGER_S: Final = 0.1
-_GOODBYE_S: Final = 0.5
-#: How long the threads may take to end, together. They need milliseconds once their connections are closed, but where
-#: 32 ranks share two cores each has a hundred threads, which end one after the other.
-JOIN_S: Final = 30.0
-#: The same of a peer that is lost, or where the job has failed: a wait for bytes that were on their way may never end.
-HOPELESS_JOIN_S: Final = 0.4
-_ABORT_S: Final = 0.05
-
-
-def reason(error: RuntimeError) -> str:
-    """What torch says, without the place in its source, its advice and its stack."""
-    text = str(error).partition("\n")[0].partition(". This is typically")[0]
-    return re.sub(r"^\[[^]]*\.(cc|cpp|h):\d+\] ", "", text)
 
 
 class _Upload(Transfer):
@@ -477,112 +452,3 @@ class Link:
                 download.wait()
                 self._callbacks.put(self._on_landed, download)
                 del download
-
-
-def end_process(peer: int, exit_code: int) -> None:
-    """What an abort does, from a thread: the loop may be blocked, which is why there are aborts."""
-    sys.stderr.write(f"asyncdist: rank {peer} aborted the job\n")
-    sys.stderr.flush()
-    os._exit(exit_code)
-
-
-class Mesh:
-    """The links to all peers, and the two groups below them.
-
-    Args:
-        make_group: makes a gloo group of all ranks, given a name that is the same on all of them.
-        rank: this one.
-        size: how many there are.
-        matcher: takes what comes.
-
-    Raises:
-        TransportError: the groups cannot be made.
-    """
-
-    def __init__(self, make_group: Callable[[str], Any], rank: int, size: int, matcher: Matcher) -> None:
-        self._callbacks = matcher.callbacks
-        self._listen: Callable[[int], None] = lambda _: None
-        self.lost: frozenset[int] = frozenset()
-        self.links: dict[int, Link] = {}
-        self._groups: list[Any] = []
-        self._switch_interval_s = sys.getswitchinterval()
-        if size > 1:
-            sys.setswitchinterval(min(self._switch_interval_s, _SWITCH_INTERVAL_S))
-            control, bulk = make_group("control"), make_group("bulk")
-            self._groups = [control, bulk]
-            peers = (peer for peer in range(size) if peer != rank)
-            self.links = {peer: Link(peer, control, bulk, matcher, self._on_lost) for peer in peers}
-
-    def set_loss_listener(self, listen: Callable[[int], None]) -> None:
-        """``listen(rank)`` on the loop for each peer that is gone, those of before at once."""
-        self._listen = listen
-        for rank in sorted(self.lost):
-            listen(rank)
-
-    def _on_lost(self, rank: int, error: RankLostError) -> None:
-        del error
-        self.lost |= {rank}
-        self._listen(rank)
-
-    def abort(self, exit_code: int) -> None:
-        """End the processes of all peers."""
-        for link in self._live():
-            link.abort(exit_code)
-        time.sleep(_ABORT_S)
-
-    def close(self, join_s: float = JOIN_S) -> None:
-        """Say goodbye, wait for the peers to do so, and close the connections.
-
-        Args:
-            join_s: how long to wait for the threads. Those that do not end are warned of: what they were for is over.
-        """
-        self._listen = lambda _: None
-        arrived = threading.Event()
-        self._callbacks.set_bell(arrived.set)
-        for link in self._live():
-            link.say_goodbye()
-        deadline = time.monotonic() + _GOODBYE_S
-        while any(not link.said_goodbye for link in self._live()) and time.monotonic() < deadline:
-            arrived.wait(deadline - time.monotonic())
-            arrived.clear()
-            self._callbacks.empty()
-        for group in self._groups:
-            _close_connections(group)
-        sys.setswitchinterval(self._switch_interval_s)
-        closed_at = time.monotonic()
-        alive = []
-        for link in self.links.values():
-            is_lost = link.error is not None and not link.said_goodbye
-            alive += link.join(closed_at + (HOPELESS_JOIN_S if is_lost else join_s))
-        if alive:
-            logger.warning("threads that wait for gloo did not end: %s", ", ".join(alive))
-        self.links = {}
-        self._groups = []
-
-    def _live(self) -> list[Link]:
-        return [link for link in self.links.values() if link.error is None]
-
-
-def _close_connections(group: Any) -> None:
-    """Every pair of the group at once: what a wait that times out does (pytorch wraps gloo's own behaviour)."""
-    with contextlib.suppress(RuntimeError):
-        group.recv_anysource([torch.zeros(1, dtype=torch.uint8, device="cpu")], _POISON_TAG).wait(
-            timedelta(milliseconds=1)
-        )
-
-
-def make_group(store: Any, name: str, rank: int, size: int, timeout: timedelta) -> Any:
-    """A gloo group that nobody else uses.
-
-    Raises:
-        TransportError: this torch has no gloo, or the ranks do not reach each other.
-    """
-    if not (dist.is_available() and dist.is_gloo_available()):
-        raise TransportError(f"torch {torch.__version__} was built without gloo, which the torch transport needs")
-    try:
-        return dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, timeout)
-    except RuntimeError as error:
-        raise TransportError(
-            f"gloo found no way between the {size} ranks ({reason(error)}); it uses the interface of this host's name, "
-            "or the one in GLOO_SOCKET_IFNAME"
-        ) from error

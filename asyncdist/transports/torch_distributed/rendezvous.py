@@ -32,7 +32,7 @@ from torch import distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from asyncdist.errors import TransportError
-from asyncdist.transports.torch_distributed.gloo import reason
+from asyncdist.transports.torch_distributed.failures import reason
 
 #: Between two looks. Not a wait inside the store: it sees no signal, and complains aloud.
 _PAUSE_S: Final = 0.02

@@ -24,8 +24,9 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from asyncdist.errors import TransportError
 from asyncdist.transports.base import Buffer, Capabilities, Request, Transport
 from asyncdist.transports.matching import CallbackQueue, MatchedTransport
-from asyncdist.transports.torch_distributed import backends, completion_probe, gloo
-from asyncdist.transports.torch_distributed.polled import Pairs, PolledBulk, PolledTransport
+from asyncdist.transports.torch_distributed import backends, completion_probe, gloo_mesh
+from asyncdist.transports.torch_distributed.pairs import Pairs
+from asyncdist.transports.torch_distributed.polled import PolledBulk, PolledTransport
 from asyncdist.transports.torch_distributed.rendezvous import Rendezvous, join_store
 
 #: How long the ranks wait for each other at the start.
@@ -148,8 +149,8 @@ class TorchTransport(MatchedTransport):
         )
         super().__init__(rank, size, CallbackQueue(), capabilities)
         self._granted_tags = granted_tags
-        make_group = functools.partial(gloo.make_group, store, rank=rank, size=size, timeout=_GROUP_TIMEOUT)
-        self._mesh = gloo.Mesh(make_group, rank, size, self._matcher)
+        make_group = functools.partial(gloo_mesh.make_group, store, rank=rank, size=size, timeout=_GROUP_TIMEOUT)
+        self._mesh = gloo_mesh.Mesh(make_group, rank, size, self._matcher)
         self._is_closed = False
         atexit.register(self.close_failed)  # threads that wait in gloo at the interpreter's end abort the process
 
@@ -169,10 +170,10 @@ class TorchTransport(MatchedTransport):
         self._mesh.abort(exit_code)
 
     def close(self) -> None:
-        self._close(gloo.JOIN_S)
+        self._close(gloo_mesh.JOIN_S)
 
     def close_failed(self) -> None:
-        self._close(gloo.HOPELESS_JOIN_S)
+        self._close(gloo_mesh.HOPELESS_JOIN_S)
 
     def _close(self, join_s: float) -> None:
         if not self._is_closed:
