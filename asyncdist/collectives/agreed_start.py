@@ -23,9 +23,8 @@ from typing import Any, Final, Generic, TypeVar
 
 from asyncdist.collectives.agreement import MEMBER_PATIENCE_S, Agreements
 from asyncdist.collectives.agreement_messages import Agreed, Meeting
-from asyncdist.collectives.nonblocking import ended
 from asyncdist.errors import AsyncdistError, StartTimeoutError
-from asyncdist.messaging.engine import yield_to_loop
+from asyncdist.messaging.engine import Engine, yield_to_loop
 from asyncdist.messaging.services import Services
 
 T = TypeVar("T")
@@ -38,13 +37,17 @@ class Start(Generic[T]):
     """One start of this rank.
 
     Args:
-        agreements: this rank's.
+        engine: of this rank.
+        agreements: of this rank.
         meeting: what it is to agree on.
         give_back: what is done with the result where the caller does not want it any more.
     """
 
-    def __init__(self, agreements: Agreements, meeting: Meeting, give_back: Callable[[T], Awaitable[object]]) -> None:
+    def __init__(
+        self, engine: Engine, agreements: Agreements, meeting: Meeting, give_back: Callable[[T], Awaitable[object]]
+    ) -> None:
         self.meeting = meeting
+        self._engine = engine
         self._agreements = agreements
         self._give_back = give_back
         self._loop = asyncio.get_running_loop()
@@ -92,9 +95,9 @@ class Start(Generic[T]):
                 await self._give_back(result)
 
     async def result(self, task: asyncio.Task[None], *, is_held: bool) -> T:
-        """Return what came of the work. ``task`` is that of :meth:`run`; ``asyncdist.runtime.watchdogs`` reads it."""
+        """Return what came of the work, which ``task`` does in :meth:`run`."""
         try:
-            result = await self._outcome
+            result = await self._engine.settled_by(task, self._outcome, is_told=True)
             await yield_to_loop()  # the task has ended; this rank forgets it now
             return result
         except asyncio.CancelledError:
@@ -111,15 +114,14 @@ class Start(Generic[T]):
             self._agreements.stay_away(self.meeting)
             task.cancel()
         elif not self._agreements.is_ending and (self._is_on or self._agreements.give_up(self.meeting) or is_held):
-            await _until_it_has_ended(task)
+            await self._until_it_has_ended(task)
 
-
-async def _until_it_has_ended(task: asyncio.Task[None]) -> None:
-    while not task.done():
-        try:
-            await ended(task)
-        except asyncio.CancelledError:  # once more; the first one is raised in any case
-            continue
+    async def _until_it_has_ended(self, task: asyncio.Task[None]) -> None:
+        while not task.done():
+            try:
+                await self._engine.ended(task)
+            except asyncio.CancelledError:  # once more; the first one is raised in any case
+                continue
 
 
 async def start_together(
@@ -145,7 +147,7 @@ async def start_together(
         name: of the task that does the work, for reports.
         is_held: whether a caller that gives up hears the leader's word first, since it must not be done later.
     """
-    start = Start(agreements, agreements.next_meeting(ranks, subject, leader), give_back)
+    start = Start(services.engine, agreements, agreements.next_meeting(ranks, subject, leader), give_back)
     task = services.spawn_service(start.run(work), name=name)
     return await start.result(task, is_held=is_held)
 

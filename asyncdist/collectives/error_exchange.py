@@ -21,7 +21,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from asyncdist.collectives.groups import Group
-from asyncdist.collectives.nonblocking import Collectives, shielded
+from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.errors import AsyncdistError, DisagreementError, RemoteError, remote_error
 from asyncdist.tensors import serialization
 
@@ -159,7 +159,7 @@ async def run_and_raise(
     if error is not None and not isinstance(error, Exception):
         raise error
     try:
-        result = await shielded(task)
+        result = await collectives.join(task)
     except AsyncdistError:
         if error is None:
             raise

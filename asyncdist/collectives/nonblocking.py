@@ -183,7 +183,7 @@ class Collectives:
             group: whose members call this.
         """
         if self._attendance is not None:
-            await shielded(self.start_sequence(group, lambda alone: alone.all_mean_spread(spread, group)))
+            await self._engine.shielded(self.start_sequence(group, lambda alone: alone.all_mean_spread(spread, group)))
             return
         count = len(spread.flat)
         views = await self._shared_views(spread, group)
@@ -310,10 +310,14 @@ class Collectives:
             work: is given collectives that are not held up by the sequence itself.
 
         Returns:
-            A task that nobody cancels: await it through :func:`shielded`, since the other members count on all of it.
+            A task that nobody cancels: await it with :meth:`join`, since the other members count on all of it.
         """
         self._note(group, HELPER)
         return self._start(group, work, Collectives(self._engine, self._rank, self._spawn, rooms=self._rooms))
+
+    async def join(self, sequence: asyncio.Task[T]) -> T:
+        """Return the result of a sequence. A cancellation of the caller leaves it alone."""
+        return await self._engine.shielded(sequence)
 
     def _note(
         self,
@@ -469,7 +473,7 @@ class Collectives:
         """
         if self._attendance is None:  # a sequence: one after the other already, and nobody cancels it
             return await work(*args)
-        return await shielded(self._start(group, work, *args))
+        return await self._engine.shielded(self._start(group, work, *args))
 
     def _start(self, group: Group, work: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> asyncio.Task[T]:
         assert self._attendance is not None, "what a sequence does is part of its task"
@@ -494,7 +498,7 @@ class Collectives:
         *args: Any,
     ) -> T:
         if previous is not None and not previous.done():
-            await ended(previous)
+            await self._engine.ended(previous)
         task = asyncio.current_task()
         assert task is not None
         with attendance.waiting(group, number, lambda _: _cancel(task)) as participation:
@@ -609,20 +613,6 @@ def _mean(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     total = torch.empty_like(parts[0])
     mean_into(total, parts)
     return total
-
-
-async def shielded(task: asyncio.Task[T]) -> T:
-    """The value of a task that the other members count on: cancelling whoever waits for it leaves it alone.
-
-    In place of ``asyncio.shield``, which does not show to anybody (:mod:`asyncdist.runtime.watchdogs`) what it waits
-    for.
-    """
-    return await asyncio.shield(task)
-
-
-async def ended(task: asyncio.Task[Any]) -> None:
-    """Wait until it has, however it does; cancelling whoever waits leaves it alone. Shows, as :func:`shielded` does."""
-    await asyncio.wait([task])
 
 
 def _cancel(task: asyncio.Task[Any]) -> None:

@@ -16,11 +16,13 @@ import types
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeVar
 
 from asyncdist.errors import AsyncdistError, TruncationError
 from asyncdist.messaging.polling import PendingRequest, Poller, resolve_waiter
 from asyncdist.transports.base import Buffer, Request, Transport
+
+T = TypeVar("T")
 
 DRAIN_PASS_COUNT_MAX: Final = 1000
 #: Passes of one safe point that may bring nothing but messages.
@@ -44,6 +46,13 @@ class EngineStatistics:
     outstanding_count: int
 
 
+class Settler(NamedTuple):
+    """The task that settles a future; for the fields see :meth:`Engine.settled_by`."""
+
+    task: asyncio.Task[Any]
+    is_told: bool
+
+
 class Engine(Poller):
     """Polls the requests of one rank, and lets coroutines wait for them.
 
@@ -56,6 +65,7 @@ class Engine(Poller):
         super().__init__(transport, loop)
         self._disowned: list[PendingRequest] = []
         self._abandoned: dict[tuple[int, int], deque[_Abandoned]] = {}
+        self._settlers: dict[asyncio.Future[Any], Settler] = {}
 
     # -- passes -----------------------------------------------------------------------------------------------------
 
@@ -253,6 +263,45 @@ class Engine(Poller):
             await waiter
         finally:
             del self._waiters[waiter]
+
+    # -- tasks that others count on ---------------------------------------------------------------------------------
+
+    async def shielded(self, task: asyncio.Task[T]) -> T:
+        """Return the result of a task that other ranks count on: a cancellation of the caller leaves it alone."""
+        return await self.settled_by(task, asyncio.shield(task))
+
+    async def ended(self, task: asyncio.Task[Any]) -> None:
+        """Wait until a task has ended, however it ends. A cancellation of the caller leaves it alone."""
+        if task.done():
+            return
+        waiter = self._new_waiter()
+
+        def wake(_: object) -> None:
+            resolve_waiter(waiter, None)
+
+        task.add_done_callback(wake)
+        try:
+            await self.settled_by(task, waiter)
+        finally:
+            task.remove_done_callback(wake)
+
+    async def settled_by(self, task: asyncio.Task[Any], future: asyncio.Future[T], *, is_told: bool = False) -> T:
+        """Await ``future``, which ``task`` settles, and let reports see that.
+
+        Args:
+            task: does the work.
+            future: what the caller waits for.
+            is_told: whether reports tell what the task waits for even where they could name the caller's function.
+        """
+        self._settlers[future] = Settler(task, is_told)
+        try:
+            return await future
+        finally:
+            del self._settlers[future]
+
+    def settler(self, future: Any) -> Settler | None:
+        """Return the task that settles ``future``, where a coroutine awaits it by :meth:`settled_by`."""
+        return self._settlers.get(future)
 
     # -- reports -----------------------------------------------------------------------------------------------------
 

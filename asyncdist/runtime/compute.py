@@ -53,6 +53,11 @@ class Computing:
         self._rank = rank
         self._loop = loop
         self._executor: ThreadPoolExecutor | None = None
+        self._awaited: tuple[object, ...] = ()
+
+    def settles(self, future: object) -> bool:
+        """Whether ``future`` is awaited by the ``run`` that is under way, which ends when its function does."""
+        return any(future is each for each in self._awaited)
 
     async def run(self, clock: VirtualClock | None, fn: Callable[[], T]) -> T:
         """See :meth:`World.compute`; ``clock`` is the simulation's."""
@@ -67,14 +72,17 @@ class Computing:
             raise
         finally:
             self.is_under_way = False
+            self._awaited = ()
 
     async def _call(self, clock: VirtualClock | None, fn: Callable[[], T]) -> T:
         # What fn raises is carried as a value: a future cannot hold StopIteration, and asyncio's would turn the
         # CancelledError of concurrent.futures, an error like any other, into the cancellation of this task.
         call = functools.partial(caught, functools.partial(call_in_modes, torch_modes(), fn))
         future = self._in_thread(call) if clock is None else clock.run_beside(call)
+        waiter = asyncio.shield(future)
+        self._awaited = future, waiter
         try:
-            returned, error = await asyncio.shield(future)
+            returned, error = await waiter
         except asyncio.CancelledError:
             while not future.done():
                 with contextlib.suppress(asyncio.CancelledError):  # cancelled again; it is raised below in any case

@@ -15,7 +15,7 @@ from asyncdist.collectives.agreement import Agreements
 from asyncdist.collectives.group_ledger import GroupLedger
 from asyncdist.collectives.groups import Group, check_ranks, short
 from asyncdist.collectives.membership import MembershipLog
-from asyncdist.collectives.nonblocking import Collectives, shielded
+from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.errors import RankLostError, StartTimeoutError
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
@@ -96,7 +96,7 @@ class GroupCreation:
             return
         group.lease.is_freed = True
         name = f"the end of a group of {group.size} ranks"
-        await shielded(self._services.spawn_service(self._end(group), name=name))
+        await self._services.engine.shielded(self._services.spawn_service(self._end(group), name=name))
 
     async def _end(self, group: Group) -> None:
         what = f"the collectives of the group {short(group.ranks)} that this rank has started"

@@ -11,16 +11,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncdist import validation
-from asyncdist.collectives.agreed_start import Start
-from asyncdist.collectives.nonblocking import ended, shielded
 from asyncdist.errors import StallError
-from asyncdist.runtime.compute import Computing
 from asyncdist.runtime.world import World
 
 logger = logging.getLogger("asyncdist.runtime.watchdogs")
 
-#: Coroutines that end by themselves, as a sleep does, or when a thread has.
-_TIMED: Final = frozenset({asyncio.sleep.__code__, asyncio.to_thread.__code__, Computing.run.__code__})
+#: Coroutines of asyncio that end by themselves, after a time or when a thread has ended. Nothing else tells their
+#: futures from those that a peer or the user settles.
+_TIMED: Final = frozenset({asyncio.sleep.__code__, asyncio.to_thread.__code__})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +45,6 @@ class WatchdogOptions:
 
 
 ENDLESS: Final = WatchdogOptions()
-#: Functions that wait for the task that their variable ``task`` holds.
-_SHOWS_ITS_TASK: Final = (shielded.__code__, ended.__code__, Start.result.__code__)
 
 
 class EndWatch:
@@ -194,13 +190,18 @@ def _futures_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any] | N
     if id(waiter) in seen:
         return []
     seen.add(id(waiter))
-    if world.services.engine.awaited(waiter) is not None:
+    if world.is_computed(waiter):
+        return None
+    engine = world.services.engine
+    if engine.awaited(waiter) is not None:
         return [waiter]
     parts: Iterable[Any] | None = getattr(waiter, "_children", None)  # of asyncio.gather
     if isinstance(waiter, asyncio.Task):
         parts = _parts_of(waiter)
         if parts is None:
             return None
+    elif (settler := engine.settler(waiter)) is not None:
+        parts = [settler.task]
     elif parts is None:
         return [waiter]
     found: list[Any] = []
@@ -220,8 +221,6 @@ def _parts_of(task: asyncio.Task[Any]) -> Iterable[Any] | None:
     frames = {frame.f_code: frame.f_locals for frame in _frames(task)}
     if not _TIMED.isdisjoint(frames):
         return None
-    if of_others := next((frames[code] for code in _SHOWS_ITS_TASK if code in frames), None):
-        return [of_others["task"]]
     if of_group := frames.get(asyncio.TaskGroup.__aexit__.__code__):
         tasks: Iterable[Any] = of_group["self"]._tasks
         return tasks
@@ -244,11 +243,14 @@ def what_awaits(task: asyncio.Task[Any], world: World | None) -> str:
     if not frames or frames[0].f_lasti < 0:
         return "has not begun"
     position = next((i for i in reversed(range(len(frames))) if not _is_library(frames[i])), None)
-    start = next((frame.f_locals["task"] for frame in frames if frame.f_code is Start.result.__code__), None)
-    awaited = _waiter(task if start is None else start)
-    what = world.services.engine.awaited(awaited) if world is not None and awaited is not None else None
+    awaited, settler, what = _waiter(task), None, None
+    if world is not None:
+        settler = world.services.engine.settler(awaited)
+        if settler is not None and (settler.is_told or position is None):
+            awaited = _waiter(settler.task)
+        what = world.services.engine.awaited(awaited)
     if position is None:
-        return what or frames[-1].f_code.co_qualname
+        return what or (frames[-1].f_code.co_qualname if settler is None else settler.task.get_name())
     if what is None:
         called = [frame.f_code.co_qualname for frame in frames[position + 1 :]]
         what = next((name for name in called if not name.endswith("__")), called[0] if called else None)

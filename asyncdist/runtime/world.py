@@ -205,6 +205,10 @@ class World:
         """Whether a ``compute`` is under way."""
         return self._computing.is_under_way
 
+    def is_computed(self, future: object) -> bool:
+        """Whether ``future`` is what the ``compute`` that is under way waits for."""
+        return self._computing.settles(future)
+
     def generator(self, purpose: str) -> random.Random:
         """A generator of this rank's own: what it draws follows from the job, the rank and ``purpose`` alone.
 

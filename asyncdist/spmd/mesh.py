@@ -21,7 +21,6 @@ from typing import Any, Final, ParamSpec, TypeVar
 from asyncdist import validation
 from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.collectives.groups import Group, check_group, check_open, short
-from asyncdist.collectives.nonblocking import shielded
 from asyncdist.errors import ClosedError, LocalProtocolError
 from asyncdist.runtime.world import World, current_world
 
@@ -84,7 +83,7 @@ class Axis:
 
         The other members count on this rank's part, and tasks that share an axis must not mix their messages.
         """
-        return await shielded(self.begin(work, *args, **kwargs))
+        return await self.world.services.engine.shielded(self.begin(work, *args, **kwargs))
 
     def begin(self, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> asyncio.Task[T]:
         """Start what :meth:`perform` awaits."""

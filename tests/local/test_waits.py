@@ -123,6 +123,26 @@ def test_only_a_rank_of_which_all_tasks_wait_is_spoken_of(
     assert len(warnings(caplog)) == count
 
 
+def test_of_a_collective_that_is_a_task_by_itself_it_is_said_what_its_messages_wait_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No line of the user's is in it that could be named, and its work is done by another task."""
+
+    async def main(world: ad.World) -> None:
+        if world.rank == 0:
+            task = world.spawn(ad.barrier(), name="meeting")
+            watch = EndWatch(world, 10.0)
+            watch.begin()
+            await world.sleep(25)
+            watch.end()
+            task.cancel()
+        else:
+            await world.sleep(40)
+
+    ad.simulate(main, ranks=2, seed=3, strict=False)
+    assert any("waited: meeting: receive from 1, tag " in text for text in warnings(caplog))
+
+
 def test_what_came_while_the_loop_was_blocked_is_taken_in_first(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
