@@ -15,7 +15,7 @@ from asyncdist import environment, local_host
 from asyncdist._version import __version__
 from asyncdist.launch import local_ranks, mpirun
 
-#: Those with a value; the others are one word.
+#: The options that take a value; the others are one word.
 _RUN_OPTIONS: Final = ("-n", "--ranks", "--transport", "--mpi", "--threads-per-rank", "--stall-s")
 _SIM_OPTIONS: Final = ("-n", "--ranks", "--seed", "--faults", "--explore", "--processes", "--until-s")
 
@@ -56,38 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"asyncdist {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
-    run = commands.add_parser(
-        "run",
-        help="start a script on several ranks of this host",
-        usage=(
-            "asyncdist run -n RANKS [--transport mpi|torch] [--mpi openmpi|mpich] [--threads-per-rank N] "
-            "[--stall-s S] script.py [arguments]"
-        ),
-        description=(
-            "Start a script on several ranks of this host: with the MPI that is installed, or as torchrun would, for "
-            "torch.distributed."
-        ),
-        allow_abbrev=False,
-    )
-    run.add_argument("-n", "--ranks", type=_count, metavar="RANKS", help="how many processes")
-    run.add_argument(
-        "--transport",
-        metavar="mpi|torch|torch:BACKEND",
-        help=f"what they talk over (default: {environment.TRANSPORT_VARIABLE}, else mpi); torch means torch:gloo",
-    )
-    run.add_argument("--mpi", choices=environment.FLAVOURS, help="which MPI, where two are installed")
-    run.add_argument(
-        "--threads-per-rank",
-        type=_count,
-        metavar="N",
-        help="OMP_NUM_THREADS of each rank (default: its share of the cores)",
-    )
-    run.add_argument(
-        "--stall-s",
-        metavar="S",
-        help="tell of a main that waits for so many seconds: for what, in which line (default: 300, in collectives)",
-    )
-    run.add_argument("script", help="a Python script; what follows it is passed to it as it is")
+    _add_run(commands)
     _add_sim(commands)
     commands.add_parser(
         "doctor",
@@ -101,6 +70,41 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
+    run = commands.add_parser(
+        "run",
+        help="start a script on several ranks of this host",
+        usage=(
+            "asyncdist run -n RANKS [--transport mpi|torch] [--mpi openmpi|mpich] [--threads-per-rank N] "
+            "[--stall-s S] script.py [arguments]"
+        ),
+        description=(
+            "Start a script on several ranks of this host: with the MPI that is installed, or as torchrun would, for "
+            "torch.distributed."
+        ),
+        allow_abbrev=False,
+    )
+    run.add_argument("-n", "--ranks", type=_count, metavar="RANKS", help="the number of processes")
+    run.add_argument(
+        "--transport",
+        metavar="mpi|torch|torch:BACKEND",
+        help=f"transport of the ranks (default: {environment.TRANSPORT_VARIABLE}, else mpi); torch means torch:gloo",
+    )
+    run.add_argument("--mpi", choices=environment.FLAVOURS, help="which MPI, where two are installed")
+    run.add_argument(
+        "--threads-per-rank",
+        type=_count,
+        metavar="N",
+        help="OMP_NUM_THREADS of each rank (default: its share of the cores)",
+    )
+    run.add_argument(
+        "--stall-s",
+        metavar="S",
+        help="warn of a main that waits for S seconds, for what and in which line (default: 300, in collectives)",
+    )
+    run.add_argument("script", help="a Python script; the words after it are passed to it unchanged")
+
+
 def _add_sim(commands: argparse._SubParsersAction[_Parser]) -> None:
     sim = commands.add_parser(
         "sim",
@@ -110,12 +114,14 @@ def _add_sim(commands: argparse._SubParsersAction[_Parser]) -> None:
             "[--explore COUNT [--processes P]] [arguments]"
         ),
         description="Run a script on simulated ranks of this process: its asyncdist.run becomes asyncdist.simulate.",
-        epilog="What follows the first word that is no option here, or --, is passed to the script as it is.",
+        epilog="The words from the first one that is no option here, or after --, are passed to the script unchanged.",
         allow_abbrev=False,
     )
     sim.add_argument("script", help="a Python script that calls asyncdist.run once")
-    sim.add_argument("-n", "--ranks", type=_count, required=True, metavar="RANKS", help="how many ranks to simulate")
-    sim.add_argument("--seed", type=_whole, default=0, help="of everything that is drawn (default: 0)")
+    sim.add_argument(
+        "-n", "--ranks", type=_count, required=True, metavar="RANKS", help="the number of ranks to simulate"
+    )
+    sim.add_argument("--seed", type=_whole, default=0, help="the seed of everything that is drawn (default: 0)")
     sim.add_argument(
         "--faults", metavar="FILE", help='a JSON list of faults, as in [{"kind": "Kill", "rank": 1, "at_s": 0.5}]'
     )
@@ -123,20 +129,21 @@ def _add_sim(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--until-s",
         type=_seconds,
         metavar="SECONDS",
-        help="of virtual time after which the run is a failure that says where each rank is (default: never)",
+        help="a limit of virtual time: a run that reaches it fails and says where each rank is (default: none)",
     )
+    sim.add_argument("--explore", type=_count, metavar="COUNT", help="run COUNT seeds, from --seed on, until one fails")
     sim.add_argument(
-        "--explore", type=_count, metavar="COUNT", help="run so many seeds, from --seed on, until one fails"
-    )
-    sim.add_argument(
-        "--processes", type=_count, metavar="P", help="how many processes explore (default: one for each core)"
+        "--processes",
+        type=_count,
+        metavar="P",
+        help="the number of processes that explore (default: one for each core)",
     )
 
 
 def _split_run(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of ``asyncdist run`` itself, the script's name among them, and those of the script.
+    """Split a command line into the words of ``asyncdist run``, the script's name included, and those of the script.
 
-    What follows the script is its own, a ``--`` too, which argparse would drop.
+    Every word after the script's name belongs to the script, also a ``--``, which argparse would drop.
     """
     place = 0
     while place < len(arguments) and arguments[place].startswith("-"):
@@ -148,10 +155,10 @@ def _split_run(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _split_sim(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of ``asyncdist sim`` itself, and those of the script.
+    """Split a command line into the words of ``asyncdist sim`` itself, and those of the script.
 
-    Options may stand before and after the script's name: a script's own begin where no more of ours do. After ``--``
-    none of ours follow: the script's name, if it has not come, and its words.
+    Options of ``asyncdist sim`` may stand before and after the script's name; the script's own words begin at the first
+    word that is none of them. After ``--`` come the script's name, if it has not come before, and its words.
     """
     own: list[str] = []
     words = list(arguments)
@@ -175,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line; never returns.
 
     Args:
-        arguments: Without the program's name; the process's own by default.
+        arguments: The words without the program's name; those of this process by default.
     """
     local_host.open_standard_files()
     words = list(sys.argv[1:] if arguments is None else arguments)

@@ -1,9 +1,9 @@
-"""Modules that are compiled where a C compiler is at hand, and whether they are.
+"""Names the modules that are compiled where a C compiler is available, and says whether they are.
 
-They carry every small message, or are what a simulation spends its time in, and are ordinary Python; the ``.pxd`` files
+They carry every small message, or a simulation spends its time in them. They are ordinary Python; the ``.pxd`` files
 beside them hold C types. ``setup.py`` compiles them with Cython into a folder that is named after a checksum of their
-sources, where their packages look first. So what runs was made from the very source that is here, or is that source:
-after an edit, on another Python, without a compiler and with ``ASYNCDIST_PURE=1`` everything works as it did, only
+sources, where their packages look first. So the code that runs was made from the very source that is here, or is that
+source: after an edit, on another Python, without a compiler and with ``ASYNCDIST_PURE=1`` everything works alike, only
 slower.
 
 The packages ask this module before they import any other, and ``setup.py`` and ``tools/setup`` run it by its path: it
@@ -44,12 +44,12 @@ _PACKAGE: Final = Path(__file__).resolve().parent
 
 
 def source_of(module: str) -> Path:
-    """Its ``.py`` file; the ``.pxd`` file lies beside it."""
+    """Return the ``.py`` file of a module; the ``.pxd`` file lies beside it."""
     return _PACKAGE.joinpath(*module.split(".")).with_suffix(".py")
 
 
 def folder() -> Path:
-    """Where what is compiled from the sources as they are now for this Python belongs."""
+    """Return the folder for modules compiled from the present sources for this Python."""
     checksum = 0
     for module in MODULES:
         for path in (source_of(module), source_of(module).with_suffix(".pxd")):
@@ -58,12 +58,12 @@ def folder() -> Path:
 
 
 def is_wanted() -> bool:
-    """Whether ``ASYNCDIST_PURE`` is unset, empty or 0."""
+    """Return whether ``ASYNCDIST_PURE`` is unset, empty or 0."""
     return os.environ.get(PURE_VARIABLE, "") in ("", "0")
 
 
 def search_path(package: str = "") -> list[str]:
-    """Where a package looks before its own folder: one place, or none.
+    """Return where a package looks before its own folder: one place, or none.
 
     Args:
         package: below asyncdist; empty for that one.
@@ -74,7 +74,7 @@ def search_path(package: str = "") -> list[str]:
 
 
 def reason_against() -> str | None:
-    """Why the modules would run interpreted though compiled ones are wanted, and what to do about it."""
+    """Return why the modules would run interpreted though compiled ones are wanted, and the cure; else None."""
     place = folder()
     if all(place.joinpath(*module.split(".")).with_suffix(EXTENSION_SUFFIXES[0]).is_file() for module in MODULES):
         return None
@@ -84,7 +84,7 @@ def reason_against() -> str | None:
 
 
 def is_settled() -> bool:
-    """Whether there is nothing to compile: it has been done or has failed, or nobody wants it.
+    """Return whether there is nothing to compile: it has been done, has failed, or is not wanted.
 
     An attempt that is under way, or was interrupted, has made some of the modules at most, and has not failed either.
     """
@@ -92,7 +92,7 @@ def is_settled() -> bool:
 
 
 def describe() -> str:
-    """Whether the modules run compiled in a process like this one, and if not, why; one line."""
+    """Say in one line whether the modules run compiled in a process like this one, and if not, why."""
     if not is_wanted():
         return f"no, since {PURE_VARIABLE}={os.environ[PURE_VARIABLE]}"
     reason = reason_against()

@@ -1,4 +1,4 @@
-"""Environment variables: which launcher started this process, and what ranks and their children are told.
+"""Reads and sets environment variables: which launcher started this process, what ranks and their children are told.
 
 This is the only module that reads and sets them, but for two that must do so before it is there
 (:mod:`asyncdist.compiled`, :mod:`asyncdist.rank_program`). ``detect`` tells ``transport="auto"`` what it is in. Only
@@ -20,37 +20,36 @@ from asyncdist import local_host
 Flavour = Literal["openmpi", "mpich"]
 FLAVOURS: Final[tuple[Flavour, ...]] = ("openmpi", "mpich")
 
-#: Those of this process.
+#: The variables of this process.
 VARIABLES: Final[Mapping[str, str]] = os.environ
-#: Overrides ``transport="auto"``.
+#: Names the transport where the program says ``transport="auto"``.
 TRANSPORT_VARIABLE: Final = "ASYNCDIST_TRANSPORT"
 _TRANSPORTS: Final = ("auto", "local", "mpi", "torch")
-#: Of torch.distributed, where none is named: it comes with every torch, and needs no GPU.
+#: The backend of torch.distributed where none is named: it comes with every torch, and needs no GPU.
 TORCH_BACKEND: Final = "gloo"
-#: What torch.distributed needs, and torchrun sets.
+#: The variables that torch.distributed needs, and torchrun sets.
 TORCH_VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-#: In place of the variable that told, where none did.
+#: The source of a :class:`Launch` where no variable tells of a launcher.
 NO_LAUNCHER: Final = "no launcher"
-#: What told of ranks that the program itself has joined.
+#: The source of a :class:`Launch` where the program itself has joined the ranks.
 GROUP_SOURCE: Final = "torch.distributed.init_process_group"
-#: What tells of ranks that Slurm's srun has started, by itself or, with PMIx, beside it.
+#: The variables that tell of ranks that Slurm's srun has started, by itself or, with PMIx, beside it.
 SLURM_SOURCES: Final = ("SLURM_STEP_NUM_TASKS", "PMIX_RANK")
-#: Size, rank, and the same on this host.
+#: The variables for size and rank, and for both on this host, by launcher.
 _MPI_FAMILIES: Final = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
 )
-#: What launchers set for their ranks begins so; what users set for launchers, as OMPI_MCA_* and HYDRA_*, does not.
+#: Variables that launchers set for their ranks begin so; those that users set for launchers, as OMPI_MCA_*, do not.
 _MPI_PREFIXES: Final = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "OMPI_WORLD_", "PMIX_", "PMI_", "HYDI_", "MPI_LOCAL")
 _TORCH_PREFIXES: Final = ("TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")
 _LOCAL_SIZE_VARIABLES: Final = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE")
-#: Which backend process groups of torch.distributed get where none is named.
+#: Names the backend of new process groups of torch.distributed, where the program names none.
 _BACKEND_VARIABLE: Final = "ASYNCDIST_BACKEND"
-#: How long main may wait before that is told, where the program does not say.
+#: Says how long main may wait before a warning, where the program does not say it.
 STALL_VARIABLE: Final = "ASYNCDIST_STALL_S"
-#: The process that is a rank of MPI, and what its launcher calls that rank, for its children.
+#: Tells the children of a rank of MPI which process is the rank, and what its launcher calls it.
 _RANK_VARIABLE: Final = "ASYNCDIST_RANK"
-# MPICH's mpirun ends a job that is to be aborted without reading what its ranks have written last.
 # Slurm numbers its batch and interactive shells as steps of their own, from here upwards.
 _FIRST_SHELL_STEP: Final = 0xFFFFFFF0
 
@@ -66,8 +65,8 @@ class Launch:
         transport: The transport that belongs to the launcher.
         expected_size: The number of ranks the launcher says it started; None when it does not say.
         rank: This process's rank by the launcher.
-        source: The variable that told, or ``NO_LAUNCHER``.
-        backend: Of torch.distributed, where that is the transport; the torch transport says whether it will do.
+        source: The variable that told of it, ``GROUP_SOURCE`` or ``NO_LAUNCHER``.
+        backend: The backend of torch.distributed, where that is the transport; the torch transport checks it.
     """
 
     transport: Literal["mpi", "torch", "local"]
@@ -78,7 +77,7 @@ class Launch:
 
 
 def split_transport(name: str, *, what: str = "transport", allowed: Sequence[str] = _TRANSPORTS) -> tuple[str, str]:
-    """A transport as users name it: which one, and torch's backend, as in ``"torch:gloo"``.
+    """Split a transport as users name it into its name and torch's backend, as in ``"torch:gloo"``.
 
     Args:
         name: what the user wrote.
@@ -98,7 +97,7 @@ def split_transport(name: str, *, what: str = "transport", allowed: Sequence[str
 
 
 def choose_transport(named: str | None, environ: Mapping[str, str]) -> tuple[str, str, dict[str, str]]:
-    """What ``asyncdist run`` starts ranks for, and the environment in which they find that out.
+    """Return the transport for which ``asyncdist run`` starts ranks, and the environment that tells them of it.
 
     Args:
         named: the option ``--transport``, which overrides the variable ASYNCDIST_TRANSPORT.
@@ -126,16 +125,16 @@ def detect(
     """Read from the environment which launcher started this process.
 
     The innermost launcher wins: torchrun is commonly started by srun or mpirun, once per host, and not the other way
-    round; mpirun is started inside Slurm allocations, and its daemons leave Slurm's own variables behind. Whoever sets
-    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT inside an srun step, all four, means torch.distributed.
+    round; mpirun is started inside Slurm allocations, and its daemons leave Slurm's own variables behind. A user who
+    sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT inside an srun step, all four, means torch.distributed.
 
     Args:
         environ: the environment to read.
         wanted: the transport that the caller names, or ``"auto"``, in which case the variable ASYNCDIST_TRANSPORT may
-            name it. Variables of launchers that a named transport has nothing to do with are not looked at, and that
-            nobody launched it is then left to the transport to say.
-        group: rank and size in the process group that the program has made by itself, if it has: what joined these
-            processes where no launcher says so.
+            name it. For a named transport the variables of other launchers are ignored, and the transport itself
+            reports that no launcher started it.
+        group: rank and size in the process group that the program has made by itself, if it has one; used where no
+            launcher's variables are set.
 
     Raises:
         ValueError: variables are no numbers, or missing, or contradict each other; one error names all of them.
@@ -174,7 +173,7 @@ def _detect_any(variables: _Variables, group: tuple[int, int] | None) -> Launch:
 
 
 def _detect_mpi(variables: _Variables) -> Launch | None:
-    """Open MPI's mpirun, or one that speaks PMI: MPICH's, Intel's, srun's."""
+    """Detect Open MPI's mpirun, or one that speaks PMI: MPICH's, Intel's, srun's."""
     found = [launch for family in _MPI_FAMILIES if (launch := _detect_family(variables, *family)) is not None]
     for other in found[1:]:
         first = found[0]
@@ -196,14 +195,14 @@ def _detect_torch(variables: _Variables, source: str) -> Launch | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TorchRendezvous:
-    """Where the ranks of a torch.distributed job meet.
+    """Describes where the ranks of a torch.distributed job meet.
 
     Attributes:
         rank: This process's rank.
         size: The number of ranks.
-        address: Of the host with the store.
-        port: Of the store.
-        is_store_served: Whether torchrun's agent serves it; else rank 0 does.
+        address: The address of the host with the store.
+        port: The port of the store.
+        is_store_served: Whether torchrun's agent serves the store; else rank 0 does.
     """
 
     rank: int
@@ -214,10 +213,10 @@ class TorchRendezvous:
 
 
 def check_alone(environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse to be the one rank of a world of MPI where torchrun, or variables like its own, say that there are others.
+    """Refuse a world of MPI with one rank where torchrun, or variables like its own, tell of other ranks.
 
     Raises:
-        TransportError: they do, so that each of them would be alone; says how many.
+        TransportError: there are others, and each of them would be alone; the text says how many.
     """
     variables = _Variables(environ)
     found = _detect_any(variables, None)
@@ -237,7 +236,7 @@ def check_alone(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous:
-    """Read what torchrun sets, or whoever takes its place.
+    """Read the variables that torchrun, or a launcher or user in its place, sets.
 
     Raises:
         ValueError: Variables are missing, are no numbers or contradict each other; names all of them. Or MASTER_ADDR
@@ -260,12 +259,12 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
 
 
 def names_torch_rendezvous(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether somebody has set any of the variables that say where torch's ranks meet."""
+    """Return whether any of the variables that say where torch's ranks meet is set."""
     return any(environ.get(name) for name in TORCH_VARIABLES)
 
 
 def _detect_slurm(variables: _Variables) -> Launch | None:
-    """A step of several tasks started by srun; a shell of sbatch or salloc, or one task, is one plain process.
+    """Detect a step of several tasks started by srun; a shell of sbatch or salloc, or one task, is one plain process.
 
     With PMIx, srun names the rank in PMIX_RANK, and so does every other launcher that speaks it; the size is Slurm's.
     """
@@ -283,7 +282,7 @@ def _detect_slurm(variables: _Variables) -> Launch | None:
 def _detect_family(
     variables: _Variables, size_name: str, rank_name: str, local_size_name: str = "", local_rank_name: str = ""
 ) -> Launch | None:
-    """One launcher's size and rank, checked against each other; None when neither is set."""
+    """Read one launcher's size and rank, checked against each other; return None when neither is set."""
     if not (variables.has(size_name) or variables.has(rank_name)):
         return None
     size, rank = variables.place(size_name, rank_name)
@@ -294,7 +293,7 @@ def _detect_family(
 
 
 class _Variables:
-    """Numbers read from an environment. What is wrong with them is collected, so that one error names all of it."""
+    """Reads numbers from an environment, and collects what is wrong with them for one error that names all of it."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
@@ -304,7 +303,7 @@ class _Variables:
         return bool(self._environ.get(name))
 
     def number(self, name: str) -> int | None:
-        """None when it is not set, or no number."""
+        """Return a variable's number; None when it is not set, or no number."""
         if not self.has(name):
             return None
         try:
@@ -324,7 +323,7 @@ class _Variables:
             )
 
     def place(self, size_name: str, rank_name: str, *, alone: bool = False) -> tuple[int | None, int | None]:
-        """A size and a rank, checked against each other; ``alone``: either may be set without the other."""
+        """Read a size and a rank, checked against each other; with ``alone`` either may be set without the other."""
         for present, missing in ((size_name, rank_name), (rank_name, size_name)):
             if self.has(present) and not self.has(missing) and not alone and present not in TORCH_VARIABLES:
                 self.problems.append(f"{present}={self._environ[present]!r} is set but {missing} is not")
@@ -341,7 +340,7 @@ class _Variables:
 
 
 def local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
-    """This process's number among the ranks of its host, where the launcher says it."""
+    """Return this process's number among the ranks of its host; None where the launcher does not say it."""
     for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
         if environ.get(name, "").isdecimal():
             return int(environ[name])
@@ -356,9 +355,9 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def is_sruns(source: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether srun started what this variable tells of; with pmi2 it sets the variables of MPICH's mpirun.
+    """Return whether srun started the ranks that the variable ``source`` tells of.
 
-    That mpirun may itself use srun, to start one proxy for each host.
+    With pmi2 srun sets the variables of MPICH's mpirun. That mpirun may itself use srun, to start one proxy per host.
     """
     if source != "PMI_SIZE" or any(name.startswith("HYDI_") for name in environ):
         return source in SLURM_SOURCES
@@ -367,9 +366,9 @@ def is_sruns(source: str, environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def threads_per_rank(environ: Mapping[str, str] = os.environ, cores: int | None = None) -> int | None:
-    """A fair share of this host's cores for one rank, or None when it is the user's or nobody's to decide.
+    """Return a fair share of this host's cores for one rank; None where nothing should be set.
 
-    None when OMP_NUM_THREADS is set, when the launcher does not say how many ranks share the host, and when it is one.
+    That is so when OMP_NUM_THREADS is set, when the launcher does not say how many ranks share the host, or it is one.
     ``cores`` defaults to those this process may run on, so a rank that is bound to one core gets one thread.
     """
     if environ.get("OMP_NUM_THREADS"):
@@ -379,17 +378,17 @@ def threads_per_rank(environ: Mapping[str, str] = os.environ, cores: int | None 
 
 
 def stall_s(environ: Mapping[str, str] = os.environ) -> float | None:
-    """The ``stall_s`` of :func:`asyncdist.run` that the user has set for this job; None where there is none.
+    """Return the ``stall_s`` of :func:`asyncdist.run` that the user has set for this job; None if it is not set.
 
     Raises:
-        ValueError: what is set is no number of seconds above 0.
+        ValueError: the variable is no number of seconds above 0.
     """
     text = environ.get(STALL_VARIABLE)
     return seconds(text, STALL_VARIABLE) if text else None
 
 
 def seconds(text: str, name: str) -> float:
-    """A number of seconds above 0, infinity included, or a ValueError that calls it ``name``."""
+    """Return a number of seconds above 0, infinity included. Raises a ValueError that calls it ``name``."""
     try:
         number = float(text)
     except ValueError:
@@ -400,13 +399,13 @@ def seconds(text: str, name: str) -> float:
 
 
 def local_size(environ: Mapping[str, str] = os.environ) -> int | None:
-    """How many ranks share this host, where the launcher says it."""
+    """Return the number of ranks on this host; None where the launcher does not say it."""
     name = next((name for name in _LOCAL_SIZE_VARIABLES if environ.get(name)), None)
     return None if name is None else _number(environ, name)
 
 
 def oversubscription_hint(environ: Mapping[str, str] = os.environ) -> str | None:
-    """What to do about an Open MPI job that was told it has more ranks than slots; None where that is not so."""
+    """Say what to do about an Open MPI job that has more ranks than slots; return None for other jobs."""
     sizes = [environ.get(name, "") for name in ("OMPI_UNIVERSE_SIZE", "OMPI_COMM_WORLD_SIZE")]
     if not all(size.isdecimal() for size in sizes) or int(sizes[0]) >= int(sizes[1]):
         return None
@@ -421,7 +420,7 @@ def oversubscription_hint(environ: Mapping[str, str] = os.environ) -> str | None
 
 
 def environment() -> dict[str, str]:
-    """A copy of this process's environment."""
+    """Return a copy of this process's environment."""
     return dict(os.environ)
 
 
@@ -429,7 +428,7 @@ HASH_SEED_VARIABLE: Final = "PYTHONHASHSEED"
 
 
 def hash_seed(environ: Mapping[str, str] = os.environ) -> str | None:
-    """What makes the hashes of strings, and so the order of sets of them; None where each process has its own."""
+    """Return the seed of the hashes of strings, and so of the order of sets of them; None if each process draws one."""
     number = environ.get(HASH_SEED_VARIABLE, "")
     return number if number.isdecimal() and not sys.flags.ignore_environment else None
 
@@ -442,7 +441,7 @@ def fix_hash_seed() -> None:
 
 @contextlib.contextmanager
 def variable_set(name: str, text: str) -> Iterator[None]:
-    """Until it ends, processes that are started have this variable."""
+    """Set this variable until the context ends, for processes that are started meanwhile."""
     before = os.environ.get(name)
     os.environ[name] = text
     try:
@@ -455,7 +454,7 @@ def variable_set(name: str, text: str) -> Iterator[None]:
 
 
 def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` for a job of its own: without what a launcher has set for this process, if it is a rank itself.
+    """Return ``environ`` for a new job: without what a launcher has set for this process, if it is a rank itself.
 
     MASTER_ADDR and the like stay where no launcher of torch's says a rank: users set them for libraries.
     """
@@ -470,27 +469,27 @@ def become_rank() -> None:
 
 
 def rank_above(environ: Mapping[str, str] = os.environ) -> int | None:
-    """The process that is the rank whose variables this one has, where it is another one."""
+    """Return the process that is the rank whose variables this process has inherited; None if it is this one."""
     pid, _, place = environ.get(_RANK_VARIABLE, "").partition(" ")
     return int(pid) if pid.isdecimal() and int(pid) != os.getpid() and place == _place(environ) else None
 
 
 def _place(environ: Mapping[str, str]) -> str:
-    """What tells a rank of MPI from all others, also from those of a job that it starts."""
+    """Return what tells a rank of MPI from all others, also from the ranks of a job that it starts."""
     names = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_FD", "PMI_SIZE", "PMI_RANK", "SLURM_STEP_ID", "SLURM_PROCID")
     return " ".join(f"{name}={environ[name]}" for name in names if environ.get(name))
 
 
 def set_variables(variables: Mapping[str, str]) -> None:
-    """Put them into this process's environment."""
+    """Put variables into this process's environment."""
     os.environ.update(variables)
 
 
 def backend_name(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The backend that was chosen for process groups of torch.distributed; None where none was."""
+    """Return the backend that was chosen for process groups of torch.distributed; None where none was."""
     return environ.get(_BACKEND_VARIABLE) or None
 
 
 def set_backend_name(name: str) -> None:
-    """Choose it for this process and for all that it starts from now on."""
+    """Choose the backend of process groups for this process and for all that it starts from now on."""
     os.environ[_BACKEND_VARIABLE] = name

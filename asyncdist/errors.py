@@ -13,7 +13,7 @@ from typing import Any
 
 
 class AsyncdistError(Exception):
-    """Base of the tree. Keyword facts become attributes and are appended to the message."""
+    """Base of the tree: keyword facts become attributes and are appended to the message."""
 
     def __init__(self, message: str, **facts: Any) -> None:
         super().__init__(message)
@@ -113,14 +113,17 @@ class RemoteError(AsyncdistError):
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether it tells of a failure of other ranks alone."""
+    """Return whether an error tells of a failure of other ranks alone."""
     if isinstance(error, BaseExceptionGroup):
         return all(map(is_consequence, error.exceptions))
     return isinstance(error, (RankLostError, RemoteError))
 
 
 def has_cause_here(error: BaseException) -> bool:
-    """Whether some of it is a mistake of this rank, and was not raised while it dealt with another one's or its end."""
+    """Return whether a part of ``error`` is this rank's own mistake.
+
+    An error that was raised while the rank dealt with another rank's failure, or with its own end, is no such mistake.
+    """
     if isinstance(error, BaseExceptionGroup):
         return any(map(has_cause_here, error.exceptions))
     if not isinstance(error, Exception):
@@ -134,12 +137,12 @@ def has_cause_here(error: BaseException) -> bool:
 
 
 def remote_error(rank: int, kind: str, text: str) -> RemoteError:
-    """An exception of ``rank`` as the other ranks raise it."""
+    """Make the error that the other ranks raise for an exception of ``rank``."""
     return RemoteError(f"rank {rank} failed: {kind}: {text}", rank=rank, kind=kind, text=text)
 
 
 class DisagreementError(AsyncdistError):
-    """Ranks that must agree do not: in class, options, model or presence. Says which and where."""
+    """Ranks that must agree do not: in class, options, model or presence. The text says which ranks, and in what."""
 
 
 class StartTimeoutError(DisagreementError, TimeoutError):
@@ -147,4 +150,4 @@ class StartTimeoutError(DisagreementError, TimeoutError):
 
 
 class TransportError(AsyncdistError):
-    """The backend failed in a way that names no peer, or it cannot be used as it was started."""
+    """The backend failed in a way that names no peer, or it cannot be used in the way in which it was started."""

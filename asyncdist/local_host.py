@@ -1,4 +1,4 @@
-"""What a job needs of this host: free ports, the loopback interface, room for its ranks, files and signals.
+"""Checks and prepares what a job needs of this host: ports, the loopback interface, memory, files and signals.
 
 Only the standard library is imported, since starting ranks should cost no import of torch.
 """
@@ -65,7 +65,7 @@ def check_loopback() -> None:
 
 
 def find_free_port() -> int:
-    """A TCP port that nobody listens at now, for a store of torch.distributed."""
+    """Return a TCP port at which no process listens now, for a store of torch.distributed."""
     with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
@@ -85,7 +85,7 @@ def probe_port(port: int) -> None:
 def heeding_children() -> Iterator[None]:
     """Let this process learn how its children end, also where it was started with SIGCHLD ignored.
 
-    The kernel then throws their exit codes away, and a rank that was killed looks like one that succeeded.
+    With SIGCHLD ignored the kernel drops their exit codes, and a rank that was killed looks like one that succeeded.
 
     Raises:
         RuntimeError: SIGCHLD is ignored and this is not the main thread, which alone may change that.
@@ -106,7 +106,7 @@ def heeding_children() -> Iterator[None]:
 
 
 def open_standard_files() -> None:
-    """Open /dev/null in the place of standard files that are closed: what is opened later would take their numbers."""
+    """Open /dev/null in the place of standard files that are closed: files opened later would take their numbers."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -127,12 +127,12 @@ def check_address(name: str, address: str) -> None:
 
 
 def available_cores() -> int:
-    """The cores this process may run on."""
+    """Return the number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def new_run_id() -> str:
-    """Names a job, for TORCHELASTIC_RUN_ID."""
+    """Return a new name for a job, for TORCHELASTIC_RUN_ID."""
     return f"asyncdist-{secrets.token_hex(8)}"

@@ -147,7 +147,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> Generator[None, Any, Any]:
     """Hide from pytest the arguments that the simulation brings, and make the items plain functions."""
     function: Any = obj
-    if type(obj) in (staticmethod, classmethod):  # isinstance would ask __class__ of whatever a module holds
+    if type(obj) in (staticmethod, classmethod):  # isinstance would ask __class__ of every object in the module
         function = function.__func__
     if type(function) is not FunctionType or not _is_marked(collector, function):
         return (yield)
@@ -256,7 +256,7 @@ class _Record:
         return errors
 
     def failures(self) -> dict[int, BaseException]:
-        """The errors that fail the test, those that are not the loss of another rank first.
+        """Return the errors that fail the test, those that are not the loss of another rank first.
 
         When a rank is killed, the others cannot end well: the last barrier lacks it, and the first of them to find out
         ends the job. So the loss of a killed rank is a failure of those whose main raised it, and of no others. A rank
@@ -288,7 +288,7 @@ _RECORD: Final = pytest.StashKey[_Record | None]()
 
 
 def _simulate(record: _Record, main: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> SimReport:
-    """``asyncdist.simulate``, remembered."""
+    """Run ``asyncdist.simulate``, and record how it went."""
     __tracebackhide__ = True
     from asyncdist.simulation.simulate import observer, simulate
 
@@ -311,7 +311,7 @@ def _simulate(record: _Record, main: Any, args: tuple[Any, ...], settings: dict[
 
 
 def _watch(main: Callable[..., Coroutine[Any, Any, Any]], record: _Record) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """``main``, which leaves in the record how it ended: the report and the trace are of the whole rank."""
+    """Return ``main`` so wrapped that it records how it ended: the report and the trace are of the whole rank."""
 
     @functools.wraps(main)
     async def watched(world: World, *args: Any) -> Any:
@@ -351,7 +351,7 @@ def _codes(trace: TracebackType | None) -> Iterator[CodeType]:
 
 @pytest.fixture
 def sim_seed(request: pytest.FixtureRequest) -> int:
-    """The seed of ``--sim-seed``, else 0. A test with ``@pytest.mark.sim`` takes it as that of each of its runs."""
+    """Return the seed of ``--sim-seed``, else 0. A test with ``@pytest.mark.sim`` gets the seed of each of its runs."""
     item = request.node
     if item.get_closest_marker("sim") is not None:
         _refuse(item, "runs many seeds on the same fixtures: take sim_seed in the test, not in a fixture of it")
@@ -361,7 +361,7 @@ def sim_seed(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def simulate(request: pytest.FixtureRequest, sim_seed: int) -> Callable[..., SimReport]:
-    """``asyncdist.simulate``; a test that fails shows what became of its last simulation.
+    """Return ``asyncdist.simulate`` for a test; if the test fails, it shows how its last simulation ended.
 
     ``seed`` is ``sim_seed`` unless it is given.
     """
@@ -429,7 +429,7 @@ def _lines(item: pytest.Item, record: _Record) -> Iterator[str]:
 
 
 def _ends(errors: dict[int, BaseException]) -> list[str]:
-    """A line for each rank that failed by itself, and one for those that lost another."""
+    """Return a line for each rank that failed by itself, and one for those that lost another."""
     lines = []
     bereft = sorted(rank for rank, error in errors.items() if isinstance(error, RankLostError))
     for rank, error in sorted(errors.items()):
@@ -448,7 +448,7 @@ def _limited(lines: Sequence[str]) -> list[str]:
 
 
 def _story(record: _Record, events: tuple[TraceEvent, ...]) -> tuple[str, tuple[TraceEvent, ...]]:
-    """The events up to the failure that is shown, which the rank's word to the others follows; else all of them."""
+    """Return a title, and the events up to the failure that is shown; all events where no main has raised."""
     rank = next(iter(record.failures()), None)
     if rank is None or rank not in record.raised:
         return "trace", events
@@ -463,7 +463,7 @@ def _story(record: _Record, events: tuple[TraceEvent, ...]) -> tuple[str, tuple[
 
 
 def _repeat_lines(item: pytest.Item, record: _Record) -> Iterator[str]:
-    """The command that repeats the failure: with this seed alone, unless fixtures held what earlier seeds left."""
+    """Yield the command that repeats the failure; earlier seeds are run too if they shared the test's fixtures."""
     scopes = _fixture_scopes(item)
     shared = [f"{name} (scope: {scope})" for name, scope in scopes.items() if scope != "function"]
     if shared:
@@ -479,7 +479,7 @@ def _repeat_lines(item: pytest.Item, record: _Record) -> Iterator[str]:
 
 
 def _fixture_scopes(item: pytest.Item) -> dict[str, str]:
-    """The fixtures that the test asks for by name, each with its scope."""
+    """Return the fixtures that the test asks for by name, each with its scope."""
     asked = list(inspect.signature(getattr(item, "obj")).parameters)  # noqa: B009 - only some items have one
     asked += [name for mark in item.iter_markers("usefixtures") for name in mark.args]
     definitions: dict[str, Any] = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009
@@ -490,7 +490,7 @@ def _fixture_scopes(item: pytest.Item) -> dict[str, str]:
 
 
 def _command(item: pytest.Item, options: str) -> str:
-    """The command that runs this test, from where pytest was started."""
+    """Return the command that runs this test, from where pytest was started."""
     path = os.path.relpath(item.path, item.config.invocation_params.dir)
     name = shlex.quote(f"{path}::{item.nodeid.partition('::')[2]}")
     from asyncdist.simulation.exploration.repro_command import hash_seed_prefix

@@ -1,7 +1,7 @@
-"""The program that every rank of ``asyncdist run`` is: it becomes the user's script.
+"""Becomes the user's script: every rank of ``asyncdist run`` runs this file.
 
-Who starts it is in :mod:`asyncdist.launch.mpirun` and :mod:`asyncdist.launch.local_ranks`. Only the standard library is
-imported, and nothing of asyncdist: a rank that runs this file as a program has no package around it. That is why it
+:mod:`asyncdist.launch.mpirun` and :mod:`asyncdist.launch.local_ranks` start it. It imports only the standard library,
+and nothing of asyncdist: a rank that runs this file as a program has no package around it. For the same reason it
 reads PMI_FD from the environment by itself.
 """
 
@@ -18,14 +18,15 @@ from typing import Final
 
 #: This file: run as a program it becomes the script that is its first argument.
 PROGRAM: Final = os.path.abspath(__file__)
+#: MPICH's mpirun ends a job that is to be aborted without reading what its ranks have written last.
 _LAST_WORDS_S: Final = 0.2
 
 
 def rank_command(script: str, arguments: Sequence[str]) -> list[str]:
-    """The command line of a rank: this file becomes the script.
+    """Return the command line of a rank: this file becomes the script.
 
-    Every mpirun takes an argument ``:`` for the beginning of another program's command line, wherever it stands. So one
-    of colons alone travels with a colon more.
+    Every mpirun takes an argument ``:`` for the beginning of another program's command line, wherever it stands. So an
+    argument of colons alone travels with one colon more.
     """
     escaped = [word + ":" if set(word) == {":"} else word for word in (script, *arguments)]
     return [sys.executable, PROGRAM, *escaped]
@@ -36,7 +37,7 @@ def _unescape(words: Sequence[str]) -> list[str]:
 
 
 def run_script(script: str, arguments: Sequence[str]) -> None:
-    """Be ``python script arguments`` in this process, with what a rank needs besides.
+    """Run this process as ``python script arguments``, with what a rank needs besides.
 
     - Standard input is empty on every rank. Open MPI never closes the one it forwards, MPICH leaves it open on
       all ranks but the first, and a read there hangs.
@@ -75,14 +76,14 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
 
 
 def exit_code(code: object) -> int:
-    """The exit code of ``sys.exit(code)``, but 1 where the system, which keeps 8 bits, would make a success of it."""
+    """Return the exit code of ``sys.exit(code)``, but 1 where the system, which keeps 8 bits, takes for success."""
     if not isinstance(code, int):
         return 0 if code is None else 1
     return code & 0xFF or int(code != 0)
 
 
 def _end_job(code: int) -> None:
-    """Let a failing rank take the others along, where nothing else does; return where something does.
+    """End the whole job when a rank fails, where nothing else does that; return where something does.
 
     A bare script that fails while MPI is up sits in MPI_Finalize, and the others wait for it for ever: abort. Under
     ``asyncdist.run`` the supervisor has already done what is right. Before MPI is up, Open MPI's mpirun ends a job by
@@ -104,8 +105,8 @@ def _end_job(code: int) -> None:
 def explain_shadowing() -> None:
     """Where a user's own ``protocols`` hides the package of that name, let the ImportError to come say so.
 
-    It may be meant, by somebody who uses no policy of ours; so nothing happens before an import fails, and nothing at
-    all where the package is found.
+    A user who needs no policy of ours may want that. So nothing happens before an import fails, and nothing at all
+    where the package is found.
     """
     if find_shadowing() is None:
         return
@@ -127,7 +128,7 @@ def explain_import(error: BaseException) -> None:
 
 
 def find_shadowing() -> str | None:
-    """What hides our package ``protocols``, and the cure; None where nothing does."""
+    """Say what hides our package ``protocols``, and the cure; return None where nothing does."""
     ours = Path(__file__).resolve().parents[1] / "protocols" / "__init__.py"
     try:
         spec = importlib.util.find_spec("protocols")

@@ -1,6 +1,6 @@
-"""The tag registry: who owns which message tag on this rank.
+"""Names the reserved message tags, and keeps the registry of the owners of all others on this rank.
 
-One namespace for the whole runtime; a collision of two owners is refused when it is made, not when a message goes
+The whole runtime has one namespace. A collision of two owners is refused when it is made, not when a message goes
 astray. The MPI standard guarantees tags up to 32767 only (MPI-4.1 section 9.1.2), so that is the limit everywhere.
 """
 
@@ -37,7 +37,7 @@ _RESERVED: Final = (
 
 
 class TagRegistry:
-    """Which owner holds which tag."""
+    """Tracks which owner holds which tag."""
 
     def __init__(self) -> None:
         self._owners: dict[int, str] = {}
@@ -46,7 +46,7 @@ class TagRegistry:
         """Take ``tag`` for ``owner``; again by the same owner is fine.
 
         Raises:
-            LocalProtocolError: the tag is out of range, reserved by the runtime, or somebody else's.
+            LocalProtocolError: the tag is out of range, reserved by the runtime, or held by another owner.
         """
         check_tag(tag)
         for first, last, purpose in _RESERVED:
@@ -61,17 +61,17 @@ class TagRegistry:
             raise LocalProtocolError(f"tag {tag} belongs to {holder}; {owner} must use another", tag=tag)
 
     def release(self, tag: int) -> None:
-        """Nobody holds ``tag`` any more."""
+        """Free ``tag``; nothing happens if it is free already."""
         self._owners.pop(tag, None)
 
 
 def is_for_users(tag: int) -> bool:
-    """Whether ``tag`` may be had for a user's channel."""
+    """Return whether ``tag`` may be used for a user's channel."""
     return 0 <= tag < METRIC or BULK_LAST < tag <= TAG_MAX
 
 
 def check_tag(tag: int) -> None:
-    """Refuse what is no tag.
+    """Refuse a value that is no tag.
 
     Raises:
         LocalProtocolError: ``tag`` is not an int from 0 to 32767.

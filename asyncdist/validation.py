@@ -1,6 +1,6 @@
-"""What options must be: one form of error, ``NAME is VALUE; allowed: ...``, and one place that makes it.
+"""Checks options, and raises one form of error for all of them: ``NAME is VALUE; allowed: ...``.
 
-Numbers of numpy, or of whatever else is registered as one, are taken for what they are, and come back as Python's own.
+Numbers of numpy, and of every other type that is registered as a number, are accepted and returned as Python's own.
 A bool is refused where a number is needed: it is a mistaken flag.
 """
 
@@ -26,16 +26,16 @@ def refuse(name: str, value: Any, allowed: str, kind: type[Exception] = ValueErr
 
 
 def count(name: str, value: Any, *, least: int = 1, besides: str = "") -> int:
-    """A whole number of at least ``least``, also one of another type that may index a list.
+    """Return a whole number of at least ``least``; other types that may index a list are converted.
 
     Args:
         name: of the option.
         value: to be checked.
         least: the smallest that is allowed.
-        besides: what else is, for the error, such as ``", or None"``.
+        besides: what else is allowed, for the error, such as ``", or None"``.
 
     Raises:
-        ValueError: it is none.
+        ValueError: ``value`` is no such number.
     """
     try:
         number = operator.index(value)
@@ -47,7 +47,7 @@ def count(name: str, value: Any, *, least: int = 1, besides: str = "") -> int:
 
 
 def whole(name: str, value: Any) -> int:
-    """A whole number, also one below 0 or one of another type that may index a list. Raises TypeError for another."""
+    """Return a whole number, also below 0; other types that may index a list are converted. Raises TypeError."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -66,7 +66,7 @@ def whole_numbers(values: Iterable[Any]) -> tuple[int, ...]:
 
 
 def real(name: str, value: Any, allowed: str, *, low: float, high: float = LARGEST) -> float:
-    """A number from ``low`` to ``high``; ``allowed`` says the same in words. Raises ValueError for another."""
+    """Return a number from ``low`` to ``high``; ``allowed`` says the same in words. Raises ValueError for another."""
     is_real = isinstance(value, Real) and not isinstance(value, bool)
     if not is_real or not low <= value <= high:
         refuse(name, value, allowed)
@@ -77,28 +77,29 @@ def real(name: str, value: Any, allowed: str, *, low: float, high: float = LARGE
 
 
 def fraction(name: str, value: Any) -> float:
-    """A number from 0 to 1. Raises ValueError for another."""
+    """Return a number from 0 to 1. Raises ValueError for another."""
     return real(name, value, "a number from 0 to 1", low=0.0, high=1.0)
 
 
 def seconds(name: str, value: Any, *, finite: bool = True) -> float:
-    """A duration above 0. Raises ValueError for another."""
+    """Return a duration above 0. Raises ValueError for another."""
     if not finite:
         return real(name, value, "a number of seconds above 0", low=SMALLEST, high=math.inf)
     return real(name, value, "a finite number of seconds above 0", low=SMALLEST)
 
 
 def main_function(main: Any, args: Sequence[Any]) -> None:
-    """Refuse a main that cannot be called with a world and ``args``; the words name its line, and no address.
+    """Refuse a main that cannot be called with a world and ``args``.
 
-    So ranks that all make the mistake say the same, and one of them says it for the job.
+    The error names main's line and no address, so ranks that all make the mistake say the same, and one of them says
+    it for the job.
 
     Raises:
-        TypeError: it is no coroutine function, takes no world, or takes other arguments.
+        TypeError: ``main`` is no coroutine function, takes no world, or takes other arguments.
     """
     what = _place_of(main)
     if not inspect.iscoroutinefunction(main):
-        raise TypeError(f"main must be a coroutine function (async def), and {what} is none")
+        raise TypeError(f"main must be a coroutine function (async def); got {what}")
     try:
         signature = inspect.signature(main)
     except ValueError:  # it has none that can be read: the call will tell

@@ -702,9 +702,9 @@ def line_of(function: Any) -> str:
             (1,),
             rf"the world and 1 more argument, which does not fit {line_of(configured)}: too many",
         ),
-        (plain, (), rf"main must be a coroutine function \(async def\), and {line_of(plain)} is none"),
-        (functools.partial(plain), (), rf"main must be a coroutine function .*, and {line_of(plain)} is none"),
-        (3, (), r"main must be a coroutine function \(async def\), and 3 is none"),
+        (plain, (), rf"main must be a coroutine function \(async def\); got {line_of(plain)}"),
+        (functools.partial(plain), (), rf"main must be a coroutine function .*; got {line_of(plain)}"),
+        (3, (), r"main must be a coroutine function \(async def\); got 3"),
     ],
 )
 def test_a_main_that_cannot_be_called_is_named_with_its_line(start: Any, main: Any, args: Any, words: str) -> None:
