@@ -181,15 +181,16 @@ def test_idle(bench: Bench, transport: str) -> None:
 
 
 @pytest.mark.mpi
-def test_memory(bench: Bench) -> None:
+def test_memory(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memory.RANKS", (3, 4))  # seven that step without a pause take a minute of two cores
     results = bench("memory")
-    assert list(results) == ["2 peers", "6 peers"]
+    assert list(results) == ["2 peers", "3 peers"]
     for roles in results.values():
         assert roles.keys() == {"donor", "replacer"}
         for figures in roles.values():
             assert 0 < figures["held_nbytes"] <= figures["peak_nbytes"]
             assert figures["held_nbytes"] <= figures["promised_nbytes"]
-    assert results["2 peers"]["donor"] == results["6 peers"]["donor"]
+    assert results["2 peers"]["donor"] == results["3 peers"]["donor"]
 
 
 def test_an_unknown_benchmark_is_one_line() -> None:

@@ -1,31 +1,15 @@
-"""The cases of ``helpers``: local, simulated with several seeds, and, for real, under mpirun and on torch."""
+"""The cases of ``helpers`` under mpirun and on torch."""
 
 from __future__ import annotations
 
 import pytest
-from helpers.cases import all_cases, run_case
+from helpers.cases import all_cases
 from support import torchrun
 from support.mpi import Result, require_mpi, run_ranks
-
-import asyncdist as ad
 
 pytestmark = pytest.mark.timeout(300)  # one job runs all cases, on any number of cores
 
 NAMES = list(all_cases())
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", NAMES)
-def test_local(name: str, ranks: int) -> None:
-    assert ad.run_local(run_case, name, ranks=ranks, strict=True) == [name] * ranks
-
-
-@pytest.mark.parametrize("ranks", [2, 5])
-@pytest.mark.parametrize("name", NAMES)
-def test_simulated(name: str, ranks: int) -> None:
-    for seed in range(2):
-        report = ad.simulate(run_case, name, ranks=ranks, seed=seed, strict=True)
-        assert report.results == (name,) * ranks
 
 
 @pytest.fixture(scope="session", params=[1, 4], ids=lambda ranks: f"{ranks}ranks")
