@@ -170,7 +170,7 @@ class SnapshotServer:
             self._refuse(key)
 
     def _refuse(self, key: tuple[int, int]) -> None:
-        self._services.spawn_service(self._abort(OutboundStream(self._services.engine, [], *key)), name="abort")
+        self._services.spawn_service(self._abort(OutboundStream(self._services.slots, [], *key)), name="abort")
 
     def _stream(self, offer: Offer, grant: Grant, key: tuple[int, int]) -> None:
         """Send at once what the transport takes; a task sends the rest."""
@@ -178,7 +178,7 @@ class SnapshotServer:
         if chunks is None:
             self._refuse(key)
             return
-        stream = OutboundStream(self._services.engine, chunks, *key)
+        stream = OutboundStream(self._services.slots, chunks, *key)
         if stream.start():
             self._count(stream)
             return
@@ -197,7 +197,6 @@ class SnapshotServer:
 
     def _count(self, stream: OutboundStream) -> None:
         self.sent_nbytes += stream.sent_nbytes
-        self._services.stream_sent_nbytes += stream.sent_nbytes
 
     async def _abort(self, stream: OutboundStream) -> None:
         try:
@@ -443,7 +442,6 @@ class SnapshotReceiver:
                     if self._is_asking:
                         self.ask()
                 self.received_nbytes += stream.received_nbytes
-                self._services.stream_received_nbytes += stream.received_nbytes
                 if self._is_asking:
                     self.ask()
         finally:

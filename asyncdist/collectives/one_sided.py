@@ -367,7 +367,6 @@ class _StreamedWindow(VersionedWindow):
             raise OutdatedError(
                 f"rank {rank} has version {version} no more, or is leaving", rank=rank, version=version
             ) from error
-        services.stream_received_nbytes += stream.received_nbytes
 
     # -- the owner's end --------------------------------------------------------------------------------------------
 
@@ -380,7 +379,7 @@ class _StreamedWindow(VersionedWindow):
                     answer.stream.stop()
             return
         chunks = self._chunks(message, version)
-        answer = _Answer(version, key, OutboundStream(self._services.engine, chunks, *key))
+        answer = _Answer(version, key, OutboundStream(self._services.slots, chunks, *key))
         if chunks:
             self._answers.append(answer)
         self._services.spawn_service(self._answer(answer, refused=not chunks), name=f"read by rank {key[0]}")
@@ -403,7 +402,6 @@ class _StreamedWindow(VersionedWindow):
         except RankLostError as error:
             logger.debug("nobody to answer: %s", error)
         finally:
-            self._services.stream_sent_nbytes += answer.stream.sent_nbytes
             if answer in self._answers:
                 self._answers.remove(answer)
             self._services.engine.recheck()

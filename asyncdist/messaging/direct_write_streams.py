@@ -33,7 +33,7 @@ class DirectWriteSender:
     """Writes the tail of one outbound stream, piece by piece, and then sends what it has not written.
 
     Args:
-        engine: this rank's.
+        slots: of this rank.
         chunks: the bytes to send first, as of :class:`~asyncdist.messaging.outbound_streams.OutboundStream`.
         dest: the rank that granted.
         slot: its slot.
@@ -43,8 +43,10 @@ class DirectWriteSender:
         stream: the plain stream, which is open until :meth:`send_rest`.
     """
 
-    def __init__(self, engine: Engine, chunks: Sequence[memoryview], dest: int, slot: int, tail: DirectWrite) -> None:
-        self.stream = OutboundStream(engine, chunks, dest, slot, is_open=True)
+    def __init__(
+        self, slots: streams.Slots, chunks: Sequence[memoryview], dest: int, slot: int, tail: DirectWrite
+    ) -> None:
+        self.stream = OutboundStream(slots, chunks, dest, slot, is_open=True)
         self.tail = tail
         self._written_at = time.perf_counter()
 
@@ -55,7 +57,7 @@ class DirectWriteSender:
         is_over = time.perf_counter() - self._written_at > ATTENTION_S
         if not is_over:
             try:
-                self.stream.sent_nbytes += self.tail.write_piece()
+                self.stream.count_sent(self.tail.write_piece())
             except OSError as error:  # memory of a device, say, or the process has ended; the transport will tell
                 logger.debug("stream to rank %d: %s; sending instead", self.stream.dest, error)
                 is_over = True
@@ -124,16 +126,20 @@ class DirectWriteReceiver:
     ) -> None:
         self._tail = tail
         self._count = memoryview(bytearray(_COUNT_NBYTES))
+        self._uncounted_nbytes = 0  # by the stream's messages, one of which is the count
         self._cancel = cancel
         self._stream = streams.InboundStream(
             slots, source, [*targets, self._count], streams.WINDOW_COUNT, more=self._targets_of_rest, kept=tail
         )
 
     def _targets_of_rest(self) -> list[memoryview]:
-        return split(self._tail[int.from_bytes(self._count, "little") :], streams.USER_CHUNK_NBYTES)
+        written_nbytes = int.from_bytes(self._count, "little")
+        self._uncounted_nbytes = written_nbytes - _COUNT_NBYTES
+        return split(self._tail[written_nbytes:], streams.USER_CHUNK_NBYTES)
 
     def __enter__(self) -> streams.InboundStream:
         return self._stream
 
     def __exit__(self, *exc_info: object) -> None:
+        self._stream.received_nbytes += self._uncounted_nbytes
         self._stream.finish(lambda stream: self._cancel(stream.slot))

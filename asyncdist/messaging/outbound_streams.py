@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncdist.errors import AsyncdistError
-from asyncdist.messaging.engine import Engine
-from asyncdist.messaging.streams import WINDOW_COUNT, StreamEnd
+from asyncdist.messaging.streams import WINDOW_COUNT, Slots, StreamEnd
 
 
 class OutboundStream(StreamEnd):
     """The sending end of one granted stream.
 
     Args:
-        engine: this rank's.
+        slots: of this rank; counts the bytes.
         chunks: the bytes to send, in order. They must not change until :attr:`under_way_count` is zero, as it is when
             :meth:`run` has returned.
         dest: the rank that granted.
@@ -24,9 +23,9 @@ class OutboundStream(StreamEnd):
     _direction = "to"
 
     def __init__(
-        self, engine: Engine, chunks: Sequence[memoryview], dest: int, slot: int, *, is_open: bool = False
+        self, slots: Slots, chunks: Sequence[memoryview], dest: int, slot: int, *, is_open: bool = False
     ) -> None:
-        super().__init__(engine, dest, slot)
+        super().__init__(slots, dest, slot)
         self.dest = dest
         self.slot = slot
         self._chunks = chunks
@@ -120,6 +119,11 @@ class OutboundStream(StreamEnd):
         self._post_more()
         self._engine.recheck()
 
+    def count_sent(self, nbytes: int) -> None:
+        """Count bytes of the stream that have been sent, or written into the receiver's memory."""
+        self.sent_nbytes += nbytes
+        self._slots.sent_nbytes += nbytes
+
     def _post(self, chunk: memoryview) -> None:
         """Send one chunk. The engine keeps a send that does not complete at once; most small ones do."""
         try:
@@ -128,7 +132,7 @@ class OutboundStream(StreamEnd):
             self._error = self._error or error
             return
         if chunk is not self._count:
-            self.sent_nbytes += len(chunk)
+            self.count_sent(len(chunk))
         if request is not None:
             self.under_way_count += 1
             self._engine.watch(request, self._what, self._on_sent)

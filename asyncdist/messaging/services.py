@@ -53,12 +53,10 @@ class Services:
         size: the number of ranks.
         time: a function without arguments that returns seconds on the loop's clock, from an arbitrary start.
         engine: polls the requests of this rank.
-        slots: the slots of the bulk streams that this rank receives.
+        slots: the slots of the bulk streams that this rank receives, and the bytes of all its streams.
         gone: ranks that have left or are lost.
         left: ranks that have stopped: main has returned there, or they have answered a failure elsewhere.
         leftover_probes: functions that name what a protocol has not cleared away; they are asked at the end.
-        stream_sent_nbytes: bytes of bulk streams sent so far.
-        stream_received_nbytes: bytes of bulk streams received so far.
 
     Args:
         engine: this rank's.
@@ -75,8 +73,6 @@ class Services:
         self.gone: set[int] = set()
         self.left: set[int] = set()
         self.leftover_probes: list[Callable[[], Sequence[str]]] = []
-        self.stream_sent_nbytes = 0
-        self.stream_received_nbytes = 0
         self._loop = loop
         self._nonce = nonce
         self._returned: set[int] = set()  # ranks whose main has returned

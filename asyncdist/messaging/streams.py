@@ -81,8 +81,9 @@ class StreamEnd:
 
     _direction: ClassVar[str]
 
-    def __init__(self, engine: Engine, peer: int, slot: int) -> None:
-        self._engine = engine
+    def __init__(self, slots: Slots, peer: int, slot: int) -> None:
+        self._slots = slots
+        self._engine = slots.engine
         self._peer = peer
         self._tag = tags.BULK_FIRST + slot
         self._error: AsyncdistError | None = None
@@ -139,8 +140,7 @@ class InboundStream(StreamEnd):
     ) -> None:
         self.source = source
         self.slot = slots.take(source)
-        super().__init__(slots.engine, source, self.slot)
-        self._slots = slots
+        super().__init__(slots, source, self.slot)
         self._targets = targets
         self._more = more
         self._kept = kept
@@ -150,7 +150,7 @@ class InboundStream(StreamEnd):
         self._post_count = self._post_limit = 0
         self._posting = False
         self._arrived: dict[int, int] = {}
-        self._arrived_count = 0
+        self._arrived_count = self._taken_count = 0
         self._message_count = len(targets)  # until an abort says that there are fewer
         self._sink: memoryview | None = None
         self.received_nbytes = 0
@@ -218,6 +218,7 @@ class InboundStream(StreamEnd):
                 f"rank {self._peer} sent a chunk of {nbytes} bytes for {expected}", rank=self._peer
             )
         self.received_nbytes += nbytes
+        self._taken_count += 1
 
     def post_up_to(self, count: int) -> None:
         """Post the receives of the first ``count`` chunks, as far as they are not posted yet."""
@@ -262,6 +263,8 @@ class InboundStream(StreamEnd):
         if self._error is not None or (not self._answered and self._peer in self._engine.transport.lost_ranks()):
             self._retire()
         elif self._answered:
+            if self._taken_count == len(self._targets):
+                self._slots.received_nbytes += self.received_nbytes
             self._give_back()
         else:
             self._state = _State.DISCARDING
@@ -309,10 +312,12 @@ class InboundStream(StreamEnd):
 
 
 class Slots:
-    """Counts the slots of every sender, as this rank grants them.
+    """Counts the slots of every sender, as this rank grants them, and the bytes of all streams of this rank.
 
     Attributes:
-        engine: this rank's.
+        engine: of this rank.
+        sent_nbytes: bytes of streams that have been sent, also of those that were given up.
+        received_nbytes: bytes of streams that have been received whole.
         discarding_count: streams that were given up and have not been answered yet.
         kept: memory that a sender that is believed to be lost may still write to.
     """
@@ -321,6 +326,7 @@ class Slots:
         self.engine = engine
         self.kept: list[memoryview] = []
         self.discarding_count = 0
+        self.sent_nbytes = self.received_nbytes = 0
         # By sender: how many slots have ever been taken, the lowest first, and a heap of those given back since.
         self._used_counts: Counter[int] = Counter()
         self._given_back: defaultdict[int, list[int]] = defaultdict(list)

@@ -148,7 +148,7 @@ class UserStreams:
                 self._abort(source, grant.slot)
 
     def _abort(self, source: int, slot: int) -> None:
-        stream = OutboundStream(self._engine, [], source, slot)
+        stream = OutboundStream(self._services.slots, [], source, slot)
         self._services.spawn_service(stream.abort(), name=f"abort to rank {source}")
 
     def _start_next(self, dest: int) -> None:
@@ -167,11 +167,11 @@ class UserStreams:
         if grant.written_nbytes:
             view, address = outgoing.view[sent_nbytes:], outgoing.address + sent_nbytes
             tail = DirectWrite(self._neighbours.get(dest), view, address, grant.address)
-            sender = DirectWriteSender(self._engine, chunks, dest, grant.slot, tail)
+            sender = DirectWriteSender(self._services.slots, chunks, dest, grant.slot, tail)
             outgoing.stream = sender.stream
         else:
             sender = None
-            outgoing.stream = OutboundStream(self._engine, chunks, dest, grant.slot)
+            outgoing.stream = OutboundStream(self._services.slots, chunks, dest, grant.slot)
         self._under_way[dest, grant.slot] = outgoing.stream
         outgoing.stream.start()
         if sender is not None:
@@ -200,7 +200,6 @@ class UserStreams:
 
     def _end(self, stream: OutboundStream) -> None:
         stream.cut()
-        self._services.stream_sent_nbytes += stream.sent_nbytes
         # The receiver may have had it all, and granted the slot again, before this end noticed.
         if self._under_way.get((stream.dest, stream.slot)) is stream:
             del self._under_way[stream.dest, stream.slot]
@@ -229,7 +228,6 @@ class UserStreams:
             grant = streams.Grant(stream.slot, len(view), chunk_nbytes, written_nbytes, address)
             self._channel.send_nowait(grant, source)
             await stream.whole()
-        services.stream_received_nbytes += len(view)
         return tensor
 
     # -- what the sender writes -------------------------------------------------------------------------------------

@@ -359,8 +359,8 @@ class World:
             received_count=of_channels.received_count,
             dropped=of_channels.dropped,
             drop_examples=of_channels.drop_examples,
-            stream_sent_nbytes=self.services.stream_sent_nbytes,
-            stream_received_nbytes=self.services.stream_received_nbytes,
+            stream_sent_nbytes=self.services.slots.sent_nbytes,
+            stream_received_nbytes=self.services.slots.received_nbytes,
         )
 
     # -- for the runtime --------------------------------------------------------------------------------------------

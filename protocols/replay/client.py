@@ -374,7 +374,6 @@ class ReplayBuffer:
                 )
                 failure: AsyncdistError | None = self._error
                 raise failure or error from error
-        services.stream_received_nbytes += drawn.nbytes
         return buffer
 
     def _send(self, message: Any, *, round: int = 0) -> None:
@@ -446,7 +445,7 @@ class ReplayBuffer:
         fits = payload is not None and grant.nbytes == len(payload)
         chunks = split(payload.data, grant.chunk_nbytes) if fits and payload is not None else []
         services = self._services
-        stream = OutboundStream(services.engine, chunks, self._server, grant.slot)
+        stream = OutboundStream(services.slots, chunks, self._server, grant.slot)
         self._streams[grant.slot] = stream
         services.spawn_service(self._stream(grant.slot, stream, bool(chunks)), name=f"items for rank {self._server}")
 
@@ -456,7 +455,6 @@ class ReplayBuffer:
         except RankLostError as error:
             self._fail(error)
         finally:
-            self._services.stream_sent_nbytes += stream.sent_nbytes
             if self._streams.get(slot) is stream:  # the slot may be in use again already
                 del self._streams[slot]
 

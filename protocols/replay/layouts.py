@@ -49,5 +49,5 @@ def refuse_grant(services: Services, envelope: Envelope[ReplayMessage]) -> None:
     if isinstance(message, Grant):
         with contextlib.suppress(RemoteProtocolError):  # there is no such slot, so no receiver waits
             check_grant(message, envelope.source)
-            stream = OutboundStream(services.engine, [], envelope.source, message.slot)
+            stream = OutboundStream(services.slots, [], envelope.source, message.slot)
             services.spawn_service(stream.abort(), name=f"abort to rank {envelope.source}")

@@ -350,7 +350,6 @@ class _Server:
                 grant = Grant(stream.slot, message.nbytes, CHUNK_NBYTES)
                 self._channel.send_nowait(grant, client.rank, round=message.request)
                 await stream.whole()
-            self._services.stream_received_nbytes += message.nbytes
             self._store_received(client, message, buffer)
         except StreamAborted:
             self._fail(client, message.request, "withdrawn")
@@ -457,7 +456,7 @@ class _Server:
         chunks = []
         if payload is not None and grant.nbytes == len(payload):
             chunks = split(payload.data, grant.chunk_nbytes)
-        stream = OutboundStream(self._services.engine, chunks, client.rank, grant.slot)
+        stream = OutboundStream(self._services.slots, chunks, client.rank, grant.slot)
         client.streams[grant.slot] = stream
         self._services.spawn_service(self._send(client, grant.slot, stream, bool(chunks)), name="drawn items")
 
@@ -467,7 +466,6 @@ class _Server:
         except RankLostError:
             self._finish(client)
         finally:
-            self._services.stream_sent_nbytes += stream.sent_nbytes
             if client.streams.get(slot) is stream:  # the slot may be in use again already
                 del client.streams[slot]
         self._answer_all()

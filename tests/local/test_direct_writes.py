@@ -94,11 +94,11 @@ async def test_every_size_arrives_and_is_counted(share: float, writes: list[int]
         assert not writes
         for nbytes in SIZES:
             writes.clear()
-            before = sender.services.stream_sent_nbytes, receiver.services.stream_received_nbytes
+            before = sender.services.slots.sent_nbytes, receiver.services.slots.received_nbytes
             assert torch.equal(await stream(sender, receiver, numbers(nbytes)), numbers(nbytes)), nbytes
             assert (
-                sender.services.stream_sent_nbytes - before[0],
-                receiver.services.stream_received_nbytes - before[1],
+                sender.services.slots.sent_nbytes - before[0],
+                receiver.services.slots.received_nbytes - before[1],
             ) == (nbytes,) * 2
             expected = 0 if nbytes < MIN else nbytes if share == 1 else nbytes // 2 // 16 * 16
             assert sum(writes) == expected
@@ -167,14 +167,14 @@ async def test_a_sender_that_computes_between_its_safe_points_sends_the_rest(
     async with neighbours(share) as (sender, receiver), asyncio.timeout(60):
         await acquaint(sender, receiver)
         tensor, room = numbers(40 * PIECE), torch.zeros(40 * PIECE, dtype=torch.uint8)
+        before = sender.services.slots.sent_nbytes
         sending, receiving = await under_way(sender, receiver, writes, room)
         written = len(writes)
-        before = sender.services.stream_sent_nbytes
         monkeypatch.setattr(direct_write_streams, "ATTENTION_S", -1.0)
         await asyncio.gather(sending, receiving)
         assert torch.equal(room, tensor)
         assert len(writes) == written
-        assert sender.services.stream_sent_nbytes - before == tensor.nbytes
+        assert sender.services.slots.sent_nbytes - before == tensor.nbytes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.bool])
@@ -222,10 +222,10 @@ async def test_what_cannot_be_written_is_sent(
         await acquaint(sender, receiver)
         monkeypatch.setattr(PeerProcess, "write", write_some)
         tensor = numbers(9 * PIECE + 5)
-        before = sender.services.stream_sent_nbytes
+        before = sender.services.slots.sent_nbytes
         assert torch.equal(await stream(sender, receiver, tensor), tensor)
         assert len(writes) == good_count
-        assert sender.services.stream_sent_nbytes - before == tensor.nbytes
+        assert sender.services.slots.sent_nbytes - before == tensor.nbytes
         monkeypatch.setattr(PeerProcess, "write", write)
         assert torch.equal(await stream(sender, receiver, tensor), tensor)
 

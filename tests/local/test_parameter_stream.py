@@ -166,7 +166,7 @@ async def test_the_sum_is_made_in_the_donors_order_whoever_answers_first(chunk_n
         await task
         assert asked_at_once == (1 if chunk_nbytes == 64 else len(DONORS))
         whole = sum(parameter_stream.stream_nbytes(party.snapshots[rank], exact=rank == BEST) for rank in DONORS)
-        assert intake.received_nbytes == made[0].services.stream_received_nbytes == whole
+        assert intake.received_nbytes == made[0].services.slots.received_nbytes == whole
         party.check(accumulator)
         await party.is_over()
 

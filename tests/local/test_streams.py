@@ -77,20 +77,20 @@ async def test_the_window_bounds_what_is_posted_and_targets_may_repeat() -> None
         sending = None
         found = []
         with slots.inbound(0, [two[i % 2] for i in range(8)], lambda slot: None, window=2) as stream:
-            sending = asyncio.ensure_future(OutboundStream(made[0], chunks_of(8), 1, stream.slot).run())
+            sending = asyncio.ensure_future(OutboundStream(Slots(made[0]), chunks_of(8), 1, stream.slot).run())
             async for index in stream.chunks():
                 assert len(hub.matchers[1]._posted.get(tags.BULK_FIRST + stream.slot, ())) <= 2
                 found.append((index, bytes(two[index % 2][:2])))
         assert found == [(i, bytes([i + 1]) * 2) for i in range(8)]
         assert await sending is True
-        assert stream.received_nbytes == 8 * CHUNK
-        assert slots.taken_count == 0
+        assert stream.received_nbytes == slots.received_nbytes == 8 * CHUNK
+        assert slots.taken_count == slots.sent_nbytes == 0
         assert made[0].outstanding() == made[1].outstanding() == ()
 
 
 async def test_the_sender_has_no_more_under_way_than_its_window() -> None:
     async with engines(2) as (hub, made):
-        stream = OutboundStream(made[0], chunks_of(10), 1, 3)
+        stream = OutboundStream(Slots(made[0]), chunks_of(10), 1, 3)
         task = asyncio.ensure_future(stream.run())
         await yields(20)
         assert stream.under_way_count == len(hub.matchers[1]._unexpected[tags.BULK_FIRST + 3]) == streams.WINDOW_COUNT
@@ -107,7 +107,7 @@ async def test_a_stopped_sender_answers_with_the_abort() -> None:
             pytest.raises(StreamAborted, match="rank 0 gave up its stream") as caught,
             slots.inbound(0, rooms(10), lambda slot: None) as stream,
         ):
-            outbound = OutboundStream(made[0], chunks_of(10), 1, stream.slot)
+            outbound = OutboundStream(Slots(made[0]), chunks_of(10), 1, stream.slot)
             sending = asyncio.ensure_future(outbound.run())
             async for index in stream.chunks():
                 if index == 0:
@@ -116,6 +116,7 @@ async def test_a_stopped_sender_answers_with_the_abort() -> None:
         assert caught.value.rank == 0
         assert caught.value.received_nbytes == stream.received_nbytes
         assert CHUNK <= stream.received_nbytes < 10 * CHUNK
+        assert slots.received_nbytes == 0, "of streams that are whole"
         assert slots.taken_count == slots.discarding_count == 0
         await eventually(lambda: not made[1].outstanding())
 
@@ -141,7 +142,7 @@ async def test_a_receiver_that_gives_up_discards_until_the_answer(taken: int) ->
         inbound: list[InboundStream] = []
         task = asyncio.ensure_future(give_up())
         await yields(1)
-        outbound = OutboundStream(made[0], chunks_of(10), 1, 0)
+        outbound = OutboundStream(Slots(made[0]), chunks_of(10), 1, 0)
         sending = asyncio.ensure_future(outbound.run())
         with pytest.raises(ZeroDivisionError):
             await task
@@ -154,7 +155,7 @@ async def test_a_receiver_that_gives_up_discards_until_the_answer(taken: int) ->
         targets = rooms(6)
         with slots.inbound(0, targets, lambda slot: None) as stream:
             assert stream.slot == 0
-            again = asyncio.ensure_future(OutboundStream(made[0], chunks_of(6), 1, 0).run())
+            again = asyncio.ensure_future(OutboundStream(Slots(made[0]), chunks_of(6), 1, 0).run())
             assert await read(stream) == list(range(6))
         await again
         assert [bytes(target[:1]) for target in targets] == [bytes([i + 1]) for i in range(6)]
@@ -197,9 +198,9 @@ async def test_the_slot_stays_taken_until_the_answer_has_come() -> None:
         assert (slots.taken_count, slots.discarding_count) == (1, 1)
         with slots.inbound(0, rooms(1), lambda slot: None) as other:
             assert other.slot == 1
-            await OutboundStream(made[0], chunks_of(1), 1, 1).run()
+            await OutboundStream(Slots(made[0]), chunks_of(1), 1, 1).run()
             assert await read(other) == [0]
-        await OutboundStream(made[0], [], 1, stream.slot).abort()
+        await OutboundStream(Slots(made[0]), [], 1, stream.slot).abort()
         await eventually(lambda: slots.taken_count == 0)
         assert slots.discarding_count == 0
 
@@ -209,7 +210,7 @@ async def test_a_deadline_is_judged_after_what_has_arrived() -> None:
         slots = Slots(made[1])
         made[1].stop()
         with slots.inbound(0, rooms(2, 10), lambda slot: None) as stream:
-            await OutboundStream(made[0], chunks_of(2, 10), 1, stream.slot).run()
+            await OutboundStream(Slots(made[0]), chunks_of(2, 10), 1, stream.slot).run()
             assert await read(stream, deadline=0.0) == [0, 1]
 
 
@@ -220,7 +221,7 @@ async def test_a_chunk_of_the_wrong_size_is_the_peers_fault() -> None:
             pytest.raises(RemoteProtocolError, match=f"a chunk of 5 bytes for {CHUNK}"),
             slots.inbound(0, rooms(1), lambda slot: None) as stream,
         ):
-            await OutboundStream(made[0], chunks_of(1, 5), 1, stream.slot).run()
+            await OutboundStream(Slots(made[0]), chunks_of(1, 5), 1, stream.slot).run()
             await read(stream)
         assert slots.taken_count == 0, "it was the answer all the same"
 
@@ -229,7 +230,7 @@ async def test_a_cancelled_sender_answers_with_the_abort() -> None:
     async with engines(2) as (_, made):
         slots = Slots(made[1])
         with pytest.raises(StreamAborted), slots.inbound(0, rooms(100), lambda slot: None) as stream:
-            sending = asyncio.ensure_future(OutboundStream(made[0], chunks_of(100), 1, stream.slot).run())
+            sending = asyncio.ensure_future(OutboundStream(Slots(made[0]), chunks_of(100), 1, stream.slot).run())
             async for index in stream.chunks():
                 if index == 1:
                     sending.cancel()
@@ -249,7 +250,7 @@ async def test_a_lost_sender_retires_its_slot() -> None:
 
 async def test_a_lost_receiver_ends_the_senders_stream() -> None:
     async with engines(2) as (hub, made):
-        sending = asyncio.ensure_future(OutboundStream(made[0], chunks_of(10), 1, 0).run())
+        sending = asyncio.ensure_future(OutboundStream(Slots(made[0]), chunks_of(10), 1, 0).run())
         await yields(5)
         hub.lose(1)
         with pytest.raises(RankLostError):
@@ -269,7 +270,7 @@ async def test_what_does_not_leave_for_a_lost_receiver_is_not_counted_and_no_mor
             raise RankLostError("rank 1 is gone", rank=1)
 
         monkeypatch.setattr(made[0].transport, "start_send", start_send)
-        stream = OutboundStream(made[0], chunks_of(10), 1, 0)
+        stream = OutboundStream(Slots(made[0]), chunks_of(10), 1, 0)
         with pytest.raises(RankLostError, match="rank 1 is gone"):
             await stream.run()
         assert (tried, stream.sent_nbytes) == (1, 0)
@@ -339,7 +340,7 @@ async def test_a_grant_that_makes_no_sense_is_dropped_and_counted() -> None:
 async def test_an_old_stream_on_the_slot_does_not_take_the_cancel_of_a_new_one() -> None:
     """The receiver has had everything, granted the slot anew and given up, before the old sender has noticed."""
     async with worlds(2) as (a, b):
-        a._streams._under_way[1, 0] = old = OutboundStream(a.services.engine, chunks_of(1), 1, 0)
+        a._streams._under_way[1, 0] = old = OutboundStream(a.services.slots, chunks_of(1), 1, 0)
         receiving = asyncio.ensure_future(b.receive_stream(torch.zeros(5), 0))
         await yields(5)
         receiving.cancel()
@@ -386,7 +387,7 @@ def test_statistics_count_the_bytes() -> None:
 async def test_a_stream_whose_first_chunks_arrive_while_they_are_posted_comes_whole() -> None:
     async with engines(2) as (_, made):
         slots, targets = Slots(made[1]), rooms(10)
-        sending = asyncio.ensure_future(OutboundStream(made[0], chunks_of(10), 1, slot=0).run())
+        sending = asyncio.ensure_future(OutboundStream(Slots(made[0]), chunks_of(10), 1, slot=0).run())
         await yields(3)
         async with asyncio.timeout(20):
             with slots.inbound(0, targets, lambda slot: None) as stream:
