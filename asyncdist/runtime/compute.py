@@ -1,6 +1,6 @@
-"""A user's function beside the rank's loop: in a worker thread, or, simulated, at a drawn moment of virtual time.
+"""Runs a user's function beside the rank's loop: in a worker thread or, simulated, at a drawn moment of virtual time.
 
-One at a time: it may be changing weights, and whoever wants to change them too has to know.
+One function runs at a time. It may be changing weights, so a policy asks before it changes them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _AT_THE_END: Final = "no coroutine can raise StopIteration; await world.compute(
 
 
 class VirtualClock(Protocol):
-    """The time that user code takes, where it is not real."""
+    """Says how much time user code takes, where time is not real."""
 
     def before_safe_point(self) -> Awaitable[None]:
         """Let the time pass that the rank has computed since its last safe point; nothing else of it runs meanwhile.
@@ -38,11 +38,11 @@ class VirtualClock(Protocol):
 
 
 class Computing:
-    """Of one rank.
+    """Runs the functions of one rank.
 
     Args:
         rank: this rank.
-        loop: which goes on meanwhile.
+        loop: of the rank; it goes on meanwhile.
 
     Attributes:
         is_under_way: whether a function is being run.
@@ -101,13 +101,13 @@ class Computing:
         return self._loop.run_in_executor(self._executor, call)
 
     def close(self) -> None:
-        """Start no thread any more; what still runs there is nobody's."""
+        """Start no thread any more; a function that still runs is abandoned."""
         if self._executor is not None:
             self._executor.shutdown(wait=False)
 
 
 def caught(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """What ``fn`` returns, or what it raises, as a value."""
+    """Call ``fn``; return its result, or what it raises, as values."""
     try:
         return fn(), None
     except BaseException as error:
@@ -115,7 +115,7 @@ def caught(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 
 
 def torch_modes() -> tuple[bool, bool, bool, torch.dtype]:
-    """The caller's modes that torch keeps per thread."""
+    """Return the caller's modes that torch keeps per thread."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -125,7 +125,7 @@ def torch_modes() -> tuple[bool, bool, bool, torch.dtype]:
 
 
 def call_in_modes(modes: tuple[bool, bool, bool, torch.dtype], fn: Callable[[], T]) -> T:
-    """Call ``fn`` in what ``torch_modes`` has found in another thread."""
+    """Call ``fn`` in the modes that ``torch_modes`` has found in another thread."""
     grad, inference, autocast, dtype = modes
     with (
         torch.inference_mode(inference),

@@ -1,6 +1,6 @@
-"""The end of a rank that has failed, or whose job has: say so, wait for the peers to stop, abort those that do not.
+"""Ends a rank that has failed, or whose job has: tells the peers, waits for them to stop, aborts those that do not.
 
-How a job ends as a whole is in :mod:`asyncdist.runtime.supervision`.
+How a job ends as a whole is told in :mod:`asyncdist.runtime.supervision`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from asyncdist.runtime.watchdogs import describe_wait
 from asyncdist.runtime.world import World
 from asyncdist.transports.base import Transport
 
-#: How long a rank that found a peer gone, or has failed itself, waits to be told of a failure before it tells of one.
+#: How long a rank that has failed, or has found a peer gone, waits for the report of another failure before its own.
 _HEAR_WHY_S: Final = 0.25
 #: How long a rank that was told of a failure may go on before its main is cancelled.
 _CANCEL_AFTER_S: Final = 1.0
 
-#: What a peer says of itself that a signal has ended.
+#: The summaries that peers send when a signal has ended them.
 _INTERRUPTS: Final = frozenset(summarise(interrupt_error(number)) for number in SIGNALS)
 
 _report = FailureReport()
@@ -42,7 +42,7 @@ _report = FailureReport()
 class FailureMonitor:
     """Watches for failures elsewhere while main runs, and stops main: first at its safe points, then by cancelling it.
 
-    Elsewhere is a peer, or a service of this rank, which nobody awaits, or its watchdog.
+    Failures elsewhere are those of a peer, of a service of this rank, which no task awaits, and of its watchdog.
     """
 
     def __init__(self, world: World) -> None:
@@ -69,7 +69,7 @@ class FailureMonitor:
         self.stop(error)
 
     def stop(self, error: BaseException) -> None:
-        """Main is to end with ``error``, unless another one came first."""
+        """Make main end with ``error``, unless another error came first."""
         if self.error is not None or self._world.services.engine.failure is not None:
             return
         self.error = error
@@ -83,7 +83,7 @@ class FailureMonitor:
 
 
 async def fail(world: World, transport: Transport, error: BaseException, grace_s: float) -> None:
-    """The other end: say so, wait for the peers to stop, abort those that do not."""
+    """End this rank after a failure: tell the peers, wait for them to stop, abort those that do not."""
     loop = asyncio.get_running_loop()
     if is_consequence(error):
         await _hear_why(world, _HEAR_WHY_S)
@@ -124,9 +124,9 @@ async def fail(world: World, transport: Transport, error: BaseException, grace_s
 
 
 async def _is_told_by_another(world: World, error: BaseException) -> bool:
-    """Print a line in place of a traceback that a lower rank prints: a mistake in a script is everybody's.
+    """Print one line if a lower rank prints the same traceback, as for a mistake in the script; return whether it does.
 
-    Ranks wait for one another in their order, each a little longer; rank 0 does not.
+    Each rank waits a little longer than the one below; rank 0 does not wait.
     """
     if not isinstance(error, Exception) or is_consequence(error):
         return False
@@ -139,7 +139,7 @@ async def _is_told_by_another(world: World, error: BaseException) -> bool:
 
 
 async def _hear_why(world: World, seconds: float) -> None:
-    """Wait so long for the word of a failure that may be on its way: of what stopped a peer, or of the same mistake."""
+    """Wait for the report of a failure that may be on its way: of what stopped a peer, or of the same mistake there."""
     deadline = asyncio.get_running_loop().time() + seconds
     while world.services.engine.failure is None and asyncio.get_running_loop().time() < deadline:
         world.services.engine.poll()
@@ -150,10 +150,11 @@ async def _hear_why(world: World, seconds: float) -> None:
 
 
 def refuse(error: BaseException, caller: FrameType) -> None:
-    """There is to be no world, for an option's sake or as it was started, and each rank of a host finds out by itself.
+    """Shorten the report of an error that keeps a world from opening, on all ranks of a host but the first.
 
-    Where it ends them, the first one shows a traceback and the others a line, which names the caller's. So do children
-    of ranks, which know nothing of one another.
+    Each rank finds such an error, in an option or in how it was started, by itself. Where it ends them, the first rank
+    shows a traceback and the others a line, which names the caller's line. So do children of ranks, which do not know
+    one another.
     """
     local_rank = environment.local_rank()
     is_child = multiprocessing.parent_process() is not None or environment.rank_above() is not None
@@ -164,9 +165,9 @@ def refuse(error: BaseException, caller: FrameType) -> None:
 
 
 def fail_alone(transport: Transport, error: BaseException) -> None:
-    """A failure during the handshake: nobody listens yet, and the peers would wait for this rank for ever.
+    """End a rank that has failed during the handshake: the peers, which hear no message yet, would wait for ever.
 
-    All of them see a disagreement, so that ends by itself, with one line of each.
+    All of them see a disagreement: each prints one line, and the job ends by itself.
     """
     if transport.size == 1 or transport.capabilities.shares_process:
         return
@@ -179,7 +180,7 @@ def fail_alone(transport: Transport, error: BaseException) -> None:
 
 
 def _print_failure(rank: int, error: BaseException, heard: BaseException | None) -> None:
-    """Tell what ends this rank: a line where it has heard of a peer's failure, whatever it raises itself for that."""
+    """Print what ends this rank: one line where that is a peer's failure, whatever error it causes here."""
     if heard is not None:
         _report.print_line(_with_notes(f"rank {rank} stopped: {heard.args[0]}", heard), error)
     elif isinstance(error, RemoteError):
@@ -194,12 +195,14 @@ def _with_notes(line: str, error: BaseException) -> str:
     return "; ".join([line, *getattr(error, "__notes__", ())])
 
 
-def own_error(caught: BaseException, guard: FailureMonitor | None, interrupts: Interrupts, rank: int) -> BaseException:
-    """What the caller should see: the cause in place of what it brought about.
+def own_error(
+    caught: BaseException, monitor: FailureMonitor | None, interrupts: Interrupts, rank: int
+) -> BaseException:
+    """Return the error that the caller should see: the cause in place of its consequence.
 
-    A mistake of this rank's own is none of that where a peer fails on account of it, or at the same time.
+    An error of this rank's own stays, also where a peer fails because of it or at the same time.
     """
-    cause = guard.error if guard is not None and not has_cause_here(caught) else None
+    cause = monitor.error if monitor is not None and not has_cause_here(caught) else None
     cause = interrupts.error(rank) or cause
     if cause is not None:
         _uncancel()
@@ -215,10 +218,10 @@ def _uncancel() -> None:
 
 
 class Everybody:
-    """A condition: every other rank has ended in one of some ways, or is lost.
+    """Tells whether every other rank has ended in one of some ways, or is lost.
 
-    It is asked at each message of thousands of ranks, so it goes through the ranks once: one that was found is not
-    looked for again.
+    It is asked at each message, in jobs of thousands of ranks, so it goes through the ranks once: a rank that was found
+    is not looked for again.
 
     Args:
         world: this rank's.
@@ -234,7 +237,7 @@ class Everybody:
         self._found_count = 0  # all ranks below this one
 
     def __call__(self) -> bool:
-        """Whether it holds."""
+        """Return whether every other rank has."""
         self._go_on(self._groups)
         if self._found_count < self._size and (lost := self._transport.lost_ranks()):
             self._go_on((*self._groups, lost))

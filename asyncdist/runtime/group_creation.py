@@ -1,4 +1,4 @@
-"""Making and freeing groups of ranks: what ``World.new_group`` and ``Group.free`` do.
+"""Makes and frees groups of ranks, for ``World.new_group`` and ``Group.free``.
 
 All members agree first, so that either each of them makes the group or none does. A rank makes one group after the
 other: two at once would be given one tag. :mod:`asyncdist.collectives.group_ledger` has the groups that were made.

@@ -1,7 +1,7 @@
-"""The clean end of a rank: its peers hear that main has returned, and all ranks come to their end together.
+"""Ends a rank cleanly: tells its peers that main has returned, and waits until all ranks come to their end.
 
-Services go on meanwhile, since a coordinator serves until its last member has left. How a rank ends that has failed is
-in :mod:`asyncdist.runtime.failure`.
+Services go on meanwhile, since a coordinator serves until its last member has left. A rank that has failed ends by
+:mod:`asyncdist.runtime.failure` instead.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ logger = logging.getLogger("asyncdist.runtime.leaving")
 
 #: How long a rank waits for its last requests to complete.
 _FLUSH_S: Final = 5.0
-#: How long a rank whose main has returned may take to come to its end.
-_LAST_WORDS_S: Final = 60.0
+#: How long a rank whose main has returned may take to send its finalize message.
+_FINALIZE_S: Final = 60.0
 
 
 async def leave(world: World, transport: Transport) -> list[str]:
@@ -33,8 +33,8 @@ async def leave(world: World, transport: Transport) -> list[str]:
     world.peers.leave()
     world.refuse_streams()
     await world.services.engine.until(lambda: world.services.task_count == 0, "the services of this rank to end")
-    # Before the barrier, while the peers still take what comes; after it a message may find nobody. A peer in main
-    # takes a user's messages when it likes, and drops the rest when it leaves.
+    # Before the barrier, while the peers still receive: after it a message may find no receiver. A peer in main takes a
+    # user's messages at any time, and drops the rest when it leaves.
     is_nobody_in_main = Everybody(world, transport, world.services.left, world.peers.answered)
     await world.services.engine.until(
         lambda: not world.services.is_sending or is_nobody_in_main(),
@@ -60,16 +60,16 @@ async def _last_barrier(world: World, transport: Transport) -> None:
         Everybody(world, transport, world.peers.answered, world.services.left),
         "the other ranks to come to their end",
     )
-    # What is left to them is short. Not for ever: the frame that says so may have been spoiled, and dropped.
+    # They are close to it. The wait is bounded, since the frame that says so may have been spoiled and dropped.
     await world.services.engine.until(
         Everybody(world, transport, world.peers.answered),
-        "the last words of the other ranks",
-        deadline=asyncio.get_running_loop().time() + _LAST_WORDS_S,
+        "the finalize messages of the other ranks",
+        deadline=asyncio.get_running_loop().time() + _FINALIZE_S,
     )
 
 
 async def _flush(world: World) -> None:
-    """Wait, within a bound, until no request of this rank is under way, nor the answer to a peer's late one."""
+    """Wait, for a bounded time, until no request and no service of this rank is under way."""
     services, deadline = world.services, world.time() + _FLUSH_S
     await services.engine.until(
         lambda: services.engine.is_idle and services.task_count == 0, "requests under way", deadline=deadline

@@ -1,6 +1,6 @@
-"""Calls that run a loop of their own, made where one is running already: in a cell of a notebook.
+"""Makes calls that run a loop of their own where a loop is running already: in a cell of a notebook.
 
-Such a call gets a thread, and the caller waits for it as for any blocking call: its loop stands still meanwhile.
+Such a call gets a thread. The caller waits for it, as for any blocking call, and its loop stands still meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def is_loop_running() -> bool:
-    """Whether this thread is inside a loop, as a cell of a notebook is."""
+    """Return whether this thread is inside a loop, as a cell of a notebook is."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -56,7 +56,7 @@ def call_beside_loop(fn: Callable[[], T]) -> T:
             interrupt = error
             _raise_in(thread, type(error))
     returned, failure = outcomes[0] if outcomes else (None, interrupt)
-    failure = failure or interrupt  # one that came too late for the thread still came
+    failure = failure or interrupt  # an interrupt that came too late for the thread counts
     if failure is not None:
         raise failure
     return cast(T, returned)

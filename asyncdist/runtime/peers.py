@@ -1,4 +1,4 @@
-"""What a rank knows of its peers: which have returned, left, failed or are lost, and the messages that say so.
+"""Tracks which peers of a rank have returned, left, failed or are lost, and sends the messages that say so.
 
 The runtimes of all ranks talk on one channel, the system channel. Besides the messages of this module it carries those
 of agreements and of freed groups, which are passed on to :class:`Agreements` and :class:`GroupCreation`. Which

@@ -1,4 +1,4 @@
-"""What a started rank does to its process before anything else: cores are shared, and garbage is sought less."""
+"""Prepares the process of a rank: limits the threads of torch, and relieves the garbage collector."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from asyncdist import environment
 
 
 def limit_threads() -> None:
-    """Ranks that share a host share its cores: torch would give every one of them all."""
+    """Let torch use this rank's share of the host's cores: by itself it would use all of them on every rank."""
     threads = environment.threads_per_rank()
     if threads is not None:
         torch.set_num_threads(threads)
 
 
 def spare_collections() -> None:
-    """Have the garbage collector never look again at what was imported: some 170,000 objects of torch.
+    """Take what was imported, some 170,000 objects of torch, out of garbage collection.
 
-    They live as long as the process. Each full collection walked them, and so did the interpreter at its end, which is
-    a quarter of what a rank that does nothing costs. Once in a process: what a user throws away between two runs is
-    collected.
+    These objects live as long as the process. Each full collection walked them, and so did the interpreter at its end:
+    a quarter of the time of a rank that does nothing. This is done once in a process, so that what a user drops between
+    two runs is collected.
     """
     if gc.get_freeze_count() == 0:
         gc.freeze()

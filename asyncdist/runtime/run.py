@@ -1,6 +1,6 @@
-"""Starting a rank, hosting its main coroutine, and ending it: ``run``, ``run_local`` and ``open_world``.
+"""Starts a rank, hosts its main coroutine, and ends it: ``run``, ``run_local`` and ``open_world``.
 
-The story of a rank: make the loop; open the transport; agree with all ranks on versions and on the job's nonce; run
+The life of a rank: make the loop; open the transport; agree with all ranks on versions and on the job's nonce; run
 ``main(world)`` and every task it spawned under one task group; then leave: tell the peers, wait for the services of
 protocols (a coordinator serves until its last member has left), a polled barrier, take the receives back, close the
 transport. Leaving is in :mod:`asyncdist.runtime.leaving`; a failure anywhere replaces it by
@@ -52,9 +52,9 @@ TransportName: TypeAlias = str
 BulkName: TypeAlias = str
 LoopName: TypeAlias = Literal["uvloop", "asyncio"]
 
-#: How long spawned tasks may do nothing but wait, their rank's main having returned, before that is warned of.
+#: How long spawned tasks may only wait, after main of their rank has returned, before a warning is logged.
 WATCHDOG_S: Final = 10.0
-#: How long main may wait in one collective before that is warned of, where nobody has set ``stall_s``.
+#: How long main may wait in one collective before a warning is logged, where ``stall_s`` is not set.
 STALL_S: Final = 300.0
 #: How long a failure waits for the peers to stop by themselves.
 GRACE_S: Final = 3.0
@@ -95,11 +95,11 @@ def run(
             pass a test at the start; ``"torch"`` means gloo, for whose works threads wait.
         bulk: the transport for streams of tensors, ``"mpi"``, ``"torch"`` or ``"torch:BACKEND"``, where it is to be
             another one than for messages. Both number the ranks alike; started by mpirun, torch's ranks meet through
-            MPI. ``"torch:nccl"``, which cannot carry messages, is for here; it was never run.
+            MPI. ``"torch:nccl"``, which cannot carry messages, belongs here; it has never been run.
         ranks: with ``"local"``, how many ranks to host on one loop of this process; rank 0's value is returned.
         loop: ``"uvloop"`` (the default where it is installed) or ``"asyncio"``.
         grace_s: seconds that the peers of a failed rank get to stop by themselves before they are aborted.
-        strict: raise LocalProtocolError when something is left over at the end: a message nobody received, a request, a
+        strict: raise LocalProtocolError when something is left over at the end: an unread message, a request, a
             stream slot, a snapshot, a task. Without it they are logged.
         watchdog_s: when main has returned, and the tasks that it spawned have done nothing but wait for so many
             seconds, one warning says which of them waits for what; ``math.inf`` for never.
@@ -110,19 +110,19 @@ def run(
         stall_aborts: raise StallError there, in place of the warning, where main waits for its peers.
 
     Raises:
-        TypeError: main is no coroutine function, or cannot be called with a world and ``args``.
+        TypeError: main is not a coroutine function, or cannot be called with a world and ``args``.
         ValueError: there is no such transport or backend, or it cannot carry what it is to carry.
         RankLostError: another rank failed; it has printed its traceback.
         StallError: main waited for its peers for too long (``stall_aborts``).
         TransportError: the transport cannot be used, the backend's works cannot be polled, or launcher and MPI library
             do not match.
-        LocalProtocolError: inside a world: a rank has one.
-        RuntimeError: a loop is running already under a launcher; :func:`open_world` is for there.
+        LocalProtocolError: called inside a world; a rank has one.
+        RuntimeError: a loop is running already, under a launcher; use :func:`open_world` there.
         KeyboardInterrupt: after SIGINT, when everything has ended.
         BaseException: what ``main`` raised, or an ExceptionGroup with what its spawned tasks raised.
     """
     try:
-        patience = _patience(watchdog_s, stall_s, stall_aborts)
+        watchdogs = _watchdog_options(watchdog_s, stall_s, stall_aborts)
         _check_options(transport, ranks, loop, grace_s, bulk)
         elsewhere = run_elsewhere.get()
         opened = _open_here(transport, bulk, ranks) if elsewhere is None else None
@@ -133,9 +133,9 @@ def run(
     if elsewhere is not None:
         return cast(T, elsewhere(main, args, strict))
     if opened is None:
-        return _run_local(main, args, ranks or 1, loop, strict=strict, patience=patience)[0]
+        return _run_local(main, args, ranks or 1, loop, strict=strict, watchdogs=watchdogs)[0]
     with Interrupts() as interrupts, _loop_of(loop) as event_loop:
-        host = host_rank(main, args, opened, interrupts, grace_s=grace_s, strict=strict, patience=patience)
+        host = host_rank(main, args, opened, interrupts, grace_s=grace_s, strict=strict, watchdogs=watchdogs)
         task = event_loop.create_task(host)
         interrupts.cancel_on_first(event_loop, [task])
         outcome = _complete(event_loop, [task])[0]
@@ -145,7 +145,7 @@ def run(
 
 
 def _open_here(transport: TransportName, bulk: BulkName | None, ranks: int | None) -> Transport | None:
-    """The transport of this process; None where all ranks are in it."""
+    """Open the transport of this process; None where all ranks are in it."""
     started = select.detect(transport)
     if started.transport == "local" or ranks is not None:
         return None
@@ -171,16 +171,16 @@ def run_local(
 ) -> list[T]:
     """Host ``ranks`` ranks on one loop of this process; returns the value of each.
 
-    A rank that computes stops the others, since they share a thread, and torch's random state is theirs in common.
-    Grad mode, inference mode and autocast are each rank's own. Where a loop is running already, in a notebook, the
-    thread is one of their own, as :func:`run` says.
+    A rank that computes stops the others, since they share a thread. They also share torch's random state. Grad mode,
+    inference mode and autocast are each rank's own. Where a loop is running already, in a notebook, the ranks get a
+    thread of their own, as :func:`run` says.
 
     Raises:
         BaseException: what the first rank to fail raised.
     """
-    patience = _patience(watchdog_s, stall_s, stall_aborts)
+    watchdogs = _watchdog_options(watchdog_s, stall_s, stall_aborts)
     _check_options("local", ranks, loop, GRACE_S)
-    return _run_local(main, args, ranks, loop, strict=strict, patience=patience)
+    return _run_local(main, args, ranks, loop, strict=strict, watchdogs=watchdogs)
 
 
 def _run_local(
@@ -190,12 +190,12 @@ def _run_local(
     loop: LoopName | None,
     *,
     strict: bool,
-    patience: WatchdogOptions,
+    watchdogs: WatchdogOptions,
 ) -> list[T]:
     validation.main_function(main, args)
     with Interrupts(spares_process=is_loop_running()) as interrupts:  # here: signals come to the main thread
         outcomes = call_beside_loop(
-            functools.partial(_host_locally, main, args, ranks, loop, interrupts, strict=strict, patience=patience)
+            functools.partial(_host_locally, main, args, ranks, loop, interrupts, strict=strict, watchdogs=watchdogs)
         )
     failures = [outcome.error for outcome in outcomes if outcome.error is not None]
     if failures:
@@ -215,14 +215,14 @@ def _host_locally(
     interrupts: Interrupts,
     *,
     strict: bool,
-    patience: WatchdogOptions,
+    watchdogs: WatchdogOptions,
 ) -> list[RankResult]:
-    """How each of the ranks ended, on a loop of their own in this thread."""
+    """Host all ranks on one new loop in this thread; returns how each ended."""
     hub = LocalHub(ranks)
     with _loop_of(loop) as event_loop, torch_modes.of_ranks(event_loop, ranks) as contexts:
         tasks = [
             event_loop.create_task(
-                host_rank(main, args, hub.transport(rank), interrupts, strict=strict, patience=patience),
+                host_rank(main, args, hub.transport(rank), interrupts, strict=strict, watchdogs=watchdogs),
                 context=context,
             )
             for rank, context in enumerate(contexts)
@@ -243,13 +243,13 @@ async def open_world(
     stall_s: float | None = None,
     stall_aborts: bool = False,
 ) -> AsyncIterator[World]:
-    """A world inside a running loop, for notebooks and tests: ``async with ad.open_world() as world``.
+    """Open a world inside a running loop, for notebooks and tests: ``async with ad.open_world() as world``.
 
-    Args: as :func:`run`; ``ranks`` is 1, since a block is what one rank runs.
+    Args: as :func:`run`; ``ranks`` is 1, since one rank runs the block.
 
     Raises:
         ValueError: several ``ranks``; the error names the line that hosts them.
-        LocalProtocolError: inside a world, a simulated or local one included: a rank has one.
+        LocalProtocolError: called inside a world, a simulated or local one included; a rank has one.
         BaseException: as :func:`run`.
     """
     refuse_inside_a_world()
@@ -258,12 +258,12 @@ async def open_world(
             f"ranks is {ranks!r}, and the block of open_world is run by one rank: put it into a main, and host several "
             f"with asyncdist.run(main, transport='local', ranks={ranks!r}), in a notebook too"
         )
-    patience = _patience(watchdog_s, stall_s, stall_aborts)
+    watchdogs = _watchdog_options(watchdog_s, stall_s, stall_aborts)
     select.check_bulk(bulk, transport)
     started = select.detect(transport)
     chosen = started.transport
     opened = LocalHub(1).transport(0) if chosen == "local" else select.open_transport(chosen, bulk, started)
-    async with _hosted(opened, Interrupts(), grace_s=grace_s, strict=strict, patience=patience) as world:
+    async with _hosted(opened, Interrupts(), grace_s=grace_s, strict=strict, watchdogs=watchdogs) as world:
         yield world
 
 
@@ -272,8 +272,9 @@ async def open_world(
 
 @asynccontextmanager
 async def _hosted(
-    transport: Transport, interrupts: Interrupts, *, grace_s: float, strict: bool, patience: WatchdogOptions
+    transport: Transport, interrupts: Interrupts, *, grace_s: float, strict: bool, watchdogs: WatchdogOptions
 ) -> AsyncIterator[World]:
+    """Run the body of ``async with`` as one rank, from the handshake to the end."""
     loop = asyncio.get_running_loop()
     engine = Engine(transport, loop)
     engine.start()
@@ -287,13 +288,13 @@ async def _hosted(
             _raise_as_it_is(error)
         token = _current_world.set(world)
         engine.start()  # again: messages are handled in this rank's context from now on
-        guard = FailureMonitor(world)
+        monitor = FailureMonitor(world)
         world.agreements.is_interrupted = lambda: interrupts.received is not None
         interrupts.ask_before(world.rank, functools.partial(describe_wait, asyncio.current_task(), world))
         success: SystemExit | None = None  # sys.exit(0) is a way to return
         try:
             try:
-                async with _task_group(world, guard, patience):
+                async with _task_group(world, monitor, watchdogs):
                     with ending_forked_children():
                         yield world
             except SystemExit as caught:
@@ -302,13 +303,13 @@ async def _hosted(
                 success = caught
             leftovers = await leave(world, transport)
         except BaseException as caught:
-            error = own_error(caught, guard, interrupts, world.rank)
+            error = own_error(caught, monitor, interrupts, world.rank)
             await fail(world, transport, error, grace_s)
             if error is caught:
                 raise
             _raise_as_it_is(error)
         transport.close()
-        # Not before: it is no reason to end the other ranks.
+        # Last, since what is left over here is no reason to end the other ranks.
         report_leftovers(world, leftovers, strict=strict and success is None)
         if success is not None:
             raise success
@@ -320,17 +321,17 @@ async def _hosted(
 
 
 @asynccontextmanager
-async def _task_group(world: World, guard: FailureMonitor, patience: WatchdogOptions) -> AsyncIterator[None]:
-    """The task group of main and of what it spawns.
+async def _task_group(world: World, monitor: FailureMonitor, watchdogs: WatchdogOptions) -> AsyncIterator[None]:
+    """Run main, which is the body of ``async with``, in one task group with the tasks that it spawns.
 
-    An error of main alone comes out as it is, those of tasks as a group.
+    An error of main alone is raised unchanged, errors of tasks as a group.
     """
     error_of_main: BaseException | None = None
-    watch = EndWatch(world, patience.watchdog_s)
-    stop = guard.stop if patience.stall_aborts else None
-    stall_watch = StallWatch(world, asyncio.current_task(), patience, stop)
+    watch = EndWatch(world, watchdogs.watchdog_s)
+    stop = monitor.stop if watchdogs.stall_aborts else None
+    stall_watch = StallWatch(world, asyncio.current_task(), watchdogs, stop)
     try:
-        with guard:
+        with monitor:
             async with asyncio.TaskGroup() as task_group:
                 world.attach_tasks(task_group)
                 stall_watch.begin()
@@ -353,10 +354,10 @@ async def _task_group(world: World, guard: FailureMonitor, patience: WatchdogOpt
 
 
 def _raise_as_it_is(error: BaseException) -> NoReturn:
-    """Raise ``error`` with the context that it has, and not what is being handled here.
+    """Raise ``error`` and keep its context, which would become the exception that is being handled.
 
-    That may be the ExceptionGroup of a TaskGroup. IPython, which cannot show those, looks for them in an error's
-    contexts: the cell of a notebook would never end, or would not be marked as failed.
+    That exception may be the ExceptionGroup of a TaskGroup. IPython cannot show such a group, and looks for one in the
+    contexts of an error: the cell of a notebook would never end, or would not be marked as failed.
     """
     context = error.__context__
     try:
@@ -378,12 +379,12 @@ async def _handshake(transport: Transport, engine: Engine, loop: asyncio.Abstrac
 
 @functools.lru_cache(8)
 def _everybody(size: int) -> tuple[int, ...]:
-    """The same tuple for all ranks of a process: in a simulation there may be thousands."""
+    """Return all ranks, as one tuple for all ranks of a process: a simulation may have thousands."""
     return tuple(range(size))
 
 
 async def _exchange_hellos(own_rank: int, group: Group, collectives: Collectives) -> int:
-    """Rank 0's nonce. Raises DisagreementError for another version."""
+    """Return rank 0's nonce. Raises DisagreementError where a rank runs another version."""
     version = f"asyncdist {__version__}, frames {wire.VERSION}"
     mine = _HELLO.pack(secrets.randbits(32), version.encode()[:60])
     hellos = await collectives.all_gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8), group)
@@ -405,7 +406,7 @@ async def _exchange_hellos(own_rank: int, group: Group, collectives: Collectives
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """How a rank ended: with a value, or with an error."""
+    """Says how a rank ended: with a value, or with an error."""
 
     value: Any = None
     error: BaseException | None = None
@@ -419,7 +420,7 @@ async def host_rank(
     *,
     grace_s: float = GRACE_S,
     strict: bool = False,
-    patience: WatchdogOptions = ENDLESS,
+    watchdogs: WatchdogOptions = ENDLESS,
     on_open: Callable[[World], None] | None = None,
 ) -> RankResult:
     """Host one rank. Never raises: an exit or interrupt that leaves a task would stop the loop under the others.
@@ -428,19 +429,19 @@ async def host_rank(
         main: see :func:`run`.
         args: of main, after the world.
         transport: the rank's.
-        interrupts: where signals are counted; none by default.
+        interrupts: cancels main when a signal comes; by default no signal does.
         grace_s: see :func:`run`.
         strict: see :func:`run`.
-        patience: see :func:`run`; endless by default.
+        watchdogs: see :func:`run`; endless by default.
         on_open: is given the world before main.
     """
     interrupts = interrupts or Interrupts()
     try:
-        async with _hosted(transport, interrupts, grace_s=grace_s, strict=strict, patience=patience) as world:
+        async with _hosted(transport, interrupts, grace_s=grace_s, strict=strict, watchdogs=watchdogs) as world:
             interrupts.check()  # a main that blocks the loop would not notice
             if on_open is not None:
                 on_open(world)
-            if not transport.capabilities.shares_process:  # the others have looked before they began
+            if not transport.capabilities.shares_process:  # it has been checked before the ranks began
                 validation.main_function(main, args)  # here, where a mistake that all ranks make is told once
             return RankResult(value=await main(world, *args))
     except BaseException as error:
@@ -457,7 +458,7 @@ def _complete(loop: asyncio.AbstractEventLoop, tasks: Sequence[asyncio.Task[Rank
 
 @contextmanager
 def _loop_of(name: LoopName | None) -> Iterator[asyncio.AbstractEventLoop]:
-    """A loop of that kind, closed with everything that is still on it."""
+    """Make a loop of that kind, and close it at the end with everything that is still on it."""
     factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     if name == "uvloop" or (name is None and importlib.util.find_spec("uvloop") is not None):
         import uvloop
@@ -467,7 +468,7 @@ def _loop_of(name: LoopName | None) -> Iterator[asyncio.AbstractEventLoop]:
         yield runner.get_loop()
 
 
-def _patience(watchdog_s: float, stall_s: float | None, stall_aborts: bool) -> WatchdogOptions:
+def _watchdog_options(watchdog_s: float, stall_s: float | None, stall_aborts: bool) -> WatchdogOptions:
     chosen = environment.stall_s() if stall_s is None else stall_s
     if chosen is None:
         return WatchdogOptions(watchdog_s, STALL_S, stall_aborts, collectives_alone=True)

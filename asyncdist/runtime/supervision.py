@@ -1,8 +1,8 @@
-"""How a job ends: by itself, by a failure somewhere, or by a signal.
+"""Ends a job by a failure or by a signal: signals cancel the tasks of ranks, and each failure is reported once.
 
-A rank that fails prints its traceback, once, tells every peer on the control tag, and waits for their farewells. Where
-a lower rank has failed with the same words, it prints a line in place of the traceback. Peers stop at their next safe
-point (or wherever they wait) with RankLostError, and end with one line too. Whoever is not done within the grace
+A rank that fails prints its traceback, once, tells every peer on the control tag, and waits for their acknowledgements.
+Where a lower rank has failed with the same words, it prints a line in place of the traceback. Peers stop at their next
+safe point, or where they wait, with RankLostError, and print one line too. A rank that has not stopped within the grace
 period is aborted.
 
 SIGINT and SIGTERM are plain signal handlers, since a loop's own do not run while torch blocks it. The first one asks
@@ -34,7 +34,7 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 class Interrupts:
     """Turns the first SIGINT or SIGTERM into the cancellation of some tasks; the second one ends the process at once.
 
-    In a process that belongs to somebody else, a notebook's kernel, the second one is raised, as Python would.
+    In a process of another owner, such as a notebook's kernel, the second one is raised, as Python would.
 
     A context manager. Does nothing outside the main thread, where Python allows no signal handlers. A process that is
     forked meanwhile gets the handlers back that were there before, see ``_restore_signals_in_child``.
@@ -56,11 +56,11 @@ class Interrupts:
         self._waited: dict[int, str | None] = {}
 
     def ask_before(self, rank: int, wait: Callable[[], str | None]) -> None:
-        """Before the tasks are cancelled, ask what that rank waits for: :meth:`error` tells it."""
+        """Ask what ``rank`` waits for before its tasks are cancelled; :meth:`error` adds the answer as a note."""
         self._waits[rank] = wait
 
     def error(self, rank: int) -> BaseException | None:
-        """What the signal that has come asks ``rank`` to raise, with a note that says what it was waiting for."""
+        """Return what ``rank`` is to raise for a signal that has come, with a note on what it was waiting for."""
         if self.received is None:
             return None
         error = interrupt_error(self.received)
@@ -69,13 +69,13 @@ class Interrupts:
         return error
 
     def cancel_on_first(self, loop: asyncio.AbstractEventLoop, tasks: Sequence[asyncio.Task[Any]]) -> None:
-        """These tasks are to stop, at once if a signal has come already."""
+        """Cancel these tasks when the first signal comes, or at once if it has come already."""
         self._loop, self._tasks = loop, tasks
         if self.received is not None:
             self._cancel(loop)
 
     def check(self) -> None:
-        """Raise what a signal that has come asks for."""
+        """Raise KeyboardInterrupt or SystemExit if a signal has come."""
         if self.received is not None:
             raise interrupt_error(self.received)
 
@@ -90,7 +90,7 @@ class Interrupts:
             signal.signal(number, handler)
 
     def handler_before(self, number: int) -> Any:
-        """The handler of that signal that this one has replaced."""
+        """Return the handler of that signal that this one has replaced."""
         return self._previous[number]
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
@@ -132,24 +132,24 @@ if hasattr(os, "register_at_fork"):
 
 
 def interrupt_error(number: int) -> BaseException:
-    """What ``run`` raises after that signal: what Python itself would have."""
+    """Return what ``run`` raises after that signal, which is what Python by itself would raise."""
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
 
 def exit_immediately(code: int) -> None:
     """Leave without MPI_Finalize, which can hang once something has gone wrong."""
     for file in filter(None, (sys.stdout, sys.stderr)):  # Python has none where the descriptor was closed
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        with contextlib.suppress(OSError, ValueError):  # its reader has gone
             file.flush()
     os._exit(code)
 
 
 @contextlib.contextmanager
 def ending_forked_children() -> Iterator[None]:
-    """Around main: a process that main has forked ends where main does.
+    """End a process that main has forked where main ends; the body of ``with`` is main.
 
-    The child is no rank, though it holds the sockets and the loop's descriptors of one: what leaves the world in its
-    name would reach the peers as the rank's own farewell, and take the rank's sockets from its loop.
+    The child is no rank, though it holds the sockets and the loop's descriptors of one: if it left the world, its
+    messages would reach the peers as those of the rank, and the rank's loop would lose its sockets.
     """
     rank = os.getpid()
     try:
@@ -166,7 +166,7 @@ def ending_forked_children() -> Iterator[None]:
         exit_immediately(0)
 
 
-#: Who hears of an exception that ends this rank, in place of standard error: whoever started the rank tells the user.
+#: Takes the exception that ends this rank, in place of standard error: what started the rank reports it to the user.
 told_elsewhere: ContextVar[Callable[[BaseException], None] | None] = ContextVar("told_elsewhere", default=None)
 
 
@@ -174,7 +174,7 @@ class FailureReport:
     """Prints an exception early, and keeps the interpreter from printing it again when it reaches the top.
 
     ``run`` must both show the traceback before the peers (and then the launcher) end this process, and raise the
-    exception for whoever called it. The exception itself is remembered, not its text: another one is printed as usual.
+    exception for its caller. The exception itself is remembered, not its text: another one is printed as usual.
     """
 
     def __init__(self) -> None:
@@ -183,15 +183,15 @@ class FailureReport:
         self._has_hook = False
 
     def print_traceback(self, error: BaseException, rank: int) -> None:
-        """The whole traceback on stderr, from the user's first frame on."""
+        """Print the whole traceback on stderr, from the user's first frame on."""
         self._print(f"asyncdist: rank {rank} failed:\n{format_error(error)}", error)
 
     def print_line(self, line: str, error: BaseException) -> None:
-        """One line in place of a traceback."""
+        """Print one line in place of a traceback."""
         self._print(f"asyncdist: {line}\n", error)
 
     def shorten(self, error: BaseException, line: str) -> None:
-        """If it reaches the top, let the interpreter print that line in place of a traceback."""
+        """Let the interpreter print that line in place of a traceback, if the error reaches the top."""
         self._set_hook()
         self._lines.append((error, line))
 
@@ -223,16 +223,17 @@ class FailureReport:
 
 
 def _let_interrupts_kill() -> None:
-    """A Ctrl-C that reaches this rank only now has ended its peers already, who told it: a traceback would say nothing.
+    """Let a Ctrl-C that comes while the interpreter ends kill the process: a traceback would say nothing.
 
-    Registered last, so called before whatever else tidies up.
+    It has ended the peers too, which have reported it. This is registered last, so it is called before other functions
+    of :mod:`atexit`.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def summarise(error: BaseException) -> str:
-    """One line that says what happened, for the peers."""
+    """Return one line that says what happened, for the peers."""
     if isinstance(error, BaseExceptionGroup):
         return "; ".join(summarise(inner) for inner in error.exceptions)
     text = str(error)
@@ -243,5 +244,5 @@ def summarise(error: BaseException) -> str:
 
 
 def peer_failed(rank: int, summary: str) -> RankLostError:
-    """What the other ranks get."""
+    """Return the error that the other ranks raise."""
     return RankLostError(f"rank {rank} failed: {summary}", rank=rank)

@@ -1,6 +1,6 @@
-"""What a user is shown of an exception: their own frames, and the cure where the cause is known.
+"""Formats an exception for the user: the user's own frames, and the remedy where the cause is known.
 
-One form for every way to start, so that a mistake reads alike under mpirun and in a simulation.
+Every way to start uses it, so a mistake reads alike under mpirun and in a simulation.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _MACHINERY: Final = (
     "importlib._bootstrap",
     "runpy",
 )
-#: What lies besides between a rank's host and the group in which it raises the errors of spawned tasks.
+#: The modules of the frames between a rank's host and the group in which it raises the errors of spawned tasks.
 _OF_A_GROUP: Final = (*_MACHINERY, "asyncio.taskgroups", "contextlib")
 #: The function that calls a rank's main.
 _HOST: Final = ("asyncdist.runtime.run", "host_rank")
 #: What may stand between the two.
 _WRAPPER: Final = ("asyncdist.launch.rank_process", "_with_groups")
-#: What it calls first; the words of a refusal name the user's line.
+#: The function that it calls first; a refusal names the user's line in its text.
 _REFUSAL: Final = ("asyncdist.validation", "main_function")
 
 
 def format_error(error: BaseException) -> str:
-    """The traceback without the machinery around, the exception, and what its text does not say."""
+    """Return the traceback without the machinery around it, the exception, and what its text does not say."""
     rank_program.explain_import(error)
     return format_from(error, user_traceback(error))
 
 
 def format_from(error: BaseException, trace: TracebackType | None) -> str:
-    """The exception with that part of its traceback, and with Python's suggestion for a misspelt name."""
+    """Return the exception with that part of its traceback, and with Python's suggestion for a misspelt name."""
     text = "".join(traceback.format_exception(type(error), error, trace))
     if sys.version_info < (3, 12):
         shown = _as_the_interpreter_shows(error, trace)
@@ -64,9 +64,9 @@ if sys.version_info < (3, 12):
 
 
 def user_traceback(error: BaseException) -> TracebackType | None:
-    """From a rank's main on, or from the scenario or script; where they had no part in it, what the runtime raised.
+    """Return the part from a rank's main on, or from the scenario or script; without these, what the runtime raised.
 
-    A group of what spawned tasks raised has none: each of its errors has its own.
+    A group of errors of spawned tasks has none: each of its errors has its own.
     """
     trace = error.__traceback__
     found = raised = None

@@ -1,4 +1,4 @@
-"""Who waits for what, in words: where nothing is left to happen in a simulation, and where a rank stands still."""
+"""Warns of ranks that stand still, and describes what tasks wait for, also for reports of simulated deadlocks."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _TIMED: Final = frozenset({asyncio.sleep.__code__, asyncio.to_thread.__code__})
 
 @dataclass(frozen=True, slots=True)
 class WatchdogOptions:
-    """How long a rank may stand still before that is said: the options of :func:`asyncdist.run`.
+    """Says how long a rank may stand still before that is reported: options of :func:`asyncdist.run`.
 
     Attributes:
         watchdog_s, stall_s, stall_aborts: as there; infinity for never.
-        collectives_alone: collectives are the only waits that ``stall_s`` is for. A main that waits in one for minutes
+        collectives_alone: whether ``stall_s`` is for waits in collectives alone. A main that waits in one for minutes
             most likely waits for ever; one that waits for messages may be a server.
 
     Raises:
-        ValueError: no number of seconds above 0.
+        ValueError: a time is not a number of seconds above 0.
     """
 
     watchdog_s: float = math.inf
@@ -48,14 +48,14 @@ ENDLESS: Final = WatchdogOptions()
 
 
 class EndWatch:
-    """Says once who holds the end of a rank whose main has returned: tasks that it spawned and that wait for long.
+    """Warns once where spawned tasks that only wait keep a rank from ending after its main has returned.
 
-    It says so where all of them have waited for the same thing for a whole period, since a task that moves may well end
-    the others. What arrived while something blocked the loop is taken in before that is judged.
+    It does where all of them have waited for the same thing for a whole period, since a task that moves may end the
+    others. What arrived while something blocked the loop is taken in before that is judged.
 
     Args:
-        world: this rank's.
-        period_s: how long is long, in seconds; infinity for never.
+        world: of this rank.
+        period_s: the period in seconds; infinity for never.
     """
 
     def __init__(self, world: World, period_s: float) -> None:
@@ -65,13 +65,13 @@ class EndWatch:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Main has returned."""
+        """Start to watch: main has returned."""
         self._seen = {task: _waiter(task) for task in self._world.spawned_tasks()}
         if self._seen and self._period_s < math.inf:
             self._timer = asyncio.get_running_loop().call_later(self._period_s, self._look)
 
     def end(self) -> None:
-        """The tasks have ended, or are being cancelled."""
+        """Stop: the tasks have ended, or are being cancelled."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -97,50 +97,50 @@ class EndWatch:
 
 
 class StallWatch:
-    """Speaks up, once for each such wait, when main of a rank has waited for long.
+    """Warns, once for each wait, when main of a rank has waited for long.
 
     It sees what main awaits by itself, in ``asyncio.gather``, in ``asyncio.wait``, in an ``asyncio.TaskGroup``, or
     through a task: what its peers should bring, or a future, an event or a queue of the user's. A sleep, a thread and
-    what has a timeout of its own end by themselves, and a wait that one of them may end is not spoken of. A collective
+    what has a timeout of its own end by themselves, and a wait that one of them may end is not reported. A collective
     inside an asynchronous generator is not seen; whether a wait is inside ``asyncio.timeout`` does not count.
 
     Args:
-        world: this rank's.
-        main: the task that runs it.
-        patience: how long is long, and which waits count.
+        world: of this rank.
+        main: the task that runs main.
+        options: how long is long, and which waits count.
         end: is given the error that main is to end with, where it waits for its peers and for nothing else. Without it,
-            and elsewhere, a warning is all.
+            and elsewhere, a warning is logged.
     """
 
     def __init__(
         self,
         world: World,
         main: asyncio.Task[Any] | None,
-        patience: WatchdogOptions,
+        options: WatchdogOptions,
         end: Callable[[StallError], None] | None = None,
     ) -> None:
         self._world = world
         self._main = main
-        self._patience = patience
+        self._options = options
         self._end = end
         self._seen: list[Any] = []
         self._told: list[Any] = []
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Main begins, or has not been waiting for long."""
-        if self._main is not None and self._patience.stall_s < math.inf:
+        """Start a period: main begins, or has not waited for long."""
+        if self._main is not None and self._options.stall_s < math.inf:
             self._seen = self._awaited(self._main)
-            self._timer = asyncio.get_running_loop().call_later(self._patience.stall_s, self._look)
+            self._timer = asyncio.get_running_loop().call_later(self._options.stall_s, self._look)
 
     def end(self) -> None:
-        """Main has returned, or is being cancelled."""
+        """Stop: main has returned, or is being cancelled."""
         if self._timer is not None:
             self._timer.cancel()
 
     def _awaited(self, main: asyncio.Task[Any]) -> list[Any]:
-        """The futures that main waits for, where such a wait counts."""
-        if self._patience.collectives_alone and not _is_in_collective(main):
+        """Return the futures that main waits for, where such a wait counts."""
+        if self._options.collectives_alone and not _is_in_collective(main):
             return []
         return _futures_awaited(main, self._world, set()) or []
 
@@ -154,7 +154,7 @@ class StallWatch:
             self._tell(awaited)
 
     def _tell(self, awaited: Sequence[Any]) -> None:
-        assert self._main is not None, "nobody is watched"
+        assert self._main is not None, "there is no main to watch"
         known = [self._world.services.engine.awaited(future) for future in awaited]
         of_peers = dict.fromkeys(what for what in known if what is not None)
         if of_peers:
@@ -162,7 +162,7 @@ class StallWatch:
             where = _with_line(self._main, ", and ".join([*of_peers, *own]))
         else:
             where = what_awaits(self._main, self._world)
-        text = f"has waited for {self._patience.stall_s:g} s: {where}"
+        text = f"has waited for {self._options.stall_s:g} s: {where}"
         if self._end is None or None in known:
             logger.warning("main of rank %d %s", self._world.rank, text)
         else:
@@ -170,7 +170,7 @@ class StallWatch:
 
 
 def describe_wait(main: asyncio.Task[Any] | None, world: World) -> str | None:
-    """What a rank waits for, its main or, where that has returned, the tasks that it spawned; None while main runs."""
+    """Describe what main waits for or, where it has returned, the tasks that it spawned; None while main runs."""
     if main is None or main is asyncio.current_task():
         return None
     if any(not _is_library(frame) for frame in _frames(main)):
@@ -186,7 +186,7 @@ def _is_in_collective(main: asyncio.Task[Any]) -> bool:
 
 
 def _futures_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any] | None:
-    """The futures that must be settled before ``waiter`` is, besides those ``seen``; None if it may end by itself."""
+    """Return the futures to be settled before ``waiter`` is, without those ``seen``; None if it may end by itself."""
     if id(waiter) in seen:
         return []
     seen.add(id(waiter))
@@ -217,7 +217,7 @@ def _futures_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any] | N
 
 
 def _parts_of(task: asyncio.Task[Any]) -> Iterable[Any] | None:
-    """What a task waits for; None where that ends by itself."""
+    """Return the futures and tasks that a task waits for; None where the wait ends by itself."""
     frames = {frame.f_code: frame.f_locals for frame in _frames(task)}
     if not _TIMED.isdisjoint(frames):
         return None
@@ -233,12 +233,12 @@ def _parts_of(task: asyncio.Task[Any]) -> Iterable[Any] | None:
 
 
 def _waiter(task: asyncio.Task[Any]) -> Any:
-    """The future that ``task`` waits for; None while it is ready to run."""
+    """Return the future that ``task`` waits for; None while it is ready to run."""
     return getattr(task, "_fut_waiter", None)
 
 
 def what_awaits(task: asyncio.Task[Any], world: World | None) -> str:
-    """In words what a task waits for, and the line of the user's code, if any, where it does."""
+    """Describe what a task waits for, and name the line of the user's code, if any, in which it does."""
     frames = _frames(task)
     if not frames or frames[0].f_lasti < 0:
         return "has not begun"
@@ -258,7 +258,7 @@ def what_awaits(task: asyncio.Task[Any], world: World | None) -> str:
 
 
 def _with_line(task: asyncio.Task[Any], what: str) -> str:
-    """``what``, and the line of the user's code, if any, in which ``task`` stands."""
+    """Append the line of the user's code, if any, in which ``task`` stands."""
     own = next((frame for frame in reversed(_frames(task)) if not _is_library(frame)), None)
     return f"{what}, in {own.f_code.co_qualname} ({own.f_code.co_filename}:{own.f_lineno})" if own else what
 
@@ -271,7 +271,7 @@ def _name(awaited: Any) -> str:
 
 
 def _frames(task: asyncio.Task[Any]) -> list[types.FrameType]:
-    """Where a task stands, from its coroutine in to what that awaits; ``Task.get_stack`` has the first alone."""
+    """Return the frames of a task, from its coroutine to the innermost; ``Task.get_stack`` has the first alone."""
     frames = []
     coroutine: Any = task.get_coro()
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:

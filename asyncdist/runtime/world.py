@@ -1,4 +1,4 @@
-"""The view that a user's program has of the job: its rank, channels, tasks, groups, and the passing of time.
+"""Gives a user's program its view of the job: its rank, channels, tasks, groups, and the passing of time.
 
 :func:`asyncdist.run` and :func:`asyncdist.open_world` make a world and end it; :mod:`asyncdist.runtime.run` tells how.
 Protocols use ``world.services``, and what ranks do together, ``world.collectives`` and ``world.agreements``; they never
@@ -62,7 +62,7 @@ _current_world: ContextVar[World] = ContextVar("asyncdist_current_world")
 
 
 def current_world() -> World:
-    """The world of the rank that runs this task.
+    """Return the world of the rank that runs this task.
 
     Raises:
         RuntimeError: called outside ``asyncdist.run`` and ``asyncdist.open_world``.
@@ -129,12 +129,12 @@ class World:
 
     @property
     def transport_name(self) -> str:
-        """``"local"``, ``"mpi"``, ..."""
+        """The name of the transport: ``"local"``, ``"mpi"``, ..."""
         return self._transport.name
 
     @property
     def hostname(self) -> str:
-        """Of the host that this rank is on; in a simulation ``"host0"``, ``"host1"``, ... as its network says."""
+        """The name of this rank's host; in a simulation ``"host0"``, ``"host1"``, ... as its network says."""
         return self._transport.hostname
 
     @property
@@ -143,19 +143,19 @@ class World:
         return self.size > 1 and self._transport.capabilities.shares_memory
 
     def describe(self) -> str:
-        """One line for reports: transport, library, ranks."""
+        """Return one line for reports: transport, library, ranks."""
         return self._transport.describe()
 
     # -- time and progress ------------------------------------------------------------------------------------------
 
     async def sleep(self, seconds: float) -> None:
-        """Let others run for so long."""
+        """Let other tasks run for so many seconds."""
         self.check()
         await asyncio.sleep(seconds)
         self.check()
 
     async def safe_point(self) -> None:
-        """One pass over what is outstanding and one yield to the rank's other tasks.
+        """Make one pass over what is outstanding, and yield once to the rank's other tasks.
 
         Raises:
             RankLostError: a peer has failed, and with it the job.
@@ -167,7 +167,7 @@ class World:
         self.check()
 
     def progress(self, budget_s: float = PROGRESS_BUDGET_S) -> Coroutine[Any, Any, None]:
-        """Pass and yield in turn until a pass completes nothing or the budget is spent; at least one yield always.
+        """Make passes, and yield after each, until one completes nothing or the budget is spent; at least one yield.
 
         Args:
             budget_s: seconds; a pass under way is finished first.
@@ -210,9 +210,9 @@ class World:
         return self._computing.settles(future)
 
     def generator(self, purpose: str) -> random.Random:
-        """A generator of this rank's own: what it draws follows from the job, the rank and ``purpose`` alone.
+        """Return a generator whose draws follow from the job, the rank and ``purpose`` alone.
 
-        In a simulation it thus follows from the seed. Nobody else's random state is touched.
+        In a simulation they thus follow from the seed. No other random state is touched.
         """
         return random.Random(f"{self._nonce} {self.rank} {purpose}")
 
@@ -221,8 +221,9 @@ class World:
     def spawn(self, coroutine: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
         """Start a task that belongs to this rank's job: it is awaited at the end, and its failure is the job's.
 
-        One that never ends keeps the rank from ending: it is to be left, cancelled, or its channel closed. Where such
-        tasks do nothing but wait, main having returned, that is warned of (``watchdog_s`` of :func:`asyncdist.run`).
+        A task that never ends keeps the rank from ending: leave its loop, cancel it, or close the channel that it
+        reads. A warning is logged where such tasks only wait after main has returned (``watchdog_s`` of
+        :func:`asyncdist.run`).
         """
         if self._task_group is None:
             coroutine.close()
@@ -256,7 +257,7 @@ class World:
             tag: 0 to 7000 or 12097 to 32767.
             name: the message type's by default.
             capacity: messages that may wait here before this tag stops taking more.
-            group: who uses it; everybody by default.
+            group: the ranks that use it; all by default.
 
         Raises:
             LocalProtocolError: the tag is not free.
@@ -318,8 +319,8 @@ class World:
             timeout_s: how long to wait for this rank's turn and for the last member.
 
         Raises:
-            LocalProtocolError: the list is no group, or this rank is not in it.
-            ValueError: the timeout is no finite number of seconds above 0.
+            LocalProtocolError: the list is not a group, or this rank is not in it.
+            ValueError: the timeout is not a finite number of seconds above 0.
             DisagreementError: two ranks wait for each other with different lists, or in another order.
             StartTimeoutError: some members did not come in time, or this rank was still making another group; then the
                 others get RemoteError.
@@ -371,21 +372,23 @@ class World:
         return self._task_group is not None
 
     def attach_tasks(self, task_group: asyncio.TaskGroup | None) -> None:
-        """Make ``spawn`` start its tasks in ``task_group``; None: it may start none any more."""
+        """Make ``spawn`` start its tasks in ``task_group``, or refuse to start any where that is None."""
         self._task_group = task_group
 
     def spawned_tasks(self) -> list[asyncio.Task[Any]]:
         """Return the tasks that ``spawn`` has started and that have not ended, by name."""
-        tasks: set[asyncio.Task[Any]] = getattr(self._task_group, "_tasks", set())  # a TaskGroup shows them to nobody
+        tasks: set[asyncio.Task[Any]] = getattr(
+            self._task_group, "_tasks", set()
+        )  # a TaskGroup has no public way to list them
         return sorted(tasks, key=lambda task: (len(task.get_name()), task.get_name()))
 
     def refuse_streams(self) -> None:
-        """Send no stream any more: a peer that waits for one gets an abort."""
+        """Send no stream any more; a peer that waits for one gets an abort."""
         self._streams.refuse_all()
 
     def close(self) -> None:
         """Take back all receives, and start no thread any more."""
-        if "_streams" in self.__dict__:  # somebody has streamed
+        if "_streams" in self.__dict__:  # a stream was sent or received
             self._streams.close()
         self.services.close()
         self._computing.close()
