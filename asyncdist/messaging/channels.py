@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Final, Generic
@@ -31,6 +31,7 @@ import numpy
 
 from asyncdist.errors import AsyncdistError, BusyError, ClosedError, LocalProtocolError
 from asyncdist.messaging import wire
+from asyncdist.messaging.early_frames import EarlyFrames
 from asyncdist.messaging.engine import Engine, yield_to_loop
 from asyncdist.messaging.mailboxes import (
     Envelope as Envelope,
@@ -49,10 +50,6 @@ logger = logging.getLogger("asyncdist.messaging.channels")
 HOT_TEST_COUNT: Final = 100
 #: After so many sends and receives that did not have to wait, one yields to the loop all the same.
 FAIRNESS_PERIOD: Final = 64
-#: Frames kept for scopes that are not open yet, per lane.
-EARLY_FRAME_COUNT_MAX: Final = 1024
-#: How long they may wait while somebody awaits another channel of their tag, before that is told.
-EARLY_PATIENCE_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +72,7 @@ class TagDemultiplexer:
         is_users: whether its channels are a user's, which lose nothing, in place of a protocol's.
 
     Attributes:
+        early: frames for scopes that are not open yet.
         dropped: frames that were not delivered, by reason.
         drop_examples: the last one of each reason, in words.
         under_way_count: messages that have not left yet.
@@ -94,10 +92,7 @@ class TagDemultiplexer:
         self._never_opened_count = 0  # frames that came for such scopes after main had returned
         self._channels: dict[int, Channel[Any]] = {}
         self._closed_scopes: set[int] = set()
-        self._early: deque[tuple[int, wire.FrameReader]] = deque()
-        self._early_from: set[int] = set()
-        self._early_told: set[int] = set()
-        self._early_timer: asyncio.TimerHandle | None = None
+        self.early = EarlyFrames(tag, engine.loop, self._awaited_names)
         self._complained_about: set[int] = set()
         self._closed_sent_count = self._closed_received_count = 0
         # Not cleared, as a bytearray is: most frames take its first hundred bytes, and simulations have thousands.
@@ -122,11 +117,9 @@ class TagDemultiplexer:
             self.dropped["closed scope"] += 1
         elif self._has_left:
             self._drop_late(channel)
-        elif len(self._early) < EARLY_FRAME_COUNT_MAX or self.is_users:
-            self._early.append((source, frame.copy()))
-            self._early_from.add(source)
-            self.watch_early()
-            return self.is_users and len(self._early) >= EARLY_FRAME_COUNT_MAX
+        elif not self.early.is_full or self.is_users:
+            self.early.keep(source, frame)
+            return self.is_users and self.early.is_full
         else:
             self.drop(source, "too many frames for scopes that nobody has opened")
         return False
@@ -153,33 +146,8 @@ class TagDemultiplexer:
             channel.on_left()
         return self.is_users and rank in self.slow_dests
 
-    def watch_early(self) -> None:
-        """Ranks that open a channel under another type or name than their peers would wait in silence: say so in time.
-
-        A user's channels alone: a protocol's members agree on theirs before they use them.
-        """
-        is_news = self._early_timer is None and not self._early_from <= self._early_told
-        if is_news and any(channel.is_awaited for channel in self._channels.values()):
-            self._early_timer = self.engine.loop.call_later(EARLY_PATIENCE_S, self._tell_early)
-
-    def _tell_early(self) -> None:
-        self._early_timer = None
-        awaited = [channel.name for channel in self._channels.values() if channel.is_awaited]
-        if awaited and not self._early_from <= self._early_told:
-            self._early_told |= self._early_from
-            logger.warning("awaiting %s for %g s: %s", " and ".join(awaited), EARLY_PATIENCE_S, self.describe_early())
-
-    def describe_early(self) -> str:
-        """What waits for a channel that is not open here, in words; empty where nothing does."""
-        count, ranks = len(self._early), sorted(self._early_from)
-        if not count:
-            return ""
-        noun, verb = ("message", "waits") if count == 1 else ("messages", "wait")
-        who = f"rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks))}"
-        return (
-            f"{count} {noun} on tag {self.tag} {verb} for a channel that this rank has not opened, from {who} "
-            "(a channel is the same where tag, message type or name, and group are, and it is opened as often)"
-        )
+    def _awaited_names(self) -> list[str]:
+        return [channel.name for channel in self._channels.values() if channel.is_awaited]
 
     def drop(self, source: int, reason: str, particulars: str = "") -> None:
         """Count a frame that is not delivered; the first one of each peer is logged.
@@ -206,8 +174,7 @@ class TagDemultiplexer:
         for (key, stamp), decode in channel.known_by():
             self.inlet.close(key)  # to those who came before, see detach
             self.inlet.routes[key] = stamp, channel.inbox, decode
-        early, self._early = self._early, deque()
-        self._early_from = set()
+        early = self.early.take_all()
         self.inlet.resume(self.inlet)
         for source, frame in early:
             self.inlet.deliver(frame, frame.nbytes, source)
@@ -230,8 +197,7 @@ class TagDemultiplexer:
     def close(self) -> None:
         """Take the receive back. A message that comes in this very moment is dropped and counted."""
         self.engine.remove_inlet(self.inlet)
-        if self._early_timer is not None:
-            self._early_timer.cancel()
+        self.early.close()
         if self.inlet.is_posted:
             self.inlet.request.cancel()
             self.engine.watch(self.inlet.request, f"closing tag {self.tag}", self._on_closed)
@@ -254,7 +220,7 @@ class TagDemultiplexer:
     @property
     def early_count(self) -> int:
         """Frames that have come for a scope that is not open: those that wait, and those dropped at the end."""
-        return len(self._early) + self._never_opened_count
+        return len(self.early) + self._never_opened_count
 
 
 class Channel(Generic[MessageT]):
@@ -430,7 +396,7 @@ class Channel(Generic[MessageT]):
             waiter = self._engine.loop.create_future()
             inbox.waiters.append(waiter)
             if self.lane.early_count:
-                self.lane.watch_early()
+                self.lane.early.watch()
             try:
                 if deadline is None:
                     await self._engine.park(waiter, self._awaiting)
@@ -446,7 +412,7 @@ class Channel(Generic[MessageT]):
         except TimeoutError:
             await self._engine.drain()
             if not self.is_ready:
-                early = self.lane.describe_early()
+                early = self.lane.early.describe()
                 hint = f"; {early}" if early else ""
                 raise TimeoutError(f"{self.name}: no message for {timeout_s:g} s{hint}") from None
 

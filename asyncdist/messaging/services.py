@@ -268,7 +268,7 @@ class Services:
 
     def early_frames(self) -> list[str]:
         """Describe, for each tag, what has arrived for channels that are not open here."""
-        return [each.describe_early() for each in self._demultiplexers.values() if each.early_count]
+        return [each.early.describe() for each in self._demultiplexers.values() if each.early_count]
 
     def close(self) -> None:
         """Take back the receives of all channels."""

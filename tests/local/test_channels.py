@@ -17,7 +17,8 @@ from support.local import NONCE, worlds, yields
 from asyncdist import World, tags
 from asyncdist.errors import BusyError, ClosedError, LocalProtocolError, RankLostError, RemoteProtocolError
 from asyncdist.messaging import wire
-from asyncdist.messaging.channels import EARLY_FRAME_COUNT_MAX, Channel
+from asyncdist.messaging.channels import Channel
+from asyncdist.messaging.early_frames import EARLY_FRAME_COUNT_MAX
 from asyncdist.messaging.engine import Engine
 from asyncdist.runtime.peers import Unheard
 
@@ -579,7 +580,7 @@ async def test_a_timeout_tells_of_messages_for_a_channel_that_is_not_open(pair: 
 async def test_awaiting_beside_messages_for_a_channel_that_is_not_open_is_logged_once(
     pair: list[World], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncdist.messaging.channels.EARLY_PATIENCE_S", 0.01)
+    monkeypatch.setattr("asyncdist.messaging.early_frames.EARLY_PATIENCE_S", 0.01)
     numbers, _ = both(pair)
     second = pair[1].channel(Number, tag=TAG)
     second.send_nowait(Number(1), 0)
@@ -600,7 +601,7 @@ async def test_awaiting_beside_messages_for_a_channel_that_is_not_open_is_logged
 async def test_a_channel_that_is_opened_in_time_is_not_told_of(
     pair: list[World], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncdist.messaging.channels.EARLY_PATIENCE_S", 0.01)
+    monkeypatch.setattr("asyncdist.messaging.early_frames.EARLY_PATIENCE_S", 0.01)
     numbers, _ = both(pair)
     second = pair[1].channel(Number, tag=TAG)
     waiting = asyncio.ensure_future(numbers.receive(timeout_s=0.1))
