@@ -6,7 +6,7 @@ the group's first or root rank, and reductions happen there in rank order, so th
 first. (A native reduction keeps the backend's own order.)
 
 Tensors are dense, of any dtype, layout and device: they travel as bytes through CPU memory. What a reduction means for
-each dtype says :mod:`asyncdist.collectives.reductions`. Members must pass equal shapes and dtypes.
+each dtype says :mod:`asyncdist.collectives.algorithms.reductions`. Members must pass equal shapes and dtypes.
 
 A member that leaves the world, or frees the group, before it has started a collective takes no part in it: the others
 get ClosedError, on every transport, also while they wait (:mod:`asyncdist.collectives.membership`). One that is lost
@@ -27,43 +27,30 @@ members start the same ones in the same order.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import itertools
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from asyncdist.collectives import reductions
+from asyncdist.collectives.algorithms import in_pieces, reductions
+from asyncdist.collectives.algorithms.by_messages import MessageCollectives
+from asyncdist.collectives.algorithms.in_pieces import PiecewiseCollectives
+from asyncdist.collectives.algorithms.ordered_reduce import BufferPool, Into, Reduction, fold_in_shares
+from asyncdist.collectives.algorithms.shared_memory_reduce import fold_on_host, is_worth_sharing, map_shared_buffers
 from asyncdist.collectives.call_checker import HELPER, CollectiveCall
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.membership import MembershipLog
-from asyncdist.collectives.ordered_reduce import BufferPool, Into, Reduction, fold_in_shares
-from asyncdist.collectives.shared_memory_reduce import fold_on_host, is_worth_sharing, map_shared_buffers
-from asyncdist.errors import AsyncdistError, LocalProtocolError, RankLostError
+from asyncdist.errors import AsyncdistError, LocalProtocolError
 from asyncdist.messaging.engine import Engine, yield_to_loop
 from asyncdist.messaging.polling import resolve_waiter
 from asyncdist.tensors.bucket import Bucket
-from asyncdist.tensors.byte_views import byte_view, check_dense, check_writable, flat_bytes, split, to_host
+from asyncdist.tensors.byte_views import byte_view, check_dense, check_writable, empty_stack, to_host
 from asyncdist.tensors.means import mean_into
 from asyncdist.transports.base import GroupHandle, ReduceOp, Request
 
 T = TypeVar("T")
-
-#: A native reduction of more is made in pieces, this many at a time, through buffers that stay in the cache: in place
-#: the backend takes fresh memory for temporaries. 64 MiB of float32 took 78 ms so, 150 in place at once, and a raw
-#: Iallreduce into a second tensor 90 (medians, two ranks of Open MPI on two cores beside other work).
-_PIECE_NBYTES: Final = 1 << 20
-_PIECES_AT_ONCE: Final = 4
-#: What one ragged exchange moves at most: MPI counts bytes and displacements in 32-bit integers.
-_RAGGED_NBYTES_MAX: Final = 1 << 30
-#: What any call of the backend moves at most, for the same reason: Open MPI 5 has not the larger counts of MPI-4. What
-#: is larger goes in so many pieces; those of several members through staging memory of that size.
-COUNT_NBYTES_MAX: Final = (1 << 31) - 1
-_STAGED_NBYTES: Final = 64 << 20
 
 
 class Collectives:
@@ -88,6 +75,8 @@ class Collectives:
     ) -> None:
         self._engine = engine
         self._rank = rank
+        self._by_messages = MessageCollectives(engine, rank)
+        self._in_pieces = PiecewiseCollectives(engine)
         self._spawn = spawn
         self._rooms = BufferPool() if rooms is None else rooms
         self._attendance = attendance
@@ -100,7 +89,9 @@ class Collectives:
         if group.native is not None:
             await self._native(group, group.native.barrier, "barrier")
         elif group.size > 1:
-            await self._finish(group, self._all_gather_bytes, group, torch.zeros(1, dtype=torch.uint8, device="cpu"))
+            await self._finish(
+                group, self._by_messages.all_gather, group, torch.zeros(1, dtype=torch.uint8, device="cpu")
+            )
 
     async def broadcast(self, tensor: torch.Tensor, group: Group, root: int) -> torch.Tensor:
         """``root``'s values in every member's ``tensor``, in place; returns it."""
@@ -111,13 +102,13 @@ class Collectives:
             view = byte_view(host)
             if len(view) == 0 or group.size == 1:
                 pass
-            elif group.native is not None and len(view) <= COUNT_NBYTES_MAX:
+            elif group.native is not None and len(view) <= in_pieces.COUNT_NBYTES_MAX:
                 start = functools.partial(group.native.broadcast, view, position)
                 await self._native(group, start, f"broadcast from rank {root}")
             elif group.native is not None:
-                await self._finish(group, self._broadcast_in_pieces, group.native, view, position)
+                await self._finish(group, self._in_pieces.broadcast, group.native, view, position)
             else:
-                await self._finish(group, self._broadcast_bytes, group, view, root)
+                await self._finish(group, self._by_messages.broadcast, group, view, root)
         return tensor
 
     async def gather(self, tensor: torch.Tensor, group: Group, root: int) -> list[torch.Tensor] | None:
@@ -126,13 +117,13 @@ class Collectives:
         check_dense(tensor)
         self._note(group, "gather", tensor, root)
         send = to_host(tensor)
-        receive = _room(send, group.size) if self._rank == root else None
+        receive = empty_stack(send, group.size) if self._rank == root else None
         what = f"gather to rank {root}"
         if send.numel() == 0 or group.native is None:
-            await self._finish(group, self._gather_bytes, group, byte_view(send), receive, root)
-        elif send.nbytes * group.size > COUNT_NBYTES_MAX:
+            await self._finish(group, self._by_messages.gather, group, byte_view(send), receive, root)
+        elif send.nbytes * group.size > in_pieces.COUNT_NBYTES_MAX:
             gather = functools.partial(group.native.gather, root=position)
-            await self._finish(group, self._exchange_in_pieces, group, send, receive, send.nbytes, gather, what)
+            await self._finish(group, self._in_pieces.exchange, group, send, receive, send.nbytes, gather, what)
         else:
             room = None if receive is None else byte_view(receive)
             await self._native(group, functools.partial(group.native.gather, byte_view(send), room, position), what)
@@ -145,17 +136,17 @@ class Collectives:
         send = to_host(tensor)
         if send.numel() == 0:
             await self.barrier(group)
-            receive = _room(send, group.size)
+            receive = empty_stack(send, group.size)
         elif group.native is not None:
-            receive = _room(send, group.size)
-            if receive.nbytes > COUNT_NBYTES_MAX:
+            receive = empty_stack(send, group.size)
+            if receive.nbytes > in_pieces.COUNT_NBYTES_MAX:
                 args = send, receive, send.nbytes, group.native.all_gather, "all_gather"
-                await self._finish(group, self._exchange_in_pieces, group, *args)
+                await self._finish(group, self._in_pieces.exchange, group, *args)
             else:
                 start = functools.partial(group.native.all_gather, byte_view(send), byte_view(receive))
                 await self._native(group, start, "all_gather")
         else:
-            receive = await self._finish(group, self._all_gather_bytes, group, send)
+            receive = await self._finish(group, self._by_messages.all_gather, group, send)
         return [part.to(tensor.device) for part in receive]
 
     async def all_mean(self, tensor: torch.Tensor, group: Group) -> torch.Tensor:
@@ -172,7 +163,7 @@ class Collectives:
             await self._finish(group, fold_in_shares, self._engine, self._rooms, group, flat, _mean, Into(flat))
         else:
             self._note(group, "all_reduce", tensor, reduction="mean")
-            flat.copy_(await self._finish(group, self._fold_on_first, group, flat, _mean))
+            flat.copy_(await self._finish(group, self._by_messages.fold_on_first, group, flat, _mean))
         return tensor
 
     async def all_mean_spread(self, spread: Bucket, group: Group) -> None:
@@ -234,9 +225,11 @@ class Collectives:
             return tensor
         work, how = reductions.to_numbers(tensor, op)
         if group.native is None:
-            work = await self._finish(group, self._fold_on_first, group, work, functools.partial(_reduce, how))
-        elif work.nbytes > _PIECE_NBYTES:
-            await self._finish(group, self._all_reduce_in_pieces, group.native, work, how)
+            work = await self._finish(
+                group, self._by_messages.fold_on_first, group, work, functools.partial(_reduce, how)
+            )
+        elif work.nbytes > in_pieces.PIECE_NBYTES:
+            await self._finish(group, self._in_pieces.all_reduce, group.native, work, how)
         else:
             start = functools.partial(group.native.all_reduce, work.numpy(), how)
             await self._native(group, start, f"all_reduce {op}")
@@ -260,14 +253,14 @@ class Collectives:
             await self.barrier(group)
         elif group.native is not None:
             exchange = functools.partial(_all_to_all_evenly, group.native, group.size)
-            if send.nbytes > COUNT_NBYTES_MAX:
+            if send.nbytes > in_pieces.COUNT_NBYTES_MAX:
                 args = send, receive, count, exchange, "all_to_all"
-                await self._finish(group, self._exchange_in_pieces, group, *args)
+                await self._finish(group, self._in_pieces.exchange, group, *args)
             else:
                 start = functools.partial(exchange, byte_view(send), byte_view(receive))
                 await self._native(group, start, "all_to_all")
         else:
-            await self._finish(group, self._all_to_all_bytes, group, send, receive)
+            await self._finish(group, self._by_messages.all_to_all, group, send, receive)
         return [part.to(first.device) for part in receive]
 
     async def gather_bytes(
@@ -292,9 +285,9 @@ class Collectives:
             receive.copy_(send)
         elif sum(sizes) and group.native is not None:
             room = memoryview(bytearray()) if receive is None else byte_view(receive)
-            await self._finish(group, self._gather_windows, group, byte_view(send), sizes, room, position)
+            await self._finish(group, self._in_pieces.gather_ragged, group, byte_view(send), sizes, room, position)
         elif sum(sizes):
-            await self._finish(group, self._gather_ragged, group, byte_view(send), sizes, receive, root)
+            await self._finish(group, self._by_messages.gather_ragged, group, byte_view(send), sizes, receive, root)
         return receive
 
     def is_busy(self, group: Group) -> bool:
@@ -338,7 +331,7 @@ class Collectives:
     async def _native(self, group: Group, start: Callable[[], Request], what: str) -> None:
         """Start a collective of the backend, unless older ones of this rank have not all been started, and await it."""
         if self._attendance is None:
-            await self._wait(start(), what)
+            await self._engine.wait_or_disown(start(), what)
             return
         if group.tag in self._newest:
             await self._finish(group, self._started, start, what)
@@ -373,97 +366,9 @@ class Collectives:
             waiter.cancel()  # what it ends with later is nobody's
 
     async def _started(self, start: Callable[[], Request], what: str) -> None:
-        await self._wait(start(), what)
+        await self._engine.wait_or_disown(start(), what)
 
-    async def _wait(self, request: Request, what: str) -> None:
-        """In a task that is cancelled only where the collective can never complete."""
-        try:
-            await self._engine.wait(request, what)
-        except asyncio.CancelledError:
-            self._engine.disown(request)
-            raise
-
-    async def _send(self, view: memoryview, dest: int, tag: int) -> None:
-        await self._wait(self._engine.transport.isend(view, dest, tag), f"send to {dest}, tag {tag}")
-
-    async def _all_reduce_in_pieces(self, native: GroupHandle, work: torch.Tensor, op: ReduceOp) -> None:
-        """Through a ring of a few buffers: in place the backend takes fresh memory of its own for every piece."""
-        ring = torch.empty(_PIECES_AT_ONCE, _PIECE_NBYTES // work.itemsize, dtype=work.dtype, device="cpu")
-        under_way: deque[tuple[Request, torch.Tensor, torch.Tensor]] = deque()
-
-        async def finish_oldest() -> None:
-            request, piece, room = under_way[0]
-            await self._wait(request, f"all_reduce {op}")
-            piece.copy_(room)
-            under_way.popleft()
-
-        try:
-            for index, piece in enumerate(torch.split(work.view(-1), ring.shape[1])):
-                if len(under_way) == _PIECES_AT_ONCE:
-                    await finish_oldest()
-                room = ring[index % _PIECES_AT_ONCE][: piece.numel()]
-                under_way.append((native.all_reduce(piece.numpy(), op, room.numpy()), piece, room))
-            while under_way:
-                await finish_oldest()
-        finally:
-            for request, _, _ in under_way:  # the job has failed, or a member has left: they may never complete
-                self._engine.disown(request)
-
-    async def _broadcast_in_pieces(self, native: GroupHandle, view: memoryview, position: int) -> None:
-        for piece in split(view, COUNT_NBYTES_MAX):
-            await self._wait(native.broadcast(piece, position), f"broadcast of {len(view)} bytes")
-
-    async def _exchange_in_pieces(
-        self,
-        group: Group,
-        send: torch.Tensor,
-        receive: torch.Tensor | None,
-        part_nbytes: int,
-        exchange: Callable[[memoryview, memoryview | None], Request],
-        what: str,
-    ) -> None:
-        """Native: the same bytes of every member's part at a time, which do not lie together where there are several.
-
-        Args:
-            group: whose members call this.
-            send: what this member sends, one part for all or one for each of them.
-            receive: one part from each member; None where this one receives nothing.
-            part_nbytes: of each part.
-            exchange: starts the collective, on pieces.
-            what: it is.
-        """
-        own = flat_bytes(send).view(-1, part_nbytes)
-        parts = None if receive is None else flat_bytes(receive).view(group.size, part_nbytes)
-        piece_nbytes = max(1, min(_STAGED_NBYTES, COUNT_NBYTES_MAX) // group.size)
-        for low in range(0, part_nbytes, piece_nbytes):
-            piece = own[:, low : low + piece_nbytes].contiguous()
-            room = None if parts is None else _room(piece[0], group.size)
-            request = exchange(byte_view(piece), None if room is None else byte_view(room))
-            await self._wait(request, f"{what} of {part_nbytes} bytes")
-            if parts is not None and room is not None:
-                parts[:, low : low + piece_nbytes] = room
-
-    async def _gather_windows(
-        self, group: Group, send: memoryview, sizes: Sequence[int], receive: memoryview, position: int
-    ) -> None:
-        """Native: the concatenation, one stretch of it after the other; each member sends what it has of that one."""
-        assert group.native is not None
-        starts = [0, *itertools.accumulate(sizes)]
-        mine = starts[group.index]
-        for low in range(0, starts[-1], _RAGGED_NBYTES_MAX):
-            high = min(low + _RAGGED_NBYTES_MAX, starts[-1])
-            counts = [max(0, min(high, end) - max(low, begin)) for begin, end in itertools.pairwise(starts)]
-            send_counts = [0] * group.size
-            send_counts[position] = counts[group.index]
-            first = max(0, low - mine)
-            own = send[first : first + counts[group.index]]
-            is_root = group.index == position
-            request = group.native.all_to_all(
-                own, send_counts, receive[low:high], counts if is_root else [0] * group.size
-            )
-            await self._wait(request, f"gather of {starts[-1]} bytes")
-
-    # -- made of messages -------------------------------------------------------------------------------------------
+    # -- in turn ----------------------------------------------------------------------------------------------------
 
     async def _finish(self, group: Group, work: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
         """Run to the end even if the caller is cancelled: the other members count on our part.
@@ -512,93 +417,6 @@ class Collectives:
                 raise participation.error from None
         return result
 
-    async def _broadcast_bytes(self, group: Group, view: memoryview, root: int) -> None:
-        if self._rank == root:
-            await _all([self._send(view, rank, group.tag) for rank in group.ranks if rank != root])
-        else:
-            await self._receive_exactly(view, root, group.tag)
-
-    async def _gather_bytes(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
-        if receive is None:
-            await self._send(send, root, group.tag)
-            return
-        lost: RankLostError | None = None
-        for position, rank in enumerate(group.ranks):
-            if rank == root:
-                byte_view(receive[position])[:] = send
-                continue
-            try:
-                await self._receive_exactly(byte_view(receive[position]), rank, group.tag)
-            except RankLostError as error:  # the others have sent, or will, and wait for that to arrive
-                lost = lost or error
-        if lost is not None:
-            raise lost
-
-    async def _gather_ragged(
-        self, group: Group, send: memoryview, sizes: Sequence[int], receive: torch.Tensor | None, root: int
-    ) -> None:
-        if receive is None:
-            if len(send):
-                await self._send(send, root, group.tag)
-            return
-        parts = torch.split(receive, list(sizes))
-        lost: RankLostError | None = None
-        for rank, part in zip(group.ranks, parts, strict=True):
-            try:
-                if rank == root:
-                    byte_view(part)[:] = send
-                elif part.numel():
-                    await self._receive_exactly(byte_view(part), rank, group.tag)
-            except RankLostError as error:
-                lost = lost or error
-        if lost is not None:
-            raise lost
-
-    async def _gather_or_give_up(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
-        """Gather; where a member is lost, the root tells the others: no bytes in place of the result."""
-        try:
-            await self._gather_bytes(group, send, receive, root)
-        except RankLostError:
-            if receive is not None:
-                with contextlib.suppress(RankLostError):
-                    await self._broadcast_bytes(group, memoryview(b""), root)
-            raise
-
-    async def _all_gather_bytes(self, group: Group, send: torch.Tensor) -> torch.Tensor:
-        root = group.ranks[0]
-        receive = _room(send, group.size)
-        await self._gather_or_give_up(group, byte_view(send), receive if self._rank == root else None, root)
-        await self._broadcast_bytes(group, byte_view(receive), root)
-        return receive
-
-    async def _fold_on_first(self, group: Group, work: torch.Tensor, fold: Reduction) -> torch.Tensor:
-        root = group.ranks[0]
-        receive = _room(work, group.size) if self._rank == root else None
-        await self._gather_or_give_up(group, byte_view(work), receive, root)
-        if receive is not None:
-            work = fold([*receive])
-        await self._broadcast_bytes(group, byte_view(work), root)
-        return work
-
-    async def _all_to_all_bytes(self, group: Group, send: torch.Tensor, receive: torch.Tensor) -> None:
-        work: list[Awaitable[Any]] = []
-        for position, rank in enumerate(group.ranks):
-            work.append(self._send(byte_view(send[position]), rank, group.tag))
-            work.append(self._receive_exactly(byte_view(receive[position]), rank, group.tag))
-        await _all(work)
-
-    async def _receive_exactly(self, view: memoryview, source: int, tag: int) -> None:
-        _, nbytes = await self._engine.receive(view, source, tag)
-        if not nbytes and len(view):
-            lost = sorted(self._engine.transport.lost_ranks())
-            raise RankLostError(
-                f"rank {source} gave a collective up: a member is lost (known here: {lost})", rank=source
-            )
-        if nbytes != len(view):
-            raise LocalProtocolError(
-                f"rank {source} takes part with {nbytes} bytes, this rank with {len(view)}", rank=source
-            )
-
 
 def _reduce(op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Reduce in order, in the memory of the first part."""
@@ -619,12 +437,6 @@ def _cancel(task: asyncio.Task[Any]) -> None:
     task.cancel()
 
 
-async def _all(work: Sequence[Awaitable[Any]]) -> None:
-    for outcome in await asyncio.gather(*work, return_exceptions=True):
-        if isinstance(outcome, BaseException):
-            raise outcome
-
-
 def _all_to_all_evenly(native: GroupHandle, size: int, send: memoryview, receive: memoryview | None) -> Request:
     counts = [len(send) // size] * size
     return native.all_to_all(send, counts, receive, counts)
@@ -634,10 +446,6 @@ def _position(group: Group, root: int) -> int:
     if root not in group.ranks:
         raise LocalProtocolError(f"root is {root!r}; the group has ranks {list(group.ranks)}", root=root)
     return group.ranks.index(root)
-
-
-def _room(like: torch.Tensor, count: int) -> torch.Tensor:
-    return torch.empty((count, *like.shape), dtype=like.dtype, device="cpu")
 
 
 class _HostCopy:

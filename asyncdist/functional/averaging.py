@@ -8,8 +8,8 @@ the first difference, on all of them.
 
 Tensors are read and written piece by piece while the others are on their way: until the call has ended no other task
 may use the model. Processes of one host, under MPI or on torch, send nothing from 64 KiB on: they read each other's
-flat copies (:mod:`asyncdist.collectives.shared_memory_reduce`, which says what memory that takes). Where that cannot be
-had, messages are used, and what comes out is the same.
+flat copies (:mod:`asyncdist.collectives.algorithms.shared_memory_reduce`, which says what memory that takes). Where
+that cannot be had, messages are used, and what comes out is the same.
 
 **Cancellation**: the collectives end in the background; this rank's tensors are as they were before.
 """
@@ -26,6 +26,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
+from asyncdist.collectives.algorithms.shared_memory_reduce import SharedFlatBuffers
 from asyncdist.collectives.error_exchange import (
     Call,
     LocalResult,
@@ -38,7 +39,6 @@ from asyncdist.collectives.error_exchange import (
 )
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.nonblocking import Collectives
-from asyncdist.collectives.shared_memory_reduce import SharedFlatBuffers
 from asyncdist.errors import DisagreementError
 from asyncdist.functional.collectives import place
 from asyncdist.runtime.world import World

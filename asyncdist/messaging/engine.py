@@ -128,6 +128,14 @@ class Engine(Poller):
         """
         await self._wait(PendingRequest(request, what, None))
 
+    async def wait_or_disown(self, request: Request, what: str) -> None:
+        """Wait for a request in a task that is cancelled only where the request can never complete."""
+        try:
+            await self.wait(request, what)
+        except asyncio.CancelledError:
+            self.disown(request)
+            raise
+
     def disown(self, request: Request) -> None:
         """Never wait for ``request`` again: it cannot complete, since a peer that it needs has left.
 

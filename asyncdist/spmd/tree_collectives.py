@@ -38,7 +38,7 @@ import optree
 import torch
 from torch import Tensor
 
-from asyncdist.collectives.ordered_reduce import Reduction
+from asyncdist.collectives.algorithms.ordered_reduce import Reduction
 from asyncdist.errors import DisagreementError, LocalProtocolError
 from asyncdist.spmd.mesh import Axis, Mesh, find_axis
 from asyncdist.tensors import pytrees

@@ -113,6 +113,11 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+def empty_stack(like: Tensor, count: int) -> Tensor:
+    """Return uninitialised CPU memory for so many tensors of one shape and dtype, stacked."""
+    return torch.empty((count, *like.shape), dtype=like.dtype, device="cpu")
+
+
 def split(view: memoryview, chunk_nbytes: int) -> list[memoryview]:
     """Cut ``view`` into chunks; both ends must use the same sizes."""
     return [view[start : start + chunk_nbytes] for start in range(0, len(view), chunk_nbytes)]

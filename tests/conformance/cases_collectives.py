@@ -12,7 +12,7 @@ import torch
 from support.odd_tensors import NOT_DENSE, ODD, odd_tensors, same
 
 import asyncdist as ad
-from asyncdist.collectives import nonblocking
+from asyncdist.collectives.algorithms import in_pieces
 from asyncdist.errors import LocalProtocolError, StartTimeoutError
 from conformance.endpoint import CASE_TIMEOUT_S, Endpoint
 
@@ -181,9 +181,9 @@ async def case_what_is_no_dense_tensor_is_refused_here(end: Endpoint) -> None:
 
 async def case_more_bytes_than_a_call_of_the_backend_takes(end: Endpoint) -> None:
     """MPI counts them in 32 bits; here the limit is a thousand. The real one is in ``test_conformance.py``."""
-    limit = nonblocking.COUNT_NBYTES_MAX
+    limit = in_pieces.COUNT_NBYTES_MAX
     await end.barrier()
-    nonblocking.COUNT_NBYTES_MAX = 1000
+    in_pieces.COUNT_NBYTES_MAX = 1000
     try:
         for dtype, count in itertools.product((torch.uint8, torch.bfloat16, torch.float64), (1, 333, 500, 1000, 1777)):
             mine = values(end.rank, (count,), dtype)
@@ -201,7 +201,7 @@ async def case_more_bytes_than_a_call_of_the_backend_takes(end: Endpoint) -> Non
                 assert same(found, values(10 * rank + end.rank, (count,), dtype))
         await end.barrier()
     finally:
-        nonblocking.COUNT_NBYTES_MAX = limit
+        in_pieces.COUNT_NBYTES_MAX = limit
 
 
 async def case_parameters_that_require_grad(end: Endpoint) -> None:

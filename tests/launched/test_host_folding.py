@@ -34,7 +34,7 @@ def test_a_rank_that_is_killed_in_the_middle(turn: str) -> None:
         import torch
         from support.mpi import report
         import asyncdist as ad
-        from asyncdist.collectives import shared_memory_reduce
+        from asyncdist.collectives.algorithms import shared_memory_reduce
 
         shared_memory_reduce.SHARED_NBYTES_MIN = 0
         original = shared_memory_reduce._Folding.{turn}

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import asyncdist as ad
-from asyncdist.collectives import shared_memory_reduce
+from asyncdist.collectives.algorithms import shared_memory_reduce
 from asyncdist.collectives.nonblocking import Collectives
 
 

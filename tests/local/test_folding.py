@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.local import worlds
 
-from asyncdist.collectives import ordered_reduce
-from asyncdist.collectives.ordered_reduce import BufferPool, Into, fold_in_shares
+from asyncdist.collectives.algorithms import ordered_reduce
+from asyncdist.collectives.algorithms.ordered_reduce import BufferPool, Into, fold_in_shares
 from asyncdist.tensors.bucket import Bucket
 from asyncdist.tensors.means import mean_into
 

@@ -24,11 +24,12 @@ from support.local import worlds
 from torch import nn
 
 import asyncdist as ad
-from asyncdist.collectives import nonblocking, shared_memory_reduce
+from asyncdist.collectives import nonblocking
+from asyncdist.collectives.algorithms import shared_memory_reduce
+from asyncdist.collectives.algorithms.ordered_reduce import BufferPool, fold_in_shares
+from asyncdist.collectives.algorithms.shared_memory_reduce import SharedFlatBuffers
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.nonblocking import _mean
-from asyncdist.collectives.ordered_reduce import BufferPool, fold_in_shares
-from asyncdist.collectives.shared_memory_reduce import SharedFlatBuffers
 from asyncdist.tensors import shared_memory
 from asyncdist.tensors.bucket import Bucket
 from asyncdist.tensors.flat_state import accumulate_dtype

@@ -19,7 +19,8 @@ from support.mpi import report
 from torch import nn
 
 import asyncdist as ad
-from asyncdist.collectives import nonblocking, shared_memory_reduce
+from asyncdist.collectives import nonblocking
+from asyncdist.collectives.algorithms import shared_memory_reduce
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import DisagreementError
 

@@ -281,7 +281,7 @@ MUTANTS: Final = (
         "world-size-divisor",
         15,
         "the synchronous average divides by the world's size",
-        "asyncdist/collectives/nonblocking.py",
+        "asyncdist/collectives/algorithms/by_messages.py",
         "            work = fold([*receive])",
         "            work = fold([*receive]) * (group.size / self._engine.transport.size)",
         SUBGROUP,

@@ -9,8 +9,8 @@ a *turn* does the three for three pieces that follow each other.
 together where that took 60. Pieces of 2 MiB, meant to stay in the caches, took 0.8 and 51 ms: a line that another core
 has just written is dearer than one from memory, which the hardware fetches ahead.
 
-What comes out is what :mod:`asyncdist.collectives.ordered_reduce` gives, to the bit: the same fold of the same parts in
-the same order.
+The result is that of :mod:`asyncdist.collectives.algorithms.ordered_reduce`, to the bit: the same fold of the same
+parts in the same order.
 
 Invariants: nothing is read before the barrier of the turn that wrote it, nor written again before that of the turn that
 read it; when the call ends, nobody reads. The barrier, of the backend or made of messages, orders the memory of the
@@ -32,8 +32,8 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
+from asyncdist.collectives.algorithms.ordered_reduce import pieces
 from asyncdist.collectives.groups import Group
-from asyncdist.collectives.ordered_reduce import pieces
 from asyncdist.tensors.bucket import Bucket
 from asyncdist.tensors.shared_memory import Address, SharedMemory, find
 
