@@ -1,1 +1,1 @@
-"""Awaitable functions for training code."""
+"""Offers awaitable functions for training code."""

@@ -1,7 +1,7 @@
-"""Averaging gradients or weights once, now, over a group: the plain synchronous way, without a policy.
+"""Averages gradients or weights once, over a group: the plain synchronous way, without a policy.
 
-Everything of one dtype goes through one collective, however many tensors there are. Sums are in float32 or wider, and
-are divided by the group's size; equal values stay what they are, and the mean of finite values is finite, also where
+All tensors of one dtype go through one collective. Sums are in float32 or wider, and are divided by the group's size;
+equal values stay unchanged, and the mean of finite values is finite, also where
 their sum is not (:mod:`asyncdist.tensors.means`). Sums run in rank order, so all worlds get the same bits. Before any
 data is sent the members compare what they are about to average, so another model on one of them is an error that names
 the first difference, on all of them.
@@ -9,9 +9,9 @@ the first difference, on all of them.
 Tensors are read and written piece by piece while the others are on their way: until the call has ended no other task
 may use the model. Processes of one host, under MPI or on torch, send nothing from 64 KiB on: they read each other's
 flat copies (:mod:`asyncdist.collectives.algorithms.shared_memory_reduce`, which says what memory that takes). Where
-that cannot be had, messages are used, and what comes out is the same.
+that is not possible messages are used, and the result is the same.
 
-**Cancellation**: the collectives end in the background; this rank's tensors are as they were before.
+**Cancellation**: the collectives end in the background; this rank's tensors keep their values.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ async def average_models(model: nn.Module, training_group: Group | None = None, 
     one member nothing changes. One flat copy of the state is kept for the next call, as long as the model lives.
 
     Args:
-        model: of one layout on all members: names, shapes, dtypes, sharing; any device.
-        training_group: who averages; everybody by default.
+        model: the model, of one layout on all members: names, shapes, dtypes, sharing; any device.
+        training_group: the ranks that average; all by default.
         world: the current one by default.
 
     Raises:
@@ -93,8 +93,8 @@ async def average_gradients(model: nn.Module, group: Group | None = None, *, wor
     model lives.
 
     Args:
-        model: with the same parameters on all members; gradients dense, of any dtype and device.
-        group: who averages; everybody by default.
+        model: the model, with the same parameters on all members; gradients dense, of any dtype and device.
+        group: the ranks that average; all by default.
         world: the current one by default.
 
     Raises:
@@ -139,13 +139,13 @@ async def _settle_or_restore(
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A model's layout, and memory for its state: wide, as a sum of bfloat16 must not be rounded before division.
+    """Holds a model's layout, and memory for its state: wide, since a sum of bfloat16 is rounded only after division.
 
     Attributes:
         state: refers to the model weakly.
         buffers: the flat tensors.
-        commons: what ranks of one host share of them.
-        digest: of the state's fingerprint.
+        commons: the memory of the flat tensors that ranks of one host share.
+        digest: the digest of the state's fingerprint.
     """
 
     state: FlatState
@@ -155,15 +155,15 @@ class _Kept:
 
 
 class _Models:
-    """A model's state, ready to be averaged.
+    """Prepares a model's state to be averaged, and writes the average back.
 
     Args:
-        model: checked here.
-        world: whose scratch memory is used.
+        model: the model; it is checked here.
+        world: the world whose scratch memory is used.
 
     Attributes:
-        fingerprint: of the state.
-        summary: its digest, as bytes.
+        fingerprint: the fingerprint of the state.
+        summary: the fingerprint's digest, as bytes.
         spreads: the tensors that are averaged, by dtype.
         exact: flat tensors of integers and booleans, with this rank's values now.
     """
@@ -192,7 +192,7 @@ class _Models:
                 view.copy_(tensor)
 
     def finish(self) -> None:
-        """Write what is exact into the model, and let the memory be kept."""
+        """Write the exact tensors into the model, and keep the memory for the next call."""
         with torch.no_grad():
             for tensor, view in self._exact_pairs:
                 tensor.copy_(view)
@@ -214,7 +214,7 @@ class _Models:
 async def _check_equal(
     collectives: Collectives, group: Group, headers: Sequence[ResultHeader], fingerprint: Fingerprint
 ) -> None:
-    """Raise on every member if one of them is about to average something else than the first."""
+    """Raise on every member if one of them is about to average another state than the first member."""
     digests = [header.inline[:_DIGEST_LENGTH] for header in headers]
     if all(digest == digests[0] for digest in digests):
         return
@@ -232,17 +232,17 @@ async def _check_equal(
 
 
 class _Gradients:
-    """The gradients of a model as one flat tensor per accumulation dtype.
+    """Holds the gradients of a model as one flat tensor per accumulation dtype.
 
     Args:
-        model: checked here.
-        world: whose scratch memory is used.
+        model: the model; it is checked here.
+        world: the world whose scratch memory is used.
 
     Attributes:
-        fingerprint: of the parameters, whether they have gradients or not.
+        fingerprint: the fingerprint of the parameters, whether they have gradients or not.
         present: 1 for each parameter that has a gradient, 0 for the others; uint8.
         summary: digests of both, as bytes.
-        spreads: those that are present anywhere, by accumulation dtype.
+        spreads: the gradients that are present on any member, by accumulation dtype.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
@@ -283,7 +283,7 @@ class _Gradients:
 
     @torch.inference_mode(False)  # what is kept outlives the caller's mode
     def lay_out(self) -> None:
-        """Find the gradients that are present; zeros in place of those that this rank has not."""
+        """Find the gradients that are present on any member, with zeros in place of those that this rank lacks."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for parameter, is_present in zip(self._parameters, self.present.tolist(), strict=True):
             if is_present:
@@ -301,14 +301,14 @@ class _Gradients:
         ]
 
     def finish(self) -> None:
-        """Give gradients to parameters that had none, and let the memory be kept."""
+        """Give gradients to parameters that had none, and keep the memory for the next call."""
         for parameter, gradient in self._missing:
             parameter.grad = gradient
         kept = self._flats, self.fingerprint, self._digest, self._views, self._commons
         self._scratch.give_back(self._model, "gradients", kept)
 
     def _flat(self, dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
-        """For all elements of some tensors: what was kept, where it fits."""
+        """Return a flat tensor for all elements of some tensors: the one that was kept, where it fits."""
         kept = self._flats.get(dtype)
         count = sum(tensor.numel() for tensor in tensors)
         if kept is not None and kept.numel() == count:
@@ -319,7 +319,7 @@ class _Gradients:
 
 
 def _views(kept: list[Tensor] | None, flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Of each tensor's shape, one after the other: what was kept, where it is that."""
+    """Return views of ``flat`` in each tensor's shape, one after the other: those that were kept, where they fit."""
     if kept and kept[0].data_ptr() == flat.data_ptr() and [k.shape for k in kept] == [t.shape for t in tensors]:
         return kept
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])

@@ -1,4 +1,4 @@
-"""Collectives as plain functions, on the world of the calling task and on all of its ranks unless a group is named.
+"""Offers collectives as plain functions, on the world of the calling task and all its ranks unless a group is named.
 
 :mod:`asyncdist.collectives.nonblocking` says how they behave; ranks in arguments are ranks of the world.
 """
@@ -26,12 +26,12 @@ _COMPARED_SIZE_MAX: Final = 64
 
 
 def place(world: World | None, group: Group | None) -> tuple[World, Group]:
-    """World and group of a collective call, with their defaults.
+    """Return the world and group of a collective call, with their defaults.
 
     Raises:
         RuntimeError: there is no world here.
         TypeError: ``group`` is no :class:`Group`.
-        LocalProtocolError: this rank is not in it.
+        LocalProtocolError: this rank is not in ``group``.
         RankLostError: the job has failed.
     """
     world = world or current_world()
@@ -52,7 +52,7 @@ async def barrier(*, group: Group | None = None, world: World | None = None) -> 
 
     Raises:
         DisagreementError: another member calls a helper in its place; both are named, on every member (in groups of up
-            to 64 ranks: above, what the members exchange to find that out would cost more than it is worth).
+            to 64 ranks; in larger ones the exchange that finds it out would cost too much).
         ClosedError: a member has left.
     """
     world, group = place(world, group)
@@ -127,7 +127,7 @@ def all_gather(
 
     Args:
         tensor: of one shape and dtype on all members; any device. With an axis name a tree of tensors.
-        axis_name: of a mesh; None returns the tree as it is.
+        axis_name: the name of an axis of a mesh; None returns the tree unchanged.
         axis: the dimension of the results along which the ranks' leaves lie; only with an axis name.
         tiled: join the leaves along it in place of stacking them; only with an axis name.
         mesh: the newest open one by default; only with an axis name.

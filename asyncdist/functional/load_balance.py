@@ -1,7 +1,8 @@
-"""Tables of step times that the ranks have measured: who worked, who waited, how long steps took.
+"""Prints tables of step times that the ranks have measured: which ranks worked or waited, and how long steps took.
 
-Input is one dict per rank, step name to seconds per iteration. A step that some ranks do not have is reported over
-those that do; of unequal lengths the iterations that all of them have count where ranks are compared. Either is said.
+The input is one dict per rank, step name to seconds per iteration. A step that some ranks lack is reported over those
+that have it; where ranks have unequal numbers of iterations, only those that all of them have are compared. The tables
+say so in both cases.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-#: Of one rank: step name to seconds, one for each iteration or one in all.
+#: The times of one rank: step name to seconds, one number for each iteration or one in all.
 Timing: TypeAlias = Mapping[str, Sequence[float] | float]
 
 
 @dataclass(frozen=True, slots=True)
 class StepBalance:
-    """How evenly one step was spread over the ranks.
+    """Says how evenly one step was spread over the ranks.
 
     Attributes:
         step: its name.
@@ -31,8 +32,8 @@ class StepBalance:
             summed.
         iteration_count: iterations that all its ranks have; the others are left out.
         iteration_count_max: iterations of the rank that has most.
-        ranks: those that have the step.
-        missing: those that do not.
+        ranks: the ranks that have the step.
+        missing: the ranks that do not.
     """
 
     step: str
@@ -45,13 +46,13 @@ class StepBalance:
 
     @property
     def imbalance(self) -> float:
-        """Waiting as a share of the step's duration, 0 to 1."""
+        """Return waiting as a share of the step's duration, 0 to 1."""
         duration_s = self.useful_s + self.waiting_s
         return self.waiting_s / duration_s if duration_s else 0.0
 
     @property
     def remark(self) -> str:
-        """What is left out, in words; empty where nothing is."""
+        """Return a text on the ranks and iterations that are left out; empty where none are."""
         remarks = [f"not on {_name(self.missing)}"] if self.missing else []
         if self.iteration_count < self.iteration_count_max:
             remarks.append(f"first {self.iteration_count} of up to {self.iteration_count_max} iterations")
@@ -60,7 +61,7 @@ class StepBalance:
 
 @dataclass(frozen=True, slots=True)
 class LoadImbalance:
-    """What :func:`report_load_imbalance` found; ``str()`` is the table."""
+    """Holds the figures of :func:`report_load_imbalance`; ``str()`` is the table."""
 
     steps: tuple[StepBalance, ...]
 
@@ -74,14 +75,14 @@ class LoadImbalance:
 
 @dataclass(frozen=True, slots=True)
 class RankTime:
-    """One step on one rank.
+    """Holds the times of one step on one rank.
 
     Attributes:
-        rank: where.
-        step: its name.
+        rank: the rank.
+        step: the step's name.
         mean_s: seconds per iteration; NaN without any.
         total_s: seconds in all.
-        iteration_count: how many.
+        iteration_count: the number of iterations.
     """
 
     rank: int
@@ -93,14 +94,14 @@ class RankTime:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """One step over the ranks that have it.
+    """Compares the times of one step over the ranks that have it.
 
     Attributes:
         step: its name.
         max_s: the largest total of a rank, in seconds.
         mean_s: the mean of the totals.
-        ranks: those that have the step.
-        missing: those that do not.
+        ranks: the ranks that have the step.
+        missing: the ranks that do not.
     """
 
     step: str
@@ -112,7 +113,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class TimeInfo:
-    """What :func:`report_time_info` found; ``str()`` is two tables."""
+    """Holds the figures of :func:`report_time_info`; ``str()`` is two tables."""
 
     times: tuple[RankTime, ...]
     steps: tuple[StepTime, ...]
@@ -140,7 +141,7 @@ def report_load_imbalance(all_timing_dict: Sequence[Timing], world_size: int | N
     Args:
         all_timing_dict: one dict per rank, in rank order: step name to seconds: a list, array or tensor with one
             number per iteration, or a single number. As ``gather_from_all_ranks(lambda: timing)`` brings them together.
-        world_size: how many of them are ranks; all by default.
+        world_size: how many of the dicts are used; all by default.
 
     Raises:
         TypeError, ValueError: something is no such dict, or no number of seconds; rank and step are named.
@@ -152,7 +153,7 @@ def report_load_imbalance(all_timing_dict: Sequence[Timing], world_size: int | N
 
 
 def report_time_info(all_timing_dict: Sequence[Timing], world_size: int | None = None) -> TimeInfo:
-    """Mean and total of each step on each rank, largest and mean total over the ranks: print, and return the figures.
+    """Print and return the mean and total of each step on each rank, and the largest and mean total over the ranks.
 
     Args and Raises: as :func:`report_load_imbalance`.
     """
@@ -185,7 +186,7 @@ def _balance(step: str, timings: Sequence[Mapping[str, Sequence[float]]]) -> Ste
 
 
 def _steps(timings: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Every rank's steps, in the order in which they first occur."""
+    """Return every rank's steps, in the order in which they first occur."""
     return list(dict.fromkeys(step for timing in timings for step in timing))
 
 
@@ -222,7 +223,7 @@ def _seconds(rank: int, step: str, value: Any) -> list[float]:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Text left, numbers right, two spaces between."""
+    """Format a table: text left, numbers right, two spaces between."""
     lines = [heads, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
     numeric = [head.endswith((", s", "iterations", "rank", "waiting")) for head in heads]

@@ -1,11 +1,12 @@
-"""Everyday helpers: one rank computes for all, all compute for one, one goes first.
+"""Offers everyday helpers: one rank computes for all, all compute for one, one goes first.
 
-Each is collective in its group, all of the world unless one is named; the others take no part and are never waited for.
-An exception in what a rank computes is raised there as it is, and on every other member as a RemoteError that names
-rank, type and text; so does a value of a type that cannot travel. Values arrive with exactly the type and content they
-had (:mod:`asyncdist.tensors.serialization` says which types travel; nothing is pickled), tensors in CPU memory.
+Each is collective in its group, all of the world unless one is named; other ranks take no part and are never waited
+for. An exception in a rank's function is raised unchanged on that rank, and on every other member as a RemoteError that
+names rank, type and text. A value of a type that cannot travel is such an exception too. Values arrive with exactly
+their type and content (:mod:`asyncdist.tensors.serialization` says which types travel; nothing is pickled), tensors in
+CPU memory.
 
-All of them are right with one rank. **Cancellation** of a member tells the others, as an exception would.
+All of them work with one rank. **Cancellation** of a member tells the others, as an exception would.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ _SCALARS: Final = (bool, int, float, complex)
 
 
 def is_distributed() -> bool:
-    """Whether this task runs in a world of several ranks; False outside ``run`` and ``open_world``."""
+    """Return whether this task runs in a world of several ranks; False outside ``run`` and ``open_world``."""
     world = _world_or_none()
     return world is not None and world.size > 1
 
 
 def is_main_process(*, group: Group | None = None) -> bool:
-    """Whether this rank is the first of its group, of the world by default; True outside ``run`` and ``open_world``."""
+    """Return whether this rank is the first of its group (default: the world); True outside of a world."""
     world = _world_or_none()
     if group is not None:
         check_group(group)
@@ -72,11 +73,11 @@ async def compute_and_broadcast(
     Args:
         fn: a function or coroutine function without arguments; called on ``root`` only.
         root: a member, by its rank in the world; the group's first by default.
-        group: who gets the value.
+        group: the ranks that get the value.
         world: the current one by default.
 
     Returns:
-        On ``root`` what ``fn`` returned, elsewhere an equal value of the same types.
+        On ``root`` the value that ``fn`` returned, elsewhere an equal value of the same types.
 
     Raises:
         RemoteError: ``fn`` raised on ``root``, or its value cannot travel; on ``root`` that exception itself.
@@ -110,7 +111,7 @@ async def gather_from_all_ranks(
         fn: a function or coroutine function without arguments; called on every member.
         world_size: for ported calls; None, or the group's size.
         root: the member that gets the values; the group's first by default.
-        group: who computes.
+        group: the ranks that compute.
         world: the current one by default.
 
     Returns:
@@ -135,9 +136,9 @@ async def gather_scalar_from_all_ranks(
     group: Group | None = None,
     world: World | None = None,
 ) -> list[T] | None:
-    """As :func:`gather_from_all_ranks`, for one number per rank.
+    """Compute one number on every rank, and bring all of them to one, as :func:`gather_from_all_ranks` does.
 
-    That is a bool, int, float or complex, a numpy scalar, or a tensor with one element; each arrives as what it was.
+    A number is a bool, int, float or complex, a numpy scalar, or a tensor with one element; each keeps its type.
 
     Raises:
         TypeError: ``fn`` returned something else here; a RemoteError on the other members.
@@ -163,12 +164,12 @@ async def reduce_and_broadcast(
         fn2: takes the list of values in the group's order; called on ``root`` only. It may be a coroutine function.
         world_size: for ported calls; None, or the group's size.
         root: the member that reduces; the group's first by default.
-        group: who takes part.
+        group: the ranks that take part.
         world: the current one by default.
 
     Raises:
-        RemoteError: either function raised on another member, or returned what cannot travel. Where it did, that
-            exception itself.
+        RemoteError: either function raised on another member, or returned a value that cannot travel. Where it did,
+            that exception itself.
         LocalProtocolError: this rank is not in the group, or ``root`` is not.
         ValueError: ``world_size`` is another.
     """
@@ -197,11 +198,11 @@ async def zero_first(is_main: bool, *, group: Group | None = None, world: World 
     """Run the block on the ranks where ``is_main`` is true, and on the others after that.
 
     ``async with zero_first(world.rank == 0)``: rank 0 downloads, the others find it done. Several ranks may be main,
-    one on each host say. Nothing collective in the group belongs into the block, since its members enter it in turns:
-    it meets this one's own frames, which is a DisagreementError.
+    for example one on each host. The block must not use collectives of the group, since its members enter it in turns:
+    such a call meets the frames of ``zero_first`` itself, which is a DisagreementError.
 
     Raises:
-        RemoteError: the block raised on a main rank; the others do not enter theirs. What is raised in the block of
+        RemoteError: the block raised on a main rank; the others do not enter theirs. An exception in the block of
             another rank concerns that rank alone.
         LocalProtocolError: no rank is main, or this one is not in the group.
         TypeError: ``is_main`` is no bool.
@@ -232,12 +233,12 @@ async def zero_only(
 ) -> AsyncIterator[bool]:
     """Give one rank something to do, and let the others wait for its end.
 
-    ``async with zero_only() as is_main:`` enters the block everywhere, since a ``with`` cannot skip it; what one rank
-    is to do alone goes under ``if is_main:``. At the block's end all members meet.
+    ``async with zero_only() as is_main:`` enters the block everywhere, since a ``with`` cannot skip it; the work of the
+    one rank goes under ``if is_main:``. At the block's end all members wait for each other.
 
     Args:
         root: the rank for which ``is_main`` is true; the group's first by default.
-        group: who meets.
+        group: the ranks that take part.
         world: the current one by default.
 
     Raises:
@@ -281,7 +282,7 @@ def _place(world: World | None, group: Group | None, root: int | None) -> tuple[
 
 
 def _checks(group: Group, root: Any, world_size: Any, **functions: Any) -> list[Callable[[], None]]:
-    """Of the arguments of a helper, to be made where the others hear of a mistake."""
+    """Return the checks of a helper's arguments; they run where a mistake is told to the other members."""
 
     def check_root() -> None:
         if type(root) is not int or root not in group.ranks:
@@ -330,7 +331,7 @@ def check_world_size(world_size: int | None, group: Group) -> None:
     """Refuse a number of ranks that is not the group's.
 
     Raises:
-        ValueError: it is another.
+        ValueError: ``world_size`` is another number.
     """
     if world_size is not None and world_size != group.size:
         raise ValueError(f"world_size is {world_size!r}; allowed: None, or {group.size}, the size of the group")

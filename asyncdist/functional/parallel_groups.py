@@ -1,12 +1,12 @@
-"""Model, pipeline and data parallel groups, from two numbers.
+"""Makes model, pipeline and data parallel groups from two numbers.
 
 The ranks are laid out as a box of three axes, data, pipeline and model, the last one varying fastest, as Megatron-LM
 lays them out: ranks that split a layer exchange most and stand next to each other, on one host where there are several.
 With 8 ranks, model parallelism 2 and pipeline parallelism 2::
 
-    model     [0 1] [2 3] [4 5] [6 7]       who share the layers of one stage
-    pipeline  [0 2] [1 3] [4 6] [5 7]       who pass activations on, first stage first
-    data      [0 4] [1 5] [2 6] [3 7]       who hold the same weights and see different data
+    model     [0 1] [2 3] [4 5] [6 7]       ranks that share the layers of one stage
+    pipeline  [0 2] [1 3] [4 6] [5 7]       ranks that pass activations on, first stage first
+    data      [0 4] [1 5] [2 6] [3 7]       ranks that hold the same weights and see different data
 
 The arithmetic is :class:`ParallelLayout`. A coroutine gets groups of its world from :func:`new_parallel_groups`, a
 plain function groups of torch.distributed from :func:`asyncdist.launch.process_groups.init_parallel_groups`.
@@ -32,7 +32,7 @@ _SUBJECT: Final = "parallel groups"
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """Which ranks belong together. Pure arithmetic.
+    """Computes which ranks belong together; pure arithmetic.
 
     Attributes:
         world_size: the number of ranks.
@@ -59,16 +59,16 @@ class ParallelLayout:
 
     @property
     def data_parallelism(self) -> int:
-        """Copies of the model."""
+        """Return the number of copies of the model."""
         return self.world_size // (self.model_parallelism * self.pipeline_parallelism)
 
     def model_groups(self) -> list[list[int]]:
-        """Ranks that share a stage, one list for each stage of each copy."""
+        """Return the ranks that share a stage, one list for each stage of each copy."""
         width = self.model_parallelism
         return [list(range(first, first + width)) for first in range(0, self.world_size, width)]
 
     def pipeline_groups(self) -> list[list[int]]:
-        """Ranks that hold the stages of one copy, first stage first."""
+        """Return the ranks that hold the stages of one copy, first stage first."""
         replica_size = self.model_parallelism * self.pipeline_parallelism
         return [
             list(range(copy + shard, copy + replica_size, self.model_parallelism))
@@ -77,12 +77,12 @@ class ParallelLayout:
         ]
 
     def data_groups(self) -> list[list[int]]:
-        """Ranks that hold the same weights."""
+        """Return the ranks that hold the same weights."""
         replica_size = self.model_parallelism * self.pipeline_parallelism
         return [list(range(place, self.world_size, replica_size)) for place in range(replica_size)]
 
     def ranks_of(self, rank: int) -> tuple[list[int], list[int], list[int]]:
-        """The model, pipeline and data group that ``rank`` belongs to."""
+        """Return the model, pipeline and data group that ``rank`` belongs to."""
         if type(rank) is not int or not 0 <= rank < self.world_size:
             raise ValueError(f"rank is {rank!r}; allowed are 0..{self.world_size - 1}")
         model, pipeline, data = (
@@ -94,13 +94,13 @@ class ParallelLayout:
 
 @dataclass(frozen=True, slots=True)
 class ParallelGroups(Generic[G]):
-    """The three groups that one rank belongs to.
+    """Holds the three groups that one rank belongs to.
 
     Attributes:
         layout: the arithmetic behind them.
-        model: who share a stage with this rank.
-        pipeline: who hold the stages of its copy of the model, first stage first.
-        data: who hold the same weights.
+        model: the ranks that share a stage with this rank.
+        pipeline: the ranks that hold the stages of its copy of the model, first stage first.
+        data: the ranks that hold the same weights.
     """
 
     layout: ParallelLayout
@@ -109,7 +109,7 @@ class ParallelGroups(Generic[G]):
     data: G
 
 
-#: Whose groups :func:`parallel_groups` returns; set where they are made.
+#: The groups that :func:`parallel_groups` returns; set where they are made.
 current_groups: ContextVar[ParallelGroups[Any]] = ContextVar("current_groups")
 
 
@@ -139,7 +139,7 @@ async def new_parallel_groups(
 
     async def make(start: Start[list[Group]]) -> list[Group]:
         await start.agree(numbers, timeout_s=_TIMEOUT_S)
-        # A rank is in three groups; all make them in the same order, so nobody waits for somebody who waits elsewhere.
+        # A rank is in three groups. All ranks make them in one order, so none waits for a rank that waits elsewhere.
         return await world.new_groups(layout.ranks_of(world.rank), timeout_s=start.left_s(_TIMEOUT_S))
 
     model, pipeline, data = await start_together(
@@ -156,7 +156,7 @@ async def _free(groups: list[Group]) -> None:
 
 
 def parallel_groups() -> ParallelGroups[Any]:
-    """The groups of this rank: of its world in a coroutine, of torch.distributed in a plain function.
+    """Return the groups of this rank: of its world in a coroutine, of torch.distributed in a plain function.
 
     Raises:
         LocalProtocolError: none have been made here.

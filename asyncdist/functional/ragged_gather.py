@@ -1,4 +1,4 @@
-"""Gathering what each rank has so much of as it has: tensors with ragged first dimensions, or lists."""
+"""Gathers data of which each rank may have another amount: tensors with ragged first dimensions, or lists."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def gather_distributed_data(
             (:data:`asyncdist.tensors.serialization.ALLOWED`), of any length.
         world_size: for ported calls; None, or the group's size.
         rank: for ported calls; None, or this rank.
-        training_group: who gathers; everybody by default.
+        training_group: the ranks that take part; all by default.
         world: the current one by default.
 
     Returns:
@@ -89,7 +89,7 @@ async def gather_distributed_data(
 
 
 def _describe(data: Any) -> tuple[tuple[str, str, list[int]], torch.Tensor]:
-    """Kind, dtype and shape (of a list: its bytes), and the content as bytes."""
+    """Return kind, dtype and shape (for a list its number of bytes), and the content as bytes."""
     if isinstance(data, list):
         payload = serialization.encode(data)
         return ("list", "", [len(payload)]), torch.frombuffer(bytearray(payload), dtype=torch.uint8)

@@ -1,10 +1,10 @@
-"""Who does what: agent groups that train, buffers that serve them, a coordinator that does neither.
+"""Gives ranks their roles: agent groups that train, buffers that serve them, a coordinator that does neither.
 
 :class:`RankLayout` is the plan: pure, checked, printable, made by arithmetic, by host, or by hand.
 :func:`initialize_distributed_compute` turns it into groups on the current world, as a :class:`DistributedContext`.
 
-Invariants of a layout: every rank has one role; agent groups are of one size and none is empty; where there are buffers
-each serves a training rank at least, and every training rank has exactly one.
+Invariants of a layout: every rank has one role; agent groups are of one size and never empty; where there are buffers
+each serves at least one training rank, and every training rank has exactly one.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _WORDS_LENGTH_MAX: Final = 2000
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """Which rank has which role.
+    """Plans which rank has which role.
 
     Attributes:
         world_size: number of ranks.
-        agent_groups: the training ranks of each agent group, of one size; they need not be contiguous. Lists will do.
-        clients: of each buffer rank, the training ranks that it serves; empty without buffers.
+        agent_groups: the training ranks of each agent group, of one size, contiguous or not. Lists are allowed.
+        clients: for each buffer rank the training ranks that it serves; empty without buffers.
         coordinator: a rank that neither trains nor buffers, or None.
 
     Raises:
-        TypeError: something is no list or dict.
+        TypeError: a field is no list or dict.
         ValueError: the roles do not fit together; the ranks or numbers concerned are named, and what is allowed.
     """
 
@@ -103,7 +103,7 @@ class RankLayout:
     def arithmetic(
         cls, world_size: int, num_remote_buffers: int = 0, num_agent_groups: int = 1, *, coordinator: int | None = None
     ) -> RankLayout:
-        """Training ranks first, in contiguous groups; then the buffers, which take the training ranks in turn.
+        """Make training ranks first, in contiguous groups, then the buffers, which take the training ranks in turn.
 
         A reserved coordinator is left out, and the others are numbered without it.
 
@@ -156,25 +156,25 @@ class RankLayout:
 
     @property
     def training_ranks(self) -> tuple[int, ...]:
-        """All of them, in ascending order."""
+        """Return all training ranks, in ascending order."""
         return tuple(sorted(rank for group in self.agent_groups for rank in group))
 
     @property
     def buffer_ranks(self) -> tuple[int, ...]:
-        """All of them, in ascending order."""
+        """Return all buffer ranks, in ascending order."""
         return tuple(sorted(self.clients))
 
     @property
     def agent_group_size(self) -> int:
-        """Ranks in each agent group."""
+        """Return the number of ranks in each agent group."""
         return len(self.agent_groups[0])
 
     def agent_group_of(self, rank: int) -> int | None:
-        """The index of its agent group; None where it does not train."""
+        """Return the index of a rank's agent group; None where the rank does not train."""
         return next((index for index, group in enumerate(self.agent_groups) if rank in group), None)
 
     def buffer_of(self, rank: int) -> int | None:
-        """The buffer that serves this training rank, or None."""
+        """Return the buffer that serves this training rank, or None."""
         return next((buffer for buffer, ranks in self.clients.items() if rank in ranks), None)
 
     def __str__(self) -> str:
@@ -187,10 +187,10 @@ class RankLayout:
 
 
 class DistributedContext:
-    """The roles of a world's ranks, as groups, seen from one rank.
+    """Holds the roles of a world's ranks, as groups, seen from one rank.
 
-    A group that this rank is in can be used for any collective, on any transport, and its ``communicator`` is the
-    backend's own where there is one. One that it is not in tells its ``ranks``, and refuses to be used.
+    A group that includes this rank can be used for any collective, on any transport, and its ``communicator`` is the
+    backend's own where there is one. Any other group tells its ``ranks``, and refuses to be used.
 
     Attributes:
         layout: the plan.
@@ -198,8 +198,8 @@ class DistributedContext:
         world_size: number of ranks.
         num_training_ranks: how many of them train.
         agent_group_size: training ranks in each agent group.
-        agent_group_id: the index of this rank's; None where it does not train.
-        assigned_buffer: the rank that buffers for this training rank; None where there is none.
+        agent_group_id: the index of this rank's agent group; None where it does not train.
+        assigned_buffer: the rank that buffers for this training rank, or None.
         assigned_training_ranks: the training ranks that this buffer serves; None on other ranks.
     """
 
@@ -217,45 +217,45 @@ class DistributedContext:
 
     @property
     def agent_groups(self) -> list[Group]:
-        """All agent groups, in order."""
+        """Return all agent groups, in order."""
         return [self._group(ranks) for ranks in self.layout.agent_groups]
 
     @property
     def train_global_group(self) -> Group:
-        """All training ranks."""
+        """Return the group of all training ranks."""
         return self._group(self.layout.training_ranks)
 
     @property
     def buffer_group(self) -> Group | None:
-        """All buffer ranks; None where there are none."""
+        """Return the group of all buffer ranks; None without buffers."""
         return self._group(self.layout.buffer_ranks) if self.layout.clients else None
 
     @property
     def agent_group(self) -> Group | None:
-        """This rank's own agent group; None where it does not train."""
+        """Return this rank's own agent group; None where it does not train."""
         return None if self.agent_group_id is None else self.agent_groups[self.agent_group_id]
 
     @property
     def dc_mpi4py(self) -> DistributedContext | None:
-        """This context where it runs on MPI, None elsewhere: for ported code, which has another one there."""
+        """Return this context where it runs on MPI, None elsewhere: for ported code, which has another one there."""
         return self if self._world.transport_name == "mpi" else None
 
     def is_buffer_rank(self) -> bool:
-        """Whether this rank buffers."""
+        """Return whether this rank buffers."""
         return self.my_rank in self.layout.clients
 
     def is_training_rank(self) -> bool:
-        """Whether this rank trains."""
+        """Return whether this rank trains."""
         return self.agent_group_id is not None
 
     def is_coordinator_rank(self) -> bool:
-        """Whether this rank is the reserved coordinator."""
+        """Return whether this rank is the reserved coordinator."""
         return self.my_rank == self.layout.coordinator
 
     async def cleanup(self) -> None:
-        """Free the groups, as :meth:`asyncdist.Group.free` does: nobody is waited for. Again does nothing.
+        """Free the groups, as :meth:`asyncdist.Group.free` does, without waiting for other ranks.
 
-        From then on this rank is outside of all of them.
+        From then on this rank is outside of all of them. A second call does nothing.
         """
         groups, self._groups = self._groups, {}
         for ranks in sorted(groups):
@@ -290,10 +290,10 @@ async def initialize_distributed_compute(
         num_agent_groups: how many groups the training ranks make; it divides their number.
         coordinator: a rank that is to have neither role, for ``protocols.coordinate`` say.
         placement: ``"arithmetic"``: see :meth:`RankLayout.arithmetic`; ``"host"``: :meth:`RankLayout.by_host`.
-        hostname: of this rank, for ``"host"``; what the world says by default (``world.hostname``).
-        layout: a plan of one's own, in place of all these.
-        dist_backend: for ported calls; None, or what the world runs on (``world.transport_name``, or gloo), chosen
-            where the world is started.
+        hostname: the host of this rank, for ``"host"``; ``world.hostname`` by default.
+        layout: your own plan, in place of all these.
+        dist_backend: for ported calls; None, or the transport of the world (``world.transport_name``, or gloo), which
+            is chosen where the world is started.
         world: the current one by default.
 
     Raises:
@@ -364,7 +364,7 @@ async def _all_hosts(world: World, hostname: str) -> list[str]:
 
 
 def _in_words(layout: RankLayout) -> str:
-    """One line for a message, which has a limit: thousands of ranks are told apart by a digest."""
+    """Describe a layout in one line for a message, which has a limit: a digest stands for thousands of ranks."""
     text = str(layout).replace("\n", "; ")
     if len(text) <= _WORDS_LENGTH_MAX:
         return text
@@ -372,7 +372,7 @@ def _in_words(layout: RankLayout) -> str:
 
 
 def _check_counts(world_size: int, buffer_count: int, group_count: int, coordinator: int | None) -> int:
-    """The number of training ranks, once the numbers are known to fit."""
+    """Return the number of training ranks. Raises ValueError for numbers that do not fit."""
     validation.count("world_size", world_size)
     validation.count("num_remote_buffers", buffer_count, least=0)
     validation.count("num_agent_groups", group_count)

@@ -1,4 +1,4 @@
-"""How many ranks :func:`asyncdist.launch_subprocesses` starts, where they meet, and how they are split into groups."""
+"""Configures :func:`asyncdist.launch_subprocesses`: how many ranks, where they meet, how they are split into groups."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ LAUNCH_METHODS: Final = ("forkserver", "spawn")
 
 @dataclass(frozen=True, slots=True)
 class MultiprocessConfig:
-    """How many ranks there are, where they meet, how they are split into groups. None is missing: see :meth:`resolve`.
+    """Says how many ranks there are, where they meet, and how they are split into groups.
+
+    A field that is None is filled in by :meth:`resolve`.
 
     Attributes:
-        rank: of this process among all; :func:`launch_subprocesses` gives each child its own.
-        local_rank: of this process on its host; likewise.
+        rank: this process's rank among all; :func:`launch_subprocesses` gives each child its own.
+        local_rank: this process's rank on its host; likewise.
         world_size: ranks in all.
         local_world_size: ranks on this host.
         master_addr: name or address of rank 0's host.
@@ -30,11 +32,11 @@ class MultiprocessConfig:
             ``"tcp://address:port"`` or ``"file://path"``.
         model_parallelism: ranks that share one stage of a model.
         pipeline_parallelism: stages of a model; with the other it divides ``world_size``.
-        backend: of the default process group, one that torch has registered; None is
+        backend: the backend of the default process group, one that torch has registered; None takes
             :func:`asyncdist.get_distributed_backend`.
-        model_parallel_backend: of the model parallel group; None is the default group's.
-        pipeline_parallel_backend: of the pipeline parallel group, likewise.
-        data_parallel_backend: of the data parallel group, likewise.
+        model_parallel_backend: the backend of the model parallel group; None takes the default group's.
+        pipeline_parallel_backend: the backend of the pipeline parallel group, likewise.
+        data_parallel_backend: the backend of the data parallel group, likewise.
         launch_method: ``"forkserver"`` or ``"spawn"``.
 
     Raises:
@@ -101,11 +103,11 @@ class MultiprocessConfig:
         return {name: getattr(self, name) for name in names}
 
     def resolve(self) -> MultiprocessConfig:
-        """A config with what is missing filled in, as far as it can be known before ranks exist.
+        """Return a config in which missing fields are filled in, as far as they are known before ranks exist.
 
-        Ranks on this host: as many as in all, if that is given, else the GPUs that torch sees, and one where there are
-        none. The port: a free one of this host. Rank and local rank: 0 if there is but one, the local rank else what
-        follows from the rank; otherwise they stay missing.
+        - Ranks on this host: the number of all ranks, if it is given, else the number of GPUs, or one without a GPU.
+        - The port: a free one of this host.
+        - Rank and local rank: 0 if there is one rank. Else the local rank follows from the rank, if that is given.
 
         Raises:
             ValueError: what is filled in contradicts the rest, several hosts need a port that all of them know, or

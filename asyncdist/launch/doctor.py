@@ -1,8 +1,8 @@
-"""``asyncdist doctor``: what this process would run on, why, what is wrong with it, and what to do about that.
+"""Runs ``asyncdist doctor``: it says what this process would run on, why, what is wrong, and what to do about that.
 
-Facts are gathered first, which may take a few seconds and start MPI; what they mean is decided by ``find_problems``,
-which looks at nothing else. Under a launcher every rank examines itself. Rank 0 prints what it found; the first rank of
-every other host prints what is wrong there.
+Facts are gathered first, which may take a few seconds and start MPI; ``find_problems`` judges them and looks at nothing
+else. Under a launcher every rank examines itself. Rank 0 prints what it found; the first rank of every other host
+prints what is wrong there.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LEVELS: Final = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIAL
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that is wrong, and what to do about it."""
+    """Names something that is wrong, and what to do about it."""
 
     what: str
     cure: str
@@ -55,7 +55,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Mpi:
-    """What came of starting MPI.
+    """Tells how the start of MPI ended.
 
     Attributes:
         level: the thread level that the library grants, as MPI numbers them from least to most; None when unknown.
@@ -68,28 +68,28 @@ class Mpi:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What was found.
+    """Holds everything that was found.
 
     Attributes:
-        started: how this process was started; as if by nobody when ``detection_error`` says why that is unknown.
+        started: how this process was started; without a launcher when ``detection_error`` says why that is unknown.
         detection_error: what is wrong with the launcher's variables.
-        override: what ASYNCDIST_TRANSPORT says.
-        versions: of Python and of packages; None for one that is not installed.
-        compiled: whether the modules that carry messages are, and if not, what to do.
+        override: the value of ASYNCDIST_TRANSPORT.
+        versions: the versions of Python and of packages; None for one that is not installed.
+        compiled: whether the modules that carry messages are compiled, and if not, what to do.
         unwritable: why ranks of this host cannot write to each other's memory; None where they can.
         installation: library and mpirun.
-        is_unallowed_root: this is root, and what Open MPI's mpirun wants to be told then is not set.
+        is_unallowed_root: this is root, and the variables that Open MPI's mpirun then asks for are not set.
         path_mpirun: the ``mpirun`` that a shell finds, and its flavour.
-        mpi: what came of starting MPI.
+        mpi: how the start of MPI ended.
         is_srun: srun has started this process.
         has_home: HOME is set, without which Open MPI does not start.
         host_cores: cores of this host.
-        own_cores: those that this process may use.
+        own_cores: the cores that this process may use.
         local_size: ranks on this host; None when the launcher does not say.
         omp_threads: OMP_NUM_THREADS, as it is set.
         backends: what torch.distributed offers, and what each is used for.
-        gpus: the names of those that torch sees.
-        gpu_error: why torch sees none where there are some.
+        gpus: the names of the GPUs that torch sees.
+        gpu_error: why torch sees no GPU where there are some.
         torch_error: why the torch transport cannot start, by its backend or its variables.
         notes: what else is wrong, each with its cure in the text.
     """
@@ -118,7 +118,7 @@ class Facts:
 
     @property
     def threads(self) -> int:
-        """The threads per rank that fit the cores."""
+        """Return the number of threads per rank that fits the cores."""
         return max(1, min(self.own_cores, self.host_cores // (self.local_size or 1)))
 
 
@@ -126,7 +126,7 @@ class Facts:
 
 
 def find_problems(facts: Facts) -> list[Problem]:
-    """What is wrong, most fundamental first."""
+    """Return what is wrong, most fundamental first."""
     problems = []
     if facts.detection_error is not None:
         problems.append(
@@ -150,7 +150,7 @@ def find_problems(facts: Facts) -> list[Problem]:
 
 
 def _mpi_problems(facts: Facts) -> list[Problem]:
-    """None where MPI is not what this process would run on: it was started for torch, or told to use something else."""
+    """Return what is wrong with MPI; nothing where this process would not run on MPI."""
     if facts.started.transport == "torch" or facts.override == "local":
         return []
     if facts.versions.get("mpi4py") is None:
@@ -210,7 +210,7 @@ def _thread_problems(facts: Facts) -> list[Problem]:
 
 
 def describe(facts: Facts) -> list[tuple[str, str]]:
-    """What was found, as a name and a text each."""
+    """Return what was found, as a name and a text each."""
     started = facts.started
     how = _STARTERS.get(started.source, "no launcher")
     if started.expected_size is not None and started.source in _STARTERS:
@@ -261,7 +261,7 @@ def _describe_mpirun(facts: Facts) -> str:
 
 
 def format_report(facts: Facts, problems: Sequence[Problem]) -> str:
-    """All of it, for a terminal."""
+    """Format the facts and the problems for a terminal."""
     rows = describe(facts)
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {text}" for name, text in rows]
@@ -269,7 +269,7 @@ def format_report(facts: Facts, problems: Sequence[Problem]) -> str:
 
 
 def format_problems(problems: Sequence[Problem]) -> list[str]:
-    """What is wrong, in lines."""
+    """Format the problems as lines."""
     if not problems:
         return ["all is well"]
     lines = [f"{len(problems)} {_plural('thing', len(problems))} to mend:"]
@@ -298,14 +298,14 @@ def run() -> int:
     problems = find_problems(facts)
     if facts.started.rank == 0:
         print(format_report(facts, problems), flush=True)
-    elif problems and not environment.local_rank(environ):  # also one that nobody counts among those of its host
+    elif problems and not environment.local_rank(environ):  # also a rank whose launcher gives it no local rank
         head = f"rank {facts.started.rank} on {socket.gethostname()}: "
         print(head + "\n".join(format_problems(problems)), flush=True)
     return 1 if problems else 0
 
 
 def gather(environ: Mapping[str, str]) -> Facts:
-    """Look at everything. Under an MPI launcher a child of this process starts MPI, as a run would."""
+    """Gather all facts. Under an MPI launcher a child of this process starts MPI, as a run would."""
     started, detection_error = Launch("local", 1, 0, "no launcher"), None
     try:
         started = environment.detect(environ)
@@ -372,7 +372,7 @@ def _ask_torch() -> tuple[dict[str, str], list[str], str | None]:
 
 
 def _start_mpi(started: Launch, installation: Installation, environ: Mapping[str, str]) -> Mpi:
-    """Start it in a process that is thrown away, which takes this one's place with the launcher that waits for it.
+    """Start MPI in a child, which takes this process's place with the launcher, and return how that ended.
 
     MPI_Init ends its process where it fails.
     """
@@ -390,7 +390,7 @@ def _start_mpi(started: Launch, installation: Installation, environ: Mapping[str
             errors="replace",
             check=False,
             timeout=_PROBE_TIMEOUT_S,
-            close_fds=False,  # MPICH's launcher is spoken to through one
+            close_fds=False,  # a process speaks to MPICH's launcher through one
         )
     except subprocess.TimeoutExpired:
         return Mpi(error=f"MPI did not start {place} within {_PROBE_TIMEOUT_S:g} s")
@@ -401,7 +401,7 @@ def _start_mpi(started: Launch, installation: Installation, environ: Mapping[str
 
 
 def _first_words(text: str) -> str:
-    """The first paragraph of what a library has written to a terminal."""
+    """Return the first paragraph of what a library has written to a terminal."""
     found: dict[str, None] = {}
     for line in text.splitlines():
         words = _ORIGIN.sub("", line).strip()
@@ -413,7 +413,7 @@ def _first_words(text: str) -> str:
 
 
 def tell_of_mpi() -> None:
-    """Start MPI as the :class:`Launch` in ``argv`` says, and print what came of it: in a process of its own."""
+    """Start MPI as the :class:`Launch` in ``argv`` says, and print how that ended: the program of a child."""
     started = Launch(**json.loads(sys.argv[1]))
     try:
         found = _start_mpi_here(started)
@@ -450,7 +450,7 @@ def _explain_no_gpu() -> str | None:
 
 
 def _check_torch(started: Launch, environ: Mapping[str, str]) -> str | None:
-    """What a run would refuse."""
+    """Return why a run on torch would be refused; None where it would not."""
     from asyncdist.transports import select
 
     try:

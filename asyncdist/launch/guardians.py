@@ -7,17 +7,17 @@ A rank of ``asyncdist run`` has two guardians above it, small processes that do 
     launcher (or mpirun) -> outer guardian -> inner guardian -> rank -> what the rank starts
 
 - A guardian is a *subreaper* (prctl(2), PR_SET_CHILD_SUBREAPER): every orphan below it becomes its child, also one in a
-  session of its own. When the rank has ended, in whatever way, what it has left gets SIGTERM, and SIGKILL after
+  session of its own. When the rank has ended, in any way, the processes that it has left get SIGTERM, and SIGKILL after
   ``GRACE_S``. Only then does the guardian end, as the rank did.
-- When what is above a guardian has ended, it kills the rank at once and does the same.
+- When the process above a guardian has ended, the guardian kills the rank at once and does the same.
 - Each of the two does all of this, so that either may be killed. mpirun kills the process group of the one that it
-  knows; the inner one is in a group of its own. Only a kill of both at once leaves more than the rank to itself.
+  knows; the inner one is in a group of its own. Only a kill of both at once leaves processes behind.
 - A signal to a guardian is passed on to the rank. The rank is in the group of the outer one, since mpirun sends all
-  signals to that group: what comes from mpirun, or from a terminal, reaches the rank without the outer guardian. PARENT
-  is the launcher's pid where it sends signals to the outer guardian alone, and 0 under mpirun.
+  signals to that group: signals from mpirun, or from a terminal, reach the rank without the outer guardian. PARENT is
+  the launcher's pid where it sends signals to the outer guardian alone, and 0 under mpirun.
 
-Only the standard library is imported, as in :mod:`asyncdist.environment`, and little of it: a rank is up 20 ms later
-for it.
+Only the standard library is imported, as in :mod:`asyncdist.environment`, and little of it: the guardians delay the
+start of a rank by 20 ms.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from typing import Final, NoReturn
 
 #: This file, to be run as a program.
 PROGRAM: Final = os.path.abspath(__file__)
-#: Elsewhere there are no subreapers, and nothing tells a process of its parent's end.
+#: Whether guardians exist: other systems have no subreapers, and tell no process of its parent's end.
 ARE_HERE: Final = sys.platform.startswith("linux")
-#: How long what a rank has left may take to end by itself.
+#: How long processes that a rank has left may take to end by themselves.
 GRACE_S: Final = 0.5
 #: How long processes that were killed may take to be gone; only the kernel can hold them.
 _GONE_S: Final = 5.0
@@ -47,7 +47,7 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
 def guarded(command: list[str], *, parent: int = 0) -> list[str]:
-    """The command line that runs ``command`` under guardians; itself, elsewhere than on Linux.
+    """Return the command line that runs ``command`` under guardians; ``command`` itself where there are none.
 
     Args:
         command: an absolute path and arguments.
@@ -58,12 +58,12 @@ def guarded(command: list[str], *, parent: int = 0) -> list[str]:
 
 
 def end_signal() -> int:
-    """The signal at which a guardian kills the rank and all that it has started, and ends."""
+    """Return the signal at which a guardian kills the rank and all that it has started, and ends."""
     return int(signal.SIGRTMIN)
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the process ``parent`` ends; elsewhere than on Linux, nothing."""
+    """Have the kernel kill this process when the process ``parent`` ends; do nothing on systems other than Linux."""
     if ARE_HERE:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it has ended before the kernel was told
@@ -77,9 +77,9 @@ def adopt_orphans() -> None:
 
 
 def end_children() -> None:
-    """Return when this process has no children left, also none that only become its own as their parents end.
+    """End the children of this process, also those that become its own as their parents end, and return.
 
-    Of a process that adopts orphans, and does nothing else any more. Elsewhere than on Linux, nothing.
+    For a process that adopts orphans, and does nothing else any more. Does nothing on systems other than Linux.
     """
     told: set[int] = set()
     deadline = time.monotonic() + GRACE_S
@@ -93,12 +93,12 @@ def end_children() -> None:
         for pid in children:
             if late_s >= 0 or pid not in told:
                 told.add(pid)
-                os.kill(pid, signal.SIGKILL if late_s >= 0 else signal.SIGTERM)  # it is there: nobody else reaps it
+                os.kill(pid, signal.SIGKILL if late_s >= 0 else signal.SIGTERM)  # it exists: only this process reaps it
         time.sleep(_PERIOD_S)
 
 
 def open_descendants(pid: int) -> list[int]:
-    """A pidfd of each process below ``pid``; elsewhere than on Linux, none."""
+    """Return a pidfd of each process below ``pid``; none on systems other than Linux."""
     parents = _parents() if ARE_HERE else {}
     found, pidfds = {pid}, []
     while below := {child for child, parent in parents.items() if parent in found} - found:
@@ -138,7 +138,7 @@ def _stand_guard(parent: int, *, signals_group: bool) -> int:
     """Fork; this process stays behind as a guardian and never returns. Returns the guardian's pid in the child.
 
     Args:
-        parent: what started this process; the guardian acts when it is gone.
+        parent: the process that started this one; the guardian acts when it is gone.
         signals_group: whether the parent sends its signals to the group of guardian and rank.
     """
     own = os.getpid()
@@ -160,7 +160,7 @@ def _guard(child: int, parent: int, *, signals_group: bool) -> NoReturn:
 
 
 def _wait(child: int, parent: int, *, signals_group: bool) -> int | None:
-    """Returns how the child has ended; None if it is to be ended."""
+    """Return how the child has ended; None if the guardian has to end it."""
     while os.getppid() == parent:
         came = signal.sigwaitinfo(signal.valid_signals())
         if came.si_signo == end_signal():
@@ -175,7 +175,7 @@ def _wait(child: int, parent: int, *, signals_group: bool) -> int | None:
 
 
 def _reap() -> tuple[int, int] | None:
-    """Pid and status of a child that has ended; None where none has."""
+    """Return pid and status of a child that has ended; None where none has."""
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -184,7 +184,7 @@ def _reap() -> tuple[int, int] | None:
 
 
 def _parents() -> dict[int, int]:
-    """The parent of every process."""
+    """Return the parent of every process."""
     found = {}
     for entry in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{entry}/stat", "rb") as file:

@@ -3,11 +3,11 @@
 The launcher keeps to these rules:
 
 - A rank is in a process group of its own. So Ctrl-C in a terminal reaches the launcher alone, which passes it on, once.
-  What a rank has started (the workers of a data loader) ends when the rank does, on Linux also what is in a session of
-  its own (:mod:`asyncdist.launch.guardians`).
-- The first rank to fail decides the exit code, as with mpirun. But 1 says little, with which Python ends after any
-  exception: ranks that stop because another one fails often end so before that one does. So a rank that ends in
-  another way within ``SETTLE_S`` is the cause.
+  Processes that a rank has started (the workers of a data loader) end when the rank does, on Linux also those in a
+  session of their own (:mod:`asyncdist.launch.guardians`).
+- The first rank to fail decides the exit code, as with mpirun. But exit code 1, with which Python ends after any
+  exception, says little: ranks that stop because another one fails often end so before that one does. So a rank that
+  ends in another way within ``SETTLE_S`` is the cause.
 - The others are asked to stop, and killed if they have not done so after ``STOP_S``. No process is left behind, also
   when the launcher itself is killed (on Linux).
 - Nothing here imports torch: the launcher is up in 0.1 s and waits without using a core.
@@ -52,7 +52,7 @@ def run(
     Args:
         script: path of a Python script.
         arguments: the script's own arguments.
-        ranks: how many processes.
+        ranks: the number of processes.
         threads: OMP_NUM_THREADS of each rank; None keeps the user's, else gives each rank its share of the cores.
         environ: the environment to start from.
 
@@ -86,7 +86,7 @@ def run(
 def build_environments(
     environ: Mapping[str, str], *, ranks: int, threads: int | None, cores: int | None = None
 ) -> list[dict[str, str]]:
-    """The environment of each rank; what the user has set for threads is kept (not with ``threads``)."""
+    """Return the environment of each rank; the user's setting for threads is kept, unless ``threads`` is given."""
     share = str(max(1, (cores or local_host.available_cores()) // ranks))
     chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     port, run_id = local_host.find_free_port(), local_host.new_run_id()
@@ -121,7 +121,7 @@ def _start(
 
 @contextlib.contextmanager
 def _signals_as_events(events: queue.SimpleQueue[_Event]) -> Iterator[None]:
-    """Nothing is interrupted by a signal here; one that is ignored (nohup) stays so."""
+    """Turn signals into events while the context lasts; signals that are ignored (nohup) stay so."""
     previous = {number: signal.getsignal(number) for number in _FORWARDED}
     for number, handler in previous.items():
         if handler is not signal.SIG_IGN:
@@ -134,7 +134,7 @@ def _signals_as_events(events: queue.SimpleQueue[_Event]) -> Iterator[None]:
 
 
 def _supervise(processes: Sequence[subprocess.Popen[bytes]], events: queue.SimpleQueue[_Event]) -> int:
-    """Wait for all of them, and stop those that are left when one fails or a signal comes. Returns the exit code."""
+    """Wait for all ranks, and stop those that are left when one fails or a signal comes. Returns the exit code."""
     living = set(range(len(processes)))
     victims: list[int] = []  # or causes: they ended as Python does after any exception
     code = 0
@@ -150,12 +150,12 @@ def _supervise(processes: Sequence[subprocess.Popen[bytes]], events: queue.Simpl
                 deadline = None
                 for rank in living:
                     _kill(processes[rank])
-            case ("late", _):  # nobody ended by itself in another way: that was the cause
+            case ("late", _):  # no rank ended in another way, so exit code 1 was the cause
                 code, deadline = _explain(victims, 1, others=True), time.monotonic() + STOP_S
                 stop(signal.SIGTERM)
             case ("signal", number):
                 if not code:
-                    if victims:  # who is stopped now says nothing of what happened before
+                    if victims:  # ranks that are stopped now say nothing of what happened before
                         _explain(victims, 1, others=True)
                     code, deadline = 128 + number, None
                 deadline = deadline or time.monotonic() + STOP_S
@@ -211,7 +211,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 def rank_variables(
     rank: int, size: int, *, local_rank: int, local_size: int, address: str, port: int, run_id: str
 ) -> dict[str, str]:
-    """What torchrun would set for this rank; rank 0 itself hosts the store at ``address``."""
+    """Return the variables that torchrun would set for this rank; rank 0 itself hosts the store at ``address``."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),

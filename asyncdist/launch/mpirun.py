@@ -1,7 +1,7 @@
-"""``asyncdist run``: N ranks of a script on this host, started by the mpirun of the MPI that mpi4py will load.
+"""Starts N ranks of a script on this host with the mpirun of the MPI that mpi4py will load: ``asyncdist run``.
 
-It finds library and mpirun, sets what they need, and becomes mpirun, so that signals and exit codes pass through
-untouched. Nothing here imports torch or MPI: what mpi4py loads is asked in a process of its own.
+It finds library and mpirun, sets what they need, and becomes mpirun, so signals and exit codes pass through unchanged.
+Nothing here imports torch or MPI: a child process finds out what mpi4py loads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PROBE: Final = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Installation:
-    """What this machine offers: who made the library, and an mpirun per flavour.
+    """Describes the MPI of this machine: the library's flavour, and an mpirun per flavour.
 
     Attributes:
         library: The flavour of the library that mpi4py loads; None when it loads none.
@@ -63,13 +63,13 @@ def run(
     Args:
         script: Path of a Python script.
         arguments: The script's own arguments.
-        ranks: How many processes.
+        ranks: The number of processes.
         mpi: The flavour to use; None takes the one that mpi4py loads.
         threads: OMP_NUM_THREADS of each rank; None keeps the user's, else gives each rank its share of the cores.
         environ: The environment to start from; what another launcher has set in it does not reach the ranks.
 
     Raises:
-        launch.LaunchError: The script is no file, or there is not exactly one usable MPI.
+        local_host.LaunchError: The script is no file, or there is not exactly one usable MPI.
     """
     local_host.check_script(script)
     local_host.check_ranks(ranks)
@@ -108,7 +108,7 @@ def _is_distribution_installed(name: str) -> bool:
 
 
 def find_launchers(directories: Sequence[str]) -> dict[environment.Flavour, str]:
-    """The first mpirun of each flavour in these directories; each says itself what it is."""
+    """Return the first mpirun of each flavour in these directories; each program says its flavour itself."""
     found: dict[environment.Flavour, str] = {}
     for directory in dict.fromkeys(filter(None, directories)):
         for name in _MPIRUN_NAMES:
@@ -120,7 +120,7 @@ def find_launchers(directories: Sequence[str]) -> dict[environment.Flavour, str]
 
 
 def launcher_flavour(path: str) -> environment.Flavour | None:
-    """Whose launcher says so of itself; None for somebody else's."""
+    """Return the flavour that a launcher says it has; None for an unknown one."""
     try:
         answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -132,7 +132,7 @@ def launcher_flavour(path: str) -> environment.Flavour | None:
 
 
 def choose_flavour(installation: Installation, wanted: environment.Flavour | None) -> environment.Flavour:
-    """The flavour whose library mpi4py loads and whose mpirun is there; LaunchError says why there is none."""
+    """Return the flavour whose library mpi4py loads and whose mpirun exists. Raises LaunchError, with the reason."""
     library, launchers = installation.library, installation.launchers
     has_both = len(installation.wheels) > 1
     if library is None and "No module named 'mpi4py'" in installation.version:
@@ -169,7 +169,7 @@ def choose_flavour(installation: Installation, wanted: environment.Flavour | Non
 def build_command(
     flavour: environment.Flavour, mpirun: str, script: str, arguments: Sequence[str], *, ranks: int
 ) -> list[str]:
-    """The command line of mpirun.
+    """Return the command line of mpirun.
 
     Open MPI counts slots by physical cores and refuses more ranks. Of the two ways round that, `--oversubscribe` makes
     every MPI call that finds nothing yield the core: with 4 ranks on 2 cores a test of a request then took 8 ms, a time
@@ -192,7 +192,7 @@ def build_environment(
     threads: int | None,
     cores: int | None = None,
 ) -> dict[str, str]:
-    """The environment of mpirun and so of the ranks; what the user has set is kept (not with ``threads``)."""
+    """Return the environment of mpirun and so of the ranks; the user's settings are kept, ``threads`` excepted."""
     cores = cores or local_host.available_cores()
     settings = {
         "OMP_NUM_THREADS": str(max(1, cores // ranks)),

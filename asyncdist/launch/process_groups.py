@@ -1,7 +1,7 @@
-"""Process groups of torch.distributed, for plain functions that bring their own collectives.
+"""Makes process groups of torch.distributed, for plain functions that bring their own collectives.
 
-A coroutine has no need of this: its world speaks over the torch transport. Everything here blocks, as torch.distributed
-does. Besides the torch transport the only module that imports torch.distributed.
+A coroutine does not need them: its world uses the torch transport. Everything here blocks, as torch.distributed does.
+Besides the torch transport this is the only module that imports torch.distributed.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _FAKE_BACKENDS = ("undefined", "fake")
 
 
 def default_backend() -> str:
-    """``"nccl"`` where torch sees a GPU and was built with NCCL, else ``"gloo"``."""
+    """Return ``"nccl"`` where torch sees a GPU and was built with NCCL, else ``"gloo"``."""
     if torch.cuda.is_available() and dist.is_nccl_available():
         return "nccl"
     return "gloo"
 
 
 def get_distributed_backend() -> dist.Backend:
-    """The backend that new process groups get: the one that was set, else :func:`default_backend`.
+    """Return the backend that new process groups get: the one that was set, else :func:`default_backend`.
 
     Raises:
         ValueError: the one that was set is not available.
@@ -57,7 +57,7 @@ def set_distributed_backend(backend: str) -> None:
 
 
 def available_backends() -> list[str]:
-    """What torch was built with, and what extensions have registered."""
+    """Return the backends that torch was built with, and those that extensions have registered."""
     names = [name for name in dist.Backend.backend_list if name not in _FAKE_BACKENDS]
     return [name for name in names if dist.is_backend_available(name)]
 
@@ -67,7 +67,7 @@ def check_backend(backend: object, name: str = "backend") -> str:
 
     Args:
         backend: ``"gloo"``, or one for each type of device: ``"cpu:gloo,cuda:nccl"``.
-        name: what the caller calls it.
+        name: the option's name, for the error.
     """
     available = available_backends()
     if isinstance(backend, str) and backend:
@@ -96,7 +96,7 @@ def init_process_group_from_backend(
     Args:
         backend: None takes :func:`get_distributed_backend`.
         init_method: where ranks meet: ``"env://"``, ``"tcp://address:port"`` or ``"file://path"``.
-        rank: of this process; None reads RANK.
+        rank: this process's rank; None reads RANK.
         world_size: the number of ranks; None reads WORLD_SIZE.
         timeout_s: for meeting and for every collective, in seconds; None is torch's own.
 
@@ -129,8 +129,8 @@ def init_dist(
     """Make this process a rank of torch.distributed: its variables, its GPU and the default process group.
 
     Args:
-        rank: of this process among all.
-        local_rank: of this process on its host; it takes the GPU of this number, modulo their number.
+        rank: this process's rank among all.
+        local_rank: this process's rank on its host; it takes the GPU of this number, modulo their number.
         world_size: ranks in all.
         local_world_size: ranks on this host.
         master_addr: name or address of the host of rank 0.
@@ -173,7 +173,7 @@ def init_dist(
 def _join_store(
     init_method: str, place: tuple[str | None, int | None], rank: int, world_size: int, timeout_s: float | None
 ) -> Any:
-    """The store of all ranks, when they have come. As ``init_process_group`` does it, but for the time it may take."""
+    """Return the store of all ranks when they have come, as ``init_process_group`` does, but within ``timeout_s``."""
     usual = dist.constants.default_pg_timeout
     limit_s = usual.total_seconds() if timeout_s is None else timeout_s
     deadline = time.monotonic() + limit_s
@@ -194,7 +194,7 @@ def _join_store(
 
 
 def end_dist() -> None:
-    """End the default process group and all others, unless somebody has."""
+    """End the default process group and all others, unless that has been done."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -223,7 +223,7 @@ def check_init_method(value: object) -> None:
             "tcp": bool(url.hostname and url.port),
             "file": bool(url.path.strip("/")),
         }.get(url.scheme, False)
-    except ValueError:  # a port that is none
+    except ValueError:  # the port is no number
         is_allowed = False
     if not is_allowed:
         raise ValueError(f"init_method is {value!r}; {allowed}")
@@ -311,7 +311,7 @@ def all_to_all(input: torch.Tensor, group: dist.ProcessGroup | None = None) -> t
         A tensor like ``input``: member i's part in i-th place. Its gradient takes the same way back.
 
     Raises:
-        ValueError: the first dimension cannot be split so.
+        ValueError: the first dimension cannot be split evenly.
         LocalProtocolError: there is no process group, or this rank is not in it.
     """
     _check_initialized()

@@ -1,6 +1,6 @@
-"""A rank in a process of its own: how it joins the others, runs its function, and tells its launcher how that ended.
+"""Runs a rank in a process of its own: it joins the others, runs its function, and tells its launcher how that ended.
 
-:func:`init_and_run` can be called in any process. :func:`be_child` is what :mod:`asyncdist.launch.spawn` starts.
+:func:`init_and_run` can be called in any process. :mod:`asyncdist.launch.spawn` starts :func:`be_child`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ P = ParamSpec("P")
 
 #: How long the ranks may take until they all run: importing torch, and the script's own imports.
 START_TIMEOUT_S: Final = 300.0
-#: The exit priority of what is done last at a child's end: multiprocessing's own are 10 and less, not below -100.
+#: The exit priority of the last function at a child's end: multiprocessing's own are 10 and less, not below -100.
 _LAST: Final = -1000
 
-# What a child sends to its launcher, after an empty message that says that it runs. The first byte says which it is.
+# A child sends its launcher an empty message when it runs, and then one whose first byte is one of these.
 
 #: The function has returned, or has called ``sys.exit(0)``.
 RETURNED: Final = b"."
@@ -58,14 +58,14 @@ def init_and_run(func: Callable[P, Any], cfg: MultiprocessConfig, *args: P.args,
     parallel groups are the world's.
 
     Args:
-        func: what to run. What it returns is dropped.
-        cfg: with this process's rank.
-        args: of ``func``.
-        kwargs: of ``func``.
+        func: the function to run; its value is dropped.
+        cfg: a config with this process's rank.
+        args: the arguments of ``func``.
+        kwargs: the keyword arguments of ``func``.
 
     Raises:
         TypeError: ``func`` is no function, or ``cfg`` no config.
-        ValueError: the config lacks a rank, or says how to make a process group, which a coroutine function has not.
+        ValueError: the config lacks a rank, or has options of a process group, which a coroutine function does not use.
         TransportError: the other ranks did not come within 300 s; says where they were to meet.
         Exception: what ``func`` raised.
     """
@@ -144,7 +144,7 @@ def is_coroutine_function(func: Callable[..., Any]) -> bool:
 
 
 def check_call(func: object, cfg: object) -> None:
-    """Refuse what cannot be called, and what is not a config."""
+    """Refuse a function that cannot be called, and a config of another type."""
     if not callable(func):
         raise TypeError(f"func is {func!r}; it must be a function or a coroutine function")
     if not isinstance(cfg, MultiprocessConfig):
@@ -167,10 +167,10 @@ def check_process_group(func: Callable[..., Any], cfg: MultiprocessConfig) -> No
 def be_child(
     pipe: Connection, func: Callable[..., Any], cfg: MultiprocessConfig, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
-    """Run a child of the launcher: it tells that it runs, is a rank, and tells why it failed."""
+    """Run a child of the launcher: it reports that it runs, runs as a rank, and reports why it failed."""
     os.setpgid(0, 0)
     guardians.adopt_orphans()
-    # This runs after multiprocessing has waited for those of its children that it waits for.
+    # This runs after multiprocessing has waited for its own children.
     multiprocessing.util.Finalize(None, guardians.end_children, exitpriority=_LAST)
     _end_with_launcher()
     pipe.send_bytes(b"")
@@ -196,7 +196,7 @@ def be_child(
 
 
 def _end_with_launcher() -> None:
-    """Have the kernel kill this process group when the launcher's end of a pipe closes. Only Linux can do it.
+    """Have the kernel kill this process group when the launcher's end of a pipe closes. Works on Linux only.
 
     The signal for a parent's death is not enough: the parent may be the server that forks, which lives until its last
     child has ended. A thread that watches the pipe is not enough either: a rank may fork, for the workers of a data

@@ -1,17 +1,17 @@
-"""Ranks started from Python: a function in several processes of this host, joined by torch.distributed.
+"""Starts ranks from Python: a function in several processes of this host, joined by torch.distributed.
 
 A plain function finds a process group, a coroutine function is given a world. The launcher keeps to these rules:
 
-- What can be wrong is found before a process is started: the config, and a function that does not pickle.
-- The first failure decides: its traceback is what the caller sees, and the others are stopped. A rank that failed only
-  because it lost another one is not the first, whatever the order in which they tell.
-- No rank outlives the call, however it ends; nor, on Linux, the process that made it. What a rank has started ends when
-  the rank does: by its process group, and on Linux also in a session of its own. The exception is a rank that something
-  else has killed: then nothing tells which processes were its own.
+- Mistakes in the config, and a function that does not pickle, are found before a process is started.
+- The first failure decides: the caller sees its traceback, and the others are stopped. A rank that failed only because
+  it lost another one is not the first, also if it reports first.
+- No rank outlives the call, however it ends; nor, on Linux, the process that made the call. Processes that a rank has
+  started end when the rank does: by its process group, and on Linux also in a session of their own. The exception is a
+  rank that something else has killed: then nothing tells which processes were its own.
 
 The function and its arguments travel to the children through multiprocessing, which pickles them: they come from this
 program and go to another copy of it. Threads and MPI do not survive a fork, so ranks are spawned, or forked by a server
-that has neither. What a child runs is in :mod:`asyncdist.launch.rank_process`.
+that has neither. A child runs the code of :mod:`asyncdist.launch.rank_process`.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ def launch_subprocesses(
     Args:
         func: a function that can be imported by its name. A coroutine function is given a world before the arguments;
             a plain one finds a process group; see :func:`init_and_run`.
-        cfg: what is missing in it is filled in by :meth:`MultiprocessConfig.resolve`; it names no rank.
+        cfg: the config, which names no rank; :meth:`MultiprocessConfig.resolve` fills in its missing fields.
         setup: called here, once, before the first process is started.
         rank_offset: the first rank of this host, where there are several hosts.
-        args: of ``func``.
-        kwargs: of ``func``.
+        args: the arguments of ``func``.
+        kwargs: the keyword arguments of ``func``.
 
     Raises:
         RuntimeError: ``func`` failed on a rank, and the text holds that rank's traceback; or a rank was killed, by a
@@ -85,20 +85,7 @@ def launch_subprocesses(
         KeyboardInterrupt: at Ctrl-C, when all ranks have been stopped.
     """
     cfg = MultiprocessConfig() if cfg is None else cfg
-    check_call(func, cfg)
-    if setup is not None and not callable(setup):
-        raise TypeError(
-            f"setup is {setup!r}; it must be None or a function without arguments: what is for func comes after setup "
-            "and rank_offset, as in launch_subprocesses(func, cfg, None, 0, ...)"
-        )
-    for name, value in (("rank", cfg.rank), ("local_rank", cfg.local_rank)):
-        if value is not None and cfg.world_size != 1:
-            raise ValueError(f"{name} is {value}; every child is given its own: leave it away, or call init_and_run")
-    resolved = _resolve_for(cfg, rank_offset)
-    check_process_group(func, resolved)
-    _check_reachable(func)
-    if rank_offset == 0 and cfg.master_port is not None and cfg.init_method == "env://":
-        _check_port_is_free(cfg.master_port)
+    resolved = _checked_config(func, cfg, setup, rank_offset)
     if setup is not None:
         setup()
     size = cast("int", resolved.local_world_size)
@@ -113,6 +100,27 @@ def launch_subprocesses(
             _wait_for_all(ranks)
         finally:
             _stop_all(ranks)
+
+
+def _checked_config(
+    func: Callable[..., Any], cfg: MultiprocessConfig, setup: object, rank_offset: int
+) -> MultiprocessConfig:
+    """Refuse everything that can be known to be wrong before a process is started, and return the resolved config."""
+    check_call(func, cfg)
+    if setup is not None and not callable(setup):
+        raise TypeError(
+            f"setup is {setup!r}; it must be None or a function without arguments: what is for func comes after setup "
+            "and rank_offset, as in launch_subprocesses(func, cfg, None, 0, ...)"
+        )
+    for name, value in (("rank", cfg.rank), ("local_rank", cfg.local_rank)):
+        if value is not None and cfg.world_size != 1:
+            raise ValueError(f"{name} is {value}; every child is given its own: leave it away, or call init_and_run")
+    resolved = _resolve_for(cfg, rank_offset)
+    check_process_group(func, resolved)
+    _check_reachable(func)
+    if rank_offset == 0 and cfg.master_port is not None and cfg.init_method == "env://":
+        _check_port_is_free(cfg.master_port)
+    return resolved
 
 
 def _resolve_for(cfg: MultiprocessConfig, rank_offset: int) -> MultiprocessConfig:
@@ -207,7 +215,7 @@ class _Child:
             self.pipe.close()
 
     def reap(self) -> bool:
-        """Return whether it has ended; then a failure that it could not tell is described."""
+        """Return whether the rank has ended, and describe a failure that it could not tell itself."""
         code = self.process.exitcode  # its sentinel may be in the hands of a child that it has forked
         if code is None:
             return False
@@ -226,13 +234,13 @@ class _Child:
         return True
 
     def stop(self) -> None:
-        """Ask it to stop. The processes that it has started are listed before: they are known only while it lives."""
+        """List the processes that the rank has started, which only a living rank shows, and ask it to stop."""
         if self.process.pid is not None and self.process.exitcode is None:
             self.rest = guardians.open_descendants(self.process.pid)
             self.process.terminate()
 
     def end_rest(self) -> None:
-        """End all that it has started; it has ended itself."""
+        """End the processes that the rank, which has ended, has started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses a group of zombies
             os.killpg(cast("int", self.process.pid), signal.SIGKILL)
         guardians.kill_all(self.rest)
@@ -278,7 +286,7 @@ def _start_all(
 
 
 def _wait_for_all(ranks: Sequence[_Child]) -> None:
-    """Return when all have ended well. Raises RuntimeError at the first failure."""
+    """Return when all ranks have ended well. Raises RuntimeError at the first failure."""
     deadline = time.monotonic() + START_TIMEOUT_S
     living = list(ranks)
     while living:
@@ -301,7 +309,7 @@ def _wait_for_news(living: Sequence[_Child], timeout_s: float | None) -> None:
 
 
 def _find_cause(ranks: Sequence[_Child]) -> str:
-    """Describe the rank that failed by itself. Where only ranks that may have lost it have told, it gets a moment."""
+    """Describe the rank that failed by itself, after a moment where only ranks that may have lost it have reported."""
     began_at = time.monotonic()
     failed: list[_Child] = []
     while True:
@@ -337,7 +345,7 @@ def _signal_name(number: int) -> str:
 
 
 def _stop_all(ranks: Sequence[_Child]) -> None:
-    """Leave no rank behind: ask, wait, kill."""
+    """Stop all ranks: ask them, wait, and kill those that are left."""
     try:
         for child in ranks:
             child.stop()

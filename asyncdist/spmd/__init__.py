@@ -1,1 +1,1 @@
-"""Meshes, trees over ranks and named axes."""
+"""Offers meshes, trees over ranks and named axes."""

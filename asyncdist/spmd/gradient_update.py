@@ -1,4 +1,4 @@
-"""Training steps as functions: loss, gradients averaged along a named axis, and an optimizer's update.
+"""Makes training steps as functions: loss, gradients averaged along a named axis, and an optimizer's update.
 
 An optimizer is functional, with ``init(params) -> state`` and ``update(grads, state, params=params) -> (updates,
 state)`` as those of torchopt, or a ``torch.optim.Optimizer``, which keeps its state itself and writes its parameters in
@@ -21,18 +21,18 @@ from asyncdist.spmd.mesh import Axis, find_axis
 from asyncdist.spmd.tree_collectives import pmean, telling_failure
 from asyncdist.tensors import pytrees
 
-#: Takes the optimizer's state, the parameters and what else the loss takes; gives loss, parameters and state.
+#: Takes the optimizer's state, the parameters and the other arguments of the loss; returns loss, parameters and state.
 Update: TypeAlias = Callable[..., Coroutine[Any, Any, tuple[Any, Any, Any]]]
 
 
 class FunctionalOptimizer(Protocol):
-    """What is asked of an optimizer that keeps no state."""
+    """Has the two methods that are needed of an optimizer that keeps no state."""
 
     def init(self, params: Any, /) -> Any:
-        """The state before the first update."""
+        """Return the state before the first update."""
 
     def update(self, updates: Any, state: Any, /, *, params: Any) -> tuple[Any, Any]:
-        """What to add to the parameters, and the next state."""
+        """Return the values to add to the parameters, and the next state."""
 
 
 def gradient_update(
@@ -48,22 +48,22 @@ def gradient_update(
             blocking torch.
         optimizer: functional, or of ``torch.optim``; see the module's text.
         dp_axis_name: the axis of the open mesh along which gradients are averaged; None averages nothing.
-        has_aux: whether the loss comes with something else, any tree.
+        has_aux: whether ``loss_fn`` also returns another value, any tree.
 
     Returns:
-        ``async (opt_state, params, *args, **kwargs) -> (value, params, opt_state)``. The value is what ``loss_fn``
-        returned, of this rank alone, outside its graph. With a functional optimizer the parameters returned are new
-        tensors, and those given stay as they are. With one of ``torch.optim`` they are those given, changed in place:
-        exactly the optimizer's, which the loss may also reach through their module; the state is returned as it came,
-        and None does. A parameter that the loss does not use gets a gradient of zeros.
+        ``async (opt_state, params, *args, **kwargs) -> (value, params, opt_state)``. The value is that of ``loss_fn``
+        on this rank alone, outside its graph. With a functional optimizer the parameters returned are new tensors, and
+        those given do not change. With one of ``torch.optim`` they are those given, changed in place: exactly the
+        optimizer's, which the loss may also reach through their module; the state is returned unchanged, and may be
+        None. A parameter that the loss does not use gets a gradient of zeros.
 
         It raises TypeError for parameters or a loss that are not floating tensors (named by path), ValueError if the
         loss depends on no parameter or the parameters are not the optimizer's, and what :func:`asyncdist.pmean` does.
-        Whatever is raised on one rank before gradients are averaged, the loss function's own included, is a RemoteError
-        on the others of the axis.
+        An exception on one rank before gradients are averaged, the loss function's own included, is a RemoteError on
+        the other ranks of the axis.
 
     Raises:
-        TypeError: the optimizer is none, or the loss no function.
+        TypeError: ``optimizer`` is no optimizer, or ``loss_fn`` no function.
     """
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is {loss_fn!r:.80}; allowed: a function of the parameters")
@@ -132,13 +132,13 @@ def agent_gradient_update(
         has_aux: as for :func:`gradient_update`.
         attach_fn: ``(agent_state, params) -> agent_state`` with those parameters; the one given does not change. By
             default it replaces ``params``, of a dataclass, a named tuple or a mapping.
-        detach_fn: ``agent_state -> params``, those to be trained; by default ``params``.
+        detach_fn: ``agent_state -> params`` returns the parameters to train; by default ``params``.
 
     Returns:
         ``async (opt_state, agent_state, *args, **kwargs) -> (value, agent_state, opt_state)``.
 
     Raises:
-        TypeError: the optimizer is none.
+        TypeError: ``optimizer`` is no optimizer, or ``loss_fn`` no function.
     """
     attach = attach_fn or _attach_params
     detach = detach_fn or _detach_params
@@ -161,7 +161,7 @@ def agent_gradient_update(
 
 
 def _axes(dp_axis_name: str | None) -> list[Axis]:
-    """Along which the others wait for this rank's gradients."""
+    """Return the axes along which the other ranks wait for this rank's gradients."""
     return [] if dp_axis_name is None else [find_axis(dp_axis_name, None)]
 
 
@@ -175,7 +175,7 @@ def _checked_params(params: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
 
 
 def _check_same(optimizer: torch.optim.Optimizer, leaves: Sequence[Tensor], spec: optree.PyTreeSpec) -> None:
-    """The optimizer's parameters and those given must be the same objects: it steps all of its own."""
+    """Raise ValueError unless the parameters are the optimizer's own objects: it steps all of its own."""
     name = type(optimizer).__name__
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for index, leaf in enumerate(leaves):
@@ -223,7 +223,7 @@ def _added(param: Tensor, update: Tensor) -> Tensor:
 
 
 def _step(optimizer: torch.optim.Optimizer, leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """One step on these gradients; what the parameters have accumulated of their own stays."""
+    """Make one step on these gradients; the gradients that the parameters have accumulated stay."""
     kept = [leaf.grad for leaf in leaves]
     try:
         for leaf, gradient in zip(leaves, gradients, strict=True):

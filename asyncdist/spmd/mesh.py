@@ -1,4 +1,4 @@
-"""Named axes over ranks: the ranks of a group laid out as a grid, and the groups along its lines.
+"""Lays the ranks of a group out as a grid with named axes, and makes the groups along its lines.
 
 With the axes ``{"POP": 2, "DP": 3}`` the six ranks of a group stand in two rows of three, the last axis running
 fastest, as in ``numpy.reshape``. An operation along ``"DP"`` is between the three ranks of a row, one along ``"POP"``
@@ -37,7 +37,7 @@ _open_meshes: ContextVar[tuple[Mesh, ...]] = ContextVar("asyncdist_open_meshes",
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """The operations of one rank along one axis: one at a time, and counted."""
+    """Counts the operations of one rank along one axis, and lets one run at a time."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     begun_count: int = 0
@@ -45,12 +45,12 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Axis:
-    """One axis of a mesh, as one of its ranks sees it.
+    """Describes one axis of a mesh, as one of its ranks sees it.
 
     Attributes:
-        name: as in the mesh.
-        world: this rank's.
-        group: the ranks along the axis that share this rank's place on all the others.
+        name: the name in the mesh.
+        world: this rank's world.
+        group: the ranks along the axis that share this rank's place on all other axes.
     """
 
     name: str
@@ -60,22 +60,22 @@ class Axis:
 
     @property
     def begun_count(self) -> int:
-        """Operations that this rank has begun along it."""
+        """Return the number of operations that this rank has begun along the axis."""
         return self._turn.begun_count
 
     @property
     def subject(self) -> str:
-        """What its ranks agree on before each operation."""
+        """Return the subject on which the axis's ranks agree before each operation."""
         return f"axis {self.name!r} (group {self.group.number})"
 
     @property
     def size(self) -> int:
-        """Ranks along the axis."""
+        """Return the number of ranks along the axis."""
         return self.group.size
 
     @property
     def index(self) -> int:
-        """This rank's place along it."""
+        """Return this rank's place along the axis."""
         return self.group.index
 
     async def perform(self, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -86,7 +86,7 @@ class Axis:
         return await self.world.services.engine.shielded(self.begin(work, *args, **kwargs))
 
     def begin(self, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> asyncio.Task[T]:
-        """Start what :meth:`perform` awaits."""
+        """Start the task that :meth:`perform` awaits."""
         name = f"operation along axis {self.name!r}"
         self._turn.begun_count += 1
         return self.world.services.spawn_service(self._in_turn(work, *args, **kwargs), name=name)
@@ -97,12 +97,12 @@ class Axis:
 
 
 class Mesh:
-    """The ranks of a group as a grid with named axes; made by :func:`new_mesh`.
+    """Arranges the ranks of a group as a grid with named axes; made by :func:`new_mesh`.
 
     Attributes:
         axes: sizes by name, slowest first.
-        ranks: of the world, in the order of the grid.
-        world: this rank's.
+        ranks: ranks of the world, in the order of the grid.
+        world: this rank's world.
     """
 
     def __init__(self, axes: Mapping[str, Axis], ranks: tuple[int, ...], world: World) -> None:
@@ -144,11 +144,11 @@ class Mesh:
             raise ClosedError(words, ranks=self.ranks[:16])
 
     def axis(self, name: str) -> Axis:
-        """The axis of that name.
+        """Return the axis of that name.
 
         Raises:
             ClosedError: the mesh was freed.
-            LocalProtocolError: there is none, or the calling task runs on a rank for which this mesh was not made.
+            LocalProtocolError: the mesh has no such axis, or was not made for the rank on which the calling task runs.
         """
         self.check_member()
         self._check_open()
@@ -158,11 +158,11 @@ class Mesh:
         return found
 
     def axis_size(self, name: str) -> int:
-        """Ranks along an axis."""
+        """Return the number of ranks along an axis."""
         return self.axis(name).size
 
     def axis_index(self, name: str) -> int:
-        """This rank's place along an axis, from 0."""
+        """Return this rank's place along an axis, from 0."""
         return self.axis(name).index
 
     def check_member(self) -> None:
@@ -182,10 +182,10 @@ class Mesh:
 
 
 def find_axis(name: str, mesh: Mesh | None) -> Axis:
-    """The axis ``name`` of ``mesh``, or else of the newest open mesh.
+    """Return the axis ``name`` of ``mesh``, or else of the newest open mesh.
 
     Raises:
-        TypeError: the name is no text, or the mesh is none.
+        TypeError: ``name`` is no text, or ``mesh`` is no Mesh.
         LocalProtocolError: no mesh is open on this rank, or it has no such axis.
     """
     if not isinstance(name, str):
@@ -216,7 +216,7 @@ async def new_mesh(
 
     Args:
         axes: sizes by name, slowest first; their product is the number of ranks.
-        group: whose ranks, in its order; all of the world by default.
+        group: the group of the ranks, in its order; all of the world by default.
         world: the calling task's by default.
         timeout_s: how long to wait for the last rank, in seconds.
 
@@ -287,5 +287,5 @@ def _in_words(axes: Mapping[str, int]) -> str:
 
 
 def _strides(sizes: tuple[int, ...]) -> list[int]:
-    """How far apart neighbours along each axis are, in ranks of the group."""
+    """Return how far apart neighbours along each axis are, in ranks of the group."""
     return list(itertools.accumulate(reversed(sizes[1:]), lambda one, two: one * two, initial=1))[::-1]

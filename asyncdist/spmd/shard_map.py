@@ -1,8 +1,8 @@
-"""A function on one element, run over a batch that is split among the ranks of a named axis.
+"""Runs a function of one element over a batch that is split among the ranks of a named axis.
 
-``shmap_vmap`` calls the function once, with ``torch.func.vmap``, for all elements of this rank's shard; ``shmap_map``
-calls it for one after the other, and awaits what it returns if it is a coroutine function, so that it may use
-collectives. Every rank passes whole arguments, takes its part of them, and gets whole outputs back.
+``shmap_vmap`` calls the function once, with ``torch.func.vmap``, for all elements of this rank's shard. ``shmap_map``
+calls it for one element after the other and awaits it if it is a coroutine function, so it may use collectives. Every
+rank passes whole arguments, takes its part of them, and gets whole outputs back.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def shmap_map(
 
     Returns:
         ``async (*args) -> outputs``. It raises ValueError and TypeError for arguments that do not fit their specs or
-        outputs that are no tensors (named by path), and what :func:`asyncdist.all_gather` does. Whatever is raised on
-        one rank is a RemoteError on those that wait for its outputs, along the axes of ``out_specs``.
+        outputs that are no tensors (named by path), and what :func:`asyncdist.all_gather` does. An exception on one
+        rank is a RemoteError on those that wait for its outputs, along the axes of ``out_specs``.
 
     Raises:
         TypeError: a spec is neither a name nor None.
@@ -129,7 +129,7 @@ def shmap_vmap(
 
 
 class _Specs:
-    """The specs of arguments or outputs, one each or one for all."""
+    """Holds the specs of arguments or outputs, one each or one for all."""
 
     def __init__(self, mesh: Mesh, specs: Spec | Sequence[Spec], name: str) -> None:
         self._one = specs is None or isinstance(specs, str)
@@ -160,15 +160,15 @@ class _Specs:
         return self._specs
 
     def axes(self) -> dict[str, Axis]:
-        """Each axis along which outputs are gathered, by name."""
+        """Return each axis along which outputs are gathered, by name."""
         return {spec: self._mesh.axis(spec) for spec in self._specs if spec is not None}
 
     async def gather(self, result: Any, waiting: dict[str, Axis]) -> Any:
         """Join the outputs of the ranks, those along one axis together.
 
         Args:
-            result: of this rank.
-            waiting: the axes along which this has not begun; here they are taken out.
+            result: the outputs of this rank.
+            waiting: the axes along which gathering has not begun; each is removed when it begins.
         """
         values = (result,) if self._one or type(result) is not tuple else result
         specs = self.per_value(len(values))
@@ -183,7 +183,7 @@ class _Specs:
 
 
 class _Batch:
-    """This rank's part of the arguments of one call, as flat leaves."""
+    """Holds this rank's part of the arguments of one call, as flat leaves."""
 
     def __init__(self, specs: _Specs, args: Sequence[Any]) -> None:
         self.leaves: list[Tensor] = []
@@ -208,7 +208,7 @@ class _Batch:
         self.count = next(iter(counts.values()))
 
     def from_leaves(self, leaves: Sequence[Tensor]) -> list[Any]:
-        """The arguments of one call."""
+        """Return the arguments of one call, made of these leaves."""
         args, start = [], 0
         for count, tree in self._trees:
             args.append(optree.tree_unflatten(tree, leaves[start : start + count]))
@@ -216,7 +216,7 @@ class _Batch:
         return args
 
     def element(self, index: int) -> list[Any]:
-        """The arguments for one element."""
+        """Return the arguments for one element."""
         pairs = zip(self.leaves, self.dimensions, strict=True)
         return self.from_leaves([leaf if dimension is None else leaf[index] for leaf, dimension in pairs])
 

@@ -1,6 +1,6 @@
-"""Where things are: trees on devices and ranks, random generators for each, and who this process is.
+"""Puts trees on devices and ranks, makes random generators for each, and tells which rank this process is.
 
-Nothing here sends or waits.
+This module never sends or waits.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _SEED_BITS: Final = 32  # as much of a seed as torch's generator for CPUs looks 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Where :func:`tree_device_put` puts the leaves of a tree.
+    """Says where :func:`tree_device_put` puts the leaves of a tree.
 
     Attributes:
-        mesh: whose axis it is.
+        mesh: the mesh that has the axis.
         spec: the axis over which the leading dimension is split; None: the whole leaf on every rank.
-        device: of the shard; the leaf's own by default.
+        device: the device of the shard; the leaf's own by default.
     """
 
     mesh: Mesh
@@ -42,15 +42,15 @@ class Sharding:
 
 
 def shard(leaf: Tensor, axis: Axis, path: str) -> Tensor:
-    """This rank's part of a leaf, as a view.
+    """Return this rank's part of a leaf, as a view.
 
     Args:
-        leaf: the whole of it.
-        axis: over which its leading dimension is split.
-        path: how the leaf is called in the message.
+        leaf: the whole leaf.
+        axis: the axis over which its leading dimension is split.
+        path: the leaf's name in the error.
 
     Raises:
-        ValueError: it has no leading dimension, or one that the axis does not divide.
+        ValueError: the leaf has no leading dimension, or one that the axis does not divide.
     """
     if leaf.dim() == 0 or len(leaf) == 0 or len(leaf) % axis.size:
         what = "has no dimension" if leaf.dim() == 0 else f"has a leading dimension of {len(leaf)}"
@@ -65,11 +65,11 @@ def tree_device_put(tree: T, device_or_sharding: torch.device | str | Sharding) 
     """Put every leaf of a tree on a device, or on each rank its shard of it.
 
     Args:
-        tree: of tensors.
+        tree: a tree of tensors.
         device_or_sharding: a device, or how the leading dimension is split over ranks.
 
     Returns:
-        A tree of the same structure. Leaves that are where they should be are returned as they are, shards as views.
+        A tree of the same structure. Leaves that are in the right place are the same objects, shards are views.
 
     Raises:
         TypeError: a leaf is no dense tensor; its path is named.
@@ -94,7 +94,7 @@ def split_key_to_devices(key: int | torch.Generator, devices: Sequence[torch.dev
 
     Args:
         key: a number of at least 0; or a generator, from which one is drawn, so that splitting it again gives others.
-        devices: one for each.
+        devices: the device of each generator.
 
     Raises:
         TypeError: the key is something else.
@@ -117,17 +117,17 @@ def split_key_to_devices(key: int | torch.Generator, devices: Sequence[torch.dev
 
 
 def get_global_ranks(*, world: World | None = None) -> Tensor:
-    """All ranks of the world in order, int64 of shape [size]: split over an axis, each rank gets those of its shard."""
+    """Return all ranks in order, int64 of shape [size]; split over an axis, each rank gets those of its shard."""
     return torch.arange((world or current_world()).size, device="cpu")
 
 
 def get_process_id() -> int:
-    """The calling task's rank; 0 outside any world."""
+    """Return the calling task's rank; 0 outside any world."""
     return current_world().rank if is_dist_initialized() else 0
 
 
 def is_dist_initialized() -> bool:
-    """Whether the calling task runs in a world."""
+    """Return whether the calling task runs in a world."""
     try:
         current_world()
     except RuntimeError:

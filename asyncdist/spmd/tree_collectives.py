@@ -1,16 +1,15 @@
-"""Collectives on trees of tensors along a named axis, with the results that ``jax.lax`` gives on the same inputs.
+"""Runs collectives on trees of tensors along a named axis, with the results of ``jax.lax`` on the same inputs.
 
 Each takes the tree and the name of an axis of an open mesh (:mod:`asyncdist.spmd.mesh`), or None, which returns the
-tree as
-it is: so one training function serves with and without that axis. Results are new tensors on the leaves' devices,
-outside any autograd graph; trees are as in :mod:`asyncdist.tensors.pytrees`.
+tree unchanged: so one training function works with and without that axis. Results are new tensors on the leaves'
+devices, outside any autograd graph; trees are as in :mod:`asyncdist.tensors.pytrees`.
 
 Before anything is sent the ranks of the axis compare what they are about to do. If one does something else, or has
-another tree, all of them get a DisagreementError that names the first path that differs, and nobody waits for ever.
-Then there is one exchange per dtype, whatever the number of leaves.
+another tree, all of them get a DisagreementError that names the first path that differs, and no rank waits for ever.
+Then there is one exchange per dtype, for any number of leaves.
 
-Reductions run in rank order on every transport, so all ranks, and all worlds, get the same bits. What follows from
-``jax.lax`` (as XLA computes it on CPUs, with 64-bit types enabled) where it is not obvious:
+Reductions run in rank order on every transport, so all ranks, and all worlds, get the same bits. These results follow
+``jax.lax`` (as XLA computes it on CPUs, with 64-bit types enabled) and are not obvious:
 
 - sums begin with +0, so only +0 comes of zeros of any sign; integers wrap; booleans are counted, in int32;
 - sums of float16 are rounded after each addition, those of bfloat16 are made in float32 and rounded once;
@@ -61,7 +60,7 @@ _vectorising: ContextVar[str] = ContextVar("asyncdist_vectorising", default="")
 
 @contextlib.contextmanager
 def vectorising(what: str) -> Iterator[None]:
-    """Refuse collectives inside: ``what`` runs once for all elements of a batch, whose tensors have no values."""
+    """Refuse collectives inside: ``what`` runs once for all elements of a batch, and its tensors have no values."""
     token = _vectorising.set(what)
     try:
         yield
@@ -85,11 +84,11 @@ def refuse_inside_vmap(name: str) -> None:
 
 @contextlib.contextmanager
 def telling_failure(axes: Iterable[Axis]) -> Iterator[None]:
-    """Compute what the other ranks along some axes wait for in their next operation: what is raised they get, too.
+    """Tell the other ranks along some axes of an exception in the block: their next operation waits for its result.
 
     Args:
-        axes: those along which this rank has an operation to come, looked at again when something is raised. One along
-            which all have met it in an operation inside is left out: they wait for nothing more.
+        axes: the axes along which this rank has an operation to come, read again when an exception is raised. An axis
+            whose ranks have all met the exception in an operation inside is left out: they wait for nothing more.
     """
     begun = {axis.subject: axis.begun_count for axis in axes}
     try:
@@ -99,9 +98,8 @@ def telling_failure(axes: Iterable[Axis]) -> Iterator[None]:
     except BaseException as error:
         met = _met_along(error)
         for axis in axes:
-            job_goes_on = (
-                axis.world.services.engine.failure is None
-            )  # else all hear of that, and of the rank where it began
+            # After a failure of the job all ranks hear of that, and of the rank where it began.
+            job_goes_on = axis.world.services.engine.failure is None
             if job_goes_on and axis.size > 1 and met.get(axis.subject, 0) <= begun[axis.subject]:
                 axis.begin(_object, axis, error)
                 _note_met(error, axis)
@@ -114,12 +112,12 @@ async def _object(axis: Axis, error: BaseException) -> None:
 
 
 def _note_met(error: BaseException, axis: Axis) -> None:
-    """All ranks of the axis have met this exception, or are told, in the newest operation along it."""
+    """Note that all ranks of the axis have met this exception, or are told, in the newest operation along it."""
     vars(error).setdefault(_MET, {})[axis.subject] = axis.begun_count
 
 
 def _met_along(error: BaseException) -> dict[str, int]:
-    """By axis, the newest operation in which an exception, or one behind it, was met by all its ranks."""
+    """Return by axis the newest operation in which all its ranks met an exception, or one behind it."""
     met: dict[str, int] = {}
     todo: list[BaseException | None] = [error]
     seen: set[int] = set()
@@ -139,7 +137,7 @@ def psum(tree: T, axis_name: str | None = None, *, mesh: Mesh | None = None) -> 
 
     Args:
         tree: equal in structure, shapes and dtypes on all ranks of the axis. Boolean, integer, floating or complex.
-        axis_name: of the mesh; None returns the tree.
+        axis_name: the name of an axis of the mesh; None returns the tree.
         mesh: the newest open one by default.
 
     Raises:
@@ -180,7 +178,7 @@ def all_gather(
 
     Args:
         tree: as for :func:`psum`, of any dtype.
-        axis_name: of the mesh; None returns the tree.
+        axis_name: the name of an axis of the mesh; None returns the tree.
         axis: the dimension of the results along which the ranks' leaves lie; negative ones count from the end.
         tiled: join the leaves along that dimension, which they have, in place of stacking them along a new one.
         mesh: the newest open one by default.
@@ -268,8 +266,8 @@ async def _agree_and_exchange(
 async def _agree(axis: Axis, what: str, outline: pytrees.Outline) -> None:
     """Return once all ranks of the axis are about to do the same with equal trees.
 
-    Digests are compared first. Only if they differ are the outlines themselves exchanged, and the first difference
-    found, by everybody alike.
+    Digests are compared first. Only if they differ are the outlines themselves exchanged; each rank then finds the same
+    first difference.
 
     Raises:
         DisagreementError: see the module's text.
@@ -291,7 +289,7 @@ async def _agree(axis: Axis, what: str, outline: pytrees.Outline) -> None:
 
 
 async def _all_lines(axis: Axis, outline: pytrees.Outline) -> list[pytrees.Lines]:
-    """The outline of every rank's tree."""
+    """Return the outline of every rank's tree."""
     collectives, group = axis.world.collectives, axis.group
     text = torch.frombuffer(bytearray(pytrees.lines_to_text(outline.lines).encode()), dtype=torch.uint8)
     counts = await collectives.all_gather(torch.tensor([text.numel()], device="cpu"), group)
