@@ -27,7 +27,7 @@ import asyncdist as ad
 from asyncdist import environment, local_host, rank_program
 from asyncdist.errors import LocalProtocolError, RankLostError, TransportError
 from asyncdist.functional.parallel_groups import ParallelLayout
-from asyncdist.launch import guardians, local_ranks, process_groups, spawn
+from asyncdist.launch import guardians, local_ranks, process_groups, rank_process, spawn
 from asyncdist.launch.config import MultiprocessConfig
 from asyncdist.runtime import run
 
@@ -693,7 +693,7 @@ def test_a_host_of_rank_0_that_does_not_answer_is_named_in_time(
     """Torch's own patience is half an hour."""
     for name in local_ranks.rank_variables(0, 1, local_rank=0, local_size=1, address="", port=1, run_id=""):
         monkeypatch.setenv(name, "")
-    monkeypatch.setattr(spawn, "START_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(rank_process, "START_TIMEOUT_S", 1.0)
     port = local_host.find_free_port()
     cfg = MultiprocessConfig(rank=1, world_size=2, local_world_size=1, master_port=port)
     with pytest.raises(TransportError, match=f"rank 1 did not meet the other 1 at 127.0.0.1:{port} within 1 s: "):
