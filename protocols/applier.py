@@ -12,7 +12,7 @@ from protocols.step_info import AverageApplied, PolicyEvent, StepInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NewWeights:
-    """What takes the place of a rank's weights, and where it comes from.
+    """Describes what takes the place of a rank's weights, and where it comes from.
 
     Attributes:
         round: the number that events and results call it by.

@@ -1,4 +1,4 @@
-"""The options that policies share, checked in one place."""
+"""Holds and checks the options that policies share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ModelBuilder: TypeAlias = Callable[[], nn.Module | tuple[nn.Module, torch.optim.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AveragingOptions:
-    """The options that say how an average takes the place of a rank's weights, and who hears of it.
+    """Says how an average takes the place of a rank's weights, and who is told of it.
 
     The constructors of the policies document them. The rules of each policy check ``averaging_strategy``.
 

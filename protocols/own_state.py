@@ -52,7 +52,7 @@ class OwnState:
         if name is not None and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "%r holds values that are not finite: this rank gives its weights to nobody while that is so. "
+                "%r holds values that are not finite: this rank gives its weights to no other while that is so. "
                 "(Infinities that a buffer or a frozen parameter holds from the policy's start on are no obstacle.)",
                 name,
             )

@@ -1,4 +1,4 @@
-"""The parameter-stream protocol: it carries the donors' snapshots into one replacer's accumulator.
+"""Carries the donors' snapshots into one replacer's accumulator: the parameter-stream protocol.
 
 The replacer asks (:class:`asyncdist.messaging.streams.Grant`, with the round in the frame's header) and names the bytes
 that it expects: the averaged tensors, or those and the exact ones. The donor answers with exactly these bytes or with
@@ -285,7 +285,7 @@ class _Landing(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """What comes from one donor, how many bytes that are, and the place of the next donor's first chunk."""
+    """Says what comes from one donor, its size, and the place of the next donor's first chunk."""
 
     landings: list[_Landing]
     targets: list[memoryview]
@@ -295,7 +295,7 @@ class _Share(NamedTuple):
 
 
 class _Layout:
-    """Where the streams into one accumulator are received: in its tensors, or in the pages of the ring that made this.
+    """Says where streams into one accumulator are received: in its tensors, or in pages of the ring that made this.
 
     Small states lie in the same places in each round, so the first shares that fit into the ring are kept.
     """

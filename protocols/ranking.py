@@ -20,7 +20,7 @@ def replacer_count(participant_count: int, replacement_ratio: float) -> int:
 
     Half rounds up, and the ratio is taken as the decimal that the user wrote: 0.29 of 50 is 14.5, which gives 15,
     where the binary product falls just short. The result leaves at least one to replace and one to give, except that
-    ratio 0 replaces nobody (it once replaced one rank) and fewer than two participants have nothing to exchange.
+    ratio 0 replaces no rank (it once replaced one rank) and fewer than two participants have nothing to exchange.
     """
     if participant_count < 2 or replacement_ratio == 0:
         return 0

@@ -1,4 +1,4 @@
-"""What a policy tells its user: the result of each step, and the events that ``on_event`` is called with."""
+"""Defines what a policy tells its user: the result of each step, and the events for ``on_event``."""
 
 from __future__ import annotations
 

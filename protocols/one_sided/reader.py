@@ -19,7 +19,7 @@ from protocols.parameter_stream import ChunkRing
 
 @dataclass(slots=True, eq=False)
 class Replacement:
-    """One replacement of this rank's weights, from the judgement until the average is applied or given up.
+    """Tracks one replacement of this rank's weights, from the judgement until the average is applied or given up.
 
     Attributes:
         number: counts the replacements of this rank, from 1.

@@ -30,7 +30,7 @@ Sample = Callable[[Sequence[int], int], list[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneSidedRules:
-    """The options that decide who is replaced and by whom.
+    """Holds the options that decide who is replaced and by whom.
 
     Args:
         replacement_mode: `"age"`, `"threshold"` or `"worst_ratio"`; see `is_dying`.
@@ -129,7 +129,7 @@ def is_among_worst(rank: int, metrics: Mapping[int, float], rules: OneSidedRules
 
     Args:
         rank: Any of them.
-        metrics: Rank to metric, of everybody who has one.
+        metrics: Rank to metric, of every rank that has one.
         rules: The options.
     """
     return rank in _worst(metrics, rules)

@@ -1,4 +1,4 @@
-"""The statistics of the one-sided policy, as data and as tables to print."""
+"""Holds the statistics of the one-sided policy, and formats them as tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client of a replay buffer: ``await buffer.add(batch)`` and ``await buffer.sample(n)``.
+"""Accesses a replay buffer from a training rank: ``await buffer.add(batch)`` and ``await buffer.sample(n)``.
 
     async def train(world):                                   # a training rank
         async with ReplayBuffer(server=3) as buffer:
@@ -69,12 +69,12 @@ from protocols.replay.requests import PendingCall, RequestLimit
 from protocols.replay.store import Batch, RowLayout
 from protocols.replay.values import Sample, as_ids, as_priorities
 
-_REQUEST_COUNT: Final = 1 << 32  # they travel in the frames' round
-#: A client knocks again after this time, then after twice as long, and so on: between the end of one buffer and the
-#: start of the next no server listens; one that starts late finds all knocks at once, and its mailbox is bounded.
-_KNOCK_PERIOD_S: Final = 0.25
+_REQUEST_COUNT: Final = 1 << 32  # the frame header has 32 bits for it
+#: A client repeats its ``Open`` after this time, then after twice as long, and so on. Between the end of one buffer and
+#: the start of the next no server receives; one that starts late finds all of them at once, and its mailbox is bounded.
+_OPEN_PERIOD_S: Final = 0.25
 #: How long to wait for the reason of a server that has left or gives items up.
-_LAST_WORDS_S: Final = 1.0
+_REASON_TIMEOUT_S: Final = 1.0
 
 
 class ReplayBuffer:
@@ -133,12 +133,12 @@ class ReplayBuffer:
             name=f"client of replay {self._name}",
             handler=self._on_message,
         )
-        self._entry = self._channel.lane.sent_count  # of all entries of a rank each finds another: it sends
+        self._entry = self._channel.lane.sent_count  # no other entry of this rank has this number, since each sends
         services.on_gone(self._on_gone)
         try:
             if server in services.gone:
                 self._on_gone(server)
-            self._welcome = await self._knock()
+            self._welcome = await self._enter()
         except BaseException:
             self._close()
             raise
@@ -146,10 +146,10 @@ class ReplayBuffer:
         self._draw_limit = RequestLimit(services.engine, self._welcome.in_flight_max)
         return self
 
-    async def _knock(self) -> Welcome:
-        """Ask to be let in, again and again, until there is an answer."""
+    async def _enter(self) -> Welcome:
+        """Ask the server to be served, again and again, until it answers."""
         engine, what = self._services.engine, f"the replay buffer {self._name!r} on rank {self._server}"
-        give_up_at, period_s = self._services.time() + self._start_timeout_s, _KNOCK_PERIOD_S
+        give_up_at, period_s = self._services.time() + self._start_timeout_s, _OPEN_PERIOD_S
         while self._welcome is None and self._error is None:
             if self._services.time() >= give_up_at:
                 raise StartTimeoutError(
@@ -157,10 +157,10 @@ class ReplayBuffer:
                     missing=(self._server,),
                 )
             self._send(Open(self._entry))
-            knock_again_at = min(give_up_at, self._services.time() + period_s)
+            ask_again_at = min(give_up_at, self._services.time() + period_s)
             period_s *= 2
             await engine.until(
-                lambda: self._welcome is not None or self._error is not None, what, deadline=knock_again_at
+                lambda: self._welcome is not None or self._error is not None, what, deadline=ask_again_at
             )
         if self._error is not None:
             raise self._error
@@ -369,8 +369,8 @@ class ReplayBuffer:
             except StreamAborted as error:  # the server says why on another tag, which may be slower
                 await services.engine.until(
                     lambda: self._error is not None,
-                    f"the last words of the replay buffer {self._name!r}",
-                    deadline=services.time() + _LAST_WORDS_S,
+                    f"the reason why the replay buffer {self._name!r} ended",
+                    deadline=services.time() + _REASON_TIMEOUT_S,
                 )
                 failure: AsyncdistError | None = self._error
                 raise failure or error from error
@@ -378,7 +378,7 @@ class ReplayBuffer:
 
     def _send(self, message: Any, *, round: int = 0) -> None:
         assert self._channel is not None
-        if self._is_closed:  # when it heard the farewell the server stopped all that this could refer to
+        if self._is_closed:  # at ``Bye`` the server has stopped all that this could refer to
             return
         try:
             self._channel.send_nowait(message, self._server, round=round)
@@ -477,13 +477,13 @@ class ReplayBuffer:
         return ClosedError(text, rank=self._server)
 
     async def _hear_why(self) -> None:
-        """A server that gives up says why before it leaves, but messages of different tags overtake each other."""
+        """Wait for the reason, which a server sends before it leaves: messages of other tags may overtake it."""
         error: AsyncdistError = self._abandoned()
         try:
             await self._services.engine.until(
                 lambda: self._error is not None or self._server not in self._services.left,
-                f"the last words of the replay buffer {self._name!r}",
-                deadline=self._services.time() + _LAST_WORDS_S,
+                f"the reason why the replay buffer {self._name!r} ended",
+                deadline=self._services.time() + _REASON_TIMEOUT_S,
             )
             await self._services.engine.drain()
         except AsyncdistError as failure:  # of the job

@@ -1,4 +1,4 @@
-"""What the server of a replay buffer knows about its clients, and whether they wait for each other."""
+"""Holds what the server of a replay buffer knows about its clients, and tells whether they wait for each other."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def more_may_come(clients: Collection[Client]) -> bool:
 
 def all_wait_to_draw(clients: Collection[Client], size: int) -> bool:
     """Tell whether all clients that may add wait in draws of more than the ``size`` items that are held."""
-    somebody_waits = False
+    one_waits = False
     for client in clients:
         waits = any(draw.waits and draw.count > size for draw in client.draws)
         is_busy = client.large or client.is_receiving or client.outgoing or client.streams
         if is_busy or not (waits or client.is_leaving or client.is_done or client.is_refused):
             return False
-        somebody_waits = somebody_waits or waits
-    return somebody_waits
+        one_waits = one_waits or waits
+    return one_waits
 
 
 def describe_draws(clients: Collection[Client], size: int) -> str:

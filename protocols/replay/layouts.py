@@ -1,4 +1,4 @@
-"""What client and server of a replay buffer share: scopes, layouts as messages, and the answer to late grants."""
+"""Has what client and server of a replay buffer share: scopes, layouts as messages, answers to late grants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The messages between a replay buffer and its clients.
+"""Defines the messages between a replay buffer and its clients.
 
 Items travel as bytes: those of a small batch inside the message (``data``), those of a larger one as a stream that the
 receiving side grants (:class:`asyncdist.messaging.streams.Grant`, with the request's number in the frame's header);
@@ -16,10 +16,10 @@ INLINE_NBYTES_MAX = 32 << 10
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Client to server, first, and again until it is answered: here I am.
+    """Client to server, first, and again until it is answered: asks to be served.
 
     Attributes:
-        entry: tells this rank's clients of one buffer apart, who come one after the other.
+        entry: tells the clients of one buffer apart that this rank has one after the other.
     """
 
     entry: int
@@ -27,7 +27,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Server to client: what it may do.
+    """Server to client: accepts the client, and says what it may do.
 
     Attributes:
         entry: of the ``Open`` that this answers.
@@ -44,7 +44,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Server to client, last: in place of ``Welcome``, or when it did what none may, why; it is no client any more."""
+    """Server to client, last: it is no client (any more), and why. Replaces ``Welcome``, or answers a violation."""
 
     entry: int
     reason: str
@@ -52,7 +52,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Declare:
-    """Either way, before the first item goes there: how an item lies in a row of bytes."""
+    """Both ways, before the first item: says how an item lies in a row of bytes."""
 
     form: str
     names: tuple[str, ...]
@@ -62,7 +62,7 @@ class Declare:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Client to server: ``count`` items, and behind them their priorities (float64) if it says so."""
+    """Client to server: adds ``count`` items, followed by their priorities (float64) if ``has_priorities``."""
 
     request: int
     count: int
@@ -73,7 +73,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Client to server: ``count`` items, please; ``waits`` until there are so many, else what there is."""
+    """Client to server: asks for ``count`` items; without ``waits`` for as many as there are."""
 
     request: int
     count: int
@@ -83,7 +83,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Client to server: ``count`` ids (int64) and behind them their new priorities (float64)."""
+    """Client to server: sends ``count`` ids (int64), followed by their new priorities (float64)."""
 
     request: int
     count: int
@@ -100,12 +100,12 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """Client to server: I add nothing more, and wait for what I asked for."""
+    """Client to server: this client adds nothing more, and waits for what it has asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Server to client, last: it serves no more, though its clients are not done.
+    """Server to client, last: the server ends, though its clients are not done.
 
     Attributes:
         kind, text: the exception that ended it, as in :class:`asyncdist.RemoteError`; no kind where it was cancelled.
@@ -117,12 +117,12 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Bye:
-    """Client to server, last."""
+    """Client to server, last: the client leaves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """Server to client: these requests are done; what the scoring hook said of each."""
+    """Server to client: these requests are done; ``scores`` has what the scoring hook returned for each."""
 
     requests: tuple[int, ...]
     scores: tuple[float | None, ...]
@@ -130,7 +130,7 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Server to client: ``count`` rows, and behind them their ids (int64) and weights (float64)."""
+    """Server to client: sends ``count`` rows, followed by their ids (int64) and weights (float64)."""
 
     request: int
     count: int
@@ -140,7 +140,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Server to client: that request came to nothing, and why; ``later`` if it may go well another time."""
+    """Server to client: a request has failed, and why; ``later`` if it may succeed another time."""
 
     request: int
     later: bool

@@ -1,4 +1,4 @@
-"""Requests of a replay buffer's client that are under way, and how many there may be."""
+"""Keeps the requests of a replay buffer's client that are under way, and bounds their number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncdist.messaging.engine import Engine
 
 
 class PendingCall:
-    """A request that has not been answered yet, even if its caller was cancelled."""
+    """Keeps a request until it has been answered, even if its caller was cancelled."""
 
     __slots__ = ("answer", "error", "limit", "payload", "waiter")
 

@@ -1,4 +1,4 @@
-"""The serving end of a replay buffer: one coroutine on a rank of its own, for the clients assigned to it.
+"""Serves a replay buffer: one coroutine on a rank of its own, for the clients assigned to it.
 
 1. A client says ``Open`` and is welcomed, or refused.
 2. Its batches are stored as they come. What has come in one pass is answered together.
@@ -58,7 +58,7 @@ logger = logging.getLogger("protocols.replay.client")
 #: Judges the items of one ``add``; the result goes back to their sender.
 Score = Callable[[Batch], float | int | torch.Tensor | None]
 IN_FLIGHT_MAX: Final = 64
-#: How long all clients may wait in draws of more than is held, and say nothing, before that is warned of.
+#: How long all clients may only wait, in draws of more than is held, before a warning is logged.
 _PATIENCE_S: Final = 10.0
 
 
@@ -78,7 +78,7 @@ async def serve_replay_buffer(
 
     Args:
         clients: the ranks that may use it; this one may be among them.
-        capacity: items that it holds at most; the oldest make room for new ones.
+        capacity: items that it holds at most; the oldest are dropped for new ones.
         prioritized: draw items in proportion to priority^alpha (Schaul et al. 2016); else uniformly.
         alpha: how much priorities count; 0 means not at all.
         score: called with each batch that is added; what it returns is what ``add`` returns to the sender. It runs on
@@ -128,7 +128,7 @@ class _Server:
         self._stale_update_count = 0
         self._clients = {rank: Client(rank, is_done=rank in services.gone) for rank in clients}
         to_server, to_clients = scopes(services.rank, name)
-        # Knocks, a declaration, grants, cancels, withdrawals and a farewell beside the requests themselves.
+        # The requests, and beside them every ``Open``, a declaration, grants, cancels, withdrawals and a ``Bye``.
         capacity = 2 * (len(clients) + 1) * (2 * in_flight_max + 32)
         self._channel: Channel[Any] = services.open_channel(
             ReplayMessage,
@@ -144,7 +144,7 @@ class _Server:
         channel = self._channel
         try:
             while not self._is_finished():
-                # A client that knocks when the last one is done wants the next buffer of that name; it knocks again.
+                # An ``Open`` after the last client is done is for the next buffer of that name; it is sent again.
                 while not self._is_finished() and (envelope := channel.receive_nowait()) is not None:
                     self._hear(envelope)
                 self._has_lost_one = False
@@ -229,10 +229,10 @@ class _Server:
                 self._obey(client, envelope)
             except RemoteProtocolError as error:
                 self._expel(client, str(error))
-        # all else was meant for a buffer that was here before, or came behind what the client was refused for
+        # all else is for an earlier buffer, or was sent before the client knew that it is refused
 
     def _admit(self, client: Client, entry: int) -> None:
-        if client.rank in self._services.gone or entry == client.entry:  # it knocked again before it heard the answer
+        if client.rank in self._services.gone or entry == client.entry:  # it has sent another before the answer came
             return
         self._finish(client)
         self._clients[client.rank] = Client(client.rank, entry, is_open=True)
@@ -280,7 +280,7 @@ class _Server:
         client.has_declared = True
 
     def _on_payload(self, client: Client, message: Add | Update) -> None:
-        """Take what came inside the message, and let come what is too large for that."""
+        """Store what came inside the message, and grant what is too large for that."""
         if isinstance(message, Add) and not client.has_declared:
             raise RemoteProtocolError(f"rank {client.rank} added items without saying what they are", rank=client.rank)
         end, expected = self._sizes(message)
@@ -317,7 +317,7 @@ class _Server:
             else:
                 self._store.add(rows, priorities)
                 self._added[client.rank] += message.count
-        except ValueError as error:  # a priority too large
+        except ValueError as error:  # a priority is too large
             self._fail(client, message.request, str(error))
             return
         client.answers.append((message.request, self._score_of(rows) if isinstance(message, Add) else None))
@@ -332,7 +332,7 @@ class _Server:
         raise TypeError(f"score returned a {type(value).__name__}; allowed: a number, a tensor of one element, or None")
 
     def _receive_next(self, client: Client) -> None:
-        """Let the next large batch of this client come, one at a time."""
+        """Receive the next large batch of this client, one at a time."""
         if client.large and not client.is_receiving:
             client.is_receiving = True
             self._services.spawn_service(
@@ -340,7 +340,7 @@ class _Server:
             )
 
     async def _receive(self, client: Client, message: Add | Update) -> None:
-        if not client.is_open:  # it has left in this moment, and what came again has requests of the same numbers
+        if not client.is_open:  # it has left meanwhile, and its successor has requests of the same numbers
             return
         cancel = functools.partial(self._cancel, client.rank)
         try:
@@ -476,7 +476,7 @@ class _Server:
         self._tell(client, Failed(request, later, reason))
 
     def _tell(self, client: Client, message: Any) -> None:
-        if client.is_open:  # else it has left, or come again: its requests were another's
+        if client.is_open:  # else it has left, or has a successor: these requests are not its own
             self._send_nowait(client.rank, message)
 
     def _send_nowait(self, rank: int, message: Any) -> None:

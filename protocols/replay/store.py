@@ -1,4 +1,4 @@
-"""What a replay buffer holds and how it chooses: plain synchronous objects, no messages.
+"""Holds the items of a replay buffer and draws from them, in plain synchronous objects without messages.
 
 An **item** is one row of a batch: the same index of the leading dimension of each of its tensors. A
 :class:`RowLayout` turns batches into rows of bytes and back, so a :class:`ReplayStore` is one matrix of bytes, whatever
@@ -31,7 +31,7 @@ _BLOCK: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One tensor of a batch, without its leading dimension."""
+    """Describes one tensor of a batch, without its leading dimension."""
 
     name: str
     dtype: str
@@ -48,7 +48,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """How an item lies in a row of bytes: its fields one after the other.
+    """Says how an item lies in a row of bytes: its fields one after the other.
 
     Attributes:
         form: what a batch is: one tensor, a dict of them by name, or a tuple.
@@ -61,7 +61,7 @@ class RowLayout:
 
     @classmethod
     def of(cls, batch: Batch) -> RowLayout:
-        """The layout of ``batch``.
+        """Return the layout of ``batch``.
 
         Raises:
             TypeError: it has none of the three forms, or holds something other than dense tensors in CPU memory.
@@ -93,7 +93,7 @@ class RowLayout:
         return sum(field.nbytes for field in self.fields)
 
     def fits(self, batch: Batch) -> bool:
-        """Whether ``batch`` has this layout: :meth:`of` and a comparison, in a quarter of the time."""
+        """Return whether ``batch`` has this layout; :meth:`of` and a comparison take four times as long."""
         form, parts = _parts(batch)
         if form != self.form or len(parts) != len(self.fields):
             return False
@@ -114,7 +114,7 @@ class RowLayout:
         return len(lengths) == 1
 
     def pack(self, batch: Batch) -> Rows:
-        """The rows of a batch of this layout: (items, ``nbytes``)."""
+        """Return the rows of a batch of this layout: (items, ``nbytes``)."""
         columns = []
         parts = _parts(batch)[1]
         for field in self._in_a_row():
@@ -127,7 +127,7 @@ class RowLayout:
         return columns[0] if len(columns) == 1 else np.concatenate(columns, axis=1)
 
     def unpack(self, rows: Rows) -> Batch:
-        """The batch that was packed, in tensors of its own."""
+        """Return the batch that was packed, in tensors of its own."""
         parts, start = {}, 0
         for field in self._in_a_row():
             tensor = torch.empty((len(rows), *field.shape), dtype=_dtype(field.dtype), device="cpu")
@@ -145,7 +145,7 @@ class RowLayout:
         return sorted(self.fields, key=lambda field: field.name) if self.form == "dict" else self.fields
 
     def difference(self, other: RowLayout) -> str | None:
-        """The first thing in which ``other`` differs, in words; None if it does not."""
+        """Describe the first thing in which ``other`` differs; None if nothing does."""
         if self.form != other.form:
             return f"a batch is a {other.form} here and a {self.form} there"
         theirs = {field.name: field for field in other.fields}
@@ -189,13 +189,13 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _rows_of(tensor: torch.Tensor) -> Rows:
-    """The bytes of a contiguous tensor that is not empty, row by row."""
+    """Return the bytes of a contiguous tensor that is not empty, row by row."""
     return np.frombuffer(byte_view(tensor), np.uint8).reshape(tensor.shape[0], -1)
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Items that were sampled.
+    """Holds items that were sampled.
 
     Attributes:
         ids: int64 (n,): what each is called in ``update_priorities``.
@@ -209,7 +209,7 @@ class Drawn:
 
 
 class ReplayStore:
-    """A bounded number of items; the oldest make room for new ones.
+    """Keeps a bounded number of items; the oldest are dropped for new ones.
 
     Args:
         capacity: items that it holds at most.
@@ -228,12 +228,12 @@ class ReplayStore:
 
     @property
     def size(self) -> int:
-        """Items that it holds."""
+        """The number of items that are held."""
         return min(self.added_count, self.capacity)
 
     @property
     def evicted_count(self) -> int:
-        """Items that have made room for others."""
+        """The number of items that were dropped for new ones."""
         return self.added_count - self.size
 
     def add(self, rows: Rows, priorities: npt.NDArray[np.float64] | None = None) -> None:
@@ -286,7 +286,7 @@ class ReplayStore:
         return Drawn(ids, weights, self._rows[places])
 
     def update(self, ids: npt.NDArray[np.int64], priorities: npt.NDArray[np.float64]) -> int:
-        """Give items new priorities, float64 (n,); how many of them are gone already, or never were.
+        """Give items new priorities, float64 (n,); returns how many of the items are not held (any more).
 
         Raises:
             ValueError: as ``add``; none is changed.
@@ -297,7 +297,7 @@ class ReplayStore:
         return int(len(ids) - known.sum())
 
     def _powers(self, priorities: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """priority^alpha, small enough that a store full of them has a sum."""
+        """Return priority^alpha, small enough that a store full of them has a sum."""
         assert self.alpha is not None, "uniform sampling has no priorities"
         with np.errstate(over="ignore"):
             powers = np.power(priorities, self.alpha)
@@ -313,14 +313,14 @@ class ReplayStore:
             self._priorities.set(places, powers)
 
     def _weights(self, places: npt.NDArray[np.int64], beta: float) -> npt.NDArray[np.float64]:
-        """(size * chance)^-beta, over the same of the least likely item that has a chance at all."""
+        """Return (size * chance)^-beta, divided by the same of the least likely item that has a chance at all."""
         assert self._priorities is not None
         smallest = self._priorities.smallest()
         return np.asarray((smallest / self._priorities.of(places)) ** beta, np.float64)
 
 
 class _Priorities:
-    """Numbers by place, and draws in proportion to them."""
+    """Keeps a number for each place, and draws places in proportion to them."""
 
     def __init__(self, capacity: int) -> None:
         block_count = -(-capacity // _BLOCK)
@@ -340,20 +340,20 @@ class _Priorities:
         self._smallest[blocks] = np.where(changed > 0, changed, np.inf).min(axis=1)
 
     def smallest(self) -> float:
-        """The smallest above zero; infinite if there is none."""
+        """Return the smallest number above zero; infinity without any."""
         return float(self._smallest.min())
 
     def draw(self, at: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-        """The places at these fractions (0 to 1) of the total; if all are zero, nothing is likelier than another."""
+        """Return the places at these fractions (0 to 1) of the total. Raises ValueError where all numbers are zero."""
         bounds = np.cumsum(self._sums)
         if not bounds[-1] > 0:
             raise ValueError("every priority is zero; at least one must be above")
         wanted = at * bounds[-1]
         blocks = np.minimum(np.searchsorted(bounds, wanted, side="right"), np.flatnonzero(self._sums)[-1])
         inside = np.cumsum(self._values[blocks], axis=1)
-        # From where the block before ended, to the bit: below it, the first place would be meant, chance or none.
+        # Exactly from the end of the block before: less would mean the first place, even one without a chance.
         rest = wanted - np.concatenate(([0.0], bounds))[blocks]
-        # Rounding may put a number a hair beyond its block's end; the last place with a chance is meant then.
+        # Rounding may put a number slightly beyond the end of its block: the last place with a chance is meant then.
         columns = (inside <= rest[:, None]).sum(axis=1)
         last = _BLOCK - 1 - (self._values[blocks][:, ::-1] > 0).argmax(axis=1)
         return np.asarray(blocks * _BLOCK + np.minimum(columns, last), np.int64)

@@ -1,4 +1,4 @@
-"""What users give to a replay buffer and get from it: options, ids and priorities; samples and statistics."""
+"""Checks what users give to a replay buffer, and defines what they get from it: samples and statistics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from protocols.replay.store import Batch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """Items drawn from a replay buffer, with replacement.
+    """Holds items that were drawn from a replay buffer, with replacement.
 
     Attributes:
         batch: in the form that was added; each tensor (n, ...), of its own memory.
@@ -37,7 +37,7 @@ class ReplayStatistics:
         added: items by the client that sent them.
         drawn: items by the client that asked for them.
         size: items that it holds.
-        evicted_count: items that made room for others.
+        evicted_count: items that were dropped for new ones.
         stale_update_count: priorities of items that it did not hold any more.
     """
 
@@ -89,7 +89,7 @@ def check_clients(clients: Any, world: World) -> None:
     if isinstance(clients, str) or not isinstance(clients, Sequence):
         raise TypeError(f"clients is {clients!r:.80}; {allowed}")
     if not clients:
-        raise ValueError("clients is empty; a replay buffer without clients serves nobody")
+        raise ValueError("clients is empty; a replay buffer needs at least one")
     wrong = [rank for rank in clients if type(rank) is not int or not 0 <= rank < world.size]
     if wrong or len(set(clients)) != len(clients):
         raise ValueError(f"clients is {list(clients)}; {allowed}")

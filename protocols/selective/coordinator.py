@@ -1,4 +1,4 @@
-"""The coordinator of selective averaging: it receives, asks the decision core, and sends what that answers.
+"""Coordinates selective averaging: receives messages, asks the decision core, and sends what it answers.
 
 It runs on the group's first rank, beside that rank's training, or on a reserved rank that trains nothing. On a
 training rank it only gets its turn at that rank's safe points, so its answers are as late as that rank's step is long.

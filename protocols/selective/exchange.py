@@ -1,4 +1,4 @@
-"""A replacer's part in one round: it asks the donors for their snapshots and adds up what streams in."""
+"""Carries out a replacer's part in one round: asks the donors for their snapshots and adds up what streams in."""
 
 from __future__ import annotations
 

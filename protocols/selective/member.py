@@ -1,4 +1,4 @@
-"""The member's side of a round: a state machine that turns events into instructions.
+"""Implements the member's side of a round, as a state machine that turns events into instructions.
 
 `RoundMember` is the twin of `protocols.selective.rounds.RoundCoordinator`: a plain synchronous object without asyncio,
 torch or a clock, so the same events give the same instructions. The policy tells it what has happened (a message of the

@@ -1,4 +1,4 @@
-"""The messages that members and the coordinator of a selective-averaging policy exchange.
+"""Defines the messages between the members and the coordinator of a selective-averaging policy.
 
 Every message is flat: ints, floats, strings, bools and tuples of ints or floats, which is all that the wire codec
 packs and checks. The round that a control message belongs to travels in the frame's header, never in the message, so

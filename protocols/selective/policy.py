@@ -202,7 +202,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             declined=dict(self._member.declined),
             unapplied_count=self._member.unapplied_count,
             last_round=self._member.last_round,
-            sent_nbytes=self._desk.sent_nbytes if self._stage != "new" and not self.is_alone else 0,
+            sent_nbytes=self._snapshot_server.sent_nbytes if self._stage != "new" and not self.is_alone else 0,
             received_nbytes=self._buffers.received_nbytes,
             coordinator=self._coordinator.statistics() if self._coordinator is not None else None,
         )
@@ -252,7 +252,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._control: Channel[ControlMessage] = services.open_channel(
             ControlMessage, tag=tags.CONTROL, scope=scopes.to_members, peer_scope=scopes.to_coordinator, name="control"
         )
-        self._desk = SnapshotServer(services, scopes.to_members)
+        self._snapshot_server = SnapshotServer(services, scopes.to_members)
         services.on_gone(self._on_gone)
         services.leftover_probes.append(self._leftovers)
         self._reported_at = world.time()
@@ -279,7 +279,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         """Whether nothing of a round is left: no role, no stream of ours, nothing being discarded."""
         if self._member.state is State.OUT:
             return True
-        is_giving = self._member.state is State.LASTING or not self._desk.is_idle
+        is_giving = self._member.state is State.LASTING or not self._snapshot_server.is_idle
         return not is_giving and not self._services.slots.discarding_count
 
     def _leftovers(self) -> list[str]:
@@ -413,15 +413,15 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
                 case Tell(message, round):
                     self._tell(message, round)
                 case RefuseUpTo(round):
-                    self._desk.end_rounds(round)
+                    self._snapshot_server.end_rounds(round)
                 case Give(round, iteration):
                     self._give(round, iteration)
                 case Withdraw():
                     offer, self._offer = self._offer, None
                     if offer is not None:
-                        self._desk.withdraw(offer)
+                        self._snapshot_server.withdraw(offer)
                 case Ask(round, donors, best):
-                    self._exchange = Exchange(self._services, self._desk.channel, self._buffers, round)
+                    self._exchange = Exchange(self._services, self._snapshot_server.channel, self._buffers, round)
                     if donors:
                         self._exchange.ask_early(donors, best)
                 case Read(_, frozen):
@@ -445,7 +445,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         """Offer the snapshot that has just been copied."""
         assert self._copied is not None, f"round {round} is to be given no snapshot"
         (snapshot, began_at), self._copied = self._copied, None
-        self._offer = self._desk.offer(round, snapshot, self._snapshots.release)
+        self._offer = self._snapshot_server.offer(round, snapshot, self._snapshots.release)
         self._counts["snapshots"] += 1
         self._timing.add("snapshot", self._world.time() - began_at)
         if self._averaging.on_event is not None:

@@ -35,7 +35,7 @@ class Send(NamedTuple):  # a frozen dataclass takes twice as long to make, and t
 
 
 class _Report(NamedTuple):  # a frozen dataclass takes a microsecond, once for each report
-    """A member's newest report, and when it came."""
+    """Holds a member's newest report, and when it came."""
 
     iteration: int
     value: float
@@ -45,7 +45,7 @@ class _Report(NamedTuple):  # a frozen dataclass takes a microsecond, once for e
 
 @dataclass(slots=True)
 class _Member:
-    """What the coordinator knows about one rank. `fresh`: it has reported since the last decision."""
+    """Holds what the coordinator knows about one rank. `fresh`: it has reported since the last decision."""
 
     live: bool = True
     report: _Report | None = None
@@ -58,7 +58,7 @@ class _Member:
 
 @dataclass(slots=True)
 class _Round:
-    """The round under way. The sets say which ranks still owe an answer; `released` have had their `End`."""
+    """Tracks the round under way. The sets say which ranks still owe an answer; `released` have had their `End`."""
 
     number: int
     decision: Decision
@@ -212,11 +212,11 @@ class RoundCoordinator:
         return self._advance(now)
 
     def on_leave(self, rank: int, now: float) -> tuple[Send, ...]:
-        """Take a member's farewell; it ends its streams, of either direction, by itself."""
+        """Note that a member has left; it ends its streams, of both directions, by itself."""
         return self._depart(rank, "left", now)
 
     def on_lost(self, rank: int, now: float) -> tuple[Send, ...]:
-        """Take the runtime's word that a member is lost, without a farewell."""
+        """Note that a member is lost, as the runtime says."""
         return self._depart(rank, "was lost", now)
 
     def on_time(self, now: float) -> tuple[Send, ...]:
@@ -344,7 +344,7 @@ class RoundCoordinator:
     def _start(self, sends: list[Send], decision: Decision, judged: dict[int, _Report], now: float) -> None:
         """Open the round. Donors get their longest step plus a quarter of the timeout to take their snapshots."""
         assert self._round is None, self._broken("a round starts before the last one ended")
-        assert decision.replacers, self._broken(f"{decision} replaces nobody")
+        assert decision.replacers, self._broken(f"{decision} replaces no rank")
         assert not set(decision.donors) & set(decision.replacers), self._broken(f"{decision} gives a rank two roles")
         assert sum(decision.weights) > 0 or not decision.donors, self._broken(f"{decision} has no weight")
         self._rounds_decided += 1

@@ -21,7 +21,7 @@ from protocols.ranking import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectiveRules:
-    """The options of selective averaging that decide about rounds.
+    """Holds the options of selective averaging that decide about rounds.
 
     Args:
         replacement_ratio: Part of the participants that is replaced, 0..1. 0 replaces none; anything above 0 replaces

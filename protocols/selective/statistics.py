@@ -1,4 +1,4 @@
-"""What a member and the coordinator of selective averaging report about themselves."""
+"""Defines what a member and the coordinator of selective averaging report about themselves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A live member that a decision did not wait for.
+    """Names a live member that a decision did not wait for.
 
     Attributes:
         decision: Which decision, counted from 1; not every decision starts a round.
@@ -23,7 +23,7 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A donor that a round went on without, and why."""
+    """Names a donor that a round went on without, and why."""
 
     round: int
     rank: int

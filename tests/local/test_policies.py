@@ -1002,7 +1002,7 @@ def test_a_donor_lost_in_mid_stream_leaves_the_replacer_with_its_own_weights(mon
     states: list[set[float]] = []
 
     def is_streaming(policy: AsyncSelectiveAveragingPolicy) -> bool:
-        sent = [stream.sent_nbytes for offer in policy._desk._offers for stream in offer.streams]
+        sent = [stream.sent_nbytes for offer in policy._snapshot_server._offers for stream in offer.streams]
         return max(sent, default=0) > 2 * WINDOW_COUNT * 64
 
     async def main(world: ad.World) -> None:
@@ -1018,7 +1018,7 @@ def test_a_donor_lost_in_mid_stream_leaves_the_replacer_with_its_own_weights(mon
                 if world.rank == 0 and (info.abandoned or info):
                     states.append(values(model, floating=True))
                     abandoned.append(info)
-                while world.rank == 3 and policy._desk._offers and not is_streaming(policy):
+                while world.rank == 3 and policy._snapshot_server._offers and not is_streaming(policy):
                     await world.safe_point()
 
     with pytest.raises((Died, ad.RankLostError)):

@@ -329,7 +329,7 @@ def test_wrong_priorities_are_named() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"clients": []}, "clients is empty; a replay buffer without clients serves nobody"),
+        ({"clients": []}, "clients is empty; a replay buffer needs at least one"),
         ({"clients": [0, 0]}, r"clients is \[0, 0\]; allowed: ranks from 0 to 1, each once"),
         ({"clients": [5]}, r"clients is \[5\]"),
         ({"clients": 0}, "clients is 0; allowed: ranks from 0 to 1, each once"),
