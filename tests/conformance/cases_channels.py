@@ -8,6 +8,7 @@ import random
 import time
 from dataclasses import dataclass
 
+import asyncdist as ad
 from conformance.endpoint import Endpoint
 
 
@@ -23,7 +24,7 @@ class Blob:
 
 
 async def case_messages_arrive_in_order_from_each_rank(end: Endpoint) -> None:
-    channel = end.world.channel(Number | Blob, tag=end.tag)  # type: ignore[arg-type]
+    channel: ad.Channel[Number | Blob] = end.world.channel(Number | Blob, tag=end.tag)  # type: ignore[arg-type]
     count = 300
     draw = random.Random(end.rank)
 
@@ -122,22 +123,22 @@ async def case_a_channel_opened_late_gets_what_came_early(end: Endpoint) -> None
         tag = end.tag + listens
         # With another channel on the tag, early frames are taken in and kept; without, they wait in the transport.
         other = end.world.channel(Number, tag=tag, name="twin") if listens else None
-        if end.rank != 0:
-            sender = end.world.channel(Number, tag=tag, name="twin")
+        channel = None if end.rank == 0 else end.world.channel(Number, tag=tag, name="twin")
+        if channel is not None:
             for i in range(100):
-                await sender.send(Number(i), 0)
+                await channel.send(Number(i), 0)
         await end.barrier()
         for _ in range(5):
             await end.world.progress()
-        if end.rank == 0:
-            sender = end.world.channel(Number, tag=tag, name="twin")
+        if channel is None:
+            channel = end.world.channel(Number, tag=tag, name="twin")
             expected = [0] * end.size
             for _ in range(100 * (end.size - 1)):
-                message, source, _ = await sender.receive()
+                message, source, _ = await channel.receive()
                 assert message.value == expected[source]
                 expected[source] += 1
         await end.barrier()
-        sender.close()
+        channel.close()
         if other is not None:
             other.close()
 

@@ -83,7 +83,7 @@ async def case_all_reduce(end: Endpoint) -> None:
         parts = [values(rank, shape, dtype).double().numpy() for rank in range(end.size)]
         expected = torch.from_numpy(np.asarray(oracle.reduce(parts))).to(dtype)
         for layout in layouts(values(end.rank, shape, dtype)):
-            assert await ad.all_reduce(layout, op) is layout  # type: ignore[arg-type]
+            assert await ad.all_reduce(layout, op) is layout
             assert same(layout, expected), (dtype, shape, op)
     for op, oracle in (
         ("sum", np.logical_or),
@@ -173,18 +173,17 @@ async def case_what_is_no_dense_tensor_is_refused_here(end: Endpoint) -> None:
         await ad.broadcast([1.0])  # type: ignore[arg-type]
     for op in ("min", "max"):
         with pytest.raises(TypeError, match="complex numbers have no order"):
-            await ad.all_reduce(torch.ones(2, dtype=torch.complex64), op)  # type: ignore[arg-type]
+            await ad.all_reduce(torch.ones(2, dtype=torch.complex64), op)
     with pytest.raises(TypeError, match="all_reduce of torch\\.uint4"):
-        await ad.all_reduce(torch.empty(2, dtype=torch.uint4))
+        await ad.all_reduce(torch.empty(2, dtype=torch.uint4))  # type: ignore[attr-defined]
     assert (await ad.all_reduce(torch.ones(1))).item() == end.size
 
 
 async def case_more_bytes_than_a_call_of_the_backend_takes(end: Endpoint) -> None:
     """MPI counts them in 32 bits; here the limit is a thousand. The real one is in ``test_conformance.py``."""
-    limit = in_pieces.COUNT_NBYTES_MAX
     await end.barrier()
-    in_pieces.COUNT_NBYTES_MAX = 1000
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_pieces, "COUNT_NBYTES_MAX", 1000)
         for dtype, count in itertools.product((torch.uint8, torch.bfloat16, torch.float64), (1, 333, 500, 1000, 1777)):
             mine = values(end.rank, (count,), dtype)
             parts = [values(rank, (count,), dtype) for rank in range(end.size)]
@@ -200,8 +199,6 @@ async def case_more_bytes_than_a_call_of_the_backend_takes(end: Endpoint) -> Non
             for rank, found in enumerate(await ad.all_to_all(sent)):
                 assert same(found, values(10 * rank + end.rank, (count,), dtype))
         await end.barrier()
-    finally:
-        in_pieces.COUNT_NBYTES_MAX = limit
 
 
 async def case_parameters_that_require_grad(end: Endpoint) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -41,6 +41,10 @@ async def check_in_step(end: Endpoint, mesh: ad.Mesh) -> None:
         assert (await ad.psum(torch.tensor([1]), name, mesh=mesh)).item() == size
 
 
+#: A function of rows that ``shmap_map`` calls.
+Inner = Callable[[torch.Tensor], Awaitable[torch.Tensor]]
+
+
 def failing_ranks(end: Endpoint) -> Iterable[int]:
     """One that leads what the others agree on, and one that does not."""
     return sorted({0, end.size - 1})
@@ -48,7 +52,8 @@ def failing_ranks(end: Endpoint) -> Iterable[int]:
 
 async def case_a_group_of_nobody(end: Endpoint) -> None:
     """Nobody else is concerned: they make the group that they want."""
-    for ranks in ([], (), range(0)):
+    nobody: tuple[Sequence[int], ...] = ([], (), range(0))
+    for ranks in nobody:
         with pytest.raises(
             ad.LocalProtocolError, match="ranks is empty; allowed: one rank or more, the caller's among"
         ):
@@ -145,7 +150,7 @@ async def case_collectives_in_a_function_that_fails_on_one_rank(end: Endpoint) -
     for failing in failing_ranks(end):
         for inner in (plainly, wrapped, in_a_task):
 
-            async def function(row: torch.Tensor, failing: int = failing, inner: Any = inner) -> torch.Tensor:
+            async def function(row: torch.Tensor, failing: int = failing, inner: Inner = inner) -> torch.Tensor:
                 if end.rank == failing and int(row) % 3 == 1:
                     stumble(failing)
                 return await inner(row)

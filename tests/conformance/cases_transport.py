@@ -436,7 +436,7 @@ async def case_many_requests_at_once(end: Endpoint) -> None:
 async def case_progress_without_the_driver(end: Endpoint) -> None:
     """A rank that only ever calls ``progress``, as training code does, completes its requests."""
     data, buffer = pattern(end.rank, MIB), bytearray(MIB)
-    done = []
+    done: list[BaseException | None] = []
     end.engine.watch(end.transport.irecv(buffer, end.left, end.tag), "receive", done.append)
     end.engine.watch(end.transport.isend(data.numpy(), end.right, end.tag), "send", done.append)
     while len(done) < 2:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 from support.stand_in import Group
-from torch import distributed as dist
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from asyncdist.tags import TAG_MAX
 from asyncdist.transports.base import Transport
@@ -22,10 +22,10 @@ ENTRIES_TAG = TAG_MAX - 1
 
 def make_pairs(kind: str, size: int, names: tuple[str, ...]) -> list[tuple[Pairs, ...]]:
     """Of each rank, one for each name."""
-    store = dist.HashStore()
+    store = HashStore()
 
     def make_group(name: str, key: str, *, rank: int) -> Group:
-        return Group(dist.PrefixStore(f"{name} {key}", store), rank, size, kind=kind)
+        return Group(PrefixStore(f"{name} {key}", store), rank, size, kind=kind)
 
     cpu = torch.device("cpu")
     return [

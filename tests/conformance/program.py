@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import traceback
 
+import pytest
 from support import stand_in
 from support.mpi import report
 
@@ -34,7 +35,7 @@ async def main(world: ad.World, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    streams.USER_CHUNK_NBYTES = CHUNK_NBYTES
+    pytest.MonkeyPatch().setattr(streams, "USER_CHUNK_NBYTES", CHUNK_NBYTES)
     names, options = sys.argv[1:], {}
     if names[:1] == ["--on"]:
         stand_in.register()

@@ -21,12 +21,12 @@ from support import mpi, torchrun
 
 pytestmark = pytest.mark.timeout(300)  # up to seven ranks, on any number of cores
 
-RUN = Path(__file__).parents[2] / "tools" / "benchmarks" / "run.py"
+RUN = Path(__file__).parents[2] / "tools" / "benchmarks" / "bench.py"
 
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[ModuleType]:
-    """The module ``run``, whose ranks start warm. The demo has modules of the same names."""
+    """The module ``bench``, whose ranks start warm. The demo has modules of the same names."""
     names = {path.stem for path in RUN.parent.glob("*.py")}
     hidden = {name: sys.modules.pop(name) for name in names & sys.modules.keys()}
     with pytest.MonkeyPatch.context() as patch:

@@ -502,7 +502,7 @@ REPLAY = """
 import torch
 from evaluate import all_states
 from record import BufferRecorder
-from replay import CAPACITY, Contents, walk_back
+from buffers import CAPACITY, Contents, walk_back
 from train import BATCH_SIZE, build_env, build_model
 env = build_env()
 model, _ = build_model(env)

@@ -25,6 +25,7 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
+from unittest import mock
 
 import torch
 from scripts.population import State, expected_average, kept_part, same_bits
@@ -292,7 +293,11 @@ def _draw_faults(
         if kind is Kill:
             victim = rng.choice((source, source, rng.choice(lead)))
             at = rng.choice(("at_s", "at_turn", "at_message", "at_message"))
-            when = {"at_s": at_s, "at_turn": rng.randint(1, 20 * steps), "at_message": rng.randint(1, 8 * steps)}
+            when: dict[str, Any] = {
+                "at_s": at_s,
+                "at_turn": rng.randint(1, 20 * steps),
+                "at_message": rng.randint(1, 8 * steps),
+            }
             yield Kill(victim, **{at: when[at]})
         elif kind is Stall:
             yield Stall(source, at_s, rng.choice((5, 50, 500)) * step_s)
@@ -317,6 +322,9 @@ def _draw_faults(
 class Tiny(nn.Module):
     """Three floating widths, tied weights, an integer and a bool buffer. Made of raw parameters: cheap to build."""
 
+    counts: torch.Tensor
+    flags: torch.Tensor
+
     def __init__(self, value: float) -> None:
         super().__init__()
         self.embed = nn.Parameter(torch.full((2, 3), value))
@@ -334,7 +342,7 @@ class Replica:
     def __init__(self, value: float) -> None:
         self.model = model = Tiny(value)
         self.optimizer = torch.optim.SGD([model.embed, model.wide], lr=0.1, momentum=0.9)
-        self.tensors = {
+        self.tensors: dict[str, tuple[torch.Tensor, ...]] = {
             "float32": (model.embed, model.bias),
             "float64": (model.wide,),
             "bfloat16": (model.low,),
@@ -915,9 +923,10 @@ def _ends_before_an_answer(plan: Plan, error: Any) -> bool:
 def _check_that_averages_come(watch: Watch) -> None:
     """Where nothing is in the way, somebody has been replaced in the end."""
     plan = watch.plan
-    in_the_way = plan.faults or plan.exits or plan.compute.factors or plan.compute.pause_probability
-    in_the_way = in_the_way or plan.compute.overrun_probability
-    if in_the_way or "nan" in plan.habits or isinstance(plan.network.link.latency_s, (Uniform, Exponential)):
+    compute = plan.compute
+    hindered = bool(plan.faults or plan.exits or compute.factors)
+    hindered = hindered or compute.pause_probability > 0 or bool(compute.overrun_probability)
+    if hindered or "nan" in plan.habits or isinstance(plan.network.link.latency_s, (Uniform, Exponential)):
         return
     replaced: Counter[int] = Counter()
     for member in (*watch.past, *watch.members):
@@ -977,13 +986,9 @@ def _count(watch: Watch, report: SimReport) -> None:
 
 @contextmanager
 def _chunks_of(nbytes: int) -> Iterator[None]:
-    """Tiny models travel in several chunks too."""
-    usual = parameter_stream.CHUNK_NBYTES
-    parameter_stream.CHUNK_NBYTES = nbytes  # type: ignore[misc]
-    try:
+    """Let tiny models travel in several chunks too."""
+    with mock.patch.object(parameter_stream, "CHUNK_NBYTES", nbytes):
         yield
-    finally:
-        parameter_stream.CHUNK_NBYTES = usual  # type: ignore[misc]
 
 
 @contextmanager

@@ -92,13 +92,13 @@ def _contestants(nbytes: int, *, per_parameter: bool) -> dict[str, Contestant]:
         with torch.no_grad():
             for parameter in model.parameters():
                 await ad.all_reduce(parameter)
-                parameter /= comm.size
+                parameter.div_(comm.size)
 
     async def raw_each() -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 spin(comm.Iallreduce(MPI.IN_PLACE, parameter.detach().numpy(), MPI.SUM))
-                parameter /= comm.size
+                parameter.div_(comm.size)
 
     rivals = {"per parameter": each, "raw per parameter": raw_each}
     return {

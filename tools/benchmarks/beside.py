@@ -14,7 +14,7 @@ import asyncio
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from harness import MIB, Results, Row, collect, main, percentile
@@ -73,7 +73,7 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
     return {"transport": world.transport_name, "stream_mib": settings.stream_mib, **figures}
 
 
-async def _knock_beside(channel: ad.Channel[Knock], streaming: asyncio.Task[None]) -> list[float]:
+async def _knock_beside(channel: ad.Channel[Knock], streaming: asyncio.Task[Any]) -> list[float]:
     """As long as the stream is under way, but once at least. When each was sent."""
     sent_at: list[float] = []
     while not sent_at or not streaming.done():

@@ -4,7 +4,7 @@ A benchmark is one script, run by ``asyncdist run``. It has ``RANKS`` (one launc
 ``QUICK`` settings, the coroutine ``measure(world, settings)``, whose value on rank 0 is its results, and
 ``rows(results)``, which sets them beside what they must reach. Rivals run in the same processes, in alternation.
 
-Nothing here imports mpi4py at the top: ``run.py`` imports the benchmarks to make tables, and is no rank.
+Nothing here imports mpi4py at the top: ``bench.py`` imports the benchmarks to make tables, and is no rank.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Stop:
     """From a replacer: it has applied its rounds."""
 
 
-class TensorCounter(TorchDispatchMode):
+class TensorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the storages of the tensors that this thread's operators return.
 
     Attributes:
@@ -57,7 +57,7 @@ class TensorCounter(TorchDispatchMode):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak_nbytes = 0
         self._known = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict(keep_vars=True).values()}
         self._living: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -73,12 +73,14 @@ class TensorCounter(TorchDispatchMode):
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         if storage.nbytes() and storage.data_ptr() not in self._known and storage._cdata not in self._living:
-            self._living[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._living[storage._cdata] = (reference, storage.nbytes())
             self.peak_nbytes = max(self.peak_nbytes, sum(self.held()))
 
     def held(self) -> list[int]:
         """The size of each storage that lives now."""
-        self._living = {key: entry for key, entry in self._living.items() if not entry[0].expired()}
+        living = self._living.items()
+        self._living = {key: entry for key, entry in living if not entry[0].expired()}  # type: ignore[no-untyped-call]
         return [nbytes for _, nbytes in self._living.values()]
 
 

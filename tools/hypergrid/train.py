@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from buffers import Replay, serve
 from evaluate import l1_distance, mode_count
 from gfn.containers import Trajectories
 from gfn.estimators import DiscretePolicyEstimator
@@ -25,7 +26,6 @@ from gfn.gym import HyperGrid
 from gfn.preprocessors import KHotPreprocessor
 from gfn.utils.modules import MLP
 from record import Recorder
-from replay import Replay, serve
 from verify import EventWriter
 
 import asyncdist as ad
@@ -83,7 +83,7 @@ def train_step(env: HyperGrid, model: TBGFlowNet, optimizer: torch.optim.Optimiz
 def learn(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
     """One step down the gradient."""
     optimizer.zero_grad()
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
 
 
@@ -98,7 +98,8 @@ async def main(world: ad.World, args: argparse.Namespace) -> float | None:
     torch.set_num_threads(1)
     context = await ad.initialize_distributed_compute(args.buffer_ranks)
     if context.is_buffer_rank():
-        return await serve(world, context, build_env(), args.log_dir)
+        await serve(world, context, build_env(), args.log_dir)
+        return None
     return await train(world, context, args)
 
 

@@ -62,6 +62,7 @@ from protocols import (
 )
 from protocols.parameter_stream import SnapshotReceiver
 from protocols.selective import rounds
+from protocols.selective.rules import decide
 
 STRATEGIES = ("mean", "weighted_mean", "best_only", "reset_weights")
 #: Virtual seconds that no run of these takes, whatever goes wrong in it.
@@ -276,7 +277,7 @@ class Watch:
 @contextlib.contextmanager
 def decisions_watched(watch: Watch) -> Iterator[None]:
     """Look at what the coordinator hears and decides."""
-    decide, on_report = rounds.decide, rounds.RoundCoordinator.on_report
+    on_report = rounds.RoundCoordinator.on_report
 
     def checked_decide(metrics: Mapping[int, float], rules: Any) -> Any:
         found = decide(metrics, rules)

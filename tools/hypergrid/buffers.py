@@ -7,6 +7,7 @@ trajectory balance holds for any of them, whoever chose it.
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -22,6 +23,7 @@ from record import BufferRecorder
 
 import asyncdist as ad
 from protocols import ReplayBuffer, serve_replay_buffer
+from protocols.replay.store import Batch
 
 CAPACITY = 10_000
 REPLAY_EVERY = 4
@@ -76,6 +78,7 @@ class Replay:
         self._wait_s += time.perf_counter() - started
         if sample is None:
             return None
+        assert isinstance(sample.batch, Mapping)  # as it was added
         drawn = sample.batch["log_reward"]
         self._drawn_rewards.append(drawn.exp().mean().item())
         return Replayed(walk_back(self._env, self._model, sample.batch["state"]), drawn)
@@ -114,8 +117,9 @@ class Contents:
         self._rewards: deque[float] = deque(maxlen=CAPACITY)
         self._modes: deque[int] = deque(maxlen=CAPACITY)
 
-    def note(self, batch: dict[str, torch.Tensor]) -> None:
+    def note(self, batch: Batch) -> None:
         """The buffer's scoring hook: called with every batch that is added."""
+        assert isinstance(batch, Mapping)
         states = self._env.states_from_tensor(batch["state"])
         indices = self._env.get_states_indices(states)
         self._modes.extend(torch.where(self._env.mode_mask(states), indices, -1).tolist())
@@ -133,6 +137,7 @@ class Contents:
 async def serve(world: ad.World, context: ad.DistributedContext, env: HyperGrid, log_dir: Path | None) -> None:
     """Be a buffer until the last of the training ranks that are assigned to this one has left."""
     clients = context.assigned_training_ranks
+    assert clients is not None, "this rank is a buffer"
     record = BufferRecorder(log_dir, world.rank)
     record.start(transport=world.transport_name, clients=clients)
     contents = Contents(env, record)
