@@ -305,7 +305,7 @@ async def case_an_empty_message_overtaken_by_cancellation(end: Endpoint) -> None
 
 
 async def case_large_messages_both_ways_at_once(end: Endpoint) -> None:
-    for nbytes in (8 * MIB, 64 * MIB):
+    for nbytes in (2 * MIB, 16 * MIB):  # more than any buffer on the way holds
         mine, buffer = pattern(end.rank, nbytes), torch.zeros(nbytes, dtype=torch.uint8)
         (source, got), _ = await asyncio.gather(
             end.engine.receive(buffer.numpy(), end.left, end.tag), end.engine.send(mine.numpy(), end.right, end.tag)
