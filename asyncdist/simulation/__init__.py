@@ -1,4 +1,4 @@
-"""The simulator: many ranks in one process, in virtual time, every interleaving from a seed."""
+"""Simulates many ranks in one process, in virtual time, with every interleaving drawn from a seed."""
 
 from asyncdist import compiled
 

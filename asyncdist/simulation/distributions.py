@@ -1,6 +1,8 @@
-"""Draws that a simulation makes for every message and every step.
+"""Makes the draws of a simulation for every message and every step.
 
-The module is compiled where that can be done; see :mod:`asyncdist.compiled`.
+:class:`asyncdist.simulation.models.Link` says which distribution a link's latency has, and
+:mod:`asyncdist.simulation.fabric` uses what is drawn for each message. The module is compiled where that can be done;
+see :mod:`asyncdist.compiled`.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class LogNormalSampler:
         self._uniform = generator.random
 
     def draw(self) -> float:
-        """One value, in seconds."""
+        """Draw one value, in seconds."""
         rng = self._rng
         waiting = rng.gauss_next
         if waiting is None:

@@ -1,4 +1,4 @@
-"""The event loop of a simulated rank: asyncio's interface on the turns of :mod:`asyncdist.simulation.turns`.
+"""Makes an event loop for a simulated rank: asyncio's interface on :mod:`asyncdist.simulation.turns`.
 
 Methods that would touch the world outside, such as threads and sockets, are refused by name.
 """
@@ -33,7 +33,7 @@ class SimTask(asyncio.Task[Any]):
     """A task that a set finds by its number, not its address: asyncio cancels and returns tasks in the order of sets.
 
     Attributes:
-        number: tasks are numbered as they are made.
+        number: tasks are numbered in the order in which they are made.
     """
 
     def __init__(self, coro: Coroutine[Any, Any, Any], number: int, **options: Any) -> None:

@@ -1,9 +1,9 @@
-"""The simulated network: it obeys the transport contract, and uses every freedom that the contract leaves.
+"""Simulates the network: it obeys the transport contract, and uses every freedom that the contract leaves.
 
 It may delay, reorder across sources and tags, complete requests late, choose among the senders that a wildcard receive
 could take, and make a send eager or rendezvous. It may not overtake within one (source, tag), nor lose or duplicate a
 message between live ranks. All choices are drawn from the seed, in the order of virtual time, so a run is a function of
-its arguments.
+its arguments. :mod:`asyncdist.simulation.models` describes the links whose latencies are drawn here.
 
 Faults of messages and links are in :mod:`asyncdist.simulation.message_faults`, and one rank's end of the network in
 :mod:`asyncdist.simulation.transport`. The module is compiled where that can be done; see :mod:`asyncdist.compiled`.

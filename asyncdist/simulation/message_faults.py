@@ -101,7 +101,7 @@ class MessageFaults:
     def after_partitions(self, pair: tuple[int, int], now: float, arrival: float) -> float:
         """Return when a message arrives that would be under way from ``now`` to ``arrival``.
 
-        A message that a partition holds back may come into the next one, whatever their order in the plan.
+        A message that a partition holds back may come into the next one; their order in the plan does not matter.
         """
         between = [
             (index, fault)

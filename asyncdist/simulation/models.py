@@ -1,8 +1,9 @@
 """Describes a simulated network and computing times as plain data, checked when made.
 
-Times are virtual seconds, sizes bytes, rates bytes per second. Where a duration is asked for, a number is a constant,
-and a :class:`Uniform`, :class:`Exponential` or :class:`LogNormal` is drawn afresh each time, from the simulation's
-seed.
+A :class:`Link` has the latency and the bandwidth between two ranks, a :class:`Network` all links, and :class:`Compute`
+the times of user code. Times are virtual seconds, sizes bytes, rates bytes per second. Where a duration is asked for, a
+number is a constant, and a :class:`Uniform`, :class:`Exponential` or :class:`LogNormal` is drawn afresh each time, from
+the simulation's seed.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Any, Final, TypeAlias
 from asyncdist import validation
 from asyncdist.simulation.distributions import LogNormalSampler
 
-#: How many times as long as it would have taken a computation lasts, at most, to overrun a timer.
+#: A computation that overruns a timer lasts at most this many times as long as it would have taken.
 OVERRUN_STEP_COUNT: Final = 1000
-#: How far past the timer, in seconds.
+#: How far past the timer it lasts, in seconds.
 OVERRUN_S: Final = 1e-5
 
 
@@ -130,9 +131,9 @@ class Network:
     """Describes the links, and the freedoms that a transport has.
 
     Attributes:
-        link: of ranks on one host.
-        cross_link: of ranks on different hosts.
-        ranks_per_host: consecutive ranks share a host; all of them do where it is None.
+        link: the link between ranks on one host.
+        cross_link: the link between ranks on different hosts.
+        ranks_per_host: how many consecutive ranks share a host; by default all of them do.
         links: exceptions, by (source, dest).
         eager_nbytes: up to this size a send completes at once. A larger one waits for its receive, for a moment in
             which the receiver does not compute (in half of the simulations, one in which the sender does not, either),
@@ -185,7 +186,7 @@ class Compute:
     """Describes how long user code computes before each safe point (``policy.step``, ``progress``, ``safe_point``).
 
     Attributes:
-        step_s: of every rank.
+        step_s: the computing time before a safe point, on every rank.
         factors: slower (or faster) ranks: rank to the factor on ``step_s``, and on the time of its turns as
             :class:`SlowRank` has it.
         pause_probability: chance, per safe point, of a pause.

@@ -1,4 +1,4 @@
-"""The report of a simulation: what its ranks returned, what was sent, which faults happened."""
+"""Reports on a simulation: what its ranks returned, what was sent, which faults happened."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SimReport:
 
     @property
     def trace(self) -> tuple[TraceEvent, ...]:
-        """The last events, oldest first."""
+        """Return the last events, oldest first."""
         return unpack(self.packed_trace)
 
     def value(self) -> Any:

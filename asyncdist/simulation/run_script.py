@@ -1,4 +1,4 @@
-"""A script in the simulator: ``asyncdist sim``.
+"""Runs a script in the simulator: ``asyncdist sim``.
 
 The script runs as ``__main__``, as ``python script.py`` would run it; its ``asyncdist.run`` simulates all ranks and
 returns rank 0's value. Python's, numpy's and torch's random states and the system's random bytes begin with the seed,
@@ -69,7 +69,7 @@ class Script:
     Attributes:
         path: the script.
         arguments: the arguments of the script.
-        ranks: how many to simulate.
+        ranks: the number of ranks to simulate.
         faults: the plan, for every seed.
         until_s: see :func:`simulate`.
     """
@@ -81,9 +81,9 @@ class Script:
     until_s: float | None = None
 
     def __call__(self, seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
-        """As :class:`asyncdist.simulation.Scenario`.
+        """Run the script once, as a :class:`asyncdist.simulation.Scenario`.
 
-        A fault that does not fire is a failure; that the script's run raises what a signal of the plan asks for is not.
+        A fault that does not fire is a failure. An exception that a signal of the plan asks for is not.
         """
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             ended = _execute(self, seed, self.faults if faults is None else tuple(faults))
@@ -164,7 +164,7 @@ def _fault(item: Any, where: str) -> Fault:
 
 
 def format_faults(faults: Sequence[Fault]) -> str:
-    """A plan as ``--faults`` takes it."""
+    """Format a plan in the form that ``--faults`` takes."""
     return json.dumps([{"kind": type(fault).__name__, **fields_of(fault)} for fault in faults])
 
 
@@ -173,7 +173,7 @@ def format_faults(faults: Sequence[Fault]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """How a script ended.
+    """Tells how a script ended.
 
     Attributes:
         error: what it raised, unless it ended well.
@@ -223,11 +223,11 @@ class _Host:
         return value
 
     def remember_random(self) -> None:
-        """The script begins now."""
+        """Remember the random states at the script's beginning."""
         self._states = _random_states()
 
     def _seeded(self) -> list[str]:
-        """What the script has seeded or drawn from. The rest begins differently in every process."""
+        """Return what the script has seeded or drawn from. The rest begins differently in every process."""
         now = _random_states()
         return [name for name, state in self._states.items() if state != now[name]]
 

@@ -1,4 +1,4 @@
-"""Virtual time: the clock of a simulation, and what will happen.
+"""Keeps virtual time: the clock of a simulation, and what will happen.
 
 The scheduler owns the clock and one heap of things that will happen: a rank's *turn* (see
 :mod:`asyncdist.simulation.turns`), a timer, an event of the network. Things that happen at the same time happen in an
@@ -206,7 +206,7 @@ class Scheduler:
 
     @property
     def pending_count(self) -> int:
-        """The number of things in the heap, cancelled timers included."""
+        """Return the number of things in the heap, cancelled timers included."""
         return len(self._heap)
 
 

@@ -31,6 +31,7 @@ from asyncdist.runtime.run import RankResult, host_rank
 from asyncdist.runtime.supervision import Interrupts
 from asyncdist.runtime.watchdogs import what_awaits
 from asyncdist.runtime.world import World, refuse_inside_a_world
+from asyncdist.simulation.arguments import Arguments
 from asyncdist.simulation.determinism.clocks import virtual_clocks
 from asyncdist.simulation.determinism.generators import Generators, collecting_at_fixed_points
 from asyncdist.simulation.determinism.one_at_a_time import one_at_a_time
@@ -39,7 +40,7 @@ from asyncdist.simulation.determinism.sandbox import refused_outside
 from asyncdist.simulation.determinism.sets import ordered_sets
 from asyncdist.simulation.event_loop import RankLoop
 from asyncdist.simulation.fabric import Fabric
-from asyncdist.simulation.faults import Fault, Interrupt, Kill, SlowRank, Stall, check_plan
+from asyncdist.simulation.faults import Fault, Interrupt, Kill, SlowRank, Stall
 from asyncdist.simulation.models import OVERRUN_S, OVERRUN_STEP_COUNT, Compute, Network, check_number
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.scheduler import EndlessLoopError, Scheduler
@@ -50,12 +51,12 @@ logger = logging.getLogger("asyncdist.simulation")
 
 T = TypeVar("T")
 
-#: Is given the fault plan, the trace and how ranks end, of every simulation as it begins, to tell of one that raised.
+#: Called with the fault plan, the trace and the ends of ranks as each simulation begins; tells of one that raised.
 observer: ContextVar[Callable[[tuple[Fault, ...], Trace, Mapping[int, RankResult]], None] | None] = ContextVar(
     "observer", default=None
 )
 
-#: Things that clearing away killed ranks may take, together, before their tasks are dropped as they are.
+#: Events that clearing away killed ranks may take, together, before their tasks are dropped unfinished.
 _CLEARING_EVENT_COUNT: Final = 100_000
 _CLEARING_CANCEL_COUNT: Final = 10
 
@@ -81,21 +82,20 @@ def simulate(
 
     Args:
         main: the coroutine function that :func:`asyncdist.run` would get.
-        args: passed on; the same objects for every rank.
-        ranks: how many.
-        seed: of everything that is drawn, the random states with which the ranks begin included.
+        args: its other arguments; the same objects for every rank.
+        ranks: the number of ranks.
+        seed: the seed of everything that is drawn, the random states with which the ranks begin included.
         network: latency, bandwidth, hosts; :class:`Network` by default.
         compute: how long user code computes; :class:`Compute` by default.
         faults: the plan of what goes wrong. A killed rank ends without running another line; when the simulation is
-            over, its ``finally`` blocks run all the same, but what they send arrives nowhere.
+            over, its ``finally`` blocks run all the same, but the messages that they send arrive nowhere.
         strict: as for :func:`asyncdist.run`.
-        until_s: the virtual time, in seconds, by which all ranks must have ended. To stop early is what ``after_event``
-            is for.
-        after_event: called after every event, to check what must always hold; what it raises is raised here, and if it
-            returns something true, the simulation stops, even if ranks are still running.
+        until_s: the virtual time, in seconds, by which all ranks must have ended; ``after_event`` can stop earlier.
+        after_event: called after every event, to check what must always hold. Its exception is raised here, and if it
+            returns a true value, the simulation stops, even if ranks are still running.
         inherited_random: names among ``"random"``, ``"numpy"`` and ``"torch"``. Each rank begins with the caller's
-            state of these, as processes do whose script has seeded them; of the others it has one of its own, which
-            follows from seed and rank.
+            state of these, as processes do whose script has seeded them; its other states are its own, and follow from
+            seed and rank.
 
     Raises:
         DeadlockError: nothing was left to happen, and some main had not returned: who waits for what.
@@ -106,39 +106,30 @@ def simulate(
         TypeError, ValueError: an argument is of the wrong kind or out of range.
     """
     validation.main_function(main, args)
-    ranks = validation.count("ranks", ranks)
-    seed = validation.whole("seed", seed)
+    arguments = Arguments.checked(ranks, seed, network, compute, faults)
     if until_s is not None:
         check_number("until_s", until_s)
-    for name, value, kind in (("network", network, Network), ("compute", compute, Compute)):
-        if value is not None and not isinstance(value, kind):
-            raise TypeError(f"{name} is {value!r}; a {kind.__name__} is needed")
     if after_event is not None and not callable(after_event):
         raise TypeError(f"after_event is {after_event!r}; a function without arguments is needed")
-    check_plan(faults, ranks)
-    (network or Network()).check_ranks(ranks)
-    (compute or Compute()).check_ranks(ranks)
     if is_loop_running():
         refuse_inside_a_world()
     inherited: Any = inherited_random
     if isinstance(inherited, str) or not isinstance(inherited, Collection) or not set(inherited) <= INHERITABLE:
         validation.refuse("inherited_random", inherited, f"a list of names among {', '.join(sorted(INHERITABLE))}")
-    plan = (ranks, seed, network or Network(), compute or Compute(), tuple(faults))
     run = functools.partial(_Simulation.run, strict=strict, until_s=until_s, after_event=after_event)
     with one_at_a_time():
-        return _run_alone(plan, inherited_random, lambda simulation: run(simulation, main, args))
+        return _run_alone(arguments, inherited_random, lambda simulation: run(simulation, main, args))
 
 
 @collecting_at_fixed_points()  # around all of it: the collection that follows finds the simulation dead
 def _run_alone(
-    plan: tuple[int, int, Network, Compute, tuple[Fault, ...]],
+    arguments: Arguments,
     inherited_random: Collection[str],
     run: Callable[[_Simulation], SimReport],
 ) -> SimReport:
     """Simulate while no other thread does, and restore what is replaced in the process meanwhile."""
-    size, seed, *_ = plan
-    states = RandomStates(size, seed, inherited_random)
-    simulation = _Simulation(*plan, states)
+    states = RandomStates(arguments.size, arguments.seed, inherited_random)
+    simulation = _Simulation(arguments, states)
 
     def run_here() -> SimReport:
         with refused_outside(), virtual_clocks(), ordered_sets(), states.of_this_thread():
@@ -188,18 +179,11 @@ class _Clock:
 class _Simulation:
     """Carries out one run."""
 
-    def __init__(
-        self,
-        size: int,
-        seed: int,
-        network: Network,
-        compute: Compute,
-        faults: tuple[Fault, ...],
-        states: RandomStates,
-    ) -> None:
-        self._size = size
-        self._seed = seed
-        self._faults = faults
+    def __init__(self, arguments: Arguments, states: RandomStates) -> None:
+        self._size = size = arguments.size
+        self._seed = seed = arguments.seed
+        self._faults = faults = arguments.faults
+        compute = arguments.compute
         self._fired = [0] * len(faults)
         # Generators of their own, so that one more message does not change every later compute time.
         self._compute_samplers = [compute.sampler(r, random.Random(f"{seed} compute {r}")) for r in range(size)]
@@ -210,7 +194,7 @@ class _Simulation:
         self._trace = Trace()
         self._fabric = Fabric(
             size,
-            network,
+            arguments.network,
             faults,
             self._scheduler,
             random.Random(f"{seed} network"),
@@ -225,18 +209,7 @@ class _Simulation:
             for index, f in enumerate(faults)
             if isinstance(f, Kill) and f.at_turn is not None
         }
-        self._loops = [
-            RankLoop(  # type: ignore[abstract]
-                self._scheduler,
-                rank,
-                before_turn=self._before_turn if self._turn_kills else None,
-                enter=self._states.switch,
-                background=Engine._tick,
-            )
-            for rank in range(size)
-        ]
-        for rank, factor in compute.factors.items():
-            self._loops[rank].slowness = max(1.0, factor)
+        self._loops = self._new_loops(compute)
         self._fabric.connect(self._loops)
         self._interrupts = [Interrupts() for _ in range(size)]
         self._hosts: list[asyncio.Task[None]] = []
@@ -245,6 +218,21 @@ class _Simulation:
         self._killed: set[int] = set()
         self._generators = Generators()
         self._is_interrupted = False
+
+    def _new_loops(self, compute: Compute) -> list[RankLoop]:
+        loops = [
+            RankLoop(  # type: ignore[abstract]
+                self._scheduler,
+                rank,
+                before_turn=self._before_turn if self._turn_kills else None,
+                enter=self._states.switch,
+                background=Engine._tick,
+            )
+            for rank in range(self._size)
+        ]
+        for rank, factor in compute.factors.items():
+            loops[rank].slowness = max(1.0, factor)
+        return loops
 
     def run(
         self,

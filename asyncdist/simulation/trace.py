@@ -1,6 +1,6 @@
-"""What happened, in order: a digest over everything, and the last part of it in full.
+"""Records what happened, in order: a digest over everything, and the last events in full.
 
-The digest covers what messages held, too; the events are only their sizes.
+The digest covers the contents of messages, too; an event has only a message's size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CODES: Final = {kind: code for code, kind in enumerate(_KINDS)}
 
 
 class TraceEvent(NamedTuple):
-    """One line of a trace; ``a``, ``b``, ``tag`` and ``nbytes`` as the kind uses them (sends: source and dest)."""
+    """Describes one event; its kind gives ``a``, ``b``, ``tag`` and ``nbytes`` their meaning (sends: source, dest)."""
 
     time_s: float
     kind: str
@@ -55,7 +55,7 @@ class Trace:
         self._flushed: deque[bytes] = deque(maxlen=1 + KEPT_EVENT_COUNT * _EVENT.size // _FLUSH_NBYTES)
 
     def add(self, time_s: float, kind: str, a: int, b: int, tag: int, nbytes: int) -> None:
-        """One event."""
+        """Add one event."""
         if self._has_ended:
             return
         pending = self._pending
@@ -66,7 +66,7 @@ class Trace:
             pending.clear()
 
     def add_content(self, data: bytes | bytearray | memoryview) -> None:
-        """The bytes of the message that was sent last."""
+        """Add the bytes of the message that was sent last to the digest."""
         if self._has_ended:
             return
         contents = self._contents
@@ -85,7 +85,7 @@ class Trace:
 
     @property
     def digest(self) -> str:
-        """Of everything so far, in hex: the events, and the contents of the messages."""
+        """Return the digest of everything so far, in hex: of the events, and of the contents of the messages."""
         copy = self._hash.copy()
         copy.update(self._pending)
         contents = self._contents_hash.copy()
@@ -94,15 +94,15 @@ class Trace:
         return copy.hexdigest()
 
     def tail(self) -> bytes:
-        """The last events, packed; :func:`unpack` has them in words."""
+        """Return the last events, packed; :func:`unpack` unpacks them."""
         data = b"".join((*self._flushed, self._pending))
         return data[-KEPT_EVENT_COUNT * _EVENT.size :]
 
     def events(self) -> tuple[TraceEvent, ...]:
-        """The last events, oldest first."""
+        """Return the last events, oldest first."""
         return unpack(self.tail())
 
 
 def unpack(data: bytes) -> tuple[TraceEvent, ...]:
-    """The events of a :meth:`Trace.tail`, oldest first."""
+    """Return the events of a :meth:`Trace.tail`, oldest first."""
     return tuple(TraceEvent(time_s, _KINDS[code], *rest) for time_s, code, *rest in _EVENT.iter_unpack(data))

@@ -1,4 +1,4 @@
-"""One rank's end of the simulated network, as the transport contract asks for it.
+"""Connects one rank to the simulated network, as the transport contract asks for it.
 
 The module is compiled where that can be done; see :mod:`asyncdist.compiled`.
 """

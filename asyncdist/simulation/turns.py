@@ -1,4 +1,4 @@
-"""When each rank of a simulation has its turn.
+"""Decides when each rank of a simulation has its turn.
 
 Every rank has an event loop of its own, as in reality, with its ready callbacks and its timers. In a *turn* the rank
 runs what is ready, as one iteration of asyncio's loop does. The :class:`~asyncdist.simulation.scheduler.Scheduler`

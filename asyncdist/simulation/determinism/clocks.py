@@ -1,19 +1,18 @@
-"""``time.sleep`` and the clocks of the module ``time``, as a simulated rank has them: in virtual time.
+"""Lets ``time.sleep`` and the clocks of the module ``time`` run in virtual time on simulated ranks.
 
 Blocking code takes time: after ``time.sleep(1)`` the rank is a second later, and none of its tasks, timers or callbacks
-has run meanwhile. What the callback does after it has blocked, it does at the later time: messages that it sends leave
-then. It does not see what has arrived for it in the meantime before it awaits something. Time passes also for code
-that reads a clock, the loop's too, again and again until it is late enough. Code that goes on so for some hundred
-thousand reads is refused.
+has run meanwhile. After it has blocked, the callback goes on at the later time: messages that it sends leave then. It
+does not see what has arrived in the meantime before it awaits something. Time passes also for code that reads a clock,
+the loop's too, again and again until it is late enough. Code that goes on so for some hundred thousand reads is
+refused.
 
 ``time.localtime``, ``gmtime``, ``ctime``, ``asctime`` and ``strftime`` tell this time where they are given no other, in
 the machine's time zone.
 
 The functions are replaced for as long as the simulation lasts, and ask which rank's turn it is: outside of the ranks'
-turns, in other threads and in processes forked from here they are what they were. Libraries too, the standard one and
-torch, sleep and read the machine's clock as ever, since they wait for other processes and for files. A name imported
-from ``time`` before the simulation (``from time import sleep``) stays what it was, and ``datetime.now`` tells the
-machine's time.
+turns, in other threads and in processes forked from here they call the originals. So they do for libraries, the
+standard one and torch, which wait for other processes and for files. A name imported from ``time`` before the
+simulation (``from time import sleep``) stays the original, and ``datetime.now`` tells the machine's time.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ from typing import Any, Final
 from asyncdist.simulation.determinism.sandbox import TRUSTED
 from asyncdist.simulation.event_loop import RankLoop
 
-#: What ``time.time`` says when a simulation begins: 1 January 2020.
+#: The value of ``time.time`` when a simulation begins: 1 January 2020.
 EPOCH_S: Final = 1_577_836_800.0
-#: Clocks, and what they say at the beginning.
+#: Clocks, and their values at the beginning.
 _CLOCKS: Final = {"time": EPOCH_S, "monotonic": 0.0, "perf_counter": 0.0, "process_time": 0.0, "thread_time": 0.0}
 _CLOCKS_BY_ID: Final = ("clock_gettime", "clock_gettime_ns")
-#: What tells the present where it is given no moment, or None.
+#: Functions that tell the present where they are given no moment, or None.
 _OF_A_MOMENT: Final = ("localtime", "gmtime", "ctime")
-#: What tells the present where it is given no date, and which of its arguments that is.
+#: Functions that tell the present where they are given no date, and the index of that argument.
 _OF_A_DATE: Final = {"asctime": 0, "strftime": 1}
 
 
 @contextlib.contextmanager
 def virtual_clocks() -> Iterator[None]:
-    """Until it ends, simulated ranks sleep and read clocks in virtual time."""
+    """Let simulated ranks sleep and read clocks in virtual time until the context ends."""
     replacements: dict[str, Callable[..., Any]] = {"sleep": _sleeping(time.sleep)}
     for name, start_s in _CLOCKS.items():
         replacements[name] = _reading(getattr(time, name), start_s, float)
@@ -122,7 +121,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _calling_rank() -> RankLoop | None:
-    """The loop of the rank whose turn it is, where the caller's caller is no library."""
+    """Return the loop of the rank whose turn it is; None where the caller's caller is a library."""
     loop = asyncio._get_running_loop()  # None in another thread, and in a forked process
     if not isinstance(loop, RankLoop) or not loop.is_running():
         return None

@@ -1,9 +1,9 @@
-"""The random bytes of the operating system, from the seed.
+"""Draws the operating system's random bytes from the seed.
 
 ``os.urandom``, ``secrets``, ``uuid.uuid4``, ``random.Random()``, ``random.SystemRandom``, ``random.seed()``,
 ``numpy.random.default_rng()``, ``numpy.random.seed()`` and ``torch.seed()`` differ in each run of a program. While a
 simulation runs, they draw from a generator that follows from its seed and from the rank. A name imported from ``os``
-before (``from os import urandom``) stays what it was, and so does ``torch.Generator().seed()``.
+before (``from os import urandom``) stays the original, and so does ``torch.Generator().seed()``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 
-#: What has the function, and its name there. ``random`` has its own, which ``secrets`` and numpy use.
+#: The functions, by owner and name. ``random`` has its own, which ``secrets`` and numpy use.
 _NAMES: Final[tuple[tuple[Any, str], ...]] = (
     (os, "urandom"),
     (random, "_urandom"),
@@ -28,10 +28,10 @@ _NAMES: Final[tuple[tuple[Any, str], ...]] = (
 
 @contextlib.contextmanager
 def entropy_from(source: Callable[[int], bytes | None]) -> Iterator[None]:
-    """Until it ends, this thread gets random bytes from ``source``.
+    """Let this thread get random bytes from ``source`` until the context ends.
 
     Args:
-        source: is asked for a number of bytes; None means that they come from where they came from before.
+        source: returns a number of bytes; None leaves the call to the original function.
     """
     thread = threading.get_ident()
     process = os.getpid()

@@ -1,8 +1,8 @@
-"""The asynchronous generators of all ranks, each with the rank that began it.
+"""Tracks the asynchronous generators of all ranks, each with the rank that began it.
 
-asyncio closes one that nobody iterates any more, by a task on the loop that began it, when Python finds that out. In a
-reference cycle that is the garbage collector's doing, so that in a simulation it looks for garbage at fixed points (see
-:class:`asyncdist.simulation.scheduler.Scheduler`), and while another rank has its turn or none has: hence the owners.
+asyncio closes an abandoned generator, by a task on the loop that began it, when Python finds it unused. In a reference
+cycle the garbage collector finds it. So in a simulation the collector runs at fixed points (see
+:class:`asyncdist.simulation.scheduler.Scheduler`), while another rank has its turn or none has: hence the owners.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OBJECT_COUNT_MAX: Final = 2_000_000
 
 
 class Generators:
-    """Which rank has begun which asynchronous generator."""
+    """Tracks which rank has begun which asynchronous generator."""
 
     def __init__(self) -> None:
         # By their addresses: when the collector finalises one, a weak reference does not lead to it any more.
@@ -31,7 +31,7 @@ class Generators:
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """Until it ends, those that this thread begins are known, and closed when nobody iterates them any more."""
+        """Track the generators that this thread begins, and close abandoned ones, until the context ends."""
         hooks = sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(firstiter=self._on_first, finalizer=self._on_last)
         try:
@@ -41,7 +41,7 @@ class Generators:
             self._begun.clear()
 
     def of(self, loop: RankLoop) -> list[AsyncGenerator[Any, Any]]:
-        """Those that ``loop`` has begun and that still exist, in the order in which it did."""
+        """Return the generators that ``loop`` has begun and that still exist, in the order of their beginnings."""
         alive = ((owner, reference()) for owner, reference in self._begun.values())
         return [generator for owner, generator in alive if owner is loop and generator is not None]
 
@@ -63,7 +63,7 @@ class Generators:
 
 @contextlib.contextmanager
 def collecting_at_fixed_points() -> Iterator[None]:
-    """Until it ends, Python does not collect garbage by itself, unless very many objects are made at a time.
+    """Let Python collect no garbage by itself until the context ends, unless very many objects are made at a time.
 
     Thousands of ranks are millions of objects that live to the end: looking through them as often as Python does takes
     half of the time.

@@ -1,4 +1,4 @@
-"""One simulation at a time: it replaces functions of modules, and swaps states that belong to the process."""
+"""Lets one simulation run at a time: it replaces functions of modules, and swaps states that belong to the process."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Each simulated rank's own random state, as if it had a process to itself.
+"""Gives each simulated rank its own random state, as if it had a process to itself.
 
 torch's global generator is swapped by its state, numpy's by its bit generator. The functions of ``random`` and of
 ``numpy.random`` are replaced once, for as long as the simulation lasts, by ones that ask the instance of the rank whose
 turn it is: putting the names of each rank in their place at each switch took twice as long as all the rest of it. A
-name imported from ``random`` before the simulation (``from random import random``) stays what it was: shared. One
+name imported from ``random`` before the simulation (``from random import random``) stays the original: shared. One
 imported from ``numpy.random`` draws from the rank's own numbers all the same, since numpy's global generator is
 swapped; not so the second half of a pair of normal numbers, which numpy keeps elsewhere.
 
@@ -25,12 +25,12 @@ from numpy.random.bit_generator import ISeedSequence
 from asyncdist.simulation.determinism.entropy import entropy_from
 from asyncdist.tensors.torch_modes import FRESH, RankModes
 
-#: What may begin with the caller's state.
+#: The states that may begin with the caller's.
 INHERITABLE: Final = frozenset({"random", "numpy", "torch"})
 _RANDOM_NAMES: Final = [
     name for name in dir(random) if getattr(getattr(random, name), "__self__", None) is random._inst
 ]
-#: Of ``numpy.random``, each with the method of a ``RandomState`` that it stands for.
+#: Functions of ``numpy.random``, each with the method of a ``RandomState`` that it stands for.
 _NUMPY_NAMES: Final = {
     **{
         name: name
@@ -46,27 +46,27 @@ _set_torch_state: Final = torch.default_generator.set_state
 
 
 class _Seed(ISeedSequence):
-    """Words for a generator of numpy's; its own ``SeedSequence`` takes 50 us to make those of one rank."""
+    """Makes the words that seed a generator of numpy's; its own ``SeedSequence`` takes 50 us for one rank."""
 
     def __init__(self, text: str) -> None:
         self._rng = random.Random(text)
 
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> Any:
-        """So many of them."""
+        """Return ``n_words`` words."""
         words = np.frombuffer(self._rng.randbytes(n_words * np.dtype(dtype).itemsize), dtype=dtype)
         return words.tolist()  # MT19937 takes them one by one: of a list in 5 us, of an array in 35
 
 
 class RandomStates:
-    """The random states of all ranks; one of them, or the outside's, is the process's.
+    """Holds the random states of all ranks; one of them, or that of the code outside, is the process's.
 
     Args:
-        size: number of ranks.
-        seed: a fresh process has random states that differ each time; here they follow from seed and rank, so that a
-            simulation is a function of its arguments. What the caller has drawn or seeded does not count: a program
-            that wants certain numbers seeds inside main, as it must to have different ones on each rank.
-        inherited: names among ``"random"``, ``"numpy"`` and ``"torch"`` whose state every rank has from the caller all
-            the same: those of a script that seeded them before it called ``run``.
+        size: the number of ranks.
+        seed: a fresh process has random states that differ each time; here they follow from seed and rank, so a
+            simulation is a function of its arguments. The caller's draws and seeds do not count: a program that wants
+            certain numbers seeds inside main, as it must to have different ones on each rank.
+        inherited: names among ``"random"``, ``"numpy"`` and ``"torch"`` whose state every rank gets from the caller
+            all the same: those of a script that seeded them before it called ``run``.
     """
 
     def __init__(self, size: int, seed: int, inherited: Collection[str] = ()) -> None:
@@ -102,13 +102,13 @@ class RandomStates:
 
     @contextmanager
     def of_this_thread(self) -> Iterator[None]:
-        """Until it ends, the ranks run on this thread, and the system's random bytes are their own there."""
+        """Let the ranks run on this thread, with random bytes of the system of their own, until the context ends."""
         self._thread = get_ident()
         with entropy_from(self._entropy_bytes):
             yield
 
     def _entropy_bytes(self, count: int) -> bytes | None:
-        """None where it is no rank's turn."""
+        """Draw bytes for the rank whose turn it is; return None outside of all turns."""
         rank = self.current
         if rank == self._outside:
             return None
@@ -118,7 +118,7 @@ class RandomStates:
         return generator.randbytes(count)
 
     def switch(self, rank: int) -> None:
-        """The process's random state is ``rank``'s now."""
+        """Make ``rank``'s random state the process's."""
         current = self.current
         if rank == current:
             return
@@ -139,7 +139,7 @@ class RandomStates:
         np.random.__dict__.update({name: self._asking(self._numpy, of) for name, of in _NUMPY_NAMES.items()})
 
     def _asking(self, instances: list[Any], name: str) -> Callable[..., Any]:
-        """A function that calls that method of the instance whose turn it is."""
+        """Return a function that calls that method of the instance whose turn it is."""
 
         def ask(*args: Any, **kwargs: Any) -> Any:
             is_ours = get_ident() == self._thread  # another thread draws what it would draw without a simulation
@@ -150,7 +150,7 @@ class RandomStates:
         return ask
 
     def restore(self) -> None:
-        """The process gets back what it had."""
+        """Give the process back its own random state and functions."""
         if self.current != self._outside:
             self.switch(self._outside)
             np.random.mtrand._rand.set_state(self._numpy[-1].get_state(legacy=False))

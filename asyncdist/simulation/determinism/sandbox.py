@@ -1,10 +1,10 @@
-"""Refuses what would not follow from the seed in a simulated rank: threads, processes, sockets and the like.
+"""Refuses threads, processes, sockets and the like in a simulated rank: their results would not follow from the seed.
 
-The event loop refuses such calls of its own. What user code begins without it is refused where it begins, before
-anything has been made, for as long as the simulation lasts and on its thread alone: :data:`_ENTRIES` lists it.
-Libraries that compute may have threads and processes of their own, whose results do follow (a compiler's, the workers
-of a ``DataLoader``, which hand out their batches in order), and a progress bar has one that looks after its display.
-They are told by who calls, the standard library apart.
+The event loop refuses such calls of its own. All other calls of user code are refused at their beginning, before
+anything has been made, for as long as the simulation lasts and on its thread alone: :data:`_ENTRIES` lists them.
+Libraries that compute may have threads and processes of their own, whose results do follow from the seed (a compiler's,
+the workers of a ``DataLoader``, which hand out their batches in order), and a progress bar has a thread for its
+display. They are recognised by the calling module, the standard library apart.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any, Final, NoReturn
 
 from asyncdist.errors import LocalProtocolError
 
-#: Who has it, what it is called, and what it would do. A process pool would fork before its first thread is refused;
-#: its parts, and an event loop's, would complain of each other when they are thrown away half made.
+#: Owner, name and purpose of each call. A process pool would fork before its first thread is refused; its parts, and an
+#: event loop's, would complain of each other when they are thrown away half made.
 _ENTRIES: Final[tuple[tuple[Any, str, str], ...]] = (
     (threading.Thread, "start", "starting a thread"),
     (socket.socket, "__init__", "a socket"),
@@ -35,7 +35,7 @@ _ENTRIES: Final[tuple[tuple[Any, str, str], ...]] = (
     (asyncio.BaseEventLoop, "__init__", "another event loop"),
     *((os, name, f"os.{name}") for name in ("fork", "forkpty", "posix_spawn", "posix_spawnp", "system")),
 )
-#: Top-level packages that may.
+#: Top-level packages that may make these calls.
 TRUSTED: Final = frozenset({"numpy", "torch", "tqdm"})
 #: Modules that start a process or a thread only because their caller asks for it; this one is between an entry and the
 #: next.
@@ -52,7 +52,7 @@ def refuse(what: str) -> NoReturn:
 
 @contextlib.contextmanager
 def refused_outside() -> Iterator[None]:
-    """Until it ends, this thread starts no thread and no process, and opens no socket."""
+    """Let this thread start no thread and no process, and open no socket, until the context ends."""
     simulating = os.getpid(), threading.get_ident()
 
     def is_refused() -> bool:
@@ -81,7 +81,7 @@ def _guarded(original: Callable[..., Any], what: str, is_refused: Callable[[], b
 
 
 def _is_trusted(frame: Any) -> bool:
-    """Whether the first caller that is not of the standard library, nor only its servant, belongs to who may."""
+    """Return whether a trusted package made the call: the first caller that is neither standard library nor servant."""
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         package = module.partition(".")[0]

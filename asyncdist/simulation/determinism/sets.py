@@ -22,7 +22,7 @@ _GATHERED: Final[Any] = tasks._GatheringFuture  # type: ignore[attr-defined]
 
 
 class _InOrder(set[Any]):
-    """A set that is gone through in the order in which its members came."""
+    """Is a set that is iterated in the order in which its members came."""
 
     def __init__(self, members: Iterable[Any] = ()) -> None:
         self._came = dict.fromkeys(members)
@@ -46,11 +46,11 @@ class _InOrder(set[Any]):
 
 @contextlib.contextmanager
 def ordered_sets() -> Iterator[None]:
-    """Until it ends, asyncio's own sets are in order. Those of other threads are, too, which does them no harm."""
+    """Keep asyncio's own sets in order until the context ends; also those of other threads, which does no harm."""
     all_tasks = asyncio.all_tasks
 
     def all_tasks_in_order(loop: asyncio.AbstractEventLoop | None = None) -> set[asyncio.Task[Any]]:
-        """As asyncio's, which would go through the tasks of earlier simulations as well."""
+        """Return the tasks, as asyncio's function does, but without those of earlier simulations."""
         found = asyncio.get_running_loop() if loop is None else loop
         return _InOrder(found.unfinished_tasks()) if isinstance(found, RankLoop) else all_tasks(loop)
 
@@ -69,6 +69,6 @@ def ordered_sets() -> Iterator[None]:
 
 
 def _hash_of_gathered(future: Any) -> int:
-    """Of what ``asyncio.gather`` returns: a number on a rank's loop, as its other futures have."""
+    """Return the hash of ``asyncio.gather``'s future: a number on a rank's loop, as its other futures have."""
     loop = future.get_loop()
     return loop.number_of(future) if isinstance(loop, RankLoop) else object.__hash__(future)

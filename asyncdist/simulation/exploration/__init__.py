@@ -1,1 +1,1 @@
-"""Running many seeds, and finding the least fault plan that fails."""
+"""Runs many seeds, and finds the least fault plan that fails."""

@@ -1,4 +1,4 @@
-"""``explore``: one scenario on many seeds until one fails; then the least that fails, and the line that repeats it.
+"""Runs one scenario on many seeds until one fails; finds the least plan that fails, and the line that repeats it.
 
 A scenario is a function of a module, ``scenario(seed, faults=None) -> SimReport``. It simulates something and raises
 where something is wrong; ``faults`` replaces the plan that it would draw from the seed, so that the plan can be shrunk.
@@ -104,10 +104,10 @@ class ExploreReport:
     """Reports how far an exploration came.
 
     Attributes:
-        seed_count: seeds that ran, up to and with the one that failed.
-        digests: the different traces among those that passed.
+        seed_count: the number of seeds that ran, up to and with the one that failed.
+        digests: the different traces among the seeds that passed.
         faults_fired: how often faults of each kind happened, by its name.
-        seconds: that it took, from the first seed on and without shrinking.
+        seconds: the time from the first seed on, without shrinking.
         failure: the first one, in the order of the seeds.
     """
 
@@ -119,7 +119,7 @@ class ExploreReport:
 
     @property
     def seeds_per_s(self) -> float:
-        """The number of seeds per second, of all processes together."""
+        """Return the number of seeds per second, of all processes together."""
         return self.seed_count / self.seconds if self.seconds else 0.0
 
     def check(self) -> None:
@@ -248,7 +248,7 @@ def check_ranks_ended_well(report: SimReport) -> None:
 
 
 def is_end_by_signal(report: SimReport, rank: int) -> bool:
-    """Whether a signal of the fault plan ended that rank: its own, or that of the rank whose loss ended it.
+    """Return whether a signal of the fault plan ended that rank: its own, or that of the rank whose loss ended it.
 
     A signal ends the whole job, which nothing that a program does can prevent. It may well survive a killed rank.
     """

@@ -1,6 +1,6 @@
 """Runs scenarios in processes; none of them outlives the process that started it.
 
-They are started afresh because a fork would copy torch's threads in whatever state they are.
+They are started afresh because a fork would copy torch's threads in the middle of their work.
 """
 
 from __future__ import annotations
