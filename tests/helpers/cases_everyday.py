@@ -51,7 +51,7 @@ async def case_a_value_computed_on_one_rank_is_the_same_on_all(world: ad.World) 
             assert calls == [root] * (world.rank == root)
 
 
-async def case_every_rank_s_value_arrives_as_it_was(world: ad.World) -> None:
+async def case_every_rank_s_value_arrives_unchanged(world: ad.World) -> None:
     root = world.size - 1
     for index in range(0, len(VALUES), 6):
         found = await ad.gather_from_all_ranks(

@@ -431,7 +431,7 @@ def test_a_signal_that_comes_while_mpi_starts_ends_the_job_once_it_has_started()
 
 
 @pytest.mark.mpi
-def test_the_second_signal_ends_a_rank_that_is_deaf_to_the_first() -> None:
+def test_the_second_signal_ends_a_rank_that_ignores_the_first() -> None:
     def twice(job: Job) -> None:
         os.kill(job.rank_pid(1), signal.SIGINT)
         time.sleep(0.3)  # two at once would be one

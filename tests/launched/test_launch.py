@@ -251,7 +251,7 @@ ad.run(main)
 
 
 @pytest.mark.mpi
-def test_a_child_of_a_rank_is_told_in_a_line_that_it_is_none(tmp_path: Path) -> None:
+def test_a_child_of_a_rank_is_told_in_a_line_that_it_is_no_rank(tmp_path: Path) -> None:
     """It opened MPI as its parent, and hung or died of a segmentation fault: a script without a __main__ guard."""
     code, output, error = finish(start(tmp_path, UNGUARDED, ranks=1))
     assert (code, output.splitlines()) == (0, ["spawn 1", "forkserver 1", "subprocess 1", "fork 5"]), error
@@ -315,7 +315,7 @@ time.sleep(600)
 @pytest.mark.mpi
 @pytest.mark.skipif(not guardians.ARE_HERE, reason="elsewhere nothing ends them")
 @pytest.mark.parametrize("killed", ["rank", "mpirun"])
-def test_no_child_of_a_rank_stays_behind_whoever_is_killed(tmp_path: Path, killed: str) -> None:
+def test_no_child_of_a_rank_stays_behind_when_a_process_of_the_job_is_killed(tmp_path: Path, killed: str) -> None:
     """Open MPI waited for the child of a killed rank; ranks that had not opened MPI outlived a killed mpirun."""
     process = start(tmp_path, LEAVES_CHILDREN, str(tmp_path), killed)
     assert wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 9), finish(process)

@@ -386,7 +386,7 @@ def test_a_process_that_cannot_be_started_ends_those_that_were(tmp_path: Path, m
         (None, "torch:fake", ("torch", "torch:fake")),
     ],
 )
-def test_the_transport_that_is_named_is_started_whatever_the_variable_says_and_the_ranks_find_it(
+def test_a_named_transport_overrides_the_variable_and_the_ranks_find_it(
     named: str | None, variable: str | None, expected: tuple[str, str | None]
 ) -> None:
     """ASYNCDIST_TRANSPORT reached the ranks, which then trained alone, and no backend did."""

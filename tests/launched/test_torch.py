@@ -107,7 +107,7 @@ def test_an_exception_ends_the_job_everywhere() -> None:
         assert f"asyncdist: rank {rank} stopped: rank 1 failed: ValueError: boom-7" in result.stderr
 
 
-def test_a_line_stands_for_whatever_a_rank_raises_of_a_failure_that_it_has_heard_of() -> None:
+def test_a_line_stands_for_each_error_of_a_rank_that_has_heard_of_a_failure() -> None:
     """The line was printed for one error, and the other one, which main had raised, was shown as usual below it."""
     result = run_ranks(2, ENDS, "raises_in_words_of_its_own").check(1, 1)
     assert "asyncdist: rank 0 stopped: rank 1 failed: ValueError: boom-7" in result.stderr
@@ -619,7 +619,7 @@ def test_a_rank_that_is_started_again_while_others_gather_is_answered_again() ->
 
 
 @pytest.mark.parametrize("ranks", [(0, 0), (0, 1, 1)])
-def test_whoever_comes_as_a_rank_that_is_there_is_named_by_both_and_by_rank_0(ranks: tuple[int, ...]) -> None:
+def test_a_process_that_comes_as_a_rank_that_is_there_is_named_by_both_and_by_rank_0(ranks: tuple[int, ...]) -> None:
     for text in gather(dist.HashStore(), ranks, 3):
         assert text.startswith(f"rank {ranks[-1]} has come twice: ")
 

@@ -417,7 +417,7 @@ def test_models_that_differ_under_a_reserved_coordinator() -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [None, 0, -1.0, math.inf, math.nan, "3"])
-def test_a_timeout_that_is_none_is_refused_by_each_start(timeout_s: Any) -> None:
+def test_a_timeout_that_is_no_duration_is_refused_by_each_start(timeout_s: Any) -> None:
     async def main(world: ad.World) -> None:
         words = re.escape(f"timeout_s is {timeout_s!r}; allowed: a finite number of seconds above 0")
         with pytest.raises(ValueError, match=words):

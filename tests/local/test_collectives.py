@@ -17,7 +17,7 @@ import asyncdist as ad
 from asyncdist.errors import AsyncdistError, ClosedError, LocalProtocolError, RankLostError, TruncationError
 
 
-async def test_sums_are_in_rank_order_whoever_comes_first() -> None:
+async def test_sums_are_in_rank_order_in_any_order_of_arrival() -> None:
     """1e8, 1, -1e8 and 1 in float32: every order of summation gives another result."""
     parts = [1e8, 1.0, -1e8, 1.0]
     expected = torch.tensor(0.0)

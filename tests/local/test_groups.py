@@ -136,7 +136,7 @@ async def test_a_leader_who_is_no_participant_compares_the_others() -> None:
 
 
 @pytest.mark.parametrize("who", [0, 1, 2])
-async def test_whoever_withdrew_is_named_in_the_others_errors(who: int) -> None:
+async def test_the_member_that_withdrew_is_named_in_the_others_errors(who: int) -> None:
     async with worlds(3) as made:
         ranks = (0, 1, 2)
         await outcomes(*(agree(world, ranks) for world in made))
@@ -171,7 +171,7 @@ async def test_a_rank_that_has_left_the_world_is_named(who: int) -> None:
 
 @pytest.mark.parametrize("objectors", [(0,), (1,), (2,), (0, 1), (2, 1), (0, 1, 2)])
 @pytest.mark.parametrize("when", ["first", "last"])
-async def test_whoever_objects_is_heard_by_the_others_once(objectors: tuple[int, ...], when: str) -> None:
+async def test_a_member_that_objects_is_heard_by_the_others_once(objectors: tuple[int, ...], when: str) -> None:
     """Whether they wait already or come later; the next time is as if nothing had been."""
     async with worlds(3) as made:
         ranks, others = (0, 1, 2), [world for world in made if world.rank not in objectors]
@@ -224,7 +224,7 @@ def test_the_first_whose_time_is_up_ends_it_for_all() -> None:
 
 @pytest.mark.parametrize("late", [0, 1, 2])
 @pytest.mark.parametrize("cancelled", [0, 1, 2])
-async def test_whoever_is_cancelled_is_not_counted_on(cancelled: int, late: int) -> None:
+async def test_a_cancelled_member_is_not_counted_on(cancelled: int, late: int) -> None:
     """The others began without it, or waited until their time was up, and the next time it was one time ahead."""
     ranks = (0, 1, 2)
     async with worlds(3) as made:
@@ -249,7 +249,7 @@ async def test_whoever_is_cancelled_is_not_counted_on(cancelled: int, late: int)
 
 
 @pytest.mark.slow
-async def test_whoever_comes_after_a_timeout_is_told_and_nothing_is_kept() -> None:
+async def test_a_member_that_comes_after_a_timeout_is_told_and_nothing_is_kept() -> None:
     async with worlds(2) as made:
         [error] = await outcomes(agree(made[0], (0, 1), timeout_s=NOBODY_COMES_S))
         assert isinstance(error, StartTimeoutError)

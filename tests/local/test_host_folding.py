@@ -316,7 +316,7 @@ def test_memory_can_be_neither_cut_nor_stretched() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", ["memfd_create", "posix_fallocate", "fcntl"])
-def test_where_there_is_none_a_flat_tensor_is_ordinary(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_shared_memory_a_flat_tensor_is_ordinary(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = descriptor_count()
 
     def refuse(*_: object) -> None:
@@ -335,7 +335,7 @@ def test_another_system_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
         SharedMemory(1)
 
 
-def test_a_flat_tensor_and_its_rooms() -> None:
+def test_a_flat_tensor_and_its_buffers() -> None:
     """Half as much for rooms, and no more than 64 MiB."""
     mib = 1 << 20
     for flat_mib, rooms_mib in ((1, 0.5), (64, 32), (65, 64), (4096, 64)):

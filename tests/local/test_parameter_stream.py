@@ -150,7 +150,7 @@ def hold_grants(party: Party) -> list[Callable[[], None]]:
     return held
 
 
-async def test_the_sum_is_made_in_the_donors_order_whoever_answers_first(chunk_nbytes: int) -> None:
+async def test_the_sum_is_made_in_the_donors_order_in_any_order_of_answers(chunk_nbytes: int) -> None:
     """Of a small state all donors are asked at once, and the last one answers first. Of a large one: one by one."""
     async with worlds(6) as made:
         party = Party.of(made)

@@ -158,7 +158,7 @@ def test_two_meshes_over_the_same_ranks_do_not_hear_each_other() -> None:
 
 @pytest.mark.slow
 @pytest.mark.sim(ranks=4, seeds=20)
-async def test_trees_that_differ_are_told_to_all_whatever_the_order(world: ad.World) -> None:
+async def test_trees_that_differ_are_told_to_all_in_any_order(world: ad.World) -> None:
     with await ad.new_mesh({"POP": 2, "DP": 2}) as mesh:
         tree = {"a": torch.ones(2), **({"b": torch.ones(1)} if world.rank == 3 else {})}
         if mesh.axis_index("POP") == 0:

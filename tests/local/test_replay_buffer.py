@@ -32,7 +32,7 @@ async def add_everything(world: ad.World, buffer: ReplayBuffer, count: int, size
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 7, 6000])
-def test_every_item_is_stored_once_and_drawn_as_it_was_sent(size: int) -> None:
+def test_every_item_is_stored_once_and_drawn_unchanged(size: int) -> None:
     """6,000 items of 12 bytes go as streams, both ways."""
     seen: list[tuple[int, int]] = []
 

@@ -72,7 +72,7 @@ def test_every_simulated_rank_sees_what_it_would_see_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["no_grad", "inference", "autocast"])
-def test_whoever_leaves_last_leaves_nothing_behind(name: str) -> None:
+def test_the_last_to_leave_leaves_nothing_behind(name: str) -> None:
     """Two ranks leave a mode in the order in which they entered it, the second restoring what the first had set."""
 
     async def main(world: ad.World) -> None:

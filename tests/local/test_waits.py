@@ -106,7 +106,7 @@ Work = Callable[[ad.World, "ad.Channel[Note]"], Coroutine[Any, Any, None]]
         ([], 10.0, 0),
     ],
 )
-def test_only_a_rank_of_which_all_tasks_wait_is_spoken_of(
+def test_only_a_rank_whose_tasks_all_wait_is_warned_of(
     works: list[Work], period_s: float, count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main(world: ad.World) -> None:

@@ -406,7 +406,7 @@ class End(StopIteration):
 
 
 @pytest.mark.parametrize("simulated", [False, True])
-def test_whatever_a_computation_raises_reaches_its_caller(simulated: bool) -> None:
+def test_an_exception_of_a_computation_reaches_its_caller(simulated: bool) -> None:
     """StopIteration cannot be set on a future, so that ``await world.compute(next, batches)`` never ended."""
 
     async def main(world: ad.World) -> list[Any]:

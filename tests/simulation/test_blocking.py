@@ -153,7 +153,7 @@ def test_code_that_reads_a_clock_for_ever_is_named(clock: str) -> None:
     assert isinstance(report.results[0], ad.RankLostError)
 
 
-def test_clocks_of_libraries_and_of_whoever_looks_on_are_the_machines() -> None:
+def test_clocks_of_libraries_and_of_observers_are_the_machines() -> None:
     looked: list[float] = []
 
     async def main(world: ad.World) -> float:

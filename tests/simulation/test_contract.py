@@ -708,7 +708,7 @@ def test_each_call_of_user_code_is_charged_once() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("kind", [AsyncSelectiveAveragingPolicy, AverageAllPolicy])
-def test_a_policys_step_is_charged_once_whatever_it_does(kind: Any, ranks: int) -> None:
+def test_each_step_of_a_policy_is_charged_once(kind: Any, ranks: int) -> None:
     """Its tasks, the coordinator's and the streams' included, are charged nothing."""
 
     async def main(world: ad.World) -> int:
@@ -771,7 +771,7 @@ def test_a_cancelled_compute_waits_for_its_function_as_for_a_thread() -> None:
 # -- what a rank has to itself --------------------------------------------------------------------------------------
 
 
-def test_whatever_runs_knows_its_own_world() -> None:
+def test_all_code_of_a_rank_knows_its_own_world() -> None:
     seen: Counter[tuple[str, int, int]] = Counter()
 
     async def main(world: ad.World) -> None:

@@ -21,7 +21,7 @@ def test_what_all_have_agreed_to_start_is_begun_by_all_of_them_or_by_nobody() ->
 
 
 @pytest.mark.slow
-def test_synchronous_averages_stay_in_step_whatever_deadline_a_member_sets_itself() -> None:
+def test_synchronous_averages_stay_in_step_with_any_deadline_of_a_member() -> None:
     """A member that was cancelled after "go" skipped the average: ranks were out of step, or waited for ever."""
     explore(averages, range(SEED_COUNT), processes=1, quiet=True).check()
     assert sum(run_averages(seed)[1].late_count for seed in range(5)) > 20

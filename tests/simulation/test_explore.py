@@ -94,7 +94,7 @@ def first_failing(scenario: Callable[[int], ad.SimReport], seeds: range) -> int:
 @pytest.mark.slow
 @pytest.mark.workers
 @pytest.mark.parametrize("processes", [1, 2])
-def test_the_first_seed_that_fails_is_found_whatever_the_number_of_processes(
+def test_the_first_seed_that_fails_is_found_by_any_number_of_processes(
     processes: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     first = first_failing(racy, range(1, 1000))
@@ -313,7 +313,7 @@ def returns_nothing(seed: int) -> None:
         (returns_nothing, "TypeError", ["returned None", "SimReport"]),
     ],
 )
-def test_a_failure_is_told_whatever_it_is(scenario: Callable[[int], ad.SimReport], kind: str, words: list[str]) -> None:
+def test_a_failure_of_any_kind_is_told(scenario: Callable[[int], ad.SimReport], kind: str, words: list[str]) -> None:
     report = explore(scenario, [17], processes=1, quiet=True)
     assert report.failure is not None
     assert report.failure.kind == kind
@@ -658,7 +658,7 @@ def test_an_interrupt_ends_a_simulation_between_two_events() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_whoever_handles_interrupts_goes_on_doing_so() -> None:
+def test_a_handler_of_interrupts_stays_in_place() -> None:
     HANDLED.clear()
     own = signal.signal(signal.SIGINT, lambda number, _: HANDLED.append(number))
     try:

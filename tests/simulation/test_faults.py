@@ -623,7 +623,7 @@ def test_turns_take_less_than_what_the_clocks_here_are_read_to() -> None:
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_overlapping_partitions_hold_a_message_until_the_last_of_them_ends_in_whatever_order(turned: bool) -> None:
+def test_overlapping_partitions_hold_a_message_until_the_last_of_them_ends_in_any_order(turned: bool) -> None:
     partitions: list[Fault] = [Partition((0,), at_s=0.5, until_s=5.25), Partition((1,), at_s=4.0, until_s=9.25)]
     report = run(arrivals, faults=partitions[::-1] if turned else partitions)
     assert report.results[1] == pytest.approx([9.25] * 6, abs=CLOSE_S)

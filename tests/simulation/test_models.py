@@ -152,7 +152,7 @@ def test_without_a_seed_of_its_own_a_rank_draws_what_follows_from_seed_and_rank(
     assert len(set(drawn)) == 6, "ranks or seeds draw alike"
 
 
-def test_a_name_imported_inside_main_draws_for_whoever_calls_it_and_afterwards_for_the_caller() -> None:
+def test_a_name_imported_inside_main_draws_for_the_calling_rank_and_afterwards_for_the_caller() -> None:
     kept: list[Callable[[], float]] = []
 
     async def main(world: ad.World) -> list[float]:

@@ -547,7 +547,7 @@ async def _like_test_three(world: asyncdist.World) -> None:
 
 
 @pytest.mark.slow
-def test_it_is_shown_whatever_else_is_not(pytester: pytest.Pytester) -> None:
+def test_it_is_shown_with_each_option_that_hides_other_output(pytester: pytest.Pytester) -> None:
     for options in (["--show-capture=no"], ["--tb=short"], ["--tb=native"], ["--tb=line"]):
         result = run_tests(pytester, FAILS_WITH_SEED_3, *options)
         if options == ["--tb=line"]:

@@ -192,7 +192,7 @@ async def story(world: ad.World) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_equal_calls_give_equal_runs_whatever_the_process_did_before(program: Callable[..., Any]) -> None:
+def test_equal_calls_give_equal_runs_after_any_history_of_the_process(program: Callable[..., Any]) -> None:
     found = set()
     for _ in range(4):
         found.add(outcome(program))
@@ -340,7 +340,7 @@ def test_generators_that_main_leaves_are_closed_at_its_end_as_asyncio_does() -> 
     assert report.virtual_time_s > 0.5
 
 
-def test_the_collector_is_as_it_was_after_a_simulation() -> None:
+def test_the_collector_is_restored_after_a_simulation() -> None:
     before = gc.get_threshold(), gc.isenabled(), sys.get_asyncgen_hooks()
     simulate(left_generators, ranks=2)
     assert before == (gc.get_threshold(), gc.isenabled(), sys.get_asyncgen_hooks())

@@ -231,7 +231,7 @@ def test_a_failing_rank_is_told_once_with_trace_and_repeat_line(sim: Sim, script
     assert result.repeat.endswith("sim script.py --ranks 3 --seed 7 raise")
 
 
-def test_a_failing_rank_fails_the_run_whatever_the_script_makes_of_it(sim: Sim, script: str) -> None:
+def test_a_failing_rank_fails_the_run_also_where_the_script_ends_well(sim: Sim, script: str) -> None:
     result = sim(script, "--ranks", 3, "raise", "caught")
     assert result.code == 1
     assert result.err.count("Traceback") == 1

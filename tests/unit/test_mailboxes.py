@@ -103,7 +103,7 @@ def test_a_message_while_the_last_one_is_under_way_leaves_by_itself_and_in_order
     ]
 
 
-def test_rooms_are_shared_by_scopes_and_kinds_of_one_size() -> None:
+def test_buffers_are_shared_by_scopes_and_kinds_of_one_size() -> None:
     number = Number(1000)
     blob = next(blob for blob in map(Blob, map(bytes, range(20))) if nbytes_of(blob) == nbytes_of(number))
     transport = Transport()

@@ -187,7 +187,7 @@ def test_what_is_not_finite_stays_so_and_spoils_no_other_element() -> None:
 
 
 @pytest.mark.parametrize("weights", [[1e-300, 1e300], [1e300, 1e-300], [1e-6, 1.0, 1e300, 1e-300]])
-def test_infinities_that_all_tensors_hold_stay_whatever_the_weights(weights: list[float]) -> None:
+def test_infinities_that_all_tensors_hold_stay_for_any_weights(weights: list[float]) -> None:
     """A weight that rounds to zero in float32 made NaN of an infinity."""
     mask = torch.tensor([-math.inf, math.inf, 1.0])
     total, mean = torch.empty(3), WeightedMean()

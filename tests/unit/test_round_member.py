@@ -242,7 +242,9 @@ def call(member: RoundMember, name: str, number: int) -> Instructions:
 
 @LAWS
 @given(st.lists(st.tuples(CALLS, st.integers(1, 4)), max_size=40))
-def test_whatever_comes_resources_are_freed_once_and_each_application_was_read(calls: list[tuple[str, int]]) -> None:
+def test_in_any_order_of_events_resources_are_freed_once_and_each_application_was_read(
+    calls: list[tuple[str, int]],
+) -> None:
     """One snapshot on offer at most, one exchange at most, both given back by the end; nothing after the farewell."""
     member, has_left = RoundMember(), False
     offered: list[int] = []

@@ -49,7 +49,7 @@ def plain() -> None:
         (plain, ""),
     ],
 )
-def test_nothing_is_lost_and_the_exception_stays_as_it_was(
+def test_nothing_is_lost_and_the_exception_stays_unchanged(
     work: Any, suggestion: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = caught(work)

@@ -117,7 +117,7 @@ def round_trip(message: Any) -> Any:
 @pytest.mark.slow
 @LIMITS
 @given(EVERYTHING)
-def test_every_message_comes_back_as_it_was(message: Everything) -> None:
+def test_every_message_comes_back_unchanged(message: Everything) -> None:
     assert same(round_trip(message), message)
 
 
@@ -327,7 +327,7 @@ def receive(codec: Codec, frame: bytes) -> Any:
 VICTIM = Codec(Everything | HoldsPicky | Empty)
 
 
-def test_a_header_comes_back_as_it_was() -> None:
+def test_a_header_comes_back_unchanged() -> None:
     route = wire.pack_route(255, 2**32 - 1, 2**32 - 2, 2**32 - 3)
     frame = wire.FrameWriter(route).frame(2**32 - 4, 2**64 - 1, b"payload")
     for reader in (read(frame), read(frame).copy()):
