@@ -1,6 +1,6 @@
 """Ends a rank that has failed, or whose job has: tells the peers, waits for them to stop, aborts those that do not.
 
-How a job ends as a whole is told in :mod:`asyncdist.runtime.supervision`.
+What a rank prints is in :mod:`asyncdist.runtime.failure_report`, what signals do in :mod:`asyncdist.runtime.signals`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,9 @@ from typing import Final
 
 from asyncdist import environment, rank_program
 from asyncdist.errors import DisagreementError, RankLostError, RemoteError, has_cause_here, is_consequence
+from asyncdist.runtime.failure_report import FailureReport, peer_failed, summarise
 from asyncdist.runtime.peers import Failed, FailureAcknowledged
-from asyncdist.runtime.supervision import (
-    SIGNALS,
-    FailureReport,
-    Interrupts,
-    exit_immediately,
-    interrupt_error,
-    peer_failed,
-    summarise,
-)
+from asyncdist.runtime.signals import SIGNALS, Interrupts, exit_immediately, interrupt_error
 from asyncdist.runtime.watchdogs import describe_wait
 from asyncdist.runtime.world import World
 from asyncdist.transports.base import Transport

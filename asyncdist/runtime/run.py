@@ -37,7 +37,7 @@ from asyncdist.runtime.failure import FailureMonitor, fail, fail_alone, own_erro
 from asyncdist.runtime.leaving import leave, report_leftovers
 from asyncdist.runtime.notebooks import call_beside_loop, is_loop_running
 from asyncdist.runtime.process import limit_threads, spare_collections
-from asyncdist.runtime.supervision import Interrupts, ending_forked_children
+from asyncdist.runtime.signals import Interrupts, ending_forked_children
 from asyncdist.runtime.watchdogs import ENDLESS, EndWatch, StallWatch, WatchdogOptions, describe_wait
 from asyncdist.runtime.world import World, _current_world, refuse_inside_a_world
 from asyncdist.tensors import torch_modes

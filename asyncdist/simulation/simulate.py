@@ -28,7 +28,7 @@ from asyncdist.errors import DeadlockError, LocalProtocolError, TimeLimitError
 from asyncdist.messaging.engine import Engine
 from asyncdist.runtime.notebooks import call_beside_loop, is_loop_running
 from asyncdist.runtime.run import RankResult, host_rank
-from asyncdist.runtime.supervision import Interrupts
+from asyncdist.runtime.signals import Interrupts
 from asyncdist.runtime.watchdogs import what_awaits
 from asyncdist.runtime.world import World, refuse_inside_a_world
 from asyncdist.simulation.arguments import Arguments

@@ -22,7 +22,7 @@ from support.local import yields
 import asyncdist as ad
 from asyncdist.errors import BusyError, ClosedError, LocalProtocolError, RankLostError
 from asyncdist.runtime import run
-from asyncdist.runtime.supervision import Interrupts
+from asyncdist.runtime.signals import Interrupts
 from asyncdist.transports.local import LocalHub
 
 NO_UVLOOP = importlib.util.find_spec("uvloop") is None
