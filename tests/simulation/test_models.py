@@ -437,9 +437,9 @@ def plain_function(world: ad.World) -> None:
         (
             {"main": plain_function},
             TypeError,
-            r"coroutine function \(async def\), and plain_function \(.*py:\d+\) is none",
+            r"coroutine function \(async def\); got plain_function \(.*py:\d+\)",
         ),
-        ({"main": "train"}, TypeError, r"coroutine function \(async def\), and 'train' is none"),
+        ({"main": "train"}, TypeError, r"coroutine function \(async def\); got 'train'"),
         ({"seed": 1.5}, TypeError, r"seed is 1\.5; allowed: a whole number"),
         ({"until_s": -1.0}, ValueError, r"until_s is -1\.0; allowed: a finite number of 0 or more"),
         ({"until_s": NAN}, ValueError, r"until_s is nan; allowed"),
