@@ -1,18 +1,17 @@
-"""Starts that go on to their end, although their caller is cancelled or its time is up meanwhile.
+"""Runs starts to their end, although their caller is cancelled or its time is up meanwhile.
 
 The members of a start agree first (:mod:`asyncdist.collectives.agreement`). Once the leader has said go, they count on
 each other: a member that stopped there would leave the rest in a collective that cannot complete, in
 MPI_Comm_create_group for example, where not even a signal is handled. And a member that gives up before it has heard
 anything cannot know what the leader has said meanwhile.
 
-So the work is done by a task of its own, which nothing but a failure of the job cancels. A caller that gives up
+So a task of its own does the work, which nothing but a failure of the job cancels. A caller that gives up
 
 - before this rank has said that it comes, is cancelled at once, and so is the work; the others are told that this rank
   stays away;
 - while the verdict is not known, asks the leader to go on without this rank, and is cancelled at once, or when the
-  leader has answered (``is_held``). Should the answer be go, the work is done all the same, and what came of it is
-  given back;
-- after go, is cancelled when the work has been done, and what came of it has been given back.
+  leader has answered (``is_held``). If the answer is go, the work is done all the same, and its result is given back;
+- after go, is cancelled when the work has been done, and its result has been given back.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ _HOLD_S: Final = 0.005
 
 
 class Start(Generic[T]):
-    """One start of this rank.
+    """Carries out one start of this rank.
 
     Args:
         engine: of this rank.
         agreements: of this rank.
-        meeting: what it is to agree on.
-        give_back: what is done with the result where the caller does not want it any more.
+        meeting: the agreement that it begins with.
+        give_back: takes the result where the caller does not want it any more.
     """
 
     def __init__(
@@ -56,26 +55,26 @@ class Start(Generic[T]):
         self._is_on = False
 
     async def agree(self, values: Mapping[str, str], **options: Any) -> Agreed:
-        """As :meth:`Agreements.meet`: what the work begins with. From go on it is done whatever the caller does."""
+        """Agree as :meth:`Agreements.meet` does; the work begins with this. After go the work is done in any case."""
         agreed = await self._agreements.meet(self.meeting, values, caller=self, **options)
         self._is_on = True
         return agreed
 
     def left_s(self, timeout_s: float) -> float:
-        """How much of the caller's time is left for what follows go; not less than 5 s, since all members are there."""
+        """Return how much of the caller's time is left after go; not less than 5 s, since all members are there."""
         return max(round(self.meeting.began_at + timeout_s - self._loop.time(), 3), MEMBER_PATIENCE_S)
 
     def on_asked(self) -> None:
-        """This rank says that it comes."""
+        """Note that this rank says that it comes."""
         self._has_come = True
 
     def on_time_up(self, error: StartTimeoutError) -> None:
-        """The caller has waited for long enough; the work goes on, until the leader has said what is to be."""
+        """Raise ``error`` in the caller, whose time is up; the work goes on until the leader has decided."""
         if not self._outcome.done():
             self._outcome.set_exception(error)
 
     async def run(self, work: Callable[[Start[T]], Coroutine[Any, Any, T]]) -> None:
-        """Do the work, in a task of its own. Raises what nobody else would hear of."""
+        """Do the work, in a task of its own. Raises errors that no caller would hear of."""
         try:
             result = await work(self)
         except Exception as error:

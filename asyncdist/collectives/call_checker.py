@@ -1,4 +1,4 @@
-"""Which collective each rank calls, compared where all ranks share a process: in a simulation.
+"""Compares which collective each rank calls, where all ranks share a process: in a simulation.
 
 Members of a group call its collectives in one order, with the same root, reduction, shape and dtype (MPI-4.1 section
 6.1). Where they do not, what they send meets what it does not belong to, or nothing at all. Between processes nobody
@@ -18,14 +18,14 @@ import torch
 
 from asyncdist.errors import DisagreementError
 
-#: What begins with frames, which say themselves what they belong to.
+#: Operations that begin with headers, which say themselves what they belong to.
 HELPER: Final = "a helper"
 #: Modules that a user has not written.
 _OURS: Final = ("asyncdist.", "asyncio.")
 
 
 class CollectiveCall(NamedTuple):
-    """What all members must pass alike. A tuple: one is made in every call.
+    """Holds what all members must pass alike. It is a tuple since one is made in every call.
 
     Attributes:
         operation: its name, or ``HELPER``.
@@ -52,7 +52,7 @@ class CollectiveCall(NamedTuple):
 
 @dataclass(slots=True)
 class _First:
-    """The first member that has called a collective, until all have."""
+    """Remembers the first member that has called a collective, until all have."""
 
     rank: int
     call: CollectiveCall
@@ -61,19 +61,19 @@ class _First:
 
 
 class CollectiveChecker:
-    """The calls of all ranks of this process."""
+    """Compares the calls of all ranks of this process."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[int, int, int], int] = {}
         self._open: dict[tuple[int, int, int], _First] = {}
 
     def note(self, ranks: Sequence[int], group_key: int, rank: int, call: CollectiveCall) -> None:
-        """``rank`` calls its next collective of a group; told by whoever calls it, for the line of the user's code.
+        """Note that ``rank`` calls its next collective of a group. The stack gives the line of the user's code.
 
         Args:
             ranks: the group's.
-            group_key: of the group, and of no other one with the same first rank.
-            rank: of the world.
+            group_key: names the group among those with the same first rank.
+            rank: the caller, by its number in the world.
             call: what it calls.
 
         Raises:
@@ -99,14 +99,14 @@ class CollectiveChecker:
             del self._open[key]
 
     def forget(self, ranks: Sequence[int], group_key: int, rank: int) -> None:
-        """``rank`` calls no collective of a group any more, since all have freed it; what was refused is forgotten."""
+        """Forget a group that all members have freed, and the calls of ``rank`` in it that were refused."""
         number = self._counts.pop((ranks[0], group_key, rank), 0)
         while self._open.pop((ranks[0], group_key, number), None) is not None:
             number -= 1
 
 
 def _users_line() -> str:
-    """Where the innermost code that is not ours calls us, and what, in words; nothing where there is none."""
+    """Say where the innermost code of the user calls a collective, and which; empty where no such code is found."""
     inner = sys._getframe(2)
     while (frame := inner.f_back) is not None:
         if not str(frame.f_globals.get("__name__")).startswith(_OURS):
@@ -117,9 +117,9 @@ def _users_line() -> str:
 
 
 def _file_of(frame: FrameType) -> str:
-    """The path below the folder in which Python found it.
+    """Return the path of a file below the folder in which Python found it.
 
-    Peers are sent it, and a simulation sends the same bytes wherever its program lies.
+    Peers are sent it, and a simulation must send the same bytes in whichever folder its program lies.
     """
     name = str(frame.f_globals.get("__name__"))
     return "/".join(Path(frame.f_code.co_filename).parts[-1 - name.count(".") :])

@@ -1,13 +1,13 @@
-"""What a computation came to on each rank, a value or an exception, made known to the others.
+"""Exchanges each rank's result or exception, so that an error on one rank is raised on all.
 
-Everything here that may fail on one rank alone is told by all members in one *frame* of fixed size, before any data: so
-an exception reaches every rank and leaves nobody waiting for data that will never come. A frame says whether its rank
-has a value, an exception or nothing, and holds values up to 1,000 bytes and the words of an exception themselves;
-larger values follow in a second collective, whose sizes everybody then knows. It also says which operation its rank has
-called, and with which root: where these differ, all members get a DisagreementError that names both.
+All members send a *header* of fixed size before any data: so an exception reaches every rank and leaves none waiting
+for data that will never come. A header says whether its rank has a value, an exception or nothing, and holds values up
+to 1,000 bytes and the words of an exception themselves; larger values follow in a second collective, whose sizes all
+members then know. It also says which operation its rank has called, and with which root: where these differ, all
+members get a DisagreementError that names both.
 
-**Cancellation**: what has been started ends in the background and keeps its turn in the group, since the others count
-on it.
+**Cancellation**: an exchange that has been started ends in the background and keeps its turn in the group, since the
+others count on it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ T = TypeVar("T")
 HEADER_NBYTES: Final = 1024
 #: Bytes of the payload; status, operation and root.
 _FORMAT: Final = struct.Struct("<QBBi")
-#: What a frame can hold itself.
+#: What a header can hold itself.
 INLINE_NBYTES: Final = HEADER_NBYTES - _FORMAT.size
 _NOTHING, _VALUE, _ERROR = range(3)
-#: What may begin with frames; a frame names one by its place here.
+#: Operations that begin with headers; a header names one by its place here.
 _OPERATIONS: Final = (
     "barrier",
     "compute_and_broadcast",
@@ -51,11 +51,11 @@ _NO_ROOT: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Which operation a rank has called.
+    """Names the operation that a rank has called.
 
     Attributes:
-        operation: one of those that begin with frames.
-        root: its root, where it has one; anything else than a rank is refused in the outcome.
+        operation: one of those that begin with headers.
+        root: its root, where it has one; another value than a rank is refused in the result.
     """
 
     operation: str
@@ -67,7 +67,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class LocalResult:
-    """What a computation came to on this rank.
+    """Holds the result of a computation on this rank.
 
     Attributes:
         value: what it returned.
@@ -82,14 +82,14 @@ class LocalResult:
 
 @dataclass(frozen=True, slots=True)
 class ResultHeader:
-    """What a member says of its outcome.
+    """Holds what a member says of its result.
 
     Attributes:
         rank: the member.
         call: what it has called.
         status: nothing, value or error.
-        nbytes: of the payload.
-        inline: the payload, where the frame can hold it.
+        nbytes: size of the payload.
+        inline: the payload, where the header can hold it.
     """
 
     rank: int
@@ -110,11 +110,11 @@ class ResultHeader:
 
     @property
     def later_nbytes(self) -> int:
-        """Bytes that do not fit and follow in a collective of their own."""
+        """Size of the payload if it does not fit, and follows in a collective of its own; 0 otherwise."""
         return self.nbytes if self.has_value and self.nbytes > INLINE_NBYTES else 0
 
     def remote_error(self) -> RemoteError:
-        """The member's exception, as the other ranks raise it."""
+        """Make the member's exception, as the other ranks raise it."""
         kind, text = serialization.decode(self.inline)
         return remote_error(self.rank, kind, text)
 
@@ -141,16 +141,17 @@ async def attempt(
         if inspect.isawaitable(value):
             value = await value
         return LocalResult(value, to_payload(value))
-    except BaseException as error:  # it is raised by whoever asked, once the others have been told
+    except BaseException as error:  # the caller raises it, once the others have been told
         return LocalResult(error=error)
 
 
 async def run_and_raise(
     collectives: Collectives, group: Group, outcome: LocalResult, work: Callable[[Collectives], Coroutine[Any, Any, T]]
 ) -> T:
-    """Run the collectives that make an outcome known, then raise the outcome's error, if any.
+    """Run the collectives that make a result known, then raise its error, if any.
 
-    What is no ``Exception`` (a cancellation, an interrupt, an exit) is raised at once, and told in the background.
+    An error that is no ``Exception`` (a cancellation, an interrupt, an exit) is raised at once, and sent in the
+    background.
     """
     error = outcome.error
     if isinstance(error, GeneratorExit):  # the caller is being thrown away, perhaps with its loop
@@ -172,7 +173,7 @@ async def run_and_raise(
 async def exchange_headers(
     collectives: Collectives, group: Group, outcome: LocalResult, call: Call
 ) -> list[ResultHeader]:
-    """Every member's frame, in the group's order, on every member.
+    """Return every member's header, in the group's order, on every member.
 
     Raises:
         DisagreementError: members have called different operations, or with different roots; on every member.
@@ -184,7 +185,7 @@ async def exchange_headers(
 
 
 def _check_same_call(headers: Sequence[ResultHeader]) -> None:
-    """An error of the same operation comes before its root, which may be what is wrong."""
+    """Raise unless all members call the same. Where one has failed its root may be the reason, and is not compared."""
     first = headers[0]
     ignores_root = any(header.has_error for header in headers)
     for header in headers:
@@ -202,7 +203,7 @@ async def collect(
     """Bring every member's payload to the call's root.
 
     Returns:
-        Every member's frame; and on the root, where nobody failed, the payloads, elsewhere None.
+        Every member's header; and the payloads on the root if no member failed, else None.
     """
     headers = await exchange_headers(collectives, group, outcome, call)
     root = call.root
@@ -234,10 +235,10 @@ async def share_payload(collectives: Collectives, group: Group, outcome: LocalRe
     if not header.later_nbytes:
         return header.inline
     is_root = group.ranks[group.index] == root
-    room = (
+    buffer = (
         _to_tensor(outcome.payload or b"") if is_root else torch.empty(header.nbytes, dtype=torch.uint8, device="cpu")
     )
-    return bytes((await collectives.broadcast(room, group, root)).numpy())
+    return bytes((await collectives.broadcast(buffer, group, root)).numpy())
 
 
 def raise_first_error(headers: Sequence[ResultHeader]) -> None:

@@ -1,4 +1,4 @@
-"""Which groups a rank has, and their end: tags and communicators go back when all members have freed the group.
+"""Keeps the groups of a rank; gives tag and communicator back when all members have freed the group.
 
 A member frees a group by itself and tells the others how many collectives of it it has started. Each of them has then
 completed here, so when all members have said the same number no message of the group is under way, and tag and
@@ -34,12 +34,12 @@ _Key: TypeAlias = tuple[Runs, int]
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """Member to member: I have freed this group.
+    """Member to member: the sender has freed this group.
 
     Attributes:
         ranks: its members, in its order.
         serial: which group of these ranks it is.
-        started: how many of its collectives this member has started, all of which have ended here.
+        started: how many of its collectives this member has started; all have ended here.
     """
 
     ranks: Runs
@@ -49,10 +49,10 @@ class Freed:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A group of this rank.
+    """Holds what is known of a group of this rank.
 
     Attributes:
-        group: it.
+        group: the group.
         freed: how many collectives each member that has freed it had started.
         done_count: so many members, the first in the group's order, are known to have freed it or to have left.
     """
@@ -63,35 +63,35 @@ class _Entry:
 
 
 class GroupLedger:
-    """The groups of one rank.
+    """Keeps the groups of one rank.
 
     Args:
-        attendance: counts their collectives.
+        membership: counts their collectives.
         give_back: what :meth:`Group.free` awaits.
         forget: is told of a group that is over on all members.
     """
 
     def __init__(
         self,
-        attendance: MembershipLog,
+        membership: MembershipLog,
         give_back: Callable[[Group], Awaitable[None]],
         forget: Callable[[Group], None],
     ) -> None:
-        self._attendance = attendance
+        self._membership = membership
         self._give_back = give_back
         self._forget = forget
         self._entries: dict[_Key, _Entry] = {}
         self._early: dict[_Key, dict[int, int]] = {}
 
     def taken(self) -> Runs:
-        """The numbers that are in use here."""
+        """Return the numbers that are in use here."""
         return runs_of(tuple(sorted(entry.group.tag - _FIRST_TAG for entry in self._entries.values())))
 
     def tag_of(self, number: int) -> int:
-        """The tag of an agreed number.
+        """Return the tag of an agreed number.
 
         Raises:
-            LocalProtocolError: they have run out.
+            LocalProtocolError: the tags have run out.
         """
         if number >= _COUNT_MAX:
             raise LocalProtocolError(
@@ -101,23 +101,23 @@ class GroupLedger:
         return _FIRST_TAG + number
 
     def open(self, ranks: tuple[int, ...], rank: int, tag: int, serial: int, native: GroupHandle | None) -> Group:
-        """A group that all members have made."""
+        """Make the group object on this rank, once all members have agreed on the group."""
         lease = Lease(serial, wire.scope_of(ranks, "group", serial), self._give_back)
         group = Group(ranks, ranks.index(rank), tag, native, lease)
-        self._attendance.reset(tag)
+        self._membership.reset(tag)
         entry = self._entries[_key_of(group)] = _Entry(group)
         for source, started in self._early.pop(_key_of(group), {}).items():
             self._note(entry, source, started)
         return group
 
     def free(self, group: Group) -> Freed:
-        """This rank has freed the group, and no collective of it is under way here: what the others are to hear."""
-        started = self._attendance.started_of(group)
+        """Note that this rank has freed the group, with no collective under way; return the message for the others."""
+        started = self._membership.started_of(group)
         self._note(self._entries[_key_of(group)], group.ranks[group.index], started)
         return Freed(runs_of(group.ranks), group.lease.serial, started)
 
     def on_freed(self, message: Freed, source: int) -> None:
-        """Another member has freed a group, which may still be being made here."""
+        """Note that another member has freed a group, which may still be being made here."""
         entry = self._entries.get((message.ranks, message.serial))
         if entry is None:
             self._early.setdefault((message.ranks, message.serial), {})[source] = message.started
@@ -125,20 +125,20 @@ class GroupLedger:
             self._note(entry, source, message.started)
 
     def on_gone(self) -> None:
-        """A rank has left, and so freed all groups that it was in; or it is lost."""
+        """Look at all groups again: a rank has left, and so freed all groups that it was in, or is lost."""
         for entry in list(self._entries.values()) if self._entries else ():
             self._release(entry)
 
     def _note(self, entry: _Entry, rank: int, started: int) -> None:
         entry.freed[rank] = started
         if rank != entry.group.ranks[entry.group.index]:
-            self._attendance.on_freed(entry.group, rank, started)
+            self._membership.on_freed(entry.group, rank, started)
         self._release(entry)
 
     def _release(self, entry: _Entry) -> None:
         """Give the group's tag and communicator back, if nobody needs them any more and nothing is left on its way."""
         group = entry.group
-        if group.ranks[group.index] not in entry.freed or self._attendance.is_spoiled(group):
+        if group.ranks[group.index] not in entry.freed or self._membership.is_spoiled(group):
             return
         while entry.done_count < group.size:  # each member is heard once: to look at all of them then is cubic in a job
             if self._started_by(entry, group.ranks[entry.done_count]) is None:
@@ -147,15 +147,15 @@ class GroupLedger:
         counts = {self._started_by(entry, rank) for rank in group.ranks}
         if len(counts) == 1 and None not in counts:
             del self._entries[_key_of(group)]
-            self._attendance.reset(group.tag)
+            self._membership.reset(group.tag)
             if group.native is not None:
                 group.native.free()
             self._forget(group)
 
     def _started_by(self, entry: _Entry, rank: int) -> int | None:
-        """How many collectives of the group ``rank`` had started when it freed the group or left; None if unknown."""
+        """Return how many collectives ``rank`` had started when it freed the group or left; None if unknown."""
         started = entry.freed.get(rank)
-        return self._attendance.left_after(entry.group, rank) if started is None else started
+        return self._membership.left_after(entry.group, rank) if started is None else started
 
 
 def _key_of(group: Group) -> _Key:

@@ -1,8 +1,8 @@
-"""Groups of ranks.
+"""Defines groups of ranks, and checks arguments that name them.
 
 A :class:`Group` is a list of ranks in the order in which they count, with the backend's communicator where it has one,
-and else a tag of its own for collectives. Making one is collective among its members, and only they take part. Freeing
-one is each member's own affair (:mod:`asyncdist.collectives.group_ledger`).
+and else a tag of its own for collectives. Making one is collective among its members alone. Each member frees it by
+itself (:mod:`asyncdist.collectives.group_ledger`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from asyncdist.transports.base import GroupHandle
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """How long a group may be used.
+    """Says how long a group may be used.
 
     Attributes:
         serial: which group of these ranks it is, in this order of theirs; equal on all members, 0 where it cannot be
             freed.
         key: a number for these ranks and that serial, equal on all members.
-        give_back: ends it; None where it cannot be freed.
+        give_back: frees the group; None where it cannot be freed.
         is_freed: whether this rank has freed it.
         subjects: what its members agree on as long as they have it, and never again.
     """
@@ -37,12 +37,12 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Group:
-    """Some ranks of the world, in their order; as an asynchronous context manager it is freed at the end.
+    """Some ranks of the world, in a fixed order. As an asynchronous context manager it is freed at the end.
 
     Attributes:
         ranks: the members' ranks in the world.
-        index: this rank's position among them; -1 where it is none of them, and may only read who they are.
-        tag: of its collectives where there is no native communicator.
+        index: this rank's position among them; -1 where it is not a member, and may only read who they are.
+        tag: used by its collectives where there is no native communicator.
         native: the backend's communicator, None where it has none.
         lease: how long it may be used.
     """
@@ -70,11 +70,11 @@ class Group:
 
     @property
     def number(self) -> str:
-        """The same in words: a number that no other group of these ranks ever has."""
+        """A number, as text, that no other group of these ranks ever has."""
         return f"{self.tag}.{self.lease.serial}"
 
     async def free(self) -> None:
-        """Give the group back: its tag, and its communicator, which are limited. Once more does nothing.
+        """Give back the group's tag and communicator, which are limited. A second call does nothing.
 
         A member need not wait for the others: it waits for the collectives that it has started itself, and tells them.
         From then on a collective of the group raises ClosedError here, and on the others unless this member has taken
@@ -100,12 +100,12 @@ class Group:
 
     @classmethod
     def seen_from_outside(cls, ranks: Sequence[int]) -> Group:
-        """A group as a rank sees it that is no member: who they are, and nothing to call."""
+        """Make the group as a rank that is not a member sees it: its ranks, and nothing to call."""
         return cls(tuple(ranks), -1, -1, None)
 
 
 def check_group(group: object) -> None:
-    """Refuse what is no :class:`Group`. Raises TypeError."""
+    """Refuse anything but a :class:`Group`. Raises TypeError."""
     if not isinstance(group, Group):
         raise TypeError(f"group is {group!r:.200}; allowed: a Group, as await new_group(ranks) makes it, or None")
 
@@ -117,17 +117,17 @@ def check_open(group: Group) -> None:
 
 
 def short(ranks: tuple[int, ...]) -> str:
-    """The ranks of a group in a message."""
+    """Return the ranks of a group as text, for messages."""
     shown = ", ".join(map(str, ranks[:16]))
     return f"[{shown}]" if len(ranks) <= 16 else f"[{shown}, ...] of {len(ranks)}"
 
 
 def check_member(group: Group, rank: int) -> None:
-    """Refuse what is no group, and a group of which ``rank`` is no member.
+    """Refuse anything but a group that has ``rank`` as a member.
 
     Raises:
-        TypeError: it is no :class:`Group`.
-        LocalProtocolError: the caller stands outside.
+        TypeError: it is not a :class:`Group`.
+        LocalProtocolError: ``rank`` is not a member.
         ClosedError: the group was freed.
     """
     check_group(group)
@@ -139,7 +139,7 @@ def check_member(group: Group, rank: int) -> None:
 
 
 def check_ranks(ranks: Sequence[int], *, rank: int, size: int) -> tuple[int, ...]:
-    """The members of a new group, checked.
+    """Check and return the members of a new group.
 
     Raises:
         LocalProtocolError: it is empty, names a rank twice or one that does not exist, or leaves this rank out.

@@ -1,16 +1,15 @@
-"""Who takes part in which collective: so that nobody waits in one for a member that has left.
+"""Tracks which collectives each member takes part in, so that no rank waits for a member that has left.
 
 Members start the collectives of a group in one order, so each rank counts those that it has started, by group, and says
-the counts when it leaves. One with a higher number is a collective in which the leaver takes no part: whoever starts it
-or waits in it gets ClosedError. One with a lower number goes on: the leaver has done its part, or does it in the
-background, whatever arrives first.
+the counts when it leaves. In a collective with a higher number the leaver takes no part: a rank that starts it or waits
+in it gets ClosedError. One with a lower number goes on: the leaver has done its part, or does it in the background.
 
-A member that frees a group says the same of that group: to the others it is as if it had left.
+A member that frees a group sends its count of that group: to the others it is as if it had left.
 
 Of a lost member nobody knows what it has started, and the others find out at different times: one may have given up the
 collective in which the next one waits for it. So a loss ends, on each rank that hears of it, the collectives of all
-groups with that member, those under way and those to come, with RankLostError; also where somebody has left besides,
-who may have found out. The others make a group without it.
+groups with that member, those under way and those to come, with RankLostError; also where another member has left,
+which may have found out. The others make a group without it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from asyncdist.errors import AsyncdistError, ClosedError, DisagreementError, Ran
 
 @dataclass(eq=False, slots=True)
 class Participation:
-    """One collective of this rank that is under way.
+    """A collective of this rank that is under way.
 
     Attributes:
         group: its members.
@@ -42,7 +41,7 @@ class Participation:
 
 
 class MembershipLog:
-    """Of one rank."""
+    """Tracks which collectives this rank has started, and which members take part in them."""
 
     def __init__(self) -> None:
         self._started: Counter[int] = Counter()
@@ -53,17 +52,17 @@ class MembershipLog:
         self._under_way: dict[Participation, None] = {}  # in the order in which they began
 
     def begin(self, group: Group) -> int:
-        """Count one more collective of the group; returns its number. Raises ClosedError where it was freed here."""
+        """Count one more collective of the group; return its number. Raises ClosedError where it was freed here."""
         check_open(group)
         self._started[group.tag] += 1
         return self._started[group.tag]
 
     def started(self) -> tuple[tuple[int, int], ...]:
-        """How many of each group, by its tag: what a leaving rank tells."""
+        """Return how many collectives this rank has started of each group, by tag: a leaving rank sends it."""
         return tuple(self._started.items())
 
     def check(self, group: Group, number: int) -> None:
-        """Refuse a collective that can never complete, and that this rank has not begun but for its number.
+        """Refuse a collective that can never complete, before this rank sends anything for it.
 
         Raises:
             ClosedError: a member has left, or freed the group, before it.
@@ -76,13 +75,13 @@ class MembershipLog:
                 raise error
 
     def enter(self, group: Group, number: int, stop: Callable[[AsyncdistError], None]) -> Participation:
-        """A collective is under way until :meth:`end`; ``stop(error)`` is called once if a member has no part in it."""
+        """Note a collective as under way until :meth:`end`; ``stop`` gets an error if a member takes no part in it."""
         entry = Participation(group, number, stop)
         self._under_way[entry] = None
         return entry
 
     def end(self, entry: Participation) -> None:
-        """The collective is under way no more, if it was."""
+        """Note that the collective is not under way any more. A second call does nothing."""
         self._under_way.pop(entry, None)
 
     @contextmanager
@@ -99,49 +98,49 @@ class MembershipLog:
             self.end(entry)
 
     def spoil(self, group: Group, error: BaseException) -> None:
-        """A collective of the group has ended with an error: messages of it may still come, unless all had agreed."""
+        """Note that a collective ended with an error: its messages may still come, unless all members raised it."""
         if not isinstance(error, (RemoteError, DisagreementError)):
             self._spoiled.add(group.tag)
 
     def is_spoiled(self, group: Group) -> bool:
-        """Whether messages of the group may still come after all members have ended all its collectives."""
+        """Return whether messages of the group may still come after all members have ended all its collectives."""
         return group.tag in self._spoiled
 
     def is_under_way(self, group: Group) -> bool:
-        """Whether this rank is in a collective of the group."""
+        """Return whether this rank is in a collective of the group."""
         return any(entry.group is group for entry in self._under_way)
 
     def started_of(self, group: Group) -> int:
-        """How many collectives of the group this rank has started."""
+        """Return how many collectives of the group this rank has started."""
         return self._started[group.tag]
 
     def left_after(self, group: Group, rank: int) -> int | None:
-        """How many ``rank`` had started when it left; None where it has not, or is lost, so that nobody knows."""
+        """Return how many ``rank`` had started when it left; None where it has not left, or is lost and did not say."""
         return None if rank in self._lost or rank not in self._left else self._left[rank].get(group.tag, 0)
 
     def on_freed(self, group: Group, rank: int, started: int) -> None:
-        """``rank`` has freed the group, having started so many collectives of it."""
+        """Note that ``rank`` has freed the group after starting ``started`` collectives of it."""
         self._freed.setdefault(group.tag, {})[rank] = started
         self._stop_what_cannot_complete()
 
     def reset(self, tag: int) -> None:
-        """No group has this tag any more, or a new one has."""
+        """Forget what was counted under a tag: no group has it any more, or a new one has."""
         for known in (self._started, self._freed):
             known.pop(tag, None)
         self._spoiled.discard(tag)
 
     def on_lost(self, rank: int) -> None:
-        """``rank`` has died: no collective of a group with it goes on."""
+        """Note that ``rank`` has died: no collective of a group with it goes on."""
         self._lost.add(rank)
         self._stop_what_cannot_complete()
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Ranks that are known to be lost, here or where somebody has left."""
+        """Ranks that are known to be lost, on this rank or on a rank that has left."""
         return tuple(sorted(self._lost))
 
     def on_left(self, rank: int, started: Mapping[int, int], lost: Iterable[int]) -> None:
-        """``rank`` has left, having started so many collectives of each group, and knowing of these lost ranks."""
+        """Note that ``rank`` has left: how many collectives it had started by tag, and which lost ranks it knew of."""
         self._lost.update(lost)
         self._left.setdefault(rank, started)
         self._stop_what_cannot_complete()

@@ -2,16 +2,16 @@
 
 Where the backend has collectives of its own they are started nonblocking and polled like any request (MPI-4.1 section
 6.12); even a barrier, since a blocking one burns a core while it waits. Elsewhere they are made of messages through
-the group's first or root rank, and reductions happen there in rank order, so their result does not depend on who came
-first. (A native reduction keeps the backend's own order.)
+the group's first or root rank (:mod:`asyncdist.collectives.algorithms.by_messages`), and reductions happen there in
+rank order, so their result does not depend on which rank came first. (A native reduction keeps the backend's order.)
 
-Tensors are dense, of any dtype, layout and device: they travel as bytes through CPU memory. What a reduction means for
-each dtype says :mod:`asyncdist.collectives.algorithms.reductions`. Members must pass equal shapes and dtypes.
+Tensors are dense, of any dtype, layout and device: they travel as bytes through CPU memory.
+:mod:`asyncdist.collectives.algorithms.reductions` says what a reduction means for each dtype. Members must pass equal
+shapes and dtypes.
 
 A member that leaves the world, or frees the group, before it has started a collective takes no part in it: the others
-get ClosedError, on every transport, also while they wait (:mod:`asyncdist.collectives.membership`). One that is lost
-ends
-all collectives of its groups: RankLostError.
+get ClosedError, on every transport, also while they wait (:mod:`asyncdist.collectives.membership`). The loss of a
+member ends all collectives of its groups with RankLostError.
 
 Members that call different collectives in each other's place, or pass different roots, reductions, shapes or dtypes,
 are named in a simulation, each with its line (:mod:`asyncdist.collectives.call_checker`). Between processes only
@@ -20,8 +20,8 @@ gather sends, as that does, and neither receives, so no header would be read. Wh
 that differ are refused.
 
 **Cancellation** of any of them: the collective goes on in the background until it completes, since the other members
-have entered it; its result is lost. Whatever this rank starts in that group afterwards waits for its turn, so that all
-members start the same ones in the same order.
+have entered it; its result is lost. What this rank starts in that group afterwards waits for its turn, so all members
+start the same ones in the same order.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ T = TypeVar("T")
 
 
 class Collectives:
-    """The collectives of one rank. Ranks in arguments are ranks of the world.
+    """Runs the collectives of one rank. Ranks in arguments are ranks of the world.
 
     Args:
         engine: the rank's.
-        rank: of the world.
+        rank: its number in the world.
         spawn: starts a task that nobody need await.
-        attendance: which members take part; None for those of a sequence, which counts as one.
-        rooms: memory that reductions keep, where others share it.
+        membership: which members take part; None for those of a sequence, which counts as one.
+        buffers: memory that reductions keep; a sequence shares that of its rank.
     """
 
     def __init__(
@@ -69,18 +69,18 @@ class Collectives:
         engine: Engine,
         rank: int,
         spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
-        attendance: MembershipLog | None = None,
+        membership: MembershipLog | None = None,
         *,
-        rooms: BufferPool | None = None,
+        buffers: BufferPool | None = None,
     ) -> None:
         self._engine = engine
         self._rank = rank
         self._by_messages = MessageCollectives(engine, rank)
         self._in_pieces = PiecewiseCollectives(engine)
         self._spawn = spawn
-        self._rooms = BufferPool() if rooms is None else rooms
-        self._attendance = attendance
-        self._book = None if attendance is None else engine.transport.collective_checker
+        self._buffers = BufferPool() if buffers is None else buffers
+        self._membership = membership
+        self._checker = None if membership is None else engine.transport.collective_checker
         self._newest: dict[int, asyncio.Task[Any]] = {}
 
     async def barrier(self, group: Group) -> None:
@@ -94,7 +94,7 @@ class Collectives:
             )
 
     async def broadcast(self, tensor: torch.Tensor, group: Group, root: int) -> torch.Tensor:
-        """``root``'s values in every member's ``tensor``, in place; returns it."""
+        """Write ``root``'s values into every member's ``tensor``; return it."""
         position = _position(group, root)
         check_writable(tensor)
         self._note(group, "broadcast", tensor, root)
@@ -112,7 +112,7 @@ class Collectives:
         return tensor
 
     async def gather(self, tensor: torch.Tensor, group: Group, root: int) -> list[torch.Tensor] | None:
-        """On ``root`` every member's tensor, in the group's order; None elsewhere."""
+        """Return every member's tensor on ``root``, in the group's order; None elsewhere."""
         position = _position(group, root)
         check_dense(tensor)
         self._note(group, "gather", tensor, root)
@@ -125,12 +125,12 @@ class Collectives:
             gather = functools.partial(group.native.gather, root=position)
             await self._finish(group, self._in_pieces.exchange, group, send, receive, send.nbytes, gather, what)
         else:
-            room = None if receive is None else byte_view(receive)
-            await self._native(group, functools.partial(group.native.gather, byte_view(send), room, position), what)
+            received = None if receive is None else byte_view(receive)
+            await self._native(group, functools.partial(group.native.gather, byte_view(send), received, position), what)
         return None if receive is None else [part.to(tensor.device) for part in receive]
 
     async def all_gather(self, tensor: torch.Tensor, group: Group) -> list[torch.Tensor]:
-        """Every member's tensor, in the group's order."""
+        """Return every member's tensor, in the group's order."""
         check_dense(tensor)
         self._note(group, "all_gather", tensor)
         send = to_host(tensor)
@@ -150,7 +150,7 @@ class Collectives:
         return [part.to(tensor.device) for part in receive]
 
     async def all_mean(self, tensor: torch.Tensor, group: Group) -> torch.Tensor:
-        """The mean over all members, as :mod:`asyncdist.tensors.means` defines it; in place on each. Returns it.
+        """Write the mean over all members, as :mod:`asyncdist.tensors.means` defines it, into ``tensor``; return it.
 
         Args:
             tensor: of float32, complex64 or wider, on the CPU and contiguous; the same on all members.
@@ -160,42 +160,44 @@ class Collectives:
         if group.size == 1 or not len(flat):
             await self.all_reduce(tensor, group, "sum")
         elif group.native is not None:
-            await self._finish(group, fold_in_shares, self._engine, self._rooms, group, flat, _mean, Into(flat))
+            await self._finish(group, fold_in_shares, self._engine, self._buffers, group, flat, _mean, Into(flat))
         else:
             self._note(group, "all_reduce", tensor, reduction="mean")
             flat.copy_(await self._finish(group, self._by_messages.fold_on_first, group, flat, _mean))
         return tensor
 
-    async def all_mean_spread(self, spread: Bucket, group: Group) -> None:
-        """The same of tensors that lie elsewhere: copied piece by piece, just before it is sent and when it has come.
+    async def all_mean_bucket(self, bucket: Bucket, group: Group) -> None:
+        """Write the mean into the tensors of a bucket, as :meth:`all_mean` does into one.
+
+        They are copied piece by piece: each piece just before it is sent, and when its mean has come.
 
         Args:
-            spread: equally long and of one dtype on all members, as for :meth:`all_mean`.
+            bucket: equally long and of one dtype on all members, as for :meth:`all_mean`.
             group: whose members call this.
         """
-        if self._attendance is not None:
-            await self._engine.shielded(self.start_sequence(group, lambda alone: alone.all_mean_spread(spread, group)))
+        if self._membership is not None:
+            await self._engine.shielded(self.start_sequence(group, lambda alone: alone.all_mean_bucket(bucket, group)))
             return
-        count = len(spread.flat)
-        views = await self._shared_views(spread, group)
+        count = len(bucket.flat)
+        views = await self._shared_views(bucket, group)
         if views is not None:
             barrier = functools.partial(self.barrier, group)
-            await fold_on_host(group, spread, views, mean_into, barrier)
+            await fold_on_host(group, bucket, views, mean_into, barrier)
         elif group.native is not None and group.size > 1 and count:
-            await fold_in_shares(self._engine, self._rooms, group, spread.flat, _mean, spread)
+            await fold_in_shares(self._engine, self._buffers, group, bucket.flat, _mean, bucket)
         else:
-            spread.copy_in(0, count)
-            spread.copy_out(0, await self.all_mean(spread.flat.clone(), group))
+            bucket.copy_in(0, count)
+            bucket.copy_out(0, await self.all_mean(bucket.flat.clone(), group))
 
-    async def _shared_views(self, spread: Bucket, group: Group) -> list[torch.Tensor] | None:
-        """Every member's memory, where they are on one host and had better use it."""
-        is_wanted = group.size > 1 and is_worth_sharing(len(spread.flat), spread.flat.dtype)
+    async def _shared_views(self, bucket: Bucket, group: Group) -> list[torch.Tensor] | None:
+        """Return every member's memory, where all are on one host and sharing is faster; None elsewhere."""
+        is_wanted = group.size > 1 and is_worth_sharing(len(bucket.flat), bucket.flat.dtype)
         if not is_wanted or not self._engine.transport.capabilities.shares_memory:
             return None
-        return await map_shared_buffers(spread.memory, group, lambda card: self.all_gather(card, group))
+        return await map_shared_buffers(bucket.memory, group, lambda card: self.all_gather(card, group))
 
     async def reduce_in_order(self, tensor: torch.Tensor, group: Group, fold: Reduction) -> torch.Tensor:
-        """What ``fold`` makes of every member's tensor, in rank order; each member folds a share of it.
+        """Return what ``fold`` makes of every member's tensor, in rank order; each member folds a share of it.
 
         That moves as many bytes as a ring reduction does, while the order of a backend's own reduction depends on its
         version and on the size, and MPI says nothing about NaN in MPI_MAX.
@@ -207,7 +209,7 @@ class Collectives:
         """
         if group.native is not None and group.size > 1:
             result = torch.empty(len(tensor), dtype=fold([tensor[:0]] * group.size).dtype, device="cpu")
-            await self._finish(group, fold_in_shares, self._engine, self._rooms, group, tensor, fold, Into(result))
+            await self._finish(group, fold_in_shares, self._engine, self._buffers, group, tensor, fold, Into(result))
             return result
         share = -(-len(tensor) // group.size)
         padded = torch.cat([tensor, tensor.new_zeros(share * group.size - len(tensor))])
@@ -215,7 +217,7 @@ class Collectives:
         return torch.cat(await self.all_gather(mine, group))[: len(tensor)]
 
     async def all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
-        """The elementwise reduction of every member's tensor, in place on each; returns it."""
+        """Write the elementwise reduction of every member's tensor into each of them; return it."""
         if op not in reductions.OPERATIONS:
             raise LocalProtocolError(f"op is {op!r}; allowed are {', '.join(reductions.OPERATIONS)}", op=op)
         check_writable(tensor)
@@ -237,7 +239,7 @@ class Collectives:
         return tensor
 
     async def all_to_all(self, tensors: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
-        """Tensor i goes to member i; returns what each member sent here. All have one shape and dtype."""
+        """Send tensor i to member i; return what each member sent here. All have one shape and dtype."""
         if len(tensors) != group.size:
             raise LocalProtocolError(f"all_to_all takes one tensor per member: {group.size}, not {len(tensors)}")
         for index, tensor in enumerate(tensors):
@@ -284,19 +286,19 @@ class Collectives:
         if group.size == 1 and receive is not None:
             receive.copy_(send)
         elif sum(sizes) and group.native is not None:
-            room = memoryview(bytearray()) if receive is None else byte_view(receive)
-            await self._finish(group, self._in_pieces.gather_ragged, group, byte_view(send), sizes, room, position)
+            received = memoryview(bytearray()) if receive is None else byte_view(receive)
+            await self._finish(group, self._in_pieces.gather_ragged, group, byte_view(send), sizes, received, position)
         elif sum(sizes):
             await self._finish(group, self._by_messages.gather_ragged, group, byte_view(send), sizes, receive, root)
         return receive
 
     def is_busy(self, group: Group) -> bool:
         """Whether a collective of the group is under way here, or waits for its turn."""
-        assert self._attendance is not None, "a sequence is part of what is under way"
-        return group.tag in self._newest or self._attendance.is_under_way(group)
+        assert self._membership is not None, "a sequence is part of what is under way"
+        return group.tag in self._newest or self._membership.is_under_way(group)
 
     def start_sequence(self, group: Group, work: Callable[[Collectives], Coroutine[Any, Any, T]]) -> asyncio.Task[T]:
-        """Start several collectives as one: after what this rank has started in the group, before whatever comes later.
+        """Start several collectives as one: after what this rank has started in the group, before what it starts later.
 
         Args:
             group: the only one that ``work`` may use.
@@ -306,7 +308,7 @@ class Collectives:
             A task that nobody cancels: await it with :meth:`join`, since the other members count on all of it.
         """
         self._note(group, HELPER)
-        return self._start(group, work, Collectives(self._engine, self._rank, self._spawn, rooms=self._rooms))
+        return self._start(group, work, Collectives(self._engine, self._rank, self._spawn, buffers=self._buffers))
 
     async def join(self, sequence: asyncio.Task[T]) -> T:
         """Return the result of a sequence. A cancellation of the caller leaves it alone."""
@@ -321,42 +323,42 @@ class Collectives:
         *,
         reduction: str | None = None,
     ) -> None:
-        """Tell what is called here, where the ranks' calls are compared."""
-        if self._book is not None:
+        """Report the call, where the calls of all ranks are compared."""
+        if self._checker is not None:
             dtype, shape = (None, None) if tensor is None else (tensor.dtype, tensor.shape)
-            self._book.note(
+            self._checker.note(
                 group.ranks, group.key, self._rank, CollectiveCall(operation, root, reduction, dtype, shape)
             )
 
     async def _native(self, group: Group, start: Callable[[], Request], what: str) -> None:
         """Start a collective of the backend, unless older ones of this rank have not all been started, and await it."""
-        if self._attendance is None:
+        if self._membership is None:
             await self._engine.wait_or_disown(start(), what)
             return
         if group.tag in self._newest:
             await self._finish(group, self._started, start, what)
             return
-        number = self._attendance.begin(group)
-        self._attendance.check(group, number)
+        number = self._membership.begin(group)
+        self._membership.check(group, number)
         await self._follow(group, number, start(), what)
 
     async def _follow(self, group: Group, number: int, request: Request, what: str) -> None:
-        """Wait for a collective of the backend, which may outlast the caller: it ends, or a member leaves before it."""
-        assert self._attendance is not None, "what a sequence does is part of its task"
-        attendance, engine, waiter = self._attendance, self._engine, self._engine.loop.create_future()
+        """Wait for a collective of the backend, which goes on if the caller is cancelled, until a member leaves."""
+        assert self._membership is not None, "what a sequence does is part of its task"
+        membership, engine, waiter = self._membership, self._engine, self._engine.loop.create_future()
 
         def stop(error: AsyncdistError) -> None:
             engine.disown(request)
-            attendance.end(entry)
+            membership.end(entry)
             resolve_waiter(waiter, error)
 
         def on_done(error: AsyncdistError | None) -> None:
             if error is not None:
-                attendance.spoil(group, error)
-            attendance.end(entry)
+                membership.spoil(group, error)
+            membership.end(entry)
             resolve_waiter(waiter, error)
 
-        entry = attendance.enter(group, number, stop)
+        entry = membership.enter(group, number, stop)
         engine.watch(request, what, on_done)
         try:
             if not waiter.done():
@@ -371,19 +373,19 @@ class Collectives:
     # -- in turn ----------------------------------------------------------------------------------------------------
 
     async def _finish(self, group: Group, work: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
-        """Run to the end even if the caller is cancelled: the other members count on our part.
+        """Run ``work`` to its end even if the caller is cancelled: the other members count on this rank's part.
 
-        One after the other in each group: a cancelled one still has messages under way on the group's tag, and a
-        smaller one after it would overtake it there.
+        Collectives of a group run one after the other: a cancelled one still has messages under way on the group's tag,
+        and a smaller one after it would overtake it there.
         """
-        if self._attendance is None:  # a sequence: one after the other already, and nobody cancels it
+        if self._membership is None:  # a sequence: one after the other already, and nobody cancels it
             return await work(*args)
         return await self._engine.shielded(self._start(group, work, *args))
 
     def _start(self, group: Group, work: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> asyncio.Task[T]:
-        assert self._attendance is not None, "what a sequence does is part of its task"
-        number = self._attendance.begin(group)
-        task = self._spawn(self._in_turn(self._newest.get(group.tag), self._attendance, group, number, work, *args))
+        assert self._membership is not None, "what a sequence does is part of its task"
+        number = self._membership.begin(group)
+        task = self._spawn(self._in_turn(self._newest.get(group.tag), self._membership, group, number, work, *args))
         self._newest[group.tag] = task
         task.add_done_callback(functools.partial(self._forget, group.tag))
         return task
@@ -391,12 +393,12 @@ class Collectives:
     def _forget(self, tag: int, task: asyncio.Task[Any]) -> None:
         if self._newest.get(tag) is task:  # its result is the caller's alone
             del self._newest[tag]
-            self._engine.recheck()  # whoever frees the group waits for that
+            self._engine.recheck()  # a task that frees the group waits for that
 
     async def _in_turn(
         self,
         previous: asyncio.Task[Any] | None,
-        attendance: MembershipLog,
+        membership: MembershipLog,
         group: Group,
         number: int,
         work: Callable[..., Coroutine[Any, Any, T]],
@@ -406,7 +408,7 @@ class Collectives:
             await self._engine.ended(previous)
         task = asyncio.current_task()
         assert task is not None
-        with attendance.waiting(group, number, lambda _: _cancel(task)) as participation:
+        with membership.waiting(group, number, lambda _: _cancel(task)) as participation:
             try:
                 result = await work(*args)
                 if participation.error is not None:  # it has completed all the same, and the cancellation is under way
@@ -449,7 +451,7 @@ def _position(group: Group, root: int) -> int:
 
 
 class _HostCopy:
-    """A contiguous CPU view of a tensor, written back at the end where it had to be a copy."""
+    """Gives a contiguous CPU view of a tensor, and writes it back at the end where it had to be a copy."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor

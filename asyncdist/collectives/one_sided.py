@@ -1,19 +1,19 @@
-"""State that a rank exposes, version by version, and that the others read when they like: nobody waits for anybody.
+"""Exposes state of a rank, version by version; the others read it when they like, and no rank waits for another.
 
-An exposure holds two slots. Version k is written into slot k mod 2 while readers still have version k - 1 in the other
+A window holds two slots. Version k is written into slot k mod 2 while readers still have version k - 1 in the other
 one; with it goes a record, which says what it is and how good. A reader asks for the newest records, and then for one
 version by its number: it gets that version whole, or :class:`OutdatedError`.
 
-- Where the transport has one-sided reads, slots and records lie in a window. The owner says
-  which version it is *writing* before it touches a slot, and publishes the record when the slot is whole, with memory
-  barriers between. A reader copies the slot and looks at the owner's words again: if version k + 2 has not been begun,
-  nobody has written into slot k mod 2 meanwhile. (A sequence lock, after Lameter 2005, over two buffers.) The owner
-  takes no part, and may be computing or have left.
-- Elsewhere records are reports, latest wins, and the owner answers at its safe points: a read
-  is a grant of :mod:`asyncdist.messaging.streams`, answered by the stream of that version or by the abort. A slot from
-  which a stream is under way is not written; that version is left out.
+- Where the transport has one-sided reads, slots and records lie in its memory window. The owner says which version it
+  is *writing* before it touches a slot, and publishes the record when the slot is whole, with memory barriers between.
+  A reader copies the slot and looks at the owner's words again: if version k + 2 has not been begun, nobody has written
+  into slot k mod 2 meanwhile. (A sequence lock, after Lameter 2005, over two buffers.) The owner takes no part, and may
+  be computing or have left.
+- Elsewhere records are reports, the latest one wins, and the owner answers at its safe points: a read is a grant of
+  :mod:`asyncdist.messaging.streams`, answered by the stream of that version or by the abort. A slot from which a stream
+  is under way is not written; that version is left out.
 
-What is exposed is bytes. What they mean is the caller's.
+Only the caller knows what the exposed bytes mean.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 
@@ -43,14 +43,17 @@ from asyncdist.transports.base import ReadWindow
 
 logger = logging.getLogger("asyncdist.collectives.one_sided")
 
+Targets: TypeAlias = Sequence[memoryview]
+Take: TypeAlias = Callable[[int], None]
+
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
-    """The record of one version.
+    """Describes one version.
 
     Attributes:
-        version: from 1, counted by its owner.
-        iteration: the owner's, at which it was taken.
+        version: its number, counted from 1 by its owner.
+        iteration: the owner's iteration, at which it was taken.
         metric: how good it is; NaN if it is not to be used.
     """
 
@@ -61,15 +64,15 @@ class VersionRecord:
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """Owner to the others: it exposes nothing any more."""
+    """Owner to the others: the sender exposes nothing any more."""
 
 
 class OutdatedError(AsyncdistError):
-    """The version that was being read is not there any more. Carries ``rank`` and ``version``."""
+    """The version that was read is not there any more. Carries ``rank`` and ``version``."""
 
 
 class VersionedWindow(abc.ABC):
-    """One rank's end. Made by :func:`open_versioned_window`.
+    """Exposes versions of this rank, and reads those of the others. Made by :func:`open_versioned_window`.
 
     Attributes:
         version: the newest that this rank has published; 0 for none.
@@ -79,9 +82,9 @@ class VersionedWindow(abc.ABC):
 
     @abc.abstractmethod
     def begin(self) -> torch.Tensor | None:
-        """The memory for the next version, to be filled and then published; None while readers still need it.
+        """Return the memory for the next version, to be filled and then published; None while readers still need it.
 
-        Its older content, if any, is lost with this call. Begun again, it is the same memory.
+        Its older content, if any, is lost with this call. A second call returns the same memory.
 
         Returns:
             1-D uint8.
@@ -89,22 +92,14 @@ class VersionedWindow(abc.ABC):
 
     @abc.abstractmethod
     def publish(self, iteration: int, metric: float) -> VersionRecord:
-        """What was begun is whole: readers may have it from now on."""
+        """Publish the version that was begun: it is whole, and readers may have it from now on."""
 
     @abc.abstractmethod
     async def published_by(self, rank: int) -> VersionRecord | None:
-        """The newest record of another member; None if it has published nothing, has retired or is gone."""
+        """Return the newest record of another member; None if it has published nothing, has retired or is gone."""
 
     @abc.abstractmethod
-    async def read(
-        self,
-        rank: int,
-        record: VersionRecord,
-        targets: Sequence[memoryview],
-        take: Callable[[int], None],
-        *,
-        deadline: float,
-    ) -> None:
+    async def read(self, rank: int, record: VersionRecord, targets: Targets, take: Take, *, deadline: float) -> None:
         """Read a version of ``rank`` from its beginning, as far as the targets reach.
 
         Args:
@@ -113,7 +108,7 @@ class VersionedWindow(abc.ABC):
             targets: where the chunks land, in order; all but the last hold ``chunk_nbytes``. They may repeat at a
                 distance of ``streams.WINDOW_COUNT`` chunks.
             take: called with the index of each chunk when it has landed. Until ``read`` has returned, what was taken
-                may be of different versions: it is to be forgotten if this raises.
+                may be of different versions, and must be forgotten if this raises.
             deadline: on the loop's clock.
 
         **Cancellation**: a target may be written until the owner has answered.
@@ -142,15 +137,15 @@ async def open_versioned_window(
     scope: int,
     chunk_nbytes: int = CHUNK_NBYTES,
 ) -> VersionedWindow:
-    """Begin to expose. Collective among the members of ``group``, who have agreed to call it with equal arguments.
+    """Open a window. Collective among the members of ``group``, which have agreed to call it with equal arguments.
 
     Args:
         services: of this rank.
         agreements: of this rank.
-        group: who exposes and reads.
-        nbytes: of one version; each rank keeps two.
+        group: the ranks that expose and read.
+        nbytes: size of one version; each rank keeps two.
         scope: one that these members alone use.
-        chunk_nbytes: in which reads are cut.
+        chunk_nbytes: size of the chunks in which versions are read.
     """
     transport = services.engine.transport
     if group.native is not None and transport.capabilities.one_sided_reads:
@@ -175,7 +170,7 @@ _RETIRED: Final = 1 << 62
 
 
 class _OneSidedWindow(VersionedWindow):
-    """An exposure in a window of the transport: see the module's text for the order of writes and reads."""
+    """Keeps versions in a window of the transport. The module's docstring has the order of writes and reads."""
 
     def __init__(self, services: Services, group: Group, window: ReadWindow, nbytes: int) -> None:
         self._services = services
@@ -191,7 +186,7 @@ class _OneSidedWindow(VersionedWindow):
 
     @staticmethod
     def window_nbytes(nbytes: int) -> int:
-        """Of the window for versions of so many bytes."""
+        """Return the size of the window for versions of ``nbytes`` bytes."""
         return _HEAD_NBYTES + 2 * _aligned(nbytes)
 
     def begin(self) -> torch.Tensor | None:
@@ -218,16 +213,8 @@ class _OneSidedWindow(VersionedWindow):
             return None
         return max(records, key=lambda record: record.version)
 
-    async def read(
-        self,
-        rank: int,
-        record: VersionRecord,
-        targets: Sequence[memoryview],
-        take: Callable[[int], None],
-        *,
-        deadline: float,
-    ) -> None:
-        del deadline  # a copy in memory: nobody's answer is waited for
+    async def read(self, rank: int, record: VersionRecord, targets: Targets, take: Take, *, deadline: float) -> None:
+        del deadline  # a copy in memory waits for no answer
         position, offset = self._positions[rank], self._offsets[record.version % 2]
         for index, target in enumerate(targets):
             what = f"read of version {record.version} of rank {rank}"
@@ -243,7 +230,7 @@ class _OneSidedWindow(VersionedWindow):
             )
 
     async def _look(self, rank: int) -> tuple[int, list[VersionRecord]]:
-        """What ``rank`` says that it is writing, and its whole records."""
+        """Return the version that ``rank`` says it is writing, and its whole records."""
         head = bytearray(_HEAD_NBYTES)
         await self._engine.wait(self._window.start_read(head, self._positions[rank], 0), f"records of rank {rank}")
         records = []
@@ -269,7 +256,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _same(one: VersionRecord, two: VersionRecord) -> bool:
-    """Equal, NaN included."""
+    """Return whether two records are equal, NaN included."""
     metrics = one.metric == two.metric or (math.isnan(one.metric) and math.isnan(two.metric))
     return metrics and (one.version, one.iteration) == (two.version, two.iteration)
 
@@ -279,7 +266,7 @@ def _same(one: VersionRecord, two: VersionRecord) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Answer:
-    """A stream of one version to one reader."""
+    """Streams one version to one reader."""
 
     version: int
     key: tuple[int, int]
@@ -287,7 +274,7 @@ class _Answer:
 
 
 class _StreamedWindow(VersionedWindow):
-    """An exposure whose owner answers. Its grants are answered until the job ends; its slots go when it is closed."""
+    """Has the owner answer each read. Grants are answered until the job ends; the slots go when it is closed."""
 
     def __init__(self, services: Services, group: Group, nbytes: int, *, scope: int, chunk_nbytes: int) -> None:
         self._services = services
@@ -342,15 +329,7 @@ class _StreamedWindow(VersionedWindow):
             return None
         return self._newest.get(rank)
 
-    async def read(
-        self,
-        rank: int,
-        record: VersionRecord,
-        targets: Sequence[memoryview],
-        take: Callable[[int], None],
-        *,
-        deadline: float,
-    ) -> None:
+    async def read(self, rank: int, record: VersionRecord, targets: Targets, take: Take, *, deadline: float) -> None:
         services, version = self._services, record.version
 
         def cancel(slot: int) -> None:
@@ -385,12 +364,12 @@ class _StreamedWindow(VersionedWindow):
         self._services.spawn_service(self._answer(answer, refused=not chunks), name=f"read by rank {key[0]}")
 
     def _has(self, version: int) -> bool:
-        """Whether its slot still holds it."""
+        """Return whether a slot still holds the version."""
         is_previous = version == self.version - 1 and not self._begun
         return not self._closed and version >= 1 and (version == self.version or is_previous)
 
     def _chunks(self, grant: Grant, version: int) -> list[memoryview]:
-        """What ``grant`` asks for; nothing if that version is not here, or such a part of it never was."""
+        """Return the chunks that ``grant`` asks for; none if the version is not here, or never had such a part."""
         is_sound = 0 < grant.nbytes <= self._nbytes and grant.chunk_nbytes == self._chunk_nbytes
         if not is_sound or not self._has(version):
             return []

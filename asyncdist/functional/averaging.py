@@ -76,7 +76,7 @@ async def average_models(model: nn.Module, training_group: Group | None = None, 
             models = outcome.value
             await _check_equal(collectives, group, headers, models.fingerprint)
             for spread in models.spreads:
-                await collectives.all_mean_spread(spread, group)
+                await collectives.all_mean_bucket(spread, group)
             for tensor in models.exact:
                 await collectives.broadcast(tensor, group, group.ranks[0])
         return headers
@@ -115,7 +115,7 @@ async def average_gradients(model: nn.Module, group: Group | None = None, *, wor
                 await collectives.all_reduce(gradients.present, group, "max")
                 gradients.lay_out()
             for spread in gradients.spreads:
-                await collectives.all_mean_spread(spread, group)
+                await collectives.all_mean_bucket(spread, group)
         return headers
 
     await _settle_or_restore(world, group, outcome, reduce)

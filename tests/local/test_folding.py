@@ -45,7 +45,7 @@ async def test_every_rank_gets_the_fold_in_rank_order(size: int, count: int) -> 
             flats = [part.clone() for part in parts]
             await asyncio.gather(
                 *(
-                    fold_in_shares(w.services.engine, w.collectives._rooms, w.group, flat, mean, Into(flat))
+                    fold_in_shares(w.services.engine, w.collectives._buffers, w.group, flat, mean, Into(flat))
                     for w, flat in zip(made, flats, strict=True)
                 )
             )

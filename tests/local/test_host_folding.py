@@ -99,7 +99,7 @@ async def mean_of_all(
 ) -> None:
     groups = [world.group for world in made] if groups is None else groups
     means = zip(made, spreads, groups, strict=True)
-    await asyncio.gather(*(world.collectives.all_mean_spread(spread, group) for world, spread, group in means))
+    await asyncio.gather(*(world.collectives.all_mean_bucket(spread, group) for world, spread, group in means))
 
 
 shapes = st.lists(

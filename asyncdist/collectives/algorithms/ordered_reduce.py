@@ -1,11 +1,11 @@
-"""Reductions in rank order for the bytes of a ring: each rank folds its share of every piece, and sends that around.
+"""Reduces in rank order, with as many bytes as a ring: each rank folds its share of every piece, and sends that around.
 
 A piece goes out as shares to the ranks that fold them ((n - 1) / n of it, with n ranks), and each result comes back to
 everybody (as much again). The next pieces are on their way meanwhile, so ranks that do not get a core at the same time
 seldom wait for each other.
 
-Invariants: whoever is a member sends and receives the same messages in the same order, so one tag is enough; nothing is
-received into memory that is still being sent; no request is dropped before it has completed, or can never do so.
+Invariants: all members send and receive the same messages in the same order, so one tag is enough; nothing is received
+into memory that is still being sent; no request is dropped before it has completed, or can never do so.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _WHAT: Final = "reduction in rank order"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some elements. The share of each rank is as long, but that of the last ones, which may be shorter or empty.
+    """A range of elements, cut into equal shares; those of the last ranks may be shorter or empty.
 
     Attributes:
-        start: of the first one.
+        start: index of the first one.
         count: how many.
         share_count: how many each rank folds.
     """
@@ -55,23 +55,23 @@ class Piece:
 
     @property
     def end(self) -> int:
-        """One past the last one."""
+        """Index after the last element."""
         return self.start + self.count
 
     def share(self, index: int) -> slice:
-        """Of a rank, counted from the piece's start."""
+        """Return the share of a rank, counted from the piece's start."""
         return slice(min(index * self.share_count, self.count), min((index + 1) * self.share_count, self.count))
 
 
 def pieces(count: int, size: int, share_count: int) -> Iterator[Piece]:
-    """So many elements, cut for ``size`` ranks."""
+    """Cut ``count`` elements into pieces for ``size`` ranks."""
     for start in range(0, count, size * share_count):
         length = min(size * share_count, count - start)
         yield Piece(start, length, -(-length // size))
 
 
 class BufferPool:
-    """Memory for pieces under way, kept from one reduction to the next.
+    """Keeps memory for pieces under way from one reduction to the next.
 
     The kernel hands fresh memory out page by page: the 8,000 pages of one reduction took as long as all copying in it.
     """
@@ -81,20 +81,20 @@ class BufferPool:
 
     @torch.inference_mode(False)  # it outlives the caller's mode
     def take(self, nbytes: int) -> Tensor:
-        """So many bytes or more; the caller's until :meth:`give_back`, or for good."""
+        """Return so many bytes or more; they are the caller's until :meth:`give_back`, or for good."""
         kept, self._kept = self._kept, None
         return (
             kept if kept is not None and len(kept) >= nbytes else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         )
 
     def give_back(self, memory: Tensor) -> None:
-        """Keep it for the next :meth:`take`; nothing is under way in it."""
+        """Keep memory for the next :meth:`take`; nothing is under way in it."""
         if self._kept is None or len(self._kept) < len(memory):
             self._kept = memory
 
 
 class Into:
-    """Results go into one tensor.
+    """Says that results go into one tensor.
 
     Args:
         tensor: 1-D, as long as what is reduced, which it may be itself; of the fold's dtype.
@@ -105,49 +105,49 @@ class Into:
 
 
 async def fold_in_shares(
-    engine: Engine, rooms: BufferPool, group: Group, flat: Tensor, fold: Reduction, target: Into | Bucket
+    engine: Engine, pool: BufferPool, group: Group, flat: Tensor, fold: Reduction, target: Into | Bucket
 ) -> None:
     """Reduce every member's ``flat``; all members await this at the same time.
 
     Args:
         engine: this rank's.
-        rooms: memory to use.
+        pool: memory to use.
         group: of two members or more; nothing else is under way on its tag.
         flat: 1-D, on the CPU, contiguous, of the same length and dtype on all members.
         fold: the reduction, the same on all members.
-        target: where results go. Of a spread the flat tensor is filled as well, piece by piece.
+        target: where results go. The flat tensor of a bucket is filled as well, piece by piece.
     """
-    await _Folding(engine, rooms, group, flat, fold, target).run()
+    await _Folding(engine, pool, group, flat, fold, target).run()
 
 
 class _Folding:
     def __init__(
-        self, engine: Engine, rooms: BufferPool, group: Group, flat: Tensor, fold: Reduction, target: Into | Bucket
+        self, engine: Engine, pool: BufferPool, group: Group, flat: Tensor, fold: Reduction, target: Into | Bucket
     ) -> None:
         self._engine = engine
         self._group = group
         self._flat = flat
         self._fold = fold
         self._result = target.tensor if isinstance(target, Into) else None
-        self._spread = target if isinstance(target, Bucket) else None
+        self._bucket = target if isinstance(target, Bucket) else None
         share_count = -(-min(PIECE_NBYTES // flat.itemsize, len(flat)) // group.size)
         self._pieces = list(pieces(len(flat), group.size, share_count))
-        room_count = min(len(self._pieces), _AHEAD_COUNT + 1)
+        buffer_count = min(len(self._pieces), _AHEAD_COUNT + 1)
         dtype = fold([flat[:0]] * group.size).dtype
-        count = room_count * group.size * share_count
+        count = buffer_count * group.size * share_count
         parts_nbytes = -(-count * flat.itemsize // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
-        results_nbytes = 0 if self._spread is None else count * dtype.itemsize
-        self._kept_rooms, self._memory = rooms, rooms.take(parts_nbytes + results_nbytes)
+        results_nbytes = 0 if self._bucket is None else count * dtype.itemsize
+        self._pool, self._memory = pool, pool.take(parts_nbytes + results_nbytes)
         parts = self._memory[: count * flat.itemsize].view(flat.dtype)
-        self._rooms = parts.view(room_count, group.size, share_count)
+        self._buffers = parts.view(buffer_count, group.size, share_count)
         results = self._memory[parts_nbytes : parts_nbytes + results_nbytes].view(dtype)
-        self._results = results.view(room_count, -1)
+        self._results = results.view(buffer_count, -1)
         self._block_count = max(1, _BLOCK_NBYTES // flat.itemsize)
         self._peers = [(index, rank) for index, rank in enumerate(group.ranks) if index != group.index]
         self._under_way: deque[list[Request]] = deque()
 
     async def run(self) -> None:
-        """In turns, equal on all members: begin a piece, fold an earlier one, finish one that is earlier still.
+        """Reduce in turns, equal on all members: begin a piece, fold an earlier one, finish one that is earlier still.
 
         What is waited for is always the oldest: requests begin in the order in which they are needed.
         """
@@ -162,7 +162,7 @@ class _Folding:
                 if 0 <= turn - 2 * _AHEAD_COUNT < count:
                     await self._wait_for_oldest()
                     self._finish(turn - 2 * _AHEAD_COUNT)
-            self._kept_rooms.give_back(self._memory)
+            self._pool.give_back(self._memory)
         finally:
             for requests in self._under_way:  # the job has failed, or a member has left: they may never complete
                 for request in requests:
@@ -171,19 +171,19 @@ class _Folding:
     def _begin(self, turn: int) -> None:
         """Send each member its share of a piece, and receive what they have of this rank's."""
         piece = self._pieces[turn]
-        if self._spread is not None:
-            self._spread.copy_in(piece.start, piece.end)
-        values, room = self._flat[piece.start : piece.end], self._rooms[turn % len(self._rooms)]
+        if self._bucket is not None:
+            self._bucket.copy_in(piece.start, piece.end)
+        values, parts = self._flat[piece.start : piece.end], self._buffers[turn % len(self._buffers)]
         own = piece.share(self._group.index)
         self._exchange(
-            [(values[piece.share(index)], room[index, : own.stop - own.start], rank) for index, rank in self._peers]
+            [(values[piece.share(index)], parts[index, : own.stop - own.start], rank) for index, rank in self._peers]
         )
 
     def _fold_share(self, turn: int) -> None:
         """Reduce this rank's share of a piece; send that to the members, and receive their results."""
-        piece, room = self._pieces[turn], self._rooms[turn % len(self._rooms)]
+        piece, buffer = self._pieces[turn], self._buffers[turn % len(self._buffers)]
         own = piece.share(self._group.index)
-        parts = [*room[:, : own.stop - own.start]]
+        parts = [*buffer[:, : own.stop - own.start]]
         parts[self._group.index] = self._flat[piece.start : piece.end][own]
         values = self._result_of(turn)
         for block in zip(*(torch.split(part, self._block_count) for part in (values[own], *parts)), strict=True):
@@ -191,8 +191,8 @@ class _Folding:
         self._exchange([(values[own], values[piece.share(index)], rank) for index, rank in self._peers])
 
     def _finish(self, turn: int) -> None:
-        if self._spread is not None:
-            self._spread.copy_out(self._pieces[turn].start, self._result_of(turn))
+        if self._bucket is not None:
+            self._bucket.copy_out(self._pieces[turn].start, self._result_of(turn))
 
     def _result_of(self, turn: int) -> Tensor:
         piece = self._pieces[turn]

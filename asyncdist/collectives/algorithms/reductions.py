@@ -1,4 +1,4 @@
-"""What an elementwise reduction over ranks means for each dtype, and in which numbers it is computed.
+"""Defines what an elementwise reduction over ranks means for each dtype, and in which numbers it is computed.
 
 - Booleans: "sum" and "max" are "or", "prod" and "min" are "and", as in numpy and in torch's NCCL backend. In bytes, as
   elsewhere in torch, 256 ranks that all say True would add up to 0.
@@ -75,7 +75,7 @@ def store(numbers: Tensor, tensor: Tensor, op: ReduceOp) -> None:
 
 
 def _to_ordered(numbers: Tensor, op: ReduceOp) -> Tensor:
-    """Floating numbers as integers of the same order, and NaN as the one that ``op`` chooses from any."""
+    """Return floating numbers as integers of the same order, and NaN as the one that ``op`` always chooses."""
     bits = numbers.view(torch.int32 if numbers.itemsize == 4 else torch.int64)
     limits = torch.iinfo(bits.dtype)
     return torch.where(numbers.isnan(), limits.min if op == "min" else limits.max, _flipped(bits))
