@@ -1,20 +1,20 @@
 """Typed, bounded channels, multiplexed by tag and scope.
 
-A :class:`TagDemultiplexer` is one tag's inlet: a single persistent wildcard receive, whose frames it checks and hands
-to the :class:`Channel` of their scope, which it finds by the route in the frame's header. Frames for a scope that is
-not open here yet wait, within a bound; frames for a closed scope are dropped and counted. What does not decode is
-counted and logged once per peer, and never raises here. Reasons for drops are few, so that their counts take no memory;
-the last example of each is kept.
+A :class:`TagDemultiplexer` has one persistent wildcard receive for its tag. It checks the frames and hands them to the
+:class:`Channel` of their scope, which it finds by the route in the frame's header. Frames for a scope that is not open
+here yet wait, within a bound (:mod:`asyncdist.messaging.early_frames`); frames for a closed scope are dropped and
+counted. Frames that do not decode are counted and logged once per peer, and never raise here. Reasons for drops are
+few, so their counts take no memory; the last example of each is kept.
 
 The runtime's own channels have a *handler* in place of a mailbox: a function, called as each message arrives.
 
-A channel's mailbox is bounded. When it is full, a user's channel *stalls*: its lane takes nothing more until somebody
-receives, so only that tag stops. Frames for channels of a user that are not open yet do the same when they are too
-many. A protocol's channel, which knows how much may be under way, fails with RemoteProtocolError instead
-(``"error"``), or keeps the newest message of each source (``"latest"``).
+A channel's mailbox is bounded. When it is full, a user's channel *stalls*: nothing more is taken on its tag until a
+task receives. Frames for channels of a user that are not open yet do the same when they are too many. A protocol's
+channel, which knows how much may be under way, fails with RemoteProtocolError instead (``"error"``), or keeps the
+newest message of each source (``"latest"``).
 
-A rank whose main has returned receives nothing more on its user's channels: what still comes is dropped and counted, so
-that no sender waits for it, and a send that starts when the sender has heard of it raises ClosedError.
+A rank whose main has returned receives nothing more on its user's channels: messages that still come are dropped and
+counted, so no sender waits for it, and a send that starts when the sender has heard of it raises ClosedError.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from asyncdist.transports.base import Request
 
 logger = logging.getLogger("asyncdist.messaging.channels")
 
-#: Tests of the lane inside one ``receive`` before it lets the loop run. A reply that is on its way is caught here.
+#: Tests of the tag inside one ``receive`` before it lets the loop run. A reply that is on its way is caught here.
 HOT_TEST_COUNT: Final = 100
 #: After so many sends and receives that did not have to wait, one yields to the loop all the same.
 FAIRNESS_PERIOD: Final = 64
@@ -63,19 +63,20 @@ class ChannelStatistics:
 
 
 class TagDemultiplexer:
-    """One tag's inlet and outlet on this rank.
+    """Receives the frames of one tag on this rank, and hands each to its channel.
 
     Args:
         engine: polls it.
-        tag: its tag.
-        nonce: of the job; frames with another are strangers.
+        tag: the tag.
+        nonce: identifies the job; a frame of another job is dropped.
         is_users: whether its channels are a user's, which lose nothing, in place of a protocol's.
 
     Attributes:
         early: frames for scopes that are not open yet.
-        dropped: frames that were not delivered, by reason.
+        dropped: number of frames that were not delivered, by reason.
         drop_examples: the last one of each reason, in words.
-        under_way_count: messages that have not left yet.
+        under_way_count: number of messages that have not left yet.
+        receiver: takes the frames.
         slow_dests: ranks to which some message did not leave at once.
     """
 
@@ -98,11 +99,11 @@ class TagDemultiplexer:
         # Not cleared, as a bytearray is: most frames take its first hundred bytes, and simulations have thousands.
         buffer = numpy.empty(wire.FRAME_NBYTES_MAX, dtype=numpy.uint8).data
         request = engine.transport.persistent_receive(buffer, tag)
-        self.inlet = FrameReceiver(request, buffer, drop=self.drop, explain=self._explain, ring=engine.ring)
-        engine.add_inlet(self.inlet)
+        self.receiver = FrameReceiver(request, buffer, drop=self.drop, explain=self._explain, ring=engine.ring)
+        engine.add_pollable(self.receiver)
 
     def _explain(self, frame: wire.FrameReader, source: int) -> bool:
-        """Drop or keep a frame that is for no open channel; whether nothing more is to be taken."""
+        """Drop or keep a frame that is for no open channel; return whether nothing more is to be taken."""
         route = frame.route()
         channel = self._channels.get(route.scope)
         if route.version != wire.VERSION:
@@ -132,16 +133,16 @@ class TagDemultiplexer:
             channel.dropped_count += 1
 
     def leave(self) -> None:
-        """Main has returned here: take what still comes for a user's channels and drop it, so that no sender waits."""
+        """Drop what still comes for a user's channels, so no sender waits: main has returned on this rank."""
         if self.is_users:
             self._has_left = True
             for channel in self._channels.values():
                 for (key, _), _ in channel.known_by():
-                    self.inlet.close(key)
-            self.inlet.resume(self.inlet.stalled_on)
+                    self.receiver.close(key)
+            self.receiver.resume(self.receiver.stalled_on)
 
     def on_left(self, rank: int) -> bool:
-        """``rank`` receives nothing more on a user's channels; whether messages for it may still be under way."""
+        """Note that ``rank`` reads users' messages no more; return whether messages for it may still be under way."""
         for channel in self._channels.values():
             channel.on_left()
         return self.is_users and rank in self.slow_dests
@@ -155,7 +156,7 @@ class TagDemultiplexer:
         Args:
             source: the sender's rank.
             reason: one of a few.
-            particulars: of this frame.
+            particulars: what is wrong with this frame.
         """
         what = particulars or reason
         self.dropped[reason] += 1
@@ -167,71 +168,71 @@ class TagDemultiplexer:
             )
 
     def attach(self, channel: Channel[Any]) -> None:
-        """Frames of the channel's scope go to it from now on, those that came early first."""
+        """Hand the frames of a channel's scope to it from now on, those that came early first."""
         if channel.scope in self._channels:
             raise LocalProtocolError(f"tag {self.tag}: {channel.name} is open already", tag=self.tag)
         self._channels[channel.scope] = channel
         for (key, stamp), decode in channel.known_by():
-            self.inlet.close(key)  # to those who came before, see detach
-            self.inlet.routes[key] = stamp, channel.inbox, decode
+            self.receiver.close(key)  # to those who came before, see detach
+            self.receiver.routes[key] = stamp, channel.inbox, decode
         early = self.early.take_all()
-        self.inlet.resume(self.inlet)
+        self.receiver.resume(self.receiver)
         for source, frame in early:
-            self.inlet.deliver(frame, frame.nbytes, source)
+            self.receiver.deliver(frame, frame.nbytes, source)
 
     def detach(self, channel: Channel[Any], *, keeps_routes: bool) -> None:
-        """The scope is closed: what still comes for it is dropped and counted, or goes to the channel's handler."""
+        """Close the scope: frames that still come for it are dropped and counted, or go to the channel's handler."""
         if self._channels.pop(channel.scope, None) is not None:
             counts = channel.statistics()
             self._closed_sent_count += counts.sent_count
             self._closed_received_count += counts.received_count
             for (key, _), _ in () if keeps_routes else channel.known_by():
-                self.inlet.close(key)
+                self.receiver.close(key)
         self._closed_scopes.add(channel.scope)
-        self.inlet.resume(channel.inbox)
+        self.receiver.resume(channel.inbox)
 
     def channels(self) -> tuple[Channel[Any], ...]:
-        """Those that are open."""
+        """Return the channels that are open."""
         return tuple(self._channels.values())
 
     def close(self) -> None:
-        """Take the receive back. A message that comes in this very moment is dropped and counted."""
-        self.engine.remove_inlet(self.inlet)
+        """Cancel the receive. A message that comes in this very moment is dropped and counted."""
+        self.engine.remove_pollable(self.receiver)
         self.early.close()
-        if self.inlet.is_posted:
-            self.inlet.request.cancel()
-            self.engine.watch(self.inlet.request, f"closing tag {self.tag}", self._on_closed)
+        if self.receiver.is_posted:
+            self.receiver.request.cancel()
+            self.engine.watch(self.receiver.request, f"closing tag {self.tag}", self._on_closed)
 
     def _on_closed(self, error: AsyncdistError | None) -> None:
-        if error is None and not self.inlet.request.cancelled:
+        if error is None and not self.receiver.request.cancelled:
             self.dropped["closed lane"] += 1
 
     @property
     def sent_count(self) -> int:
-        """Messages sent on this tag."""
+        """Number of messages sent on this tag."""
         return self._closed_sent_count + sum(channel.statistics().sent_count for channel in self._channels.values())
 
     @property
     def received_count(self) -> int:
-        """Messages received on this tag."""
-        of_closed = self._closed_received_count + self.inlet.received_late_count
+        """Number of messages received on this tag."""
+        of_closed = self._closed_received_count + self.receiver.received_late_count
         return of_closed + sum(channel.statistics().received_count for channel in self._channels.values())
 
     @property
     def early_count(self) -> int:
-        """Frames that have come for a scope that is not open: those that wait, and those dropped at the end."""
+        """Number of frames for scopes that are not open: those that wait, and those dropped at the end."""
         return len(self.early) + self._never_opened_count
 
 
 class Channel(Generic[MessageT]):
-    """Messages of one dataclass, or of a union of them, on one tag. Made by :meth:`asyncdist.World.channel`.
+    """Carries messages of one dataclass, or of a union of them, on a tag. Made by :meth:`asyncdist.World.channel`.
 
     **Ordering**: messages from one rank arrive in the order in which it sent them.
     """
 
     def __init__(
         self,
-        lane: TagDemultiplexer,
+        demultiplexer: TagDemultiplexer,
         codec: wire.Codec,
         scope: int,
         *,
@@ -242,22 +243,22 @@ class Channel(Generic[MessageT]):
         handler: Callable[[Envelope[Any]], None] | None = None,
         left: Collection[int] = (),
     ) -> None:
-        self.lane = lane
+        self.demultiplexer = demultiplexer
         self.scope = scope
         self._peer_scope = scope if peer_scope is None else peer_scope
         self.name = name
         self.overflow: Overflow = overflow
         self.epoch = 0
-        self._awaiting = f"a message on {name}, tag {lane.tag}"
+        self._awaiting = f"a message on {name}, tag {demultiplexer.tag}"
         self._codec = codec
-        self._engine = lane.engine
+        self._engine = demultiplexer.engine
         self._capacity = capacity
         self._sending_count = 0
         self.dropped_count = 0  # messages that came after main had returned
         self.inbox = Inbox(
-            lane.inlet,
+            demultiplexer.receiver,
             name=name,
-            tag=lane.tag,
+            tag=demultiplexer.tag,
             capacity=capacity,
             overflow=overflow,
             handler=handler,
@@ -266,25 +267,25 @@ class Channel(Generic[MessageT]):
         self._outbox = Outbox(
             codec,
             self._routes_of(self._peer_scope),
-            lane.engine.transport.start_send,
-            lane.engine.transport.prepare_send,
-            tag=lane.tag,
-            size=lane.engine.transport.size,
+            demultiplexer.engine.transport.start_send,
+            demultiplexer.engine.transport.prepare_send,
+            tag=demultiplexer.tag,
+            size=demultiplexer.engine.transport.size,
             name=name,
             # Peers that heard an earlier channel of this scope go on counting from there.
-            sequence=lane.sent_count,
+            sequence=demultiplexer.sent_count,
             left=left,
         )
         self._post = self._outbox.post
         # Where a doorbell rings, nothing arrives while this rank runs on.
-        self._hot_test_count = 1 if lane.engine.transport.capabilities.wakes else HOT_TEST_COUNT
+        self._hot_test_count = 1 if demultiplexer.engine.transport.capabilities.wakes else HOT_TEST_COUNT
         self._since_yield = 0
-        lane.attach(self)
+        demultiplexer.attach(self)
 
     # -- sending ----------------------------------------------------------------------------------------------------
 
     def send_nowait(self, message: MessageT, dest: int, *, round: int = 0) -> None:
-        """Send and go on; the runtime keeps the message until it has left.
+        """Start to send, and go on; the runtime keeps the message until it has left.
 
         Args:
             message: one of the channel's dataclasses.
@@ -292,17 +293,18 @@ class Channel(Generic[MessageT]):
             round: the protocol's round, carried in the header.
 
         Raises:
-            LocalProtocolError: not a message of this channel, above the limit, or no such rank.
+            LocalProtocolError: it is not a message of this channel, it is too large, or there is no such rank.
             BusyError: as many sends as the channel's capacity are still under way.
-            ClosedError: the channel is closed, or main has returned on ``dest``, which receives nothing more. (What it
-                was sent before this rank heard so is dropped and counted there.)
+            ClosedError: the channel is closed, or main has returned on ``dest``, which receives nothing more. (Messages
+                sent before this rank heard so are dropped and counted there.)
             RankLostError: the peer is lost, or the job has failed.
         """
         if self._sending_count >= self._capacity:
             self._engine.poll()
             if self._sending_count >= self._capacity:
                 raise BusyError(
-                    f"{self.name}: {self._capacity} sends are under way; await send() to wait", tag=self.lane.tag
+                    f"{self.name}: {self._capacity} sends are under way; await send() to wait",
+                    tag=self.demultiplexer.tag,
                 )
         request = self._post(message, dest, round)
         if request is not None:
@@ -330,14 +332,14 @@ class Channel(Generic[MessageT]):
 
     def _watch(self, request: Request, dest: int, on_done: Callable[[AsyncdistError | None], None]) -> None:
         """Keep a message that has not left at once."""
-        lane = self.lane
+        demultiplexer = self.demultiplexer
 
         def on_left(error: AsyncdistError | None) -> None:
-            lane.under_way_count -= 1
+            demultiplexer.under_way_count -= 1
             on_done(error)
 
-        lane.under_way_count += 1
-        lane.slow_dests.add(dest)
+        demultiplexer.under_way_count += 1
+        demultiplexer.slow_dests.add(dest)
         self._engine.watch(request, f"{self.name}: send to {dest}", on_left)
 
     def _on_sent(self, error: AsyncdistError | None) -> None:
@@ -348,16 +350,16 @@ class Channel(Generic[MessageT]):
     # -- receiving --------------------------------------------------------------------------------------------------
 
     async def receive(self, *, timeout_s: float | None = None) -> Envelope[MessageT]:
-        """The next message.
+        """Wait for the next message, and return it.
 
         Args:
-            timeout_s: give up after so long. Everything that has arrived is taken in before that is judged, so a loop
-                that was blocked by compute does not time out on a message that lay there.
+            timeout_s: give up after so many seconds. Everything that has arrived is taken in before that is judged, so
+                a loop that was blocked by computing does not time out on a message that lay there.
 
         **Cancellation**: loses nothing.
 
         Raises:
-            TimeoutError: nothing came in time.
+            TimeoutError: no message came in time.
             RemoteProtocolError: a peer overflowed this channel.
             RankLostError: the job has failed, or the peer it waits for.
             ClosedError: the channel is closed.
@@ -371,15 +373,15 @@ class Channel(Generic[MessageT]):
             self._since_yield = 0
             await self.wait_mail(timeout_s)
             envelope = self.inbox.take(0)
-            assert envelope is not None, f"{self.name} was ready, and had nothing to say"
+            assert envelope is not None, f"{self.name} was ready, and had no message"
         return envelope
 
     def receive_nowait(self) -> Envelope[MessageT] | None:
-        """The next message if one is here, else None. Raises as ``receive``."""
+        """Return the next message if one is here, else None. Raises as ``receive``."""
         return self.inbox.take(0)
 
     def __aiter__(self) -> AsyncIterator[Envelope[MessageT]]:
-        """Messages until the channel is closed."""
+        """Iterate over messages until the channel is closed."""
         return self
 
     async def __anext__(self) -> Envelope[MessageT]:
@@ -389,14 +391,14 @@ class Channel(Generic[MessageT]):
             raise StopAsyncIteration from None
 
     async def wait_mail(self, timeout_s: float | None = None) -> None:
-        """Wait until ``receive_nowait`` has something to say. Raises TimeoutError as ``receive``."""
+        """Wait until ``receive_nowait`` returns a message or raises. Raises TimeoutError as ``receive``."""
         deadline = None if timeout_s is None else self._engine.loop.time() + timeout_s
         inbox = self.inbox
         while not inbox.is_ready:
             waiter = self._engine.loop.create_future()
             inbox.waiters.append(waiter)
-            if self.lane.early_count:
-                self.lane.early.watch()
+            if self.demultiplexer.early_count:
+                self.demultiplexer.early.watch()
             try:
                 if deadline is None:
                     await self._engine.park(waiter, self._awaiting)
@@ -412,44 +414,44 @@ class Channel(Generic[MessageT]):
         except TimeoutError:
             await self._engine.drain()
             if not self.is_ready:
-                early = self.lane.early.describe()
+                early = self.demultiplexer.early.describe()
                 hint = f"; {early}" if early else ""
                 raise TimeoutError(f"{self.name}: no message for {timeout_s:g} s{hint}") from None
 
-    # -- called by the lane and the world ---------------------------------------------------------------------------
+    # -- called by the demultiplexer and the world ------------------------------------------------------------------
 
     def known_by(self) -> list[tuple[tuple[int, int], wire.Decode]]:
-        """By what its frames are known, and how to decode each kind."""
+        """Return, for each kind, the key and stamp of its frames, and how to decode them."""
         return list(zip(map(wire.keys_of, self._routes_of(self.scope)), self._codec.decoders, strict=True))
 
     def _routes_of(self, scope: int) -> list[bytes]:
-        return [wire.pack_route(kind, self.lane.nonce, self.epoch, scope) for kind in range(self.kind_count)]
+        return [wire.pack_route(kind, self.demultiplexer.nonce, self.epoch, scope) for kind in range(self.kind_count)]
 
     @property
     def kind_count(self) -> int:
-        """Message types that this channel carries."""
+        """Number of message types that this channel carries."""
         return len(self._codec.decoders)
 
     def on_left(self) -> None:
-        """A rank has left: the next message may be for it."""
+        """Check the next message's rank: a rank has left."""
         self._outbox.look_again()
 
     def fail(self, error: AsyncdistError) -> None:
-        """Everyone who receives gets ``error`` from now on."""
+        """Make every receive raise ``error`` from now on."""
         self.inbox.failure = error
         self._wake_all()
 
     def close(self, *, afterwards: Callable[[Envelope[MessageT]], None] | None = None) -> None:
-        """Receive no more. Whoever waits gets ClosedError, once the mailbox is empty.
+        """Receive no more. Tasks that wait get ClosedError, once the mailbox is empty.
 
         Args:
-            afterwards: called with each message that nobody has received, and with each that still comes until the
-                scope is opened again: its sender may wait for an answer. Without it, what still comes is dropped and
+            afterwards: called with each message that was not received, and with each that still comes until the scope
+                is opened again: its sender may wait for an answer. Without it, messages that still come are dropped and
                 counted.
         """
         if not self.inbox.is_closed:
             self.inbox.is_closed = self._outbox.is_closed = True
-            self.lane.detach(self, keeps_routes=afterwards is not None)
+            self.demultiplexer.detach(self, keeps_routes=afterwards is not None)
             if afterwards is not None:
                 self.inbox.handler = afterwards
                 while self.inbox.mailbox:
@@ -473,21 +475,21 @@ class Channel(Generic[MessageT]):
 
     @property
     def is_ready(self) -> bool:
-        """Whether ``receive_nowait`` has something to say: a message, or an error."""
+        """Whether ``receive_nowait`` returns a message or raises."""
         return self.inbox.is_ready
 
     @property
     def waiting_count(self) -> int:
-        """Messages that nobody has received yet."""
+        """Number of messages that have not been received yet."""
         return len(self.inbox.mailbox)
 
     @property
     def unread_count(self) -> int:
-        """Those, and the ones that were dropped since main had returned."""
+        """Number of messages that were not received, those dropped after main had returned included."""
         return len(self.inbox.mailbox) + self.dropped_count
 
     def statistics(self) -> ChannelStatistics:
-        """Counts since the channel was opened."""
+        """Return the counts since the channel was opened."""
         return ChannelStatistics(
             sent_count=self._outbox.sent_count,
             received_count=self.inbox.received_count,

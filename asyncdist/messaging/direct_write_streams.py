@@ -82,7 +82,7 @@ class Writer(Pollable):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._senders: deque[DirectWriteSender] = deque()
-        engine.add_inlet(self)
+        engine.add_pollable(self)
 
     @property
     def is_busy(self) -> bool:

@@ -1,11 +1,10 @@
-"""The engine: the one place that polls, one per rank.
+"""Polls the requests of one rank, and lets coroutines wait for them.
 
-It keeps every request until it has completed, with its buffer, whoever lost interest meanwhile. A request is tested
+The engine keeps every request until it has completed, with its buffer, even if nobody waits for it. A request is tested
 once when it is posted, since most small ones are done by then; else it joins the outstanding set, which each *pass*
-tests whole. Passes, and when they come, are :mod:`asyncdist.messaging.polling`'s; here is what coroutines want of the
-engine.
+tests whole. :mod:`asyncdist.messaging.polling` runs the passes; this module has what coroutines call.
 
-The engine knows no frame, channel or protocol.
+The engine knows nothing of frames, channels and protocols.
 """
 
 from __future__ import annotations
@@ -74,15 +73,16 @@ class Engine(Poller):
     ) -> None:
         """Alternate a pass with a yield to the loop until a pass completes nothing or the budget is spent.
 
-        At least one yield always, so that the rank's other tasks live. Peers that never stop talking do not hold a
-        rank: passes that bring messages alone are bounded.
+        It yields at least once, so the rank's other tasks run. Peers that never stop sending do not hold a rank: the
+        number of passes that bring only messages is bounded.
 
         Args:
             budget_s: seconds; a pass under way is finished first.
-            before: awaited first, where time is not real: what user code has taken of it. The budget is none, either.
+            before: awaited first, where time is virtual: it lets the time pass that user code has taken. The budget is
+                virtual then, too.
 
         Raises:
-            BaseException: what ended the job, if anything did.
+            BaseException: the error that ended the job, if one did.
         """
         now = time.perf_counter
         if before is not None:
@@ -106,9 +106,9 @@ class Engine(Poller):
             raise self.failure
 
     async def drain(self) -> None:
-        """Take in everything that has arrived: what must happen before a deadline is judged after a gap.
+        """Take in everything that has arrived, as must happen before a deadline is judged after a gap.
 
-        Bounded, so that a peer that never stops sending cannot put off a deadline for ever.
+        The number of passes is bounded, so that a peer that never stops sending cannot put off a deadline for ever.
         """
         for _ in range(DRAIN_PASS_COUNT_MAX):
             if not self.poll():
@@ -188,7 +188,7 @@ class Engine(Poller):
         await self.park(waiter, operation.what)
 
     def _abandon(self, operation: PendingRequest, buffer: Buffer, stash: deque[_Abandoned]) -> None:
-        """The receiver has gone; the request has not, until the transport says how it ended."""
+        """Keep the request of a receiver that was cancelled, until the transport says how it ended."""
         entry = _Abandoned(operation.request, buffer)
 
         def resolve(error: AsyncdistError | None) -> None:
@@ -220,7 +220,7 @@ class Engine(Poller):
         return asyncio.Future(loop=self.loop)  # the loop's own may be more than that, for users, and cost more
 
     def awaited(self, waiter: Any) -> str | None:
-        """What ``waiter`` waits for, in words; None if it does not wait for this engine."""
+        """Describe what ``waiter`` waits for; None if it does not wait for this engine."""
         return self._waiters.get(waiter)
 
     async def until(
@@ -256,11 +256,11 @@ class Engine(Poller):
         return True
 
     async def park(self, waiter: asyncio.Future[None], what: str = "a wake-up") -> None:
-        """Wait for ``waiter``, which an inlet will settle, with the driver at its most attentive.
+        """Wait for ``waiter``, which a pass will settle; the driver polls as often as it can meanwhile.
 
         Args:
             waiter: a future of this loop.
-            what: who is expected to settle it, in words, for reports.
+            what: what is waited for, in words, for reports.
         """
         if self.failure is not None:
             raise self.failure
@@ -314,7 +314,7 @@ class Engine(Poller):
     # -- reports -----------------------------------------------------------------------------------------------------
 
     def outstanding(self) -> tuple[str, ...]:
-        """What is under way, abandoned receives included, for reports and for the check at the end."""
+        """Describe what is under way, abandoned receives included, for reports and for the check at the end."""
         stashed = (
             f"message from {source}, tag {tag}, for nobody"
             for (source, tag), stash in self._abandoned.items()
@@ -324,7 +324,7 @@ class Engine(Poller):
         return (*(operation.what for operation in self._operations), *stashed)
 
     def statistics(self) -> EngineStatistics:
-        """Counts since the engine was made."""
+        """Return the counts since the engine was made."""
         return EngineStatistics(
             pass_count=self._pass_count,
             completion_count=self._completion_count,
@@ -333,7 +333,7 @@ class Engine(Poller):
 
 
 class _Abandoned:
-    """A receive whose caller has gone: first until its end is known, then until somebody takes its message."""
+    """Keeps a receive whose caller was cancelled until its end is known, and its message until it is taken."""
 
     __slots__ = ("_buffer", "_request", "error", "resolved", "waiters")
 

@@ -12,7 +12,7 @@ cdef class _Prepared:
     cdef Py_ssize_t kind
     cdef Py_ssize_t dest
     cdef Py_ssize_t payload_nbytes
-    cdef FrameBuffer room
+    cdef FrameBuffer buffer
     cdef PersistentSend send
 
 
@@ -39,7 +39,7 @@ cdef class Outbox:
 
 
 cdef class Inbox:
-    cdef FrameReceiver _inlet
+    cdef FrameReceiver _receiver
     cdef object _name
     cdef object _tag
     cdef Py_ssize_t _capacity

@@ -1,13 +1,12 @@
-"""The way of a small message: from a dataclass to a frame under way, and from a frame that arrived to an envelope.
+"""Carries a small message from a dataclass to a frame under way, and from a frame that arrived to an envelope.
 
 Everything that happens for each message and needs no waiting is here: an :class:`Outbox` checks, packs and posts; a
 :class:`FrameReceiver` takes what has arrived on a tag and checks it; an :class:`Inbox` puts it in order, decodes it and
-keeps it until somebody receives. Who may wait for what, and which scopes are open, is
-:mod:`asyncdist.messaging.channels`'s.
+keeps it until a task receives it. Waiting, and which scopes are open, belong to
+:mod:`asyncdist.messaging.channels`.
 
 This module and :mod:`asyncdist.messaging.wire` are compiled where a C compiler is at hand (see
-:mod:`asyncdist.compiled`). They are plain Python all the same, and run as they are elsewhere; the ``.pxd`` files beside
-them hold the C types.
+:mod:`asyncdist.compiled`), and interpreted elsewhere; the ``.pxd`` files beside them hold the C types.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from asyncdist.transports.persistent_send import PersistentSend
 MessageT = TypeVar("MessageT")
 Overflow: TypeAlias = Literal["stall", "error", "latest"]
 
-#: Larger messages are not sent from a room of their own.
+#: Larger messages are not sent from a prepared buffer.
 PREPARED_NBYTES_MAX: Final = 512
-#: Messages that one poll of a lane may deliver.
+#: Messages that one poll of a tag may deliver.
 DELIVERY_COUNT_MAX: Final = 64
 
 
 class Envelope(NamedTuple, Generic[MessageT]):
-    """A received message and what its frame said.
+    """Holds a received message and what its frame said.
 
     Attributes:
         message: the dataclass.
@@ -53,32 +52,32 @@ _as_envelope: Final[Callable[[Any], Envelope[Any]]] = functools.partial(tuple.__
 
 
 class _Prepared:
-    """Messages of one kind and one size to one rank: where they are written, and what sends them from there."""
+    """Holds the buffer for messages of one kind and one size to one rank, and what sends them from there."""
 
-    def __init__(self, kind: int, dest: int, payload_nbytes: int, room: FrameBuffer, send: PersistentSend) -> None:
+    def __init__(self, kind: int, dest: int, payload_nbytes: int, buffer: FrameBuffer, send: PersistentSend) -> None:
         self.kind = kind
         self.dest = dest
         self.payload_nbytes = payload_nbytes
-        self.room = room
+        self.buffer = buffer
         self.send = send
 
 
 class Outbox:
-    """What a channel sends.
+    """Checks, packs and posts the messages that a channel sends.
 
     Args:
-        codec: of the channel.
-        routes: of the frames of each kind of message.
-        start_send, prepare_send: of the transport.
-        tag: of the lane.
-        size: ranks of the world.
-        name: of the channel, for errors.
-        sequence: of the last message on the tag before this channel; peers that heard it go on counting from there.
+        codec: the channel's.
+        routes: one for each kind of message.
+        start_send, prepare_send: methods of the transport.
+        tag: the channel's.
+        size: number of ranks in the world.
+        name: the channel's, for errors.
+        sequence: number of the last message on the tag before this channel; peers go on counting from there.
         left: ranks that receive nothing on this channel any more. When one is added, :meth:`look_again` is called.
 
     Attributes:
-        sequence: of the last message that was posted.
-        sent_count: messages posted.
+        sequence: number of the last message that was posted.
+        sent_count: number of messages posted.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class Outbox:
         if last is None or last.kind != kind or last.dest != rank or last.payload_nbytes != len(payload):
             last = self._prepare(kind, rank, len(payload))
         if last is not None and last.send.is_free:
-            last.room.write(round, self.sequence, payload)
+            last.buffer.write(round, self.sequence, payload)
             return last.send.start()
         writer = self._writers[kind]
         if writer is None:
@@ -131,7 +130,7 @@ class Outbox:
         return self.start_send(writer.frame(round, self.sequence, payload), dest, self._tag)
 
     def _prepare(self, kind: int, dest: int, payload_nbytes: int) -> _Prepared | None:
-        """The prepared send for such messages, made now if there is none; None where the transport has none to give."""
+        """Return the prepared send for such messages, made now if need be; None where the transport gives none."""
         key = kind, dest, payload_nbytes
         self._last = self._prepared.get(key)
         if self._last is None and self._prepare_send is not None and payload_nbytes <= PREPARED_NBYTES_MAX:
@@ -139,8 +138,8 @@ class Outbox:
             if send is None:
                 self._prepare_send = None
             else:
-                room = FrameBuffer(self.routes[kind], send.room, payload_nbytes)
-                self._last = self._prepared[key] = _Prepared(kind, dest, payload_nbytes, room, send)
+                buffer = FrameBuffer(self.routes[kind], send.buffer, payload_nbytes)
+                self._last = self._prepared[key] = _Prepared(kind, dest, payload_nbytes, buffer, send)
         return self._last
 
     def _check(self, dest: int, round: int) -> None:
@@ -157,12 +156,12 @@ class Outbox:
         self._dest = dest
 
     def look_again(self) -> None:
-        """Check the rank of the next message, though it is that of the last one: a rank has left."""
+        """Check the rank of the next message, even if it is that of the last one: a rank has left."""
         self._dest = None
 
 
 class _LatestMailbox(OrderedDict[int, "Envelope[Any]"]):
-    """The newest envelope of each source, in the order in which the sources were first heard since their last one."""
+    """Keeps the newest envelope of each source, in the order in which sources sent since their last one was taken."""
 
     def append(self, envelope: Envelope[Any]) -> None:
         self[envelope.source] = envelope
@@ -172,28 +171,28 @@ class _LatestMailbox(OrderedDict[int, "Envelope[Any]"]):
 
 
 class Inbox:
-    """What has come for a channel, in order, until somebody receives it.
+    """Keeps what has come for a channel, in order, until a task receives it.
 
     Args:
-        inlet: of the lane.
-        name: of the channel, for errors.
-        tag: of the lane.
-        capacity: messages that it holds.
-        overflow: what becomes of more; see :mod:`asyncdist.messaging.channels`.
+        receiver: the tag's.
+        name: the channel's, for errors.
+        tag: the channel's.
+        capacity: number of messages that it holds.
+        overflow: what happens to more; see :mod:`asyncdist.messaging.channels`.
         handler: called with each message as it arrives, in place of keeping it.
         fail: called with the error when a peer has sent more than may be under way.
 
     Attributes:
         mailbox: the messages.
-        waiters: whom the next messages wake, one each.
-        received_count: messages that were received.
-        failure: what everyone who receives gets.
+        waiters: futures of the tasks that the next messages wake, one each.
+        received_count: number of messages that were received.
+        failure: the error that every receive raises, or None.
         is_closed: whether nothing more comes.
     """
 
     def __init__(
         self,
-        inlet: FrameReceiver,
+        receiver: FrameReceiver,
         *,
         name: str,
         tag: int,
@@ -202,7 +201,7 @@ class Inbox:
         handler: Callable[[Envelope[Any]], None] | None,
         fail: Callable[[AsyncdistError], None],
     ) -> None:
-        self._inlet = inlet
+        self._receiver = receiver
         self._name = name
         self._tag = tag
         self._capacity = capacity
@@ -221,20 +220,22 @@ class Inbox:
         self._sequence = 0
 
     def deliver(self, decode: wire.Decode, frame: FrameReader, source: int) -> bool:
-        """Take one frame of this scope; whether the lane must stall now."""
+        """Take one frame of this scope; return whether its tag must stall now."""
         rank = source
         if rank != self._source:
             self._last_sequence[self._source] = self._sequence
             self._source = rank
             self._sequence = self._last_sequence.get(source, 0)
         if frame.sequence <= self._sequence:
-            self._inlet.drop(source, "out of order", f"{self._name}: sequence {frame.sequence} after {self._sequence}")
+            self._receiver.drop(
+                source, "out of order", f"{self._name}: sequence {frame.sequence} after {self._sequence}"
+            )
             return False
         self._sequence = frame.sequence
         try:
             message = decode(frame.payload)
-        except Exception as error:  # no message, or one whose __post_init__ refuses it; the bytes are a stranger's
-            self._inlet.drop(source, "no message", f"{self._name}: {type(error).__name__} {error}".rstrip())
+        except Exception as error:  # not a message, or its __post_init__ refuses it; the bytes may be anybody's
+            self._receiver.drop(source, "no message", f"{self._name}: {type(error).__name__} {error}".rstrip())
             return False
         envelope = _as_envelope((message, source, frame.round))
         if self.handler is not None:
@@ -263,15 +264,15 @@ class Inbox:
         return self._overflow == "stall" and self.is_full
 
     def take(self, test_count: int) -> Envelope[Any] | None:
-        """The next message; None when there is none, also after so many tests of the lane.
+        """Return the next message; None when there is none, even after ``test_count`` tests of the tag.
 
         Raises:
-            AsyncdistError: why the channel has failed.
+            AsyncdistError: the channel has failed.
             ClosedError: it is closed, and empty.
         """
         if not self.mailbox:
             while test_count:
-                if self._inlet.deliver_up_to(1) and self.mailbox:  # a further test would only delay the caller
+                if self._receiver.deliver_up_to(1) and self.mailbox:  # a further test would only delay the caller
                     break
                 test_count -= 1
         if self.failure is not None:
@@ -283,13 +284,13 @@ class Inbox:
         envelope = self._popleft()
         self.received_count += 1
         if self.is_closed:
-            self._inlet.received_late_count += 1
-        elif self._inlet.stalled_on is self:
-            self._inlet.resume(self)
+            self._receiver.received_late_count += 1
+        elif self._receiver.stalled_on is self:
+            self._receiver.resume(self)
         return envelope
 
     def wake_one(self) -> None:
-        """Let the first who waits look."""
+        """Wake the first task that waits."""
         while self.waiters:
             waiter = self.waiters.popleft()
             if not waiter.done():
@@ -297,7 +298,7 @@ class Inbox:
                 return
 
     def wait_no_more(self, waiter: asyncio.Future[None]) -> None:
-        """``waiter`` was woken, or has gone; a wake-up that was spent on one who may have gone is passed on."""
+        """Forget ``waiter``, which was woken or cancelled; pass on a wake-up that may have been spent on it."""
         if waiter in self.waiters:
             self.waiters.remove(waiter)
         elif self.mailbox:
@@ -315,18 +316,18 @@ class Inbox:
 
 
 class FrameReceiver(Pollable):
-    """The receive of a lane: takes what arrives on its tag, checks it, and hands it to the inbox of its route.
+    """Receives on one tag: takes what arrives, checks it, and hands it to the inbox of its route.
 
     Args:
         request: a receive into ``buffer``, not posted yet.
-        buffer: room for the largest frame.
-        drop: called with the source of a frame that is not delivered, why (one of a few reasons), and the particulars.
-        explain: called with a frame that is for no inbox, and its source; returns whether the lane must stall.
+        buffer: as large as the largest frame.
+        drop: called with the source of a frame that is not delivered, one of a few reasons, and the particulars.
+        explain: called with a frame that is for no inbox, and its source; returns whether the tag must stall.
         ring: asks the engine for another pass.
 
     Attributes:
         routes: for the key of each route its stamp, its inbox, and how to decode its messages.
-        stalled_on: why nothing more is taken: the inbox that is full, or this inlet where ``explain`` said so.
+        stalled_on: why nothing more is taken: the inbox that is full, or this object where ``explain`` said so.
         is_posted: whether a message may arrive.
         received_late_count: messages that were received from inboxes after these were closed.
     """
@@ -357,13 +358,13 @@ class FrameReceiver(Pollable):
         self.is_posted = True
 
     def poll(self) -> int:
-        """Deliver what has arrived; how many messages that was."""
+        """Deliver what has arrived; return the number of messages."""
         return self.deliver_up_to(DELIVERY_COUNT_MAX)
 
     def deliver_up_to(self, count_max: int) -> int:
         """Deliver what has arrived, up to ``count_max`` messages. Never raises for what a peer sent.
 
-        The receive that brought the last one is posted again by the next poll: whoever waits for the message comes
+        The next poll posts the receive again that brought the last one: the task that waits for the message comes
         first.
         """
         if self.stalled_on is not None:
@@ -391,7 +392,7 @@ class FrameReceiver(Pollable):
         return delivered
 
     def deliver(self, frame: FrameReader, nbytes: int, source: int) -> bool:
-        """Hand the frame to the inbox of its route; whether the lane stalls now, since that one is full."""
+        """Hand the frame to the inbox of its route; return whether the tag stalls now, since that inbox is full."""
         try:
             frame.open(nbytes)
         except wire.FrameError as error:
@@ -413,12 +414,12 @@ class FrameReceiver(Pollable):
         return False
 
     def close(self, key: int) -> None:
-        """Know nothing more of this route, if it was known."""
+        """Forget a route, if it is known."""
         self.routes.pop(key, None)
         self._inbox = None
 
     def resume(self, full: Inbox | FrameReceiver | None) -> None:
-        """What the lane may be stalled on has room again, or is gone."""
+        """Take messages again if the tag is stalled on ``full``, which has space again or is gone."""
         if self.stalled_on is full and full is not None:
             self.stalled_on = None
             self._ring()

@@ -27,7 +27,7 @@ cdef class Poller:
     cdef readonly object transport
     cdef readonly object loop
     cdef readonly object failure
-    cdef tuple _inlets
+    cdef tuple _pollables
     cdef readonly list _operations
     cdef readonly list _in_test
     cdef public bint _has_disowned
@@ -51,7 +51,7 @@ cdef class Poller:
     cdef bint _has_threads
     cdef object __weakref__
 
-    @cython.locals(inlet=Pollable, completed=Py_ssize_t)
+    @cython.locals(pollable=Pollable, completed=Py_ssize_t)
     cpdef Py_ssize_t poll(self) except -1
     @cython.locals(operations=list, pending=list, left=list, operation=PendingRequest, position=Py_ssize_t, completed=Py_ssize_t)
     cdef Py_ssize_t _test_operations(self) except -1

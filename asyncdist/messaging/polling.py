@@ -123,7 +123,7 @@ class Poller:
         self.transport = transport
         self.loop = loop
         self.failure: BaseException | None = None
-        self._inlets: tuple[Pollable, ...] = ()
+        self._pollables: tuple[Pollable, ...] = ()
         self._operations: list[PendingRequest] = []
         self._in_test: list[PendingRequest] = []  # those of the pass that is under way
         self._has_disowned = False  # some of these
@@ -132,7 +132,7 @@ class Poller:
         self._in_pass = False
         self._pass_count = 0
         self._completion_count = 0
-        self._request_count = 0  # those of the completions that were no messages of lanes
+        self._request_count = 0  # those of the completions that were not messages of a tag's receive
         self._transferred_at = 0.0
         # The driver.
         self._handle: asyncio.Handle | None = None
@@ -158,8 +158,8 @@ class Poller:
         self._passed_since_tick = True  # a ring during this pass asks for another one
         try:
             completed = 0
-            for inlet in self._inlets:
-                completed += inlet.poll()
+            for pollable in self._pollables:
+                completed += pollable.poll()
             if self._operations:
                 completed += self._test_operations()
         finally:
@@ -234,16 +234,16 @@ class Poller:
         """Whether no request is under way; a message that nobody has taken may still wait."""
         return not self._operations
 
-    # -- inlets -----------------------------------------------------------------------------------------------------
+    # -- pollables ---------------------------------------------------------------------------------------------------
 
-    def add_inlet(self, inlet: Pollable) -> None:
-        """Poll ``inlet`` in every pass, and soon: what came for it earlier has rung already."""
-        self._inlets = (*self._inlets, inlet)
+    def add_pollable(self, pollable: Pollable) -> None:
+        """Poll ``pollable`` in every pass, and soon: what came for it earlier has rung already."""
+        self._pollables = (*self._pollables, pollable)
         self.ring()
 
-    def remove_inlet(self, inlet: Pollable) -> None:
-        """Stop polling ``inlet``."""
-        self._inlets = tuple([other for other in self._inlets if other is not inlet])
+    def remove_pollable(self, pollable: Pollable) -> None:
+        """Stop polling ``pollable``."""
+        self._pollables = tuple([other for other in self._pollables if other is not pollable])
 
     # -- those who wait ---------------------------------------------------------------------------------------------
 

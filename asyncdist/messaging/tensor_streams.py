@@ -1,6 +1,6 @@
-"""Tensors of any size between two ranks, for user code: ``send_stream`` and ``receive_stream``.
+"""Moves tensors of any size between two ranks, for user code: ``send_stream`` and ``receive_stream``.
 
-The receiver grants, over a channel of the runtime; the sender answers with the bytes. What meets what is a matter of
+The receiver grants, over a channel of the runtime; the sender answers with the bytes. Sends and receives are matched by
 order alone: the n-th tensor sent to a rank goes to its n-th receive.
 
 Where both ranks are of one host, the sender of a large tensor writes a part of it, or all, straight into the receiver's
@@ -29,14 +29,14 @@ from asyncdist.transports.cross_memory_attach import AttachToken, DirectWrite, P
 
 logger = logging.getLogger("asyncdist.messaging.streams")
 
-#: Of smaller ones nothing is written: the message that says that it has been written takes as long.
+#: Smaller tensors are sent: the message that says how much has been written takes as long.
 WRITTEN_NBYTES_MIN: Final = 512 << 10
 _PAGE_NBYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class AttachOffer:
-    """Receiver to sender: where this process's licence to be written to is."""
+    """Receiver to sender: where the token lies that allows writing to this process."""
 
     pid: int
     address: int
@@ -54,7 +54,7 @@ class _Outgoing:
     Attributes:
         view: its bytes.
         address: where they lie.
-        stream: since it was granted.
+        stream: carries it, once it was granted.
         refused: a grant for another size, which it met instead.
     """
 
@@ -73,7 +73,7 @@ class _Outgoing:
         return self.stream is not None or self.refused is not None
 
     async def run(self, dest: int) -> bool:
-        """Send the rest; whether ``dest`` took it all. Raises as :meth:`asyncdist.World.send_stream`."""
+        """Send the rest; return whether ``dest`` took it all. Raises as :meth:`asyncdist.World.send_stream`."""
         if self.stream is not None:
             return await self.stream.run()
         if self.refused is None:
@@ -85,10 +85,10 @@ class _Outgoing:
 
 
 class UserStreams:
-    """``send_stream`` and ``receive_stream`` of one world.
+    """Carries out ``send_stream`` and ``receive_stream`` of one rank.
 
     Args:
-        services: of this rank.
+        services: this rank's.
         scope: of the grants on the wire; equal on all ranks.
     """
 
@@ -101,9 +101,9 @@ class UserStreams:
         self._waiting: dict[int, deque[_Outgoing]] = {}
         self._under_way: dict[tuple[int, int], OutboundStream] = {}
         self._written_share = self._engine.transport.capabilities.written_share
-        self._licences: dict[int, AttachToken] = {}
+        self._tokens: dict[int, AttachToken] = {}
         self._finders: set[int] = set()  # ranks that can write to this one
-        self._neighbours: dict[int, PeerProcess] = {}  # and those that this one can write to
+        self._processes: dict[int, PeerProcess] = {}  # and those that this one can write to
         self._writer: Writer | None = None
         self._channel: Channel[Any] = services.open_channel(
             streams.Grant | streams.Cancel | AttachOffer | AttachAccept,
@@ -126,7 +126,7 @@ class UserStreams:
         elif isinstance(message, AttachOffer):
             self._look_for(source, message)
         elif isinstance(message, AttachAccept):
-            self._finders |= self._licences.keys() & {source}
+            self._finders |= self._tokens.keys() & {source}
         elif pending := [grant for grant in grants if grant.slot == message.slot]:
             # Given up before anybody sent. (An older stream on this slot may still be under way here: it has arrived.)
             grants.remove(pending[0])
@@ -135,7 +135,7 @@ class UserStreams:
             self._under_way[source, message.slot].stop()
 
     def refuse_all(self) -> None:
-        """Nobody will send from here any more: answer every grant, now and later, with an abort."""
+        """Answer every grant, now and later, with an abort: this rank sends no more."""
         self._refusing = True
         for source in self._grants:
             self._refuse(source)
@@ -166,7 +166,7 @@ class UserStreams:
         chunks = split(outgoing.view[:sent_nbytes], grant.chunk_nbytes)
         if grant.written_nbytes:
             view, address = outgoing.view[sent_nbytes:], outgoing.address + sent_nbytes
-            tail = DirectWrite(self._neighbours.get(dest), view, address, grant.address)
+            tail = DirectWrite(self._processes.get(dest), view, address, grant.address)
             sender = DirectWriteSender(self._services.slots, chunks, dest, grant.slot, tail)
             outgoing.stream = sender.stream
         else:
@@ -178,7 +178,7 @@ class UserStreams:
             self._write(sender)
 
     async def send(self, tensor: torch.Tensor, dest: int) -> None:
-        """As :meth:`asyncdist.World.send_stream`."""
+        """Send as :meth:`asyncdist.World.send_stream` says."""
         services = self._services
         outgoing = _Outgoing(tensor)
         services.check_peer(dest)
@@ -205,7 +205,7 @@ class UserStreams:
             del self._under_way[stream.dest, stream.slot]
 
     async def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """As :meth:`asyncdist.World.receive_stream`."""
+        """Receive as :meth:`asyncdist.World.receive_stream` says."""
         check_dense(tensor)
         view = byte_view(tensor)
         services = self._services
@@ -233,17 +233,17 @@ class UserStreams:
     # -- what the sender writes -------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Nobody may write to this rank any more."""
-        for licence in self._licences.values():
-            licence.revoke()
+        """Let no rank write to this one any more."""
+        for token in self._tokens.values():
+            token.revoke()
 
     def _on_gone(self, rank: int) -> None:
-        """Nor may one that is lost, or so it seems."""
-        if rank in self._licences:
-            self._licences[rank].revoke()
+        """Let a rank that is lost, or seems so, not write any more."""
+        if rank in self._tokens:
+            self._tokens[rank].revoke()
 
     def _write(self, sender: DirectWriteSender) -> None:
-        """Write its tail. One at a time, where receivers copy their share: several may have a core each."""
+        """Write the tail of a stream; one stream at a time where receivers copy a share, maybe on a core each."""
         if self._writer is None or (self._writer.is_busy and self._written_share < 1.0):
             sender.send_rest()
         else:
@@ -255,17 +255,17 @@ class UserStreams:
             return 0
         if source in self._finders:
             return nbytes if self._written_share == 1.0 else int(nbytes * self._written_share) & -_PAGE_NBYTES
-        if source not in self._licences:
-            if not self._licences:
+        if source not in self._tokens:
+            if not self._tokens:
                 self._services.on_gone(self._on_gone)
-            licence = self._licences[source] = AttachToken()
-            self._channel.send_nowait(AttachOffer(licence.pid, licence.address, licence.token), source)
+            token = self._tokens[source] = AttachToken()
+            self._channel.send_nowait(AttachOffer(token.pid, token.address, token.token), source)
         return 0
 
-    def _look_for(self, source: int, card: AttachOffer) -> None:
+    def _look_for(self, source: int, offer: AttachOffer) -> None:
         if self._written_share:
             try:
-                self._neighbours[source] = PeerProcess(card.pid, card.address, card.token)
+                self._processes[source] = PeerProcess(offer.pid, offer.address, offer.token)
             except OSError as error:  # of another host, or not allowed
                 logger.debug("rank %d cannot be written to: %s", source, error)
             else:

@@ -132,12 +132,12 @@ class FrameBuffer:
 
     Args:
         route: of :func:`pack_route`.
-        room: the buffer, in whole words of eight bytes. Other objects may write into it, too.
-        payload_nbytes: of each.
+        buffer: whole words of eight bytes. Other objects may write into it, too.
+        payload_nbytes: size of each payload.
     """
 
-    def __init__(self, route: bytes, room: bytearray, payload_nbytes: int) -> None:
-        view = memoryview(room)
+    def __init__(self, route: bytes, buffer: bytearray, payload_nbytes: int) -> None:
+        view = memoryview(buffer)
         self._nbytes = HEADER_NBYTES + payload_nbytes
         self._payload = view[HEADER_NBYTES : self._nbytes]
         self._octets = view
@@ -206,9 +206,9 @@ class FrameReader:
 
     def copy(self) -> FrameReader:
         """Return a reader with a copy of the frame that was opened last."""
-        room = bytearray(_rounded_up(self.nbytes))
-        room[: self.nbytes] = self._view[: self.nbytes]
-        copy = FrameReader(room)
+        buffer = bytearray(_rounded_up(self.nbytes))
+        buffer[: self.nbytes] = self._view[: self.nbytes]
+        copy = FrameReader(buffer)
         copy.open(self.nbytes)
         return copy
 
@@ -223,13 +223,13 @@ class Codec:
         message_types: one frozen dataclass, or a union of them.
 
     Raises:
-        TypeError: one is no frozen dataclass, or a field's type cannot travel.
+        TypeError: one is not a frozen dataclass, or a field's type cannot travel.
     """
 
     def __init__(self, message_types: Any) -> None:
         union = typing.get_origin(message_types) in (typing.Union, types.UnionType)
         classes = typing.get_args(message_types) if union else (message_types,)
-        #: Of each kind, in order.
+        #: One for each kind, in order.
         self.decoders: tuple[Decode, ...] = tuple(map(_decoder, classes))
         self._by_type = {cls: (kind, _plain_fields(cls)) for kind, cls in enumerate(classes)}
         self._last_type: type[Any] | None = None
@@ -265,7 +265,7 @@ class Codec:
         return self._kind, payload
 
     def _is_plain(self, message: Any) -> bool:
-        """Whether each field holds just what is declared, so that the receiver will take it."""
+        """Return whether each field holds just what is declared, so that the receiver will take it."""
         if self._plain_fields is None:
             return False
         for name, cls in self._plain_fields:  # noqa: SIM110 -- a generator for each message takes longer
@@ -280,7 +280,7 @@ class Codec:
 
 def _decoder(cls: Any) -> Decode:
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen):  # type: ignore[attr-defined]
-        raise TypeError(f"a message is a frozen dataclass; {cls!r} is none")
+        raise TypeError(f"a message is a frozen dataclass; got {cls!r}")
     return _checked_decoder(cls)
 
 

@@ -4,7 +4,7 @@ cdef class PersistentSend:
     cdef object _test
     cdef object _fail
     cdef object _peer
-    cdef readonly bytearray room
+    cdef readonly bytearray buffer
     cdef readonly bint is_free
 
     cpdef object start(self)

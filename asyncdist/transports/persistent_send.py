@@ -1,4 +1,4 @@
-"""A send that a transport prepares once and starts for each message.
+"""Sends that a transport prepares once and starts for each message.
 
 Compiled where a C compiler is at hand (see :mod:`asyncdist.compiled`): it runs for each small message.
 """
@@ -10,22 +10,22 @@ from typing import Any, Final, NoReturn
 
 
 class PersistentSend:
-    """A send of one room to one rank on one tag (MPI-4.1 section 3.9). As a request it is that of its last message.
+    """Sends one buffer to one rank on one tag (MPI-4.1 section 3.9). As a request it is that of its last message.
 
     A start costs 0.25 us and an Isend 0.7: mpi4py need not ask a buffer again what it is, nor make a request.
 
     Args:
         request: with the methods Start, Test and Free of MPI's persistent requests.
-        room: what it sends, or more: whole words of eight bytes.
-        fail: called with what the request raised, None, the room and ``peer``; raises it as an error of ours.
+        buffer: the bytes that it sends, padded to whole words of eight bytes.
+        fail: called with what the request raised, None, the buffer and ``peer``; raises it as an error of ours.
         peer: the rank.
 
     Attributes:
-        room: to be filled while :attr:`is_free`.
+        buffer: to be filled while :attr:`is_free`.
         is_free: whether the last message has left.
     """
 
-    __slots__ = ("_fail", "_peer", "_request", "_start", "_test", "is_free", "room")
+    __slots__ = ("_fail", "_peer", "_request", "_start", "_test", "buffer", "is_free")
 
     cancelled: Final = False
     source: Final = -1  # it receives nothing
@@ -34,7 +34,7 @@ class PersistentSend:
     def __init__(
         self,
         request: Any,
-        room: bytearray,
+        buffer: bytearray,
         fail: Callable[[BaseException, Any, Any, int], NoReturn],
         peer: int,
     ) -> None:
@@ -43,29 +43,29 @@ class PersistentSend:
         self._test = request.Test
         self._fail = fail
         self._peer = peer
-        self.room = room
+        self.buffer = buffer
         self.is_free = True
 
     def start(self) -> PersistentSend | None:
-        """Send what the room holds now, and test once; None when it has left already. Only when it is free."""
+        """Send what the buffer holds now, and test once; None when it has left already. Only when it is free."""
         self.is_free = False
         try:
             self._start()
             self.is_free = self._test()
         except Exception as error:
-            self._fail(error, None, self.room, self._peer)
+            self._fail(error, None, self.buffer, self._peer)
         return None if self.is_free else self
 
     def test(self) -> bool:
-        """Whether the last message has left."""
+        """Return whether the last message has left."""
         try:
             self.is_free = self._test()
         except Exception as error:
-            self._fail(error, None, self.room, self._peer)
+            self._fail(error, None, self.buffer, self._peer)
         return self.is_free
 
     def cancel(self) -> None:
-        """Sends cannot be cancelled in MPI practice."""
+        """Do nothing: sends cannot be cancelled in MPI practice."""
 
     def free(self) -> None:
         """Give the request back, unless a message is still on its way, with which it ends."""

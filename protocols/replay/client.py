@@ -133,7 +133,8 @@ class ReplayBuffer:
             name=f"client of replay {self._name}",
             handler=self._on_message,
         )
-        self._entry = self._channel.lane.sent_count  # no other entry of this rank has this number, since each sends
+        # No other entry of this rank has this number, since each sends.
+        self._entry = self._channel.demultiplexer.sent_count
         services.on_gone(self._on_gone)
         try:
             if server in services.gone:

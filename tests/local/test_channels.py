@@ -1,4 +1,4 @@
-"""Channels and lanes from the inside: bounds, hostile frames, scopes, timeouts. Between ranks: ``conformance``."""
+"""Channels from the inside: bounds, hostile frames, scopes, timeouts. Between ranks: ``conformance``."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ async def test_hostile_frames_are_counted_logged_once_per_peer_and_harm_nothing(
     assert b.receive_nowait() is None
     a._outbox.sequence = 10
     await a.send(Number(3), 1)
-    assert (await b.receive()).message == Number(3), "the lane works on"
+    assert (await b.receive()).message == Number(3), "the channel works on"
 
 
 @pytest.mark.slow
@@ -549,16 +549,16 @@ async def test_a_handler_is_called_in_place_of_a_mailbox(pair: list[World]) -> N
 
 
 async def test_a_receive_that_fails_does_not_keep_what_came_meanwhile(pair: list[World]) -> None:
-    """As the wildcard of a lane does when it has met a large message whose sender dies."""
+    """As the wildcard receive of a tag does when it has met a large message whose sender dies."""
     sender, receiver = both(pair)
     await yields(5)
-    lane = receiver.lane
-    request: Any = lane.inlet.request
+    demultiplexer = receiver.demultiplexer
+    request: Any = demultiplexer.receiver.request
     request._matcher.withdraw(request)  # matched: nothing else goes into it
     sender.send_nowait(Number(1), 1)
     await yields(5)  # its bell has been heard
     request.error = RankLostError("rank 3 is gone", rank=3)
-    assert lane.inlet.poll() == 0
+    assert demultiplexer.receiver.poll() == 0
     await yields(5)
     envelope = receiver.receive_nowait()
     assert envelope is not None and envelope.message == Number(1)

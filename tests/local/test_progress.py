@@ -442,7 +442,7 @@ async def test_until_returns_false_at_its_deadline(engine: Engine) -> None:
 async def test_a_deadline_is_judged_after_what_arrived_during_a_gap(engine: Engine) -> None:
     """The loop was blocked for longer than the deadline; five messages lay there when it came back."""
     inlet = CountingInlet()
-    engine.add_inlet(inlet)
+    engine.add_pollable(inlet)
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(engine.until(lambda: inlet.polls >= 5, deadline=loop.time() + 0.01))
     await yields(1)
@@ -456,7 +456,7 @@ async def test_a_peer_that_never_stops_sending_cannot_put_off_a_deadline(engine:
         def poll(self) -> int:
             return 1
 
-    engine.add_inlet(Flood())
+    engine.add_pollable(Flood())
     async with asyncio.timeout(60):
         assert await engine.until(lambda: False, deadline=0.0) is False
 
@@ -518,7 +518,7 @@ async def test_progress_yields_at_least_once_even_with_nothing_to_do(engine: Eng
 
 async def test_progress_goes_on_until_a_pass_completes_nothing(engine: Engine) -> None:
     inlet = CountingInlet()
-    engine.add_inlet(inlet)
+    engine.add_pollable(inlet)
     async with Bystander() as other:
         inlet.waiting = 7
         await engine.progress(budget_s=60)
@@ -548,7 +548,7 @@ async def test_progress_ends_when_the_budget_is_spent(engine: Engine, monkeypatc
 
     monkeypatch.setattr(progress, "time", Clock)
     inlet = Busy()
-    engine.add_inlet(inlet)
+    engine.add_pollable(inlet)
     async with Bystander() as other:
         await engine.progress(budget_s=4.5)
         assert 5 <= inlet.polls <= 6
@@ -649,7 +649,7 @@ async def test_a_ring_of_a_thread_brings_one_pass_in_the_turn_of_the_loop_that_h
     transport.capabilities = dataclasses.replace(transport.capabilities, misses_wakes=False, rings_from_threads=True)
     engine = Engine(transport, asyncio.get_running_loop())  # type: ignore[arg-type]
     inlet = CountingInlet()
-    engine.add_inlet(inlet)
+    engine.add_pollable(inlet)
     engine.start()
     await yields(10)
     for _ in range(3):
@@ -681,10 +681,10 @@ async def test_a_defect_met_by_the_driver_reaches_those_who_wait(engine: Engine)
 
 async def test_an_inlet_that_is_removed_is_polled_no_more(engine: Engine) -> None:
     inlet, other = CountingInlet(), CountingInlet()
-    engine.add_inlet(inlet)
-    engine.add_inlet(other)
+    engine.add_pollable(inlet)
+    engine.add_pollable(other)
     engine.poll()
-    engine.remove_inlet(inlet)
+    engine.remove_pollable(inlet)
     engine.poll()
     assert (inlet.polls, other.polls) == (1, 2)
 
@@ -776,6 +776,6 @@ async def test_peers_that_never_stop_talking_do_not_hold_a_safe_point(engine: En
 
     chatter = Chatter()
     engine.stop()  # only progress polls
-    engine.add_inlet(chatter)
+    engine.add_pollable(chatter)
     await engine.progress(budget_s=60.0)
     assert chatter.polls == 1 + TALK_PASS_COUNT_MAX
