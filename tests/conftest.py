@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.util
 import signal
 import sys
@@ -89,3 +90,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
             return (yield)
         finally:
             _GUARD.is_refusing = False
+
+
+def pytest_collection_finish() -> None:
+    """Keep what the imports have made out of full collections: tests and the simulator ask for many of these."""
+    gc.collect()
+    gc.freeze()

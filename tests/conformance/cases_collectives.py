@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.odd_tensors import NOT_DENSE, ODD, odd_tensors, same
+from support.odd_tensors import ODD, not_dense, odd_tensors, same
 
 import asyncdist as ad
 from asyncdist.collectives.algorithms import in_pieces
@@ -175,7 +175,7 @@ async def case_dense_tensors_of_any_layout(end: Endpoint) -> None:
 
 async def case_what_is_no_dense_tensor_is_refused_here(end: Endpoint) -> None:
     """Where it can be caught: not in a task behind the collective."""
-    for word, wrong in NOT_DENSE.items():
+    for word, wrong in not_dense().items():
         for refuse in (ad.broadcast, ad.gather, ad.all_gather, ad.all_reduce):
             with pytest.raises(TypeError, match=f"tensor is a {word}"):
                 await refuse(wrong)

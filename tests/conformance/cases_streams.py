@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from support.odd_tensors import NOT_DENSE, ODD, odd_tensors, same
+from support.odd_tensors import ODD, not_dense, odd_tensors, same
 
 from asyncdist.errors import ClosedError, LocalProtocolError, RemoteProtocolError
 from asyncdist.messaging.streams import WINDOW_COUNT, StreamAborted
@@ -84,7 +84,7 @@ async def case_contiguous_tensors_of_odd_layouts(end: Endpoint) -> None:
         for refused in (end.world.send_stream(sent, end.right), end.world.receive_stream(sent, end.left)):
             with pytest.raises(ValueError, match=r"contiguous tensors; this one has|resolve_conj"):
                 await refused
-    for word, wrong in NOT_DENSE.items():
+    for word, wrong in not_dense().items():
         with pytest.raises(TypeError, match=f"tensor is a {word}"):
             await end.world.send_stream(wrong, end.right)
     with pytest.raises(TypeError, match="tensor is a list"):

@@ -1119,8 +1119,8 @@ def check_walk(seed: int, strategy: str, monkeypatch: pytest.MonkeyPatch) -> int
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_random_walks_keep_every_promise(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random rates, metrics, weights, deadlines, early leaves: every average is the one of its donors' snapshots."""
-    applied = [check_walk(seed, strategy, monkeypatch) for seed in range(12)]
-    assert sum(applied) > 50, applied
+    applied = [check_walk(seed, strategy, monkeypatch) for seed in range(6)]
+    assert sum(applied) > 25, applied
 
 
 # -- AverageAllPolicy -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The policies in thousands of populations: see ``scenarios.py`` for what is drawn and what is checked.
+"""The policies in hundreds of populations: see ``scenarios.py`` for what is drawn and what is checked.
 
 ``./tools/soak`` runs further seeds for as long as it is told. One that fails there goes into ``FOUND``, with its story.
 """
@@ -22,7 +22,10 @@ from simulation.scenarios import Recorder, draw_plan, examine, scenario
 
 pytestmark = pytest.mark.timeout(900)  # all seeds run in the first test that asks for what was seen in them
 
-SEED_COUNT = 2000
+#: Seeds that show what happens in fewer than one of two hundred.
+RARE = (566, 719, 736, 1113, 1124, 1137, 1306, 1503, 1975)
+#: ``tools/soak`` runs those behind the first 500, for as long as it is told.
+SEEDS = (*range(500), *RARE)
 
 #: Seeds that failed once: why, and what must happen in them still. How plans are drawn decides what a seed means, and
 #: that has changed since; where nothing of the story can be seen any more, there is only what it was.
@@ -112,7 +115,7 @@ OTHER = (
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Counter[str]:
     """Run all seeds, once; what was seen in them."""
     recorder = Recorder(str(tmp_path_factory.mktemp("scenarios")))
-    report = explore(recorder, range(SEED_COUNT), quiet=True)
+    report = explore(recorder, SEEDS, quiet=True)
     report.check()
     found = recorder.seen()
     found["seeds"] = report.seed_count
@@ -138,8 +141,8 @@ def test_every_seed_keeps_every_invariant(
         told = ("distinct digests", "rounds", "snapshots", "applied", "applied by average_all")
         print(f"\n{seen['seeds']} seeds: {', '.join(f'{seen[name]} {name}' for name in told)}")
         print("happened:", ", ".join(f"{name} ({seen[name]})" for name in (*FAULTS, *ABANDONED, *DECLINED, *LEFT_OUT)))
-    assert seen["seeds"] == SEED_COUNT
-    assert seen["distinct digests"] == SEED_COUNT, "two seeds led to the same run"
+    assert seen["seeds"] == len(SEEDS)
+    assert seen["distinct digests"] == len(SEEDS), "two seeds led to the same run"
 
 
 @pytest.mark.slow
@@ -161,21 +164,21 @@ def test_every_reason_that_was_given_is_one_that_this_suite_knows(seen: Counter[
 @pytest.mark.workers
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_averages_of_each_strategy_were_applied_and_verified(seen: Counter[str], strategy: str) -> None:
-    assert seen[f"strategy {strategy}"] >= 500
+    assert seen[f"strategy {strategy}"] >= 300
 
 
 @pytest.mark.slow
 @pytest.mark.workers
 def test_averages_came_wherever_nothing_was_in_their_way(seen: Counter[str]) -> None:
-    assert seen["populations in which averages had to come"] >= 30
+    assert seen["populations in which averages had to come"] >= 15
 
 
 @pytest.mark.slow
 @pytest.mark.workers
 def test_thousands_of_averages_were_applied_and_verified(seen: Counter[str]) -> None:
-    assert seen["applied"] - seen["applied by average_all"] >= 3000
+    assert seen["applied"] - seen["applied by average_all"] >= 2000
     assert seen["applied by average_all"] >= 1000
-    assert seen["applied with momentum"] >= 500
+    assert seen["applied with momentum"] >= 400
 
 
 @pytest.mark.parametrize("seed", FOUND, ids=str)

@@ -42,12 +42,18 @@ def odd_tensors() -> dict[str, torch.Tensor]:
 
 #: All have at least one dimension.
 ODD = odd_tensors()
-#: Tensors without plain values in memory, by a word of the error that refuses them.
-NOT_DENSE: dict[str, torch.Tensor] = {
-    "meta": torch.ones(2, device="meta"),
-    "sparse": torch.eye(2).to_sparse(),
-    "nested": torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
-}
+
+
+def not_dense() -> dict[str, torch.Tensor]:
+    """Make tensors without plain values in memory, by a word of the error that refuses them.
+
+    For a jagged tensor torch imports its compiler, which takes seconds.
+    """
+    return {
+        "meta": torch.ones(2, device="meta"),
+        "sparse": torch.eye(2).to_sparse(),
+        "nested": torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+    }
 
 
 def bits(tensor: torch.Tensor) -> bytes:
