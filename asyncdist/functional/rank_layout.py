@@ -309,12 +309,10 @@ async def initialize_distributed_compute(
         if placement not in ("arithmetic", "host"):
             validation.refuse("placement", placement, "'arithmetic', 'host'")
         _check_dist_backend(world, dist_backend)
-        if layout is not None and not isinstance(layout, RankLayout):
-            validation.refuse("layout", layout, "a RankLayout, or None", TypeError)
         if layout is None:
             _check_counts(world.size, num_remote_buffers, num_agent_groups, coordinator)
-        elif layout.world_size != world.size:
-            raise ValueError(f"the layout is for {layout.world_size} ranks; allowed: {world.size}, the world's size")
+        else:
+            _check_layout(world, layout)
     options = {"buffers, groups, coordinator": f"{num_remote_buffers}, {num_agent_groups}, {coordinator}"}
     options |= {"placement": placement, "layout": "none" if layout is None else _in_words(layout)}
 
@@ -339,6 +337,13 @@ async def initialize_distributed_compute(
 #: The names that code for mpi4py uses: here one class and one function serve every transport.
 DistributedContextmpi4py = DistributedContext
 initialize_distributed_compute_mpi4py = initialize_distributed_compute
+
+
+def _check_layout(world: World, layout: object) -> None:
+    if not isinstance(layout, RankLayout):
+        validation.refuse("layout", layout, "a RankLayout, or None", TypeError)
+    if layout.world_size != world.size:
+        raise ValueError(f"the layout is for {layout.world_size} ranks; allowed: {world.size}, the world's size")
 
 
 def _check_dist_backend(world: World, dist_backend: str | None) -> None:
