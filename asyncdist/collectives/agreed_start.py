@@ -96,7 +96,7 @@ class Start(Generic[T]):
     async def result(self, task: asyncio.Task[None], *, is_held: bool) -> T:
         """Return what came of the work, which ``task`` does in :meth:`run`."""
         try:
-            result = await self._engine.settled_by(task, self._outcome, is_told=True)
+            result = await self._engine.settled_by(task, self._outcome)
             await yield_to_loop()  # the task has ended; this rank forgets it now
             return result
         except asyncio.CancelledError:

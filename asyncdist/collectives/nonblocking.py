@@ -360,12 +360,14 @@ class Collectives:
 
         entry = membership.enter(group, number, stop)
         engine.watch(request, what, on_done)
+        engine.collective_waits.add(waiter)
         try:
             if not waiter.done():
                 await engine.park(waiter, what)
             waiter.result()
         finally:
-            waiter.cancel()  # what it ends with later is nobody's
+            engine.collective_waits.discard(waiter)
+            waiter.cancel()  # the error that it may get later would be reported as never retrieved
 
     async def _started(self, start: Callable[[], Request], what: str) -> None:
         await self._engine.wait_or_disown(start(), what)

@@ -15,7 +15,7 @@ import types
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 from asyncdist.errors import AsyncdistError, TruncationError
 from asyncdist.messaging.polling import PendingRequest, Poller, resolve_waiter
@@ -45,15 +45,11 @@ class EngineStatistics:
     outstanding_count: int
 
 
-class Settler(NamedTuple):
-    """The task that settles a future; for the fields see :meth:`Engine.settled_by`."""
-
-    task: asyncio.Task[Any]
-    is_told: bool
-
-
 class Engine(Poller):
     """Polls the requests of one rank, and lets coroutines wait for them.
+
+    Attributes:
+        collective_waits: the futures that coroutines await in collectives, for reports.
 
     Args:
         transport: the rank's transport.
@@ -62,9 +58,10 @@ class Engine(Poller):
 
     def __init__(self, transport: Transport, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(transport, loop)
+        self.collective_waits: set[asyncio.Future[Any]] = set()
         self._disowned: list[PendingRequest] = []
         self._abandoned: dict[tuple[int, int], deque[_Abandoned]] = {}
-        self._settlers: dict[asyncio.Future[Any], Settler] = {}
+        self._settlers: dict[asyncio.Future[Any], asyncio.Task[Any]] = {}
 
     # -- passes -----------------------------------------------------------------------------------------------------
 
@@ -276,7 +273,12 @@ class Engine(Poller):
 
     async def shielded(self, task: asyncio.Task[T]) -> T:
         """Return the result of a task that other ranks count on: a cancellation of the caller leaves it alone."""
-        return await self.settled_by(task, asyncio.shield(task))
+        waiter = asyncio.shield(task)
+        self.collective_waits.add(waiter)
+        try:
+            return await self.settled_by(task, waiter)
+        finally:
+            self.collective_waits.discard(waiter)
 
     async def ended(self, task: asyncio.Task[Any]) -> None:
         """Wait until a task has ended, however it ends. A cancellation of the caller leaves it alone."""
@@ -293,21 +295,15 @@ class Engine(Poller):
         finally:
             task.remove_done_callback(wake)
 
-    async def settled_by(self, task: asyncio.Task[Any], future: asyncio.Future[T], *, is_told: bool = False) -> T:
-        """Await ``future``, which ``task`` settles, and let reports see that.
-
-        Args:
-            task: does the work.
-            future: what the caller waits for.
-            is_told: whether reports tell what the task waits for even where they could name the caller's function.
-        """
-        self._settlers[future] = Settler(task, is_told)
+    async def settled_by(self, task: asyncio.Task[Any], future: asyncio.Future[T]) -> T:
+        """Await ``future``, which ``task`` settles, and let reports see that."""
+        self._settlers[future] = task
         try:
             return await future
         finally:
             del self._settlers[future]
 
-    def settler(self, future: Any) -> Settler | None:
+    def settler(self, future: Any) -> asyncio.Task[Any] | None:
         """Return the task that settles ``future``, where a coroutine awaits it by :meth:`settled_by`."""
         return self._settlers.get(future)
 

@@ -140,7 +140,7 @@ class StallWatch:
 
     def _awaited(self, main: asyncio.Task[Any]) -> list[Any]:
         """Return the futures that main waits for, where such a wait counts."""
-        if self._options.collectives_alone and not _is_in_collective(main):
+        if self._options.collectives_alone and _waiter(main) not in self._world.services.engine.collective_waits:
             return []
         return _futures_awaited(main, self._world, set()) or []
 
@@ -181,10 +181,6 @@ def describe_wait(main: asyncio.Task[Any] | None, world: World) -> str | None:
     return ", and ".join(f"{task.get_name()}: {what_awaits(task, world)}" for task in tasks)
 
 
-def _is_in_collective(main: asyncio.Task[Any]) -> bool:
-    return any(frame.f_globals.get("__name__") == "asyncdist.collectives.nonblocking" for frame in _frames(main))
-
-
 def _futures_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any] | None:
     """Return the futures to be settled before ``waiter`` is, without those ``seen``; None if it may end by itself."""
     if id(waiter) in seen:
@@ -201,7 +197,7 @@ def _futures_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any] | N
         if parts is None:
             return None
     elif (settler := engine.settler(waiter)) is not None:
-        parts = [settler.task]
+        parts = [settler]
     elif parts is None:
         return [waiter]
     found: list[Any] = []
@@ -245,12 +241,14 @@ def what_awaits(task: asyncio.Task[Any], world: World | None) -> str:
     position = next((i for i in reversed(range(len(frames))) if not _is_library(frames[i])), None)
     awaited, settler, what = _waiter(task), None, None
     if world is not None:
-        settler = world.services.engine.settler(awaited)
-        if settler is not None and (settler.is_told or position is None):
-            awaited = _waiter(settler.task)
-        what = world.services.engine.awaited(awaited)
+        engine = world.services.engine
+        settler = engine.settler(awaited)
+        # Of a collective the name of the user's call says more than the message that it waits for.
+        if settler is not None and (position is None or awaited not in engine.collective_waits):
+            awaited = _waiter(settler)
+        what = engine.awaited(awaited)
     if position is None:
-        return what or (frames[-1].f_code.co_qualname if settler is None else settler.task.get_name())
+        return what or (frames[-1].f_code.co_qualname if settler is None else settler.get_name())
     if what is None:
         called = [frame.f_code.co_qualname for frame in frames[position + 1 :]]
         what = next((name for name in called if not name.endswith("__")), called[0] if called else None)

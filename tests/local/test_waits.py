@@ -282,6 +282,10 @@ async def sums(world: ad.World, channel: ad.Channel[Note]) -> None:
     await ad.average_gradients(torch.nn.Linear(2, 2))
 
 
+async def sums_along_an_axis(world: ad.World, channel: ad.Channel[Note]) -> None:
+    await ad.psum(torch.ones(2), "POP")
+
+
 async def receives_again_and_again(world: ad.World, channel: ad.Channel[Note]) -> None:
     while True:
         await channel.receive()
@@ -342,19 +346,22 @@ def test_only_a_main_whose_wait_does_not_end_by_itself_is_spoken_of(
 
 
 @pytest.mark.parametrize(
-    ("work", "count"), [(meets, 1), (averages, 1), (asks_the_others, 1), (sums, 1), (receives, 0), (own, 0)]
+    ("work", "count"),
+    [(meets, 1), (averages, 1), (asks_the_others, 1), (sums, 1), (sums_along_an_axis, 1), (receives, 0), (own, 0)],
 )
 def test_where_nobody_asks_a_main_that_waits_in_a_collective_is_spoken_of_and_no_server(
     work: Work, count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main(world: ad.World) -> None:
         channel = world.channel(Note, tag=100)
+        mesh = await ad.new_mesh({"POP": 2})
         if world.rank == 1:
             await world.sleep(1000)
             raise RuntimeError("enough")
         watch = StallWatch(world, asyncio.current_task(), run._watchdog_options(10.0, None, False))
         watch.begin()
-        await work(world, channel)
+        with mesh:
+            await work(world, channel)
 
     report = ad.simulate(main, ranks=2, seed=3)
     assert isinstance(report.results[1], RuntimeError)
