@@ -86,7 +86,7 @@ def refuse_inside_a_world() -> None:
 
 
 class World:
-    """One rank of a running job.
+    """Represents one rank of a running job.
 
     Attributes:
         rank: this rank, from 0.
@@ -377,9 +377,8 @@ class World:
 
     def spawned_tasks(self) -> list[asyncio.Task[Any]]:
         """Return the tasks that ``spawn`` has started and that have not ended, by name."""
-        tasks: set[asyncio.Task[Any]] = getattr(
-            self._task_group, "_tasks", set()
-        )  # a TaskGroup has no public way to list them
+        # A TaskGroup has no public way to list them.
+        tasks: set[asyncio.Task[Any]] = getattr(self._task_group, "_tasks", set())
         return sorted(tasks, key=lambda task: (len(task.get_name()), task.get_name()))
 
     def refuse_streams(self) -> None:
