@@ -1,7 +1,7 @@
-"""Tensors of a model as they follow each other in one flat tensor, copied there and back piece by piece.
+"""Copies tensors of a model into one flat tensor and back, piece by piece.
 
-A piece is copied when it is about to be sent, and when it has been reduced: it is in the cache then. Whoever gives
-up in between finds every tensor as it was.
+A piece is copied when it is about to be sent, and when it has been reduced: it is in the cache then. After a failure in
+between every tensor has its old values.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Bucket:
 
     @torch.no_grad()
     def rollback(self) -> None:
-        """Leave the tensors as they were before the first :meth:`copy_out`; later ones do nothing.
+        """Give the tensors the values back that they had before the first :meth:`copy_out`; later ones do nothing.
 
         What was not copied in is copied now: the other ranks count on the values, and the tensors may then change.
         """
@@ -115,11 +115,11 @@ class Bucket:
             self._rest = None
 
     def _whole(self, start: int, end: int) -> tuple[int, int]:
-        """The first tensor that begins in this range, and the one after the last that ends in it."""
+        """Return the first tensor that begins in this range, and the one after the last that ends in it."""
         return bisect.bisect_left(self._starts, start), bisect.bisect_right(self._starts, end) - 1
 
     def _cut(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """The tensors that the range has a part of, two at most, and which of their elements these are."""
+        """Return the tensors that lie partly in the range, two at most, and which of their elements do."""
         low, high = self._whole(start, end)
         if self._starts[low] > start:
             first = self._starts[low - 1]

@@ -1,7 +1,7 @@
-"""A flat state in one stretch of memory, whatever its dtypes: what is exposed to readers, and read by them in chunks.
+"""Lays a flat state of any dtypes out in one stretch of memory, which readers read in chunks.
 
-One segment per dtype, each aligned, those that are averaged first: so whoever wants only these reads a prefix. The
-layout follows from the entries alone, as that of :mod:`asyncdist.tensors.flat_state` does, and is equal where
+One segment per dtype, each aligned, those that are averaged first: so a reader that wants only these reads a prefix.
+The layout follows from the entries alone, as that of :mod:`asyncdist.tensors.flat_state` does, and is equal where
 fingerprints are.
 """
 
@@ -22,7 +22,7 @@ ALIGNMENT_NBYTES: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one chunk holds of one dtype.
+    """The part of one chunk that has one dtype.
 
     Attributes:
         dtype: the model's.
@@ -39,11 +39,11 @@ class Piece:
     averaged: bool
 
     def of_chunk(self, chunk: torch.Tensor) -> torch.Tensor:
-        """The piece in a chunk of bytes (1-D uint8), as elements."""
+        """Return the piece in a chunk of bytes (1-D uint8), as elements."""
         return chunk[self.offset : self.offset + self.count * self.dtype.itemsize].view(self.dtype)
 
     def of_flat(self, flat: torch.Tensor) -> torch.Tensor:
-        """The same elements of the flat tensor."""
+        """Return the same elements of the flat tensor."""
         return flat[self.first : self.first + self.count]
 
 
@@ -60,7 +60,7 @@ class _Segment:
 
 
 class Packing:
-    """Where everything lies.
+    """Knows where each dtype lies in the memory.
 
     Args:
         entries: of a :class:`asyncdist.tensors.flat_state.FlatState`.
@@ -88,7 +88,7 @@ class Packing:
         self.averaged_nbytes = max((segment.end for segment in segments if segment.averaged), default=0)
 
     def buffers(self, memory: torch.Tensor) -> FlatBuffers:
-        """Flat buffers over ``memory`` itself.
+        """Make flat buffers over ``memory`` itself.
 
         Args:
             memory: 1-D uint8 of at least ``nbytes`` elements, contiguous, aligned as torch aligns.
@@ -104,7 +104,7 @@ class Packing:
         return FlatBuffers(self._entries, tensors, views)
 
     def pieces(self, start: int, end: int) -> Iterator[Piece]:
-        """What lies in the bytes from ``start`` to ``end``; both are multiples of ``ALIGNMENT_NBYTES`` or an end."""
+        """Return the pieces from byte ``start`` to ``end``; both are multiples of ``ALIGNMENT_NBYTES`` or an end."""
         for segment in self._segments:
             first, last = max(start, segment.start), min(end, segment.end)
             if first < last:

@@ -1,8 +1,8 @@
-"""The bytes of tensors: the one way in which they are found, for whatever sends, stores or receives them.
+"""Views tensors as bytes: the only way here, for all code that sends, stores or receives them.
 
 A tensor that torch calls contiguous may still have an odd stride where a dimension has one element (one row of a
 column has stride 2, say), its values may be conjugated or negated only when they are read, and numpy knows neither
-bfloat16 nor float8. All that is dealt with here, so nobody else views a tensor as bytes.
+bfloat16 nor float8. All that is dealt with here, so no other module views a tensor as bytes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def oddity_of(tensor: Tensor) -> str | None:
 
 
 def check_dense(tensor: Any, name: str = "tensor") -> None:
-    """Refuse what is no dense tensor.
+    """Refuse anything but a dense tensor.
 
     Args:
         tensor: anything.
         name: how it is called in the message.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not a dense tensor.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is a {type(tensor).__qualname__}; allowed: a dense tensor")
@@ -46,7 +46,7 @@ def check_dense(tensor: Any, name: str = "tensor") -> None:
 
 
 def check_writable(tensor: Any, name: str = "tensor") -> None:
-    """Refuse what no values can be written into.
+    """Refuse a tensor into which values cannot be written.
 
     Args:
         tensor: anything.
@@ -104,7 +104,7 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor: its strides are left aside, since those of one element may be anything."""
+    """Return the memory of a contiguous tensor: its strides are ignored, since those of one element may be anything."""
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError(
             "a stream takes tensors as they lie in memory; this one is a conjugated or negated view: "

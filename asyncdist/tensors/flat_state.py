@@ -1,4 +1,4 @@
-"""A model's state as a few contiguous tensors: what is snapshotted, streamed, averaged and written back.
+"""Treats a model's state as a few contiguous tensors, to snapshot, stream, average and write it back.
 
 `FlatState` finds parameters and persistent buffers once, and from then on copies between them and `FlatBuffers`, one
 1-D tensor per dtype. Weights are written in place: the model's tensors stay the same objects, so optimizers, DDP and
@@ -122,7 +122,7 @@ class FlatBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Number of bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def averaged(self) -> dict[torch.dtype, Tensor]:
@@ -194,7 +194,7 @@ class FlatState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one snapshot."""
+        """Number of bytes of one snapshot."""
         return sum(size * dtype.itemsize for dtype, size in self._sizes.items())
 
     @torch.inference_mode(False)  # they outlive the caller's mode
@@ -412,7 +412,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class SnapshotPool:
-    """Flat buffers that are used again and again: steady state allocates nothing.
+    """Keeps flat buffers that are used again and again: steady state allocates nothing.
 
     It holds as many as were ever in use at once. Ownership passes with `acquire` and comes back with `release`.
 
@@ -430,12 +430,12 @@ class SnapshotPool:
 
     @property
     def in_use(self) -> int:
-        """How many buffers are out."""
+        """Number of buffers in use."""
         return len(self._used)
 
     @property
     def allocated(self) -> int:
-        """How many buffers exist."""
+        """Number of buffers that exist."""
         return len(self._used) + len(self._free)
 
     def acquire(self) -> FlatBuffers:

@@ -1,4 +1,4 @@
-"""Which values that are not finite belong to a model, and which are the sign of a rank that has diverged.
+"""Tells values that are not finite and belong to a model from those of a rank that has diverged.
 
 An attention mask may hold -inf, in a buffer or in a frozen parameter, from the first step to the last. Averaging keeps
 it: the mean of equal infinities is that infinity. So the infinities that such entries hold when a policy starts are
@@ -19,7 +19,7 @@ from asyncdist.tensors.flat_state import Entry, FlatBuffers, FlatState, is_finit
 
 
 class KnownInfinities:
-    """The infinities of a model's buffers and frozen parameters, as they are now.
+    """Holds the infinities of a model's buffers and frozen parameters, as they are now.
 
     Args:
         state: of the model.
@@ -60,7 +60,7 @@ class KnownInfinities:
 def all_finite(values: Any) -> bool:
     """Tell whether all tensors in nested mappings, sequences and sets are finite, such as an optimizer's state.
 
-    Whatever is no tensor passes. Momentum of a sparse gradient is a sparse tensor: what it stores is looked at.
+    Anything that is not a tensor passes. Momentum of a sparse gradient is a sparse tensor: what it stores is looked at.
     """
     if isinstance(values, Tensor):
         if not (values.is_floating_point() or values.is_complex()) or values.is_meta:

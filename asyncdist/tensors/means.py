@@ -1,4 +1,4 @@
-"""Weighted means of tensors, element by element, whether they arrive one by one in chunks or all at once.
+"""Computes weighted means of tensors, element by element, whether they arrive one by one in chunks or all at once.
 
 The weighted sum runs in the order in which the tensors are given, in the accumulator's dtype (float32 or wider), and is
 divided by the sum of the weights. Product, sum and quotient are rounded separately, so the bits depend neither on where
@@ -104,7 +104,7 @@ class WeightedMean:
 
     def _add_piece(self, into: Tensor, values: Tensor) -> None:
         weight, is_first = self._weights[-1], len(self._weights) == 1
-        if is_first and self._is_last:  # the mean of one tensor is that tensor, whatever its weight
+        if is_first and self._is_last:  # the mean of one tensor is that tensor, with any weight
             if values is not into:
                 into.copy_(values)
             return

@@ -1,7 +1,7 @@
-"""What is kept of a model from one collective to the next: flat tensors, layouts.
+"""Keeps flat tensors and layouts of a model from one collective to the next.
 
 It is kept for as long as the model lives, and for so many models that were used last: memory that the ranks of a host
-share takes a descriptor, of which a process has about a thousand.
+share takes a descriptor, and a process has about a thousand.
 
 Fresh memory is dear: the kernel hands it out page by page, and 64 MiB took 34 ms to come by where the copy into it took
 8 and the whole reduction 30. Finding and checking the tensors of 200 layers took 2.5 ms, copying them less than one.
@@ -19,13 +19,13 @@ MODEL_COUNT_MAX: Final = 64
 
 
 class Scratch:
-    """The kept things of one rank, by model and purpose. None of them may refer to its model, other than weakly."""
+    """Keeps things of one rank, by model and purpose. They may refer to their model only weakly."""
 
     def __init__(self) -> None:
         self._kept: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 
     def take(self, model: nn.Module, purpose: str) -> Any:
-        """What was kept last, or None; the caller's until :meth:`give_back`, or for good."""
+        """Return what was kept last, or None; it is the caller's until :meth:`give_back`, or for good."""
         return self._kept.get(model, {}).pop(purpose, None)
 
     def give_back(self, model: nn.Module, purpose: str, thing: Any) -> None:

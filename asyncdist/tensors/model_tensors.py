@@ -1,4 +1,4 @@
-"""The tensors of a model: which there are, under which names, and whether each has memory of its own.
+"""Finds the tensors of a model, with their names, and whether each has memory of its own.
 
 What :mod:`asyncdist.tensors.flat_state` copies between, found by one walk over the modules.
 """

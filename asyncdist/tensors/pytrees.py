@@ -1,6 +1,6 @@
-"""Trees of tensors: what they hold, where two of them differ, and their leaves as one flat tensor per dtype.
+"""Describes and compares trees of tensors, and lays their leaves out as one flat tensor per dtype.
 
-A tree is whatever `optree` takes for one: a tensor, or dicts, lists, tuples, named tuples and registered dataclasses of
+A tree is what `optree` takes for one: a tensor, or dicts, lists, tuples, named tuples and registered dataclasses of
 trees. None is a tree without leaves. Nothing here sends or waits.
 
 Invariants: leaves come in optree's order, in which a dict's keys are sorted, so equal outlines mean equal flat tensors
@@ -34,7 +34,7 @@ _CACHED_COUNT: Final = 64  # outlines; one program reduces few different trees, 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What a tree is made of, without its values.
+    """Describes what a tree is made of, without its values.
 
     Attributes:
         spec: its nodes.
@@ -55,7 +55,7 @@ class Outline:
         return _digest(self.spec, self.kinds)
 
     def first_leaf(self, is_wrong: Callable[[Kind], bool]) -> tuple[str, str] | None:
-        """Path and kind of the first leaf that is wrong; None if all are right."""
+        """Return path and kind of the first leaf that is wrong; None if all are right."""
         for index, kind in enumerate(self.kinds):
             if is_wrong(kind):
                 return _leaf_path(self.spec, index), _kind_in_words(kind)
@@ -91,27 +91,27 @@ def is_foreign(kind: Kind) -> bool:
 
 
 def path_in(name: str, path: str) -> str:
-    """A path of :class:`Outline`, with the tree called ``name``."""
+    """Return a path of :class:`Outline`, with the tree called ``name``."""
     return name + path.removeprefix("tree")
 
 
 def leaf_paths(spec: optree.PyTreeSpec, name: str) -> list[str]:
-    """The paths of all leaves, with the tree called ``name``."""
+    """Return the paths of all leaves, with the tree called ``name``."""
     return [path_in(name, path) for path, node in _walk(spec) if node is None]
 
 
 def lines_to_text(lines: Lines) -> str:
-    """As one line of JSON, for a message."""
+    """Write the lines as one line of JSON, for a message."""
     return json.dumps(lines, separators=(",", ":"))
 
 
 def lines_from_text(text: str) -> Lines:
-    """What :func:`lines_to_text` wrote, on another rank."""
+    """Read what :func:`lines_to_text` wrote, on another rank."""
     return tuple((str(path), str(what)) for path, what in json.loads(text))
 
 
 def first_difference(lines: Sequence[Lines], ranks: Sequence[int]) -> tuple[str, str]:
-    """The first path at which some rank's tree differs from that of the first rank, and a sentence about it.
+    """Return the first path at which some rank's tree differs from that of the first rank, and a sentence about it.
 
     Args:
         lines: of each rank's tree; at least one differs from the first.
@@ -184,12 +184,12 @@ def _kind_in_words(kind: Kind) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As in ``"float32"``."""
+    """Return a dtype's name, as in ``"float32"``."""
     return str(dtype).removeprefix("torch.")
 
 
 def _walk(spec: optree.PyTreeSpec, path: str = "tree") -> Iterator[tuple[str, str | None]]:
-    """Each node with its type in words, and each leaf with None; parents first."""
+    """Yield each node with its type in words, and each leaf with None; parents first."""
     if spec.is_leaf():
         yield path, None
         return

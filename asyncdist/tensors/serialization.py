@@ -1,4 +1,4 @@
-"""Python values as bytes that keep their type exactly, for what ranks tell each other outside protocols.
+"""Encodes Python values as bytes that keep their types exactly, for values that ranks exchange outside protocols.
 
 msgpack by itself knows no tuple, no integer beyond 64 bits and no tensor, and Python's pickle runs code. So a value is
 written as a msgpack tree in which nil, booleans, integers of 64 bits, floats, text, bytes and arrays (lists) stand for
@@ -80,17 +80,17 @@ def decode(data: bytes | memoryview) -> Any:
 
 
 def type_name(kind: type) -> str:
-    """A class's name, with its module unless that is ``builtins``."""
+    """Return a class's name, with its module unless that is ``builtins``."""
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The torch dtype of that name, as in ``"float32"``. Raises KeyError where there is none."""
+    """Return the torch dtype of that name, as in ``"float32"``. Raises KeyError for an unknown name."""
     return _DTYPES[name]
 
 
 def words_of(error: BaseException) -> tuple[str, str]:
-    """An exception's class and what it says, for a message: never more than a thousand bytes together."""
+    """Return an exception's class and what it says, for a message: never more than a thousand bytes together."""
     try:
         text = str(error)
     except Exception as second:  # somebody waits for these words
@@ -243,7 +243,7 @@ def _bytes(content: Any) -> bytes:
 
 
 def _check_size(shape: list[int], itemsize: int, data: bytes) -> None:
-    """Before anything is allocated: the bytes that are there are those of the shape."""
+    """Refuse a shape that does not fit the bytes, before anything is allocated."""
     if any(type(size) is not int or size < 0 for size in shape) or math.prod(shape) * itemsize != len(data):
         raise ValueError(f"{len(data)} bytes for shape {shape} with {itemsize} bytes each")
 

@@ -1,4 +1,4 @@
-"""Memory of a rank that the other ranks of its host map, so that nobody sends what they can read.
+"""Makes memory that the other ranks of a host map, so they read what would be sent otherwise.
 
 It is an anonymous file (``memfd_create``), which others open through ``/proc/PID/fd``. That was chosen over a window of
 MPI and over a named file in ``/dev/shm`` because
@@ -7,9 +7,9 @@ MPI and over a named file in ``/dev/shm`` because
   transport whose ranks are processes;
 - it has no name in any file system: a rank that is killed leaves nothing behind;
 - it does not count against ``/dev/shm``, which has 64 MiB in many containers. Its pages are allocated when it is made,
-  and its size is sealed, so whoever touches it later never gets SIGBUS.
+  and its size is sealed, so a process that touches it later never gets SIGBUS.
 
-Nobody is asked whether two ranks are on one host: the file carries a random name, and whoever finds that name behind
+Ranks do not ask whether they are on one host: the file carries a random name, and a process that finds that name behind
 the descriptor has the right one. Ranks in containers of their own, under other users, or on another system than Linux
 do not find it, and messages are used.
 """
@@ -32,7 +32,7 @@ TOKEN_NBYTES: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a process finds another one's memory.
+    """Says where a process finds another one's memory.
 
     Attributes:
         pid: of the owner.
@@ -50,17 +50,17 @@ class Address:
     PACKED_NBYTES: ClassVar[int] = _FORMAT.size
 
     def pack(self) -> bytes:
-        """As bytes, for the other processes."""
+        """Pack it into bytes, for the other processes."""
         return self._FORMAT.pack(self.pid, self.descriptor, self.nbytes, self.token)
 
     @classmethod
     def unpack(cls, data: bytes) -> Address:
-        """What ``pack`` gave."""
+        """Read what ``pack`` gave."""
         return cls(*cls._FORMAT.unpack(data))
 
     @property
     def path(self) -> str:
-        """Where the file is open."""
+        """Path at which the file is open."""
         return f"/proc/{self.pid}/fd/{self.descriptor}"
 
     def is_behind(self, path: str) -> bool:
@@ -99,7 +99,7 @@ class SharedMemory:
 
 
 def find(address: Address) -> Tensor:
-    """Another process's memory, mapped: uint8. Whoever made it writes it, nobody else does.
+    """Map another process's memory, as uint8. Only the process that made it writes it.
 
     Raises:
         OSError: it is not to be had from here.
@@ -128,7 +128,7 @@ def _create(token: bytes) -> int:
 
 @torch.inference_mode(False)
 def _map(descriptor: int, nbytes: int) -> Tensor:
-    """Through torch, which keeps no descriptor: one of Python's own would stay open for each mapping.
+    """Map through torch, which keeps no descriptor: one of Python's own would stay open for each mapping.
 
     An ordinary tensor, which may be written later, also where this is called in inference mode.
     """

@@ -20,7 +20,7 @@ _kept: Final[list[Any]] = []
 
 
 class _Casts(NamedTuple):
-    """What autocast does."""
+    """Holds the settings of autocast."""
 
     enabled: tuple[bool, ...] = (False, False)
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
@@ -55,7 +55,7 @@ def _casts_now() -> _Casts:
 
 
 class RankModes:
-    """The modes of all ranks of a thread; those of one of them, or of the outside, are the thread's.
+    """Keeps the modes of all ranks of a thread; those of one of them, or of the outside, are the thread's.
 
     Args:
         size: number of ranks.
@@ -87,7 +87,7 @@ class RankModes:
             _kept.append(self._guard)
 
     def _set(self, modes: Modes, now: Modes) -> None:
-        """Inference mode comes first: its guard sets the others back to what they were when it was made."""
+        """Set the modes, inference mode first: its guard sets the others back to what they were when it was made."""
         grad, inference, depth, casts = modes
         depth_now = now[2]
         if self._guard is not None:

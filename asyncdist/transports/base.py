@@ -1,4 +1,4 @@
-"""The contract between the runtime and a backend: rank-addressed, tagged, nonblocking messages.
+"""Defines the contract between the runtime and a backend: rank-addressed, tagged, nonblocking messages.
 
 What every transport promises, and the conformance suite proves:
 
@@ -33,7 +33,7 @@ ReduceOp: TypeAlias = Literal["sum", "min", "max", "prod"]
 
 
 def as_bytes(buffer: Buffer) -> memoryview:
-    """A buffer's bytes, whatever its format and shape."""
+    """Return a buffer's bytes, for any format and shape."""
     view = memoryview(buffer)
     return view.cast("B") if view.nbytes else memoryview(bytearray())  # an empty view cannot be cast
 
@@ -66,13 +66,13 @@ class Request(Protocol):
 
 
 class PersistentReceive(Request, Protocol):
-    """A receive from any source that is posted again and again into one buffer: the inlet of a lane."""
+    """A receive from any source that is posted again and again into one buffer, for one tag."""
 
     def start(self) -> None:
         """Post it. Only when it is not posted already."""
 
     def take(self) -> tuple[int, int] | None:
-        """``test``, and the message's source and size in bytes; None as long as there is none."""
+        """Test, and return the message's source and size in bytes; None until one has come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Capabilities:
         tag_max: the largest tag it takes.
         misses_wakes: whether the doorbell may fail to ring, so that a slow look is needed all the same.
         rings_from_threads: whether the doorbell may be rung by a thread that does not run the event loop.
-        shares_process: whether all ranks are of this process, so that whoever hosts them ends them together.
+        shares_process: whether all ranks are of this process, so their host ends them together.
         one_sided_reads: whether ``new_window`` may give memory that peers read while its owner computes.
         shares_memory: whether ranks are processes that, on one host, may map each other's memory
             (:mod:`asyncdist.tensors.shared_memory`).
@@ -126,7 +126,7 @@ class GroupHandle(Protocol):
 
 
 class ReadWindow(Protocol):
-    """Memory of this rank that the other members of a group read by themselves, and theirs.
+    """Memory of this rank that the other members of a group read by themselves, and access to theirs.
 
     Reads and the owner's writes are not ordered against each other: a read may see half of a write. What makes it whole
     is the caller's, as in :mod:`asyncdist.collectives.one_sided`.
@@ -138,16 +138,16 @@ class ReadWindow(Protocol):
     memory: memoryview
 
     def sync(self) -> None:
-        """A memory barrier: what was written before it is seen before what is written after it."""
+        """Order memory: what was written before this call is seen before what is written after it."""
 
     def start_read(self, buffer: Buffer, source: int, offset: int) -> Request:
         """Start copying bytes from ``offset`` on of the memory of ``source``, a position in the group, to ``buffer``.
 
-        The owner takes no part: it may be computing, or have left whatever the window was for.
+        The owner takes no part: it may be computing, or have finished with the window.
         """
 
     def retire(self) -> None:
-        """This rank writes and reads it no more; the others may go on, and its own memory stays as it is.
+        """End this rank's use of the window; the others may go on, and its own memory keeps its content.
 
         Giving memory back is collective, and nobody is to wait for that: it happens when all members have retired the
         window and next make one, of this group or of another one of the same ranks, or when the transport closes.
@@ -165,7 +165,7 @@ class CollectiveCheckerProtocol(Protocol):
 
 
 class Transport(abc.ABC):
-    """A backend. See the module's text for what it promises.
+    """A backend. The module's docstring says what it promises.
 
     Attributes:
         name: how it is called in options and reports, e.g. ``"mpi"``.
@@ -189,14 +189,14 @@ class Transport(abc.ABC):
         """Start sending ``buffer`` to ``dest`` (itself included)."""
 
     def start_send(self, buffer: Buffer, dest: int, tag: int) -> Request | None:
-        """``isend`` and one test: None when the message has left already, as most small ones have."""
+        """Send as ``isend`` does, and test once: None when the message has left already, as most small ones have."""
         request = self.isend(buffer, dest, tag)
         return None if request.test() else request
 
     def prepare_send(self, nbytes: int, dest: int, tag: int) -> PersistentSend | None:
-        """A send of so many bytes that can be started again and again; None where there is no such thing, or no more.
+        """Return a send of ``nbytes`` bytes that can be started repeatedly; None where the backend gives none.
 
-        Whoever asks for the same once more gets the same.
+        Equal arguments give the same send.
         """
         return None
 
@@ -206,32 +206,32 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def persistent_receive(self, buffer: Buffer, tag: int) -> PersistentReceive:
-        """A receive from any source that can be posted repeatedly. Not posted yet."""
+        """Make a receive from any source that can be posted repeatedly; it is not posted yet."""
 
     @property
     def hostname(self) -> str:
-        """Of the host that this rank is on."""
+        """Name of the host that this rank is on."""
         return socket.gethostname()
 
     @property
     def world_group(self) -> GroupHandle | None:
-        """The backend's communicator over all ranks; None where it has none."""
+        """Return the backend's communicator over all ranks; None where it has none."""
         return None
 
     @property
     def end_group(self) -> GroupHandle | None:
-        """One over all ranks for the last barrier alone; None where farewells take its place.
+        """Return a communicator over all ranks for the last barrier alone; None where messages take its place.
 
-        On the world's group it would pair with whatever collective the others are still to start.
+        On the world's group the barrier would pair with a collective that the others are still to start.
         """
         return None
 
     @abc.abstractmethod
     def new_group(self, ranks: Sequence[int], tag: int) -> GroupHandle | None:
-        """The backend's communicator over ``ranks``, who all call this; None where it has none."""
+        """Make the backend's communicator over ``ranks``, which all call this; None where it has none."""
 
     def new_window(self, group: GroupHandle, nbytes: int) -> ReadWindow | None:
-        """Memory for one-sided reads, ``nbytes`` on each member of ``group``, who all call this at the same time.
+        """Make memory for one-sided reads: ``nbytes`` on each member of ``group``; all call this at the same time.
 
         None, on all of them, where the backend cannot promise that a read completes without its target's help.
         """
@@ -240,7 +240,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def lost_ranks(self) -> frozenset[int]:
-        """Ranks known to be gone."""
+        """Return the ranks that are known to be lost."""
 
     @abc.abstractmethod
     def abort(self, exit_code: int) -> None:
@@ -254,13 +254,13 @@ class Transport(abc.ABC):
         """Release, after a failure, what needs neither the peers nor completed requests."""
 
     def set_doorbell(self, ring: Callable[[], None]) -> None:
-        """``ring`` is called whenever a message has arrived (transports whose ``capabilities.wakes``)."""
+        """Have ``ring`` called when a message has arrived, if ``capabilities.wakes``."""
         del ring
 
     def set_loss_listener(self, listen: Callable[[int], None]) -> None:
-        """``listen(rank)`` is called once for each rank that is found to be lost (transports that detect it)."""
+        """Have ``listen(rank)`` called once for each rank that is found to be lost, if the transport detects it."""
         del listen
 
     def describe(self) -> str:
-        """One line for reports: backend, library, version."""
+        """Return one line for reports: backend, library, version."""
         return self.name

@@ -1,4 +1,4 @@
-"""Bytes written straight into the memory of another process of this host, without anybody's help there.
+"""Writes bytes straight into the memory of another process of this host, which need do nothing for it.
 
 Between two processes of a host MPI moves a large message by one copy, which the receiver makes inside one of its calls,
 and gloo by two through a socket. Linux lets the sender write as well (``process_vm_writev``, the call behind MPI's own
@@ -29,13 +29,13 @@ _YAMA: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 class _Stretch(ctypes.Structure):
-    """What the kernel calls an iovec."""
+    """The kernel's iovec."""
 
     _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
 
 class AttachToken:
-    """This process's word to another one that it may be written to, until it takes it back.
+    """Lets another process write to this one, until it is revoked.
 
     Attributes:
         pid: of this process.
@@ -50,12 +50,12 @@ class AttachToken:
         self.address = ctypes.addressof(self._memory)
 
     def revoke(self) -> None:
-        """Nobody may write any more; whoever has just looked for the token still writes one piece."""
+        """Let no process write any more; one that has just looked for the token still writes one piece."""
         ctypes.memset(self._memory, 0, TOKEN_NBYTES)
 
 
 class PeerProcess:
-    """A process of this host that gave a licence.
+    """A process of this host that gave a token.
 
     Args:
         pid, address, token: of the licence.
@@ -98,7 +98,7 @@ class PeerProcess:
 
 
 class _Copy:
-    """A system call that copies one stretch, with its arguments at hand: to make them takes longer than the call.
+    """A system call that copies one stretch, with its arguments kept: to make them takes longer than the call.
 
     Args:
         name: of the call.
@@ -107,7 +107,7 @@ class _Copy:
     """
 
     def __init__(self, name: str, pid: int, here: int = 0, there: int = 0, nbytes: int = 0) -> None:
-        # Whoever copies much gives up the GIL, whoever looks for a token does not.
+        # A call that copies much gives up the GIL; one that looks for a token does not.
         library = ctypes.CDLL if name == "process_vm_writev" else ctypes.PyDLL
         call = getattr(library(None, use_errno=True), name, None)
         if call is None:
@@ -141,7 +141,7 @@ class _Copy:
 
 
 def obstacle() -> str | None:
-    """Why processes of this host will not find each other, as far as one of them can tell; None if nothing is known."""
+    """Say why processes of this host cannot write to each other, as far as one can tell; None if nothing is known."""
     try:
         licence = AttachToken()
         PeerProcess(licence.pid, licence.address, licence.token)
@@ -154,7 +154,7 @@ def obstacle() -> str | None:
 
 
 class DirectWrite:
-    """The end of a tensor, on its way into a neighbour's memory.
+    """Writes the end of a tensor into the memory of another process.
 
     Args:
         neighbour: the process; None where it is not known, and nothing can be written.
@@ -175,7 +175,7 @@ class DirectWrite:
 
     @property
     def rest(self) -> memoryview:
-        """What is not written yet."""
+        """The bytes that are not written yet."""
         return self._view[self.written_nbytes :]
 
     def write_piece(self) -> int:

@@ -1,4 +1,4 @@
-"""Ranks in one process, on one event loop: for notebooks, tests, and ``python train.py`` alone.
+"""Connects ranks in one process, on one event loop: for notebooks, tests, and ``python train.py`` alone.
 
 A :class:`LocalHub` holds one :class:`~asyncdist.transports.matching.Matcher` per rank and hands out a
 :class:`LocalTransport` to each.

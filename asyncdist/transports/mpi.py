@@ -1,4 +1,4 @@
-"""MPI through mpi4py: polled nonblocking requests on a private communicator.
+"""Sends messages by MPI, through mpi4py: polled nonblocking requests on a private communicator.
 
 The only module that imports mpi4py besides the launcher's detection. What it keeps to, with the reason for each:
 
@@ -49,7 +49,7 @@ REPEATED_SEND_COUNT_MAX: Final = 1024
 
 
 def _load_mpi(check_library: Callable[[str], None] | None) -> Any:
-    """Import mpi4py.MPI and initialise MPI, unless somebody has.
+    """Import mpi4py.MPI, and initialise MPI unless that was done.
 
     Args:
         check_library: is shown the library's version before MPI_Init, which may end the process of a wrong one.
@@ -97,7 +97,7 @@ def _abort_alone() -> None:
 def _unlink_shared_memory() -> None:
     """Take the name of the memory that ranks of MPICH share, 2 or 3 MiB: a kill or an abort would leave it in /dev/shm.
 
-    Whoever has it mapped keeps it, and MPI_Finalize does not miss the name. Open MPI's launcher clears its own away.
+    A process that has it mapped keeps it, and MPI_Finalize does not miss the name. Open MPI's launcher removes its own.
     """
     with contextlib.suppress(OSError):  # there is no /proc everywhere
         maps = Path("/proc/self/maps").read_text().splitlines()
@@ -181,9 +181,9 @@ class MpiTransport(Transport):
         key = nbytes, dest, tag
         send = self._repeated.get(key)
         if send is None and len(self._repeated) < REPEATED_SEND_COUNT_MAX:
-            room = bytearray(-(-nbytes // 8) * 8)
-            request = self._comm.Send_init(memoryview(room)[:nbytes], dest, tag)
-            send = self._repeated[key] = PersistentSend(request, room, self._fail, dest)
+            buffer = bytearray(-(-nbytes // 8) * 8)
+            request = self._comm.Send_init(memoryview(buffer)[:nbytes], dest, tag)
+            send = self._repeated[key] = PersistentSend(request, buffer, self._fail, dest)
         return send
 
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
@@ -226,13 +226,13 @@ class MpiTransport(Transport):
         return _MpiGroup(self._mpi, comm, ranks, self._fail_collective)
 
     def said_by_rank_0(self, text: str) -> str:
-        """What rank 0 passed, at most 256 bytes. Blocks; all ranks enter it at the same time, before the world."""
+        """Return what rank 0 passed, at most 256 bytes. Blocks; all ranks enter it together, before the world."""
         message = bytearray(text.encode().ljust(256))
         self._comm.Bcast(message, 0)
         return message.decode().rstrip()
 
     def own_address(self) -> str:
-        """Where other ranks reach this host. Blocks, as :meth:`said_by_rank_0`."""
+        """Return the address at which other ranks reach this host. Blocks, as :meth:`said_by_rank_0`."""
         mpi = self._mpi
         neighbours = self._comm.Split_type(mpi.COMM_TYPE_SHARED)
         is_one_host = neighbours.size == self.size
@@ -276,7 +276,7 @@ class MpiTransport(Transport):
         raise TransportError(f"MPI: {error.Get_error_string()}", peer=peer) from cast(Exception, error)
 
     def _fail_collective(self, error: BaseException, what: str) -> NoReturn:
-        """The same for a collective, which may fail because the members disagree about it."""
+        """Translate the error of a collective, which may fail because the members disagree about it."""
         mpi = self._mpi
         if not isinstance(error, mpi.Exception):
             raise error
@@ -312,7 +312,7 @@ class _MpiWindow:
         self._open()
 
     def _open(self) -> None:
-        """Clear the memory and let everybody in.
+        """Clear the memory and open it to all members.
 
         On MPICH the first read of a target waits until that one is in MPI, so each member makes it here.
         """
@@ -355,7 +355,7 @@ class _Windows:
         self._freed_count = 0
 
     def give_retired_back(self, mpi: Any, comm: Any) -> None:
-        """Free those that every member has retired. Collective, and blocks."""
+        """Free the windows that every member has retired. Collective, and blocks."""
         in_use = (number for number, window in enumerate(self._windows) if not window.is_retired)
         oldest = array("q", [self._freed_count + next(in_use, len(self._windows))])
         comm.Allreduce(mpi.IN_PLACE, oldest, mpi.MIN)
@@ -364,7 +364,7 @@ class _Windows:
             self._freed_count += 1
 
     def append(self, window: _MpiWindow) -> None:
-        """All members have made one more."""
+        """Add a window, which all members have made."""
         self._windows.append(window)
 
 

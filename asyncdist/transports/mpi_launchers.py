@@ -1,4 +1,4 @@
-"""Whether the MPI library of a process belongs to the launcher that started it, and what to do where it does not."""
+"""Finds out whether a process's MPI library belongs to the launcher that started it, and what to do if not."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check_library(started: Launch, library: str) -> None:
 
 
 def library_flavour(version: str) -> Flavour | None:
-    """Whose library calls itself so; None for somebody else's."""
+    """Return whose library has this name; None for an unknown one."""
     if "Open MPI" in version:
         return "openmpi"
     return "mpich" if "MPICH" in version else None
@@ -87,7 +87,7 @@ def _title(library: str) -> str:
 
 
 def srun_for(library: Flavour | None) -> str:
-    """How Slurm's srun starts the ranks of that library, where its plugin is not the default one."""
+    """Return how Slurm's srun starts the ranks of that library, where its plugin is not the default one."""
     return {"openmpi": "srun --mpi=pmix", "mpich": "srun --mpi=pmi2"}.get(
         library or "", "srun --mpi=pmix (Open MPI) or srun --mpi=pmi2 (MPICH)"
     )

@@ -1,4 +1,4 @@
-"""Which transport a rank runs on, and its opening: MPI, torch.distributed, or one for messages and one for streams."""
+"""Chooses and opens the transport of a rank: MPI, torch.distributed, or one for messages and one for streams."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("asyncdist.transports.select")
 
 
 def detect(transport: str) -> environment.Launch:
-    """What started this process, the program's own process group included.
+    """Return what started this process, the program's own process group included.
 
     Raises:
         TransportError: this process is a child that imports the script, which is not to start there.
@@ -39,7 +39,7 @@ def detect(transport: str) -> environment.Launch:
 
 
 def open_transport(name: str, bulk: str | None, started: environment.Launch) -> Transport:
-    """The rank's transport.
+    """Open the rank's transport.
 
     Args:
         name: ``"mpi"`` or ``"torch"``.
@@ -47,7 +47,7 @@ def open_transport(name: str, bulk: str | None, started: environment.Launch) -> 
         started: what started this process.
 
     Raises:
-        TransportError: it cannot be used as it was started.
+        TransportError: the rank was started in a way that it cannot be used with.
         ValueError: a backend of torch.distributed that cannot carry this.
     """
     own = name, started.backend
@@ -74,7 +74,7 @@ def open_transport(name: str, bulk: str | None, started: environment.Launch) -> 
 
 
 def _open_mpi(started: environment.Launch) -> MpiTransport:
-    """MPI, with launcher and library known to belong together, in the process that the launcher has started."""
+    """Open MPI, after checking that launcher and library belong together and that the launcher started this process."""
     from asyncdist.transports.mpi import MpiTransport
 
     is_worker = multiprocessing.parent_process() is not None and started.source != environment.NO_LAUNCHER
@@ -100,7 +100,7 @@ def _open_mpi(started: environment.Launch) -> MpiTransport:
 
 
 def _open_torch(mpi: MpiTransport | None, backend: str, control: Transport | None = None) -> Transport:
-    """torch.distributed, alone or as the bulk plane beside ``control``.
+    """Open torch.distributed, alone or as the bulk plane beside ``control``.
 
     Its ranks meet where the user's process group did, or its variables say, or through MPI.
     """
@@ -129,7 +129,7 @@ def check_torch_backend(backend: str, *, what: Literal["transport", "bulk"] = "t
 
 
 def describe_torch_backend(backend: str) -> str:
-    """What a backend of torch.distributed that is here is used for."""
+    """Say what an available backend of torch.distributed is used for."""
     from asyncdist.transports.torch_distributed.backends import describe_use
 
     return describe_use(backend)

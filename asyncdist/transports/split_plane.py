@@ -1,4 +1,4 @@
-"""Two transports as one: small messages on the control plane, streams of tensors on the bulk plane.
+"""Makes one transport of two: small messages on the control plane, streams of tensors on the bulk plane.
 
 A message goes by its tag: those of the bulk range to one transport, all others to the other. Both promise the contract
 of :mod:`asyncdist.transports.base`, ordering is per (source, tag), and no tag is on both, so what they make up together

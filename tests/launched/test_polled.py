@@ -343,7 +343,7 @@ def test_the_uses_of_backends() -> None:
 
 def test_a_backend_for_which_there_is_no_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
-    with pytest.raises(ValueError, match="bulk is 'torch:mpi', of which nothing here knows how to make a group"):
+    with pytest.raises(ValueError, match="bulk is 'torch:mpi', for which nothing here can make a group"):
         backends.check_backend("mpi", what="bulk")
 
 

@@ -1,4 +1,4 @@
-"""The backends of torch.distributed: which there are, what each may carry here, and private groups of one.
+"""Knows the backends of torch.distributed and what each may carry here, and makes private groups on them.
 
 - **gloo** carries everything. Its works cannot be polled, so threads wait for them
   (:mod:`asyncdist.transports.torch_distributed.gloo`).
@@ -58,7 +58,7 @@ def _problem(name: str, what: str) -> str | None:
     if not dist.is_backend_available(name):
         return ", which this torch was built without"
     if name != _NCCL and name.upper() not in dist.Backend._plugins:
-        return ", of which nothing here knows how to make a group"
+        return ", for which nothing here can make a group"
     kind = _device_type(name)
     if kind != "cpu" and not torch.get_device_module(kind).is_available():
         return f", which moves {kind} tensors alone, and torch sees no such device here"
@@ -66,7 +66,7 @@ def _problem(name: str, what: str) -> str | None:
 
 
 def describe_use(name: str) -> str:
-    """What a backend that is there is used for, in a few words."""
+    """Say in a few words what an available backend is used for."""
     if name == GLOO:
         return "messages and streams, waited for by threads"
     for what, use in (("transport", "messages and streams, polled"), ("bulk", "streams alone, polled")):
@@ -76,13 +76,13 @@ def describe_use(name: str) -> str:
 
 
 def _device_type(name: str) -> str:
-    """Where a backend's tensors live."""
+    """Return the type of device that a backend's tensors live on."""
     kinds = dist.Backend.backend_capability.get(name, ["cpu"])
     return "cpu" if "cpu" in kinds else str(kinds[0])
 
 
 def device_of(name: str, local_rank: int | None) -> torch.device:
-    """Where the tensors of this rank live for a backend that :func:`check_backend` has let pass.
+    """Return the device of this rank's tensors, for a backend that :func:`check_backend` has accepted.
 
     Args:
         name: of the backend.
@@ -96,7 +96,7 @@ def device_of(name: str, local_rank: int | None) -> torch.device:
 
 
 def make_group(name: str, key: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """A group of all ranks that nobody else uses, beside torch's default one and whatever the user has made.
+    """Make a private group of all ranks, beside torch's default one and those of the user.
 
     Args:
         name: of a backend that :func:`check_backend` has let pass.

@@ -1,4 +1,4 @@
-"""Whether a backend's ``Work.is_completed()`` tells the truth, found out at the start by trying.
+"""Tries at the start whether a backend's ``Work.is_completed()`` tells the truth.
 
 gloo's never turns true outside of ``wait()`` (pytorch#30723), and nothing in torch's interface says which backends
 are like that. So before one is polled each pair of ranks exchanges three messages in each direction:
@@ -10,8 +10,8 @@ are like that. So before one is polled each pair of ranks exchanges three messag
 Each of these works must turn complete by itself, and the bytes must be there when it has. What one rank has seen is the
 verdict on all of them, through the store. The ranks block meanwhile; there is no world yet.
 
-A backend whose ``isend`` blocks for good would hang them all, so whatever starts a message runs in a thread that can be
-left behind.
+A backend whose ``isend`` blocks for good would hang them all, so each call that starts a message runs in a thread
+that can be left behind.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Pairs(Protocol):
 
 
 def in_time(call: Callable[[], _T], patience_s: float) -> _T:
-    """What ``call()`` returns, in a thread of its own, which is left behind where it does not return.
+    """Return what ``call()`` returns; it runs in a thread of its own, which is left behind where it does not return.
 
     Raises:
         TimeoutError: it has not returned in time.
@@ -70,7 +70,7 @@ def in_time(call: Callable[[], _T], patience_s: float) -> _T:
 
 
 class _Untrue(Exception):
-    """What was seen."""
+    """Carries what was seen."""
 
 
 class _Elsewhere(Exception):
@@ -115,7 +115,7 @@ def examine(pairs: Pairs, backend: str, store: Any, rank: int, size: int, *, pat
 
 
 def _agree(store: Any, seen: str, rank: int, size: int, patience_s: float) -> str:
-    """What the lowest rank that has seen something saw."""
+    """Return what the lowest rank that has seen something saw."""
     keys = [f"seen by {peer}" for peer in range(size)]
     store.set(keys[rank], seen)
     if silent := _missing(store, keys, patience_s * size):  # each pair may have taken its time
@@ -129,7 +129,7 @@ def _agree(store: Any, seen: str, rank: int, size: int, patience_s: float) -> st
 
 
 def _missing(store: Any, keys: Sequence[str], patience_s: float) -> list[int]:
-    """Which of the keys nobody has set in time."""
+    """Return the positions of the keys that no rank has set in time."""
     deadline = time.monotonic() + patience_s
     while not store.check(list(keys)) and time.monotonic() < deadline:
         time.sleep(_PAUSE_S)
@@ -149,7 +149,7 @@ class _Probe:
         self._received = f"rank {dest}'s receive from rank {source}"
 
     def send(self) -> None:
-        """The sender's part."""
+        """Do the sender's part."""
         self._leaves(self._start(self._content(1)))
         self._await("posted", self._dest)
         self._leaves(self._start(self._content(2)))
@@ -163,19 +163,19 @@ class _Probe:
             self._leaves(transit)
 
     def receive(self) -> None:
-        """The receiver's."""
+        """Do the receiver's part."""
         self._arrives(*self._post(), 1)
-        transit, room = self._post()
+        transit, buffer = self._post()
         if self._look(transit):
             raise _Untrue(f"{self._received} was said to be complete before anything was sent")
         self._say("posted")
-        self._arrives(transit, room, 2)
+        self._arrives(transit, buffer, 2)
         self._await("sent", self._source)
         self._arrives(*self._post(), 3)
 
     def _post(self) -> tuple[Transit, memoryview]:
-        room = memoryview(bytearray(_PROBE_NBYTES))
-        return self._in_time(lambda: self._pairs.receive(room, self._source), self._received), room
+        buffer = memoryview(bytearray(_PROBE_NBYTES))
+        return self._in_time(lambda: self._pairs.receive(buffer, self._source), self._received), buffer
 
     def _start(self, content: memoryview) -> Transit:
         return self._in_time(lambda: self._pairs.send(content, self._dest), self._sent)
@@ -194,10 +194,10 @@ class _Probe:
     def _leaves(self, transit: Transit) -> None:
         self._until(transit.is_completed, lambda: f"{self._sent} was not said to be complete within")
 
-    def _arrives(self, transit: Transit, room: memoryview, number: int) -> None:
+    def _arrives(self, transit: Transit, buffer: memoryview, number: int) -> None:
         def is_there() -> bool:
             transit.land()
-            return room == self._content(number)
+            return buffer == self._content(number)
 
         def complain() -> str:
             bytes_are = "its bytes had come" if is_there() else "its bytes had not come either"

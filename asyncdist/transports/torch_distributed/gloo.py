@@ -1,4 +1,4 @@
-"""Messages over gloo's blocking point-to-point calls: a link to one peer.
+"""Sends messages to one peer over gloo's blocking point-to-point calls.
 
 gloo's requests cannot be polled: a ``Work`` turns complete only inside ``wait()`` (pytorch#30723). So threads wait, in
 C++ and without the GIL, and hand what has come to the loop through an inbox. They know no message, tag or receive.
@@ -93,7 +93,7 @@ class _Upload(Transfer):
 
 
 class _Download(Transfer):
-    """The same, at its receiver."""
+    """An announced message, at its receiver."""
 
     def __init__(self, number: int, view: memoryview, receive: Receive | None) -> None:
         super().__init__(number % _ANNOUNCED_TAG_COUNT, bytes_tensor(view))
@@ -138,14 +138,14 @@ class Link:
     Everything belongs to the loop but the methods that are threads, ``_run_*``.
 
     Args:
-        peer: its rank.
+        peer: the peer's rank.
         control: the group for frames.
         bulk: the group for large messages.
         matcher: takes what comes.
         on_lost: called once, on the loop, when the peer is gone.
 
     Attributes:
-        error: why nothing goes any more, or None.
+        error: the loss of the peer, or None.
         said_goodbye: whether the peer has said that it closes.
     """
 
@@ -326,7 +326,7 @@ class Link:
                 self._spare.append(frame)
 
     def _on_taken(self, upload: _Upload) -> None:
-        """The peer has all of it."""
+        """Complete a send: the peer has all of it."""
         with contextlib.suppress(RuntimeError):
             upload.wait()
         upload.send.done = True
@@ -350,7 +350,7 @@ class Link:
         self._post(_ENTRY.pack(_ABORT, exit_code, 0, 0))
 
     def _on_ended(self, why: str) -> None:
-        """The peer is gone: fail what involves it.
+        """Fail what involves the peer, which is gone.
 
         Handles and buffers of what was under way stay until the groups are closed.
         """

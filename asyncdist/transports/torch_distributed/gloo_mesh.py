@@ -63,7 +63,7 @@ class Mesh:
             self.links = {peer: Link(peer, control, bulk, matcher, self._on_lost) for peer in peers}
 
     def set_loss_listener(self, listen: Callable[[int], None]) -> None:
-        """``listen(rank)`` on the loop for each peer that is gone, those of before at once."""
+        """Have ``listen(rank)`` called on the loop for each lost peer; at once for those that are lost already."""
         self._listen = listen
         for rank in sorted(self.lost):
             listen(rank)
@@ -113,7 +113,7 @@ class Mesh:
 
 
 def _close_connections(group: Any) -> None:
-    """Every pair of the group at once: what a wait that times out does (pytorch wraps gloo's own behaviour)."""
+    """Close every connection of the group, as a wait that times out does (pytorch wraps gloo's own behaviour)."""
     with contextlib.suppress(RuntimeError):
         group.recv_anysource([torch.zeros(1, dtype=torch.uint8, device="cpu")], _POISON_TAG).wait(
             timedelta(milliseconds=1)
@@ -121,7 +121,7 @@ def _close_connections(group: Any) -> None:
 
 
 def make_group(store: Any, name: str, rank: int, size: int, timeout: timedelta) -> Any:
-    """A gloo group that nobody else uses.
+    """Make a private gloo group.
 
     Raises:
         TransportError: this torch has no gloo, or the ranks do not reach each other.

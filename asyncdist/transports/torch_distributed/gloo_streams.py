@@ -1,13 +1,13 @@
-"""Large messages that need no announcement, since their receives are posted first: those of streams.
+"""Moves large messages that need no announcement, since their receives are posted first: those of streams.
 
 Gloo cannot be left to match most messages by itself. A receive may be from any source, may be smaller than its message
 (which would end the process), and may be abandoned; so a large message is announced, and fetched once its receive is
 found. On a *granted* tag the caller promises what makes that needless: a receive names its source, and no message is
 larger than its receive. Both ends then hand theirs to gloo at once, which matches them in their order.
 
-- How long the message is, which may be less than there is room for, its trailer says.
-- Gloo takes no receive back. Who cancels one asks the sender to answer it with *nothing*, once all messages before it
-  have been sent; if its own message is on its way already, the request is void.
+- The trailer says how long the message is, which may be less than its buffer.
+- Gloo takes no receive back. A receiver that cancels one asks the sender to answer it with *nothing*, once all messages
+  before it have been sent; if its own message is on its way already, the request is void.
 - The thread that has waited for a message acknowledges it, in a control frame, before the receiver's loop hears of it:
   a sender that trains, or streams the next chunk, is not kept waiting for a receiver that does. (A wait for its own
   send, or for the trailer's, would end sooner, but never where the peer dies while bytes are on their way.)
@@ -26,14 +26,14 @@ from asyncdist.transports.base import Buffer
 from asyncdist.transports.matching import Matcher, Receive, Send
 from asyncdist.transports.torch_distributed.gloo_transfers import Transfer, bytes_tensor, readable
 
-#: In a trailer, in place of the message's size: this is none, the receive has been cancelled.
+#: In a trailer, in place of the message's size: there is no message, since the receive has been cancelled.
 _NOTHING: Final = -1
 #: Of gloo's tags for these; those below are of announced messages.
 _FIRST_TAG: Final = 0x40000000
 
 
 class _GrantedReceive(Receive):
-    """A receive request of one passage, its ``number``-th."""
+    """A receive request of one passage; ``number`` counts them from 1."""
 
     __slots__ = ("_passage", "number", "transfer")
 
@@ -54,7 +54,7 @@ class Passage:
     Everything belongs to the loop but the methods that are threads, ``_run_*``.
 
     Args:
-        tag: which.
+        tag: the tag.
         peer: its rank.
         bulk: gloo's group.
         matcher: whose inbox the threads tell.
@@ -106,19 +106,19 @@ class Passage:
         return send
 
     def _send_nothing(self) -> None:
-        """To the receives that are next and have been cancelled."""
+        """Answer the receives that are next and have been cancelled."""
         while self._sent_count + 1 in self._unwanted:
             self._unwanted.remove(self._sent_count + 1)
             self._send(memoryview(b""), _NOTHING)
 
     def on_unwanted(self, number: int) -> None:
-        """The peer has cancelled its receive of that number."""
+        """Note that the peer has cancelled its receive of that number."""
         if number > self._sent_count:
             self._unwanted.add(number)
             self._send_nothing()
 
     def on_acknowledged(self) -> None:
-        """The oldest message has landed."""
+        """Note that the oldest message has landed."""
         upload, send = self._uploads.popleft()
         with contextlib.suppress(RuntimeError):  # the peer has it, and has died since
             upload.wait()
@@ -144,7 +144,7 @@ class Passage:
         receive.complete()
 
     def lose(self, error: RankLostError) -> None:
-        """The peer is gone. Handles and buffers of what was under way stay."""
+        """Fail what is under way, since the peer is gone. Its handles and buffers stay."""
         for _, send in self._uploads:
             send.error = error
         for receive in self._receives:

@@ -1,4 +1,4 @@
-"""Large messages as gloo moves them: the bytes, and eight more behind them, the *trailer*.
+"""Moves large messages over gloo: the bytes, and eight more behind them, the *trailer*.
 
 The trailer is what is waited for: a wait for data that is on its way does not end when the peer dies.
 """
@@ -19,14 +19,14 @@ _MARK: Final = struct.Struct("<q")
 
 
 def bytes_tensor(buffer: Any) -> torch.Tensor:
-    """A tensor over the buffer's own memory."""
+    """Make a tensor over the buffer's own memory."""
     return (
         torch.frombuffer(buffer, dtype=torch.uint8) if len(buffer) else torch.empty(0, dtype=torch.uint8, device="cpu")
     )
 
 
 def readable(view: memoryview) -> torch.Tensor:
-    """A tensor over what is to be sent. torch wants it writable."""
+    """Make a tensor over what is to be sent. torch wants it writable."""
     return bytes_tensor(bytearray(view) if view.readonly else view)
 
 
@@ -61,12 +61,12 @@ class Transfer:
         self._posting.release()
 
     def wait(self) -> None:
-        """Until it is complete. The trailer first: see the module's text."""
+        """Wait until it is complete; for the trailer first, as the module's docstring explains."""
         with self._posting:
             for work in reversed(self.works):
                 work.wait(FOREVER)
 
     @property
     def mark(self) -> int:
-        """What the trailer says, once it is complete."""
+        """The number in the trailer, once it is complete."""
         return int(_MARK.unpack(self._mark)[0])

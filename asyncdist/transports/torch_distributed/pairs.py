@@ -15,7 +15,7 @@ _GROUP_TAG: Final = 1
 
 
 class Transit:
-    """Bytes on their way, at either end, in the backend's keeping.
+    """Bytes on their way, at either end, that the backend has.
 
     Args:
         work: the backend's.
@@ -31,7 +31,7 @@ class Transit:
         self._host = host
 
     def is_completed(self) -> bool:
-        """What the backend says, whatever that is worth."""
+        """Return what the backend says, which may be wrong."""
         return bool(self._work.is_completed())
 
     def land(self) -> None:
@@ -49,7 +49,7 @@ class Transit:
 
 
 class Pairs:
-    """Bytes between pairs of ranks: per pair and direction in one order, which both ends keep.
+    """Moves bytes between pairs of ranks: per pair and direction in one order, which both ends keep.
 
     Args:
         make_group: makes a group of all ranks, given a name that is the same on all of them.
@@ -78,7 +78,7 @@ class Pairs:
         return Transit(group.recv([tensor], source, _GROUP_TAG), tensor, host)
 
     def close(self) -> None:
-        """Give the groups back.
+        """Shut the groups down.
 
         Raises:
             TransportError: the backend does not want to.
@@ -91,5 +91,5 @@ class Pairs:
 
 
 def _bytes_tensor(buffer: Any) -> torch.Tensor:
-    """A tensor over the buffer's own memory."""
+    """Make a tensor over the buffer's own memory."""
     return torch.frombuffer(buffer, dtype=torch.uint8)

@@ -1,10 +1,10 @@
-"""Messages over a backend of torch.distributed whose works can be polled: no threads, nothing waits.
+"""Sends messages over a backend of torch.distributed whose works can be polled, without threads or waits.
 
 torch.distributed's point-to-point calls are less than messages: a receive has one source and one size, is told neither,
 and cannot be taken back. So a receive is given to the backend only when what will come is known:
 
-- **Entries** say everything: a small message, whole; the announcement of a large one; and what the receiver answers to
-  that, once a receive of ours has been matched with it: *go*, or *drop* where the receive has no room for it.
+- **Entries** say everything: a small message, whole; the announcement of a large one; and the receiver's answer to
+  that, once a receive has been matched with it: *go*, or *drop* where the receive's buffer is too small.
 - **Large messages** are thus posted by the receiver first, and between a pair in the order of its answers at both ends.
   No tag is needed, nothing waits in the backend for a receive that nobody posts, and no message differs in size from
   its receive. Each direction has a group of its own, since a backend that does one thing after the other, as NCCL does
@@ -15,9 +15,9 @@ so is whole. :class:`PolledBulk` sends them over another transport, its *control
 alone: for NCCL. NCCL itself has never been run under this code; the tests stand backends in for it that ignore tags and
 do one thing after the other.
 
-Who tests any request polls everything that is under way: a frame per peer, and the oldest large message per peer and
-direction. A work that the backend fails means that its peer is gone. A backend that never fails one for a peer that has
-died leaves those who wait for it to the launcher.
+A test of any request polls everything that is under way: a frame per peer, and the oldest large message per peer and
+direction. A work that the backend fails means that its peer is gone. Where a
+backend never fails one for a peer that has died, the launcher must end those that wait for it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _PAUSE_S: Final = 0.0005
 
 
 class _Poller(CallbackQueue):
-    """In place of what threads bring: there is always something to look at, and a look polls."""
+    """Takes the place of a queue that threads fill: it is never empty, and a look into it polls."""
 
     def __init__(self, poll: Callable[[], None]) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class PolledTransport(MatchedTransport):
 
     def _tell(self, peer: int, entry: bytes, send: Send | None) -> None:
         frames = self._frames.get(peer)
-        if frames is None:  # it is gone, and whoever waits for it has been told
+        if frames is None:  # it is gone, and the requests that involve it have failed
             return
         frames.tell(entry, send)
         try:
@@ -111,7 +111,7 @@ class PolledTransport(MatchedTransport):
         self._exchange.poll()
 
     def _break(self, peer: int, error: RuntimeError) -> None:
-        """The backend has failed a work with ``peer``. What has come from it before is received all the same."""
+        """Lose ``peer``, with which the backend has failed a work, after receiving what has come from it."""
         frames = self._frames.pop(peer, None)
         if frames is None:
             return
@@ -184,9 +184,9 @@ class PolledBulk(MatchedTransport):
         self._pairs = pairs
         self._exchange = Exchange(pairs, self._matcher, self._tell, self._break)
         self._leaving: list[tuple[int, Request, Send | None]] = []
-        self._room = memoryview(bytearray(ENTRY_NBYTES_MAX))
-        self._inlet = control.persistent_receive(self._room, tag)
-        self._inlet.start()
+        self._entry = memoryview(bytearray(ENTRY_NBYTES_MAX))
+        self._receive = control.persistent_receive(self._entry, tag)
+        self._receive.start()
 
     def _send_away(self, view: memoryview, dest: int, tag: int) -> Request:
         return self._exchange.send(view, dest, tag)
@@ -205,10 +205,10 @@ class PolledBulk(MatchedTransport):
             send.done = True
 
     def _poll(self) -> None:
-        while (taken := self._inlet.take()) is not None:
+        while (taken := self._receive.take()) is not None:
             peer, nbytes = taken
-            entry = memoryview(bytes(self._room[:nbytes]))
-            self._inlet.start()
+            entry = memoryview(bytes(self._entry[:nbytes]))
+            self._receive.start()
             self._exchange.hear(peer, entry)
         self._leaving = [entry for entry in self._leaving if not self._has_left(*entry)]
         for rank in self._control.lost_ranks() - self._exchange.lost.keys():
@@ -246,9 +246,9 @@ class PolledBulk(MatchedTransport):
         Raises:
             TransportError: the backend does not want to.
         """
-        self._inlet.cancel()
+        self._receive.cancel()
         deadline = time.monotonic() + GOODBYE_S
-        while not self._inlet.test() and time.monotonic() < deadline:
+        while not self._receive.test() and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
         self._close_pairs()
 

@@ -1,4 +1,4 @@
-"""What the ranks of a polled backend tell each other: small messages whole, large ones announced and handed over.
+"""Exchanges messages on a polled backend: small ones whole; large ones are announced, then handed over.
 
 See :mod:`asyncdist.transports.torch_distributed.polled` for the reasons.
 """
@@ -66,7 +66,7 @@ class _Handover:
 
 
 class Exchange:
-    """Entries with every peer, and the large messages that they are about.
+    """Exchanges entries with every peer, and the large messages that they announce.
 
     Args:
         pairs: moves large messages; None where there are no peers.
@@ -137,11 +137,11 @@ class Exchange:
             self._tell(source, _ENTRY.pack(_GO, 0, number, 0), None)
 
     def drop(self, source: int, number: int) -> None:
-        """Nobody will have it."""
+        """Refuse a large message that does not fit its receive."""
         self._tell(source, _ENTRY.pack(_DROP, 0, number, 0), None)
 
     def _hand_over(self, peer: int, request: Send | Receive, view: memoryview) -> None:
-        """Give the backend a large message, or the room for one."""
+        """Give the backend a large message, or the buffer for one."""
         assert self._pairs is not None, f"rank {peer} is a peer of a rank that has none"
         is_send = isinstance(request, Send)
         request.error = self.lost.get(peer)
@@ -189,14 +189,14 @@ class Exchange:
         self._listen(rank)
 
     def set_loss_listener(self, listen: Callable[[int], None]) -> None:
-        """``listen(rank)`` for each that is gone, those of before at once."""
+        """Have ``listen(rank)`` called for each rank that is lost; at once for those that are lost already."""
         self._listen = listen
         for rank in sorted(self.lost):
             listen(rank)
 
 
 class Frames:
-    """The entries to and from one peer: one frame under way in each direction. What comes meanwhile shares the next.
+    """Moves the entries to and from one peer, with one frame under way in each direction; later entries share the next.
 
     Args:
         pairs: moves frames.
@@ -206,9 +206,9 @@ class Frames:
     def __init__(self, pairs: Pairs, peer: int) -> None:
         self._pairs = pairs
         self._peer = peer
-        self._room = memoryview(bytearray(FRAME_NBYTES))
+        self._received = memoryview(bytearray(FRAME_NBYTES))
         self._frame = memoryview(bytearray(FRAME_NBYTES))
-        self._receiving: Transit | None = pairs.receive(self._room, peer)
+        self._receiving: Transit | None = pairs.receive(self._received, peer)
         self._sending: Transit | None = None
         self._queued: deque[tuple[bytes, Send | None]] = deque()
         self.said_goodbye = False
@@ -235,7 +235,7 @@ class Frames:
         self._queued.append((entry, send))
 
     def say_goodbye(self) -> None:
-        """The last entry."""
+        """Send the last entry."""
         if not self.said_goodbye:
             self.said_goodbye = True
             self.tell(_ENTRY.pack(GOODBYE, 0, 0, 0))
@@ -273,14 +273,14 @@ class Frames:
         return transit
 
     def take(self) -> Iterable[memoryview]:
-        """The entries of each frame that has come. Raises RuntimeError if the peer is gone."""
+        """Yield the entries of each frame that has come. Raises RuntimeError if the peer is gone."""
         while self._receiving is not None and self._receiving.test():
-            (nbytes,) = _FRAME.unpack_from(self._room)
-            entries = memoryview(bytes(self._room[_FRAME.size : nbytes]))
+            (nbytes,) = _FRAME.unpack_from(self._received)
+            entries = memoryview(bytes(self._received[_FRAME.size : nbytes]))
             self._receiving = None
             yield entries
             if not self.heard_goodbye:
-                self._receiving = self._pairs.receive(self._room, self._peer)
+                self._receiving = self._pairs.receive(self._received, self._peer)
 
 
 def gone(rank: int, why: str) -> RankLostError:

@@ -1,4 +1,4 @@
-"""How the ranks of a torch.distributed job find each other: through a store of keys and values.
+"""Lets the ranks of a torch.distributed job find each other through a store of keys and values.
 
 Which store, in this order:
 
@@ -14,7 +14,7 @@ started theirs. So a world has no number but a token, drawn by its rank 0. Every
 own; rank 0 answers each hello with the world's, and a newer one of the same rank again, until all have gathered under
 it; then it says go. The answer to the hello of a rank that is no more does no harm.
 
-A rank that rank 0 does not count on, since its WORLD_SIZE is a larger one, would wait in silence. So whoever has no
+A rank that rank 0 does not count on, since its WORLD_SIZE is a larger one, would wait in silence. So a rank that has no
 answer repeats its hello where rank 0 looks for those; it is answered too, and both find that their sizes differ.
 """
 
@@ -133,20 +133,22 @@ class _Gathering:
         self.world: Any = None
 
     def come(self) -> None:
-        """Rank 0 returns when all have come, the others when it lets them go on."""
+        """Wait: rank 0 until all have come, the others until it lets them go on."""
         try:
             self._store.set(f"hello/{self._rank}", self._hello)
             if self._rank == 0:
                 self._lead()
             else:
                 self._follow()
-        except RuntimeError as error:  # whoever serves the store has ended; its deadline may come a moment before ours
+        except (
+            RuntimeError
+        ) as error:  # the rank that serves the store has ended; its deadline may come a moment before ours
             raise TransportError(
                 f"{self._who_is_missing()} before the store closed: {reason(error)}", missing=self._missing
             ) from error
 
     def let_go(self) -> None:
-        """Rank 0 lets the others go on."""
+        """Let the others go on; on rank 0."""
         if self._rank == 0:
             self.world.set("go", "")
 
@@ -167,7 +169,7 @@ class _Gathering:
         return not self._missing
 
     def _answer(self) -> None:
-        """Tell the world's token to whoever has said hello since the last look."""
+        """Tell the world's token to each rank that has said hello since the last look."""
         for peer in range(1, self._size):
             if self._store.check([f"hello/{peer}"]):
                 hello = _text(self._store, f"hello/{peer}")
@@ -241,7 +243,7 @@ def _join(ranks: Sequence[int]) -> str:
 
 
 def _check_sizes(rank: int, size: int, size_of_0: int) -> None:
-    """Raise unless a rank counts as rank 0 does. Both look, and whoever is first says it for both."""
+    """Raise unless a rank counts as rank 0 does. Both look, and the first one says it for both."""
     if size != size_of_0:
         raise TransportError(f"rank {rank} is one of {size} ranks (WORLD_SIZE), rank 0 one of {size_of_0}", rank=rank)
 
@@ -263,7 +265,7 @@ class _Place:
         return self._store
 
     def forget(self) -> None:
-        """Begin anew next time, as those do who have not come."""
+        """Begin anew next time, as the ranks do that have not come."""
         self._store = None
 
     def free_port(self) -> None:
@@ -288,7 +290,7 @@ _place_of = functools.cache(_Place)
 
 
 def _announced_port(rendezvous: Rendezvous, deadline: float) -> int:
-    """What rank 0 says at MASTER_PORT. The server there may first be that of a group which is being destroyed."""
+    """Return what rank 0 says at MASTER_PORT. The server there may first be that of a group that is being destroyed."""
     while True:
         _await_server(rendezvous, deadline, "rank 0")
         try:
@@ -352,7 +354,7 @@ def _await_server(rendezvous: Rendezvous, deadline: float, whose: str) -> None:
 
 
 def await_listener(address: str, port: int, deadline: float) -> None:
-    """Look until somebody listens. The store's own way to wait sees no signal, and complains aloud.
+    """Look until a process listens. The store's own way to wait sees no signal, and logs warnings.
 
     Args:
         address: name or address of a host.

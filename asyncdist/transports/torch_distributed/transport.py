@@ -1,4 +1,4 @@
-"""Ranks that torchrun started, or anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+"""Serves ranks that torchrun started, or anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
 They find each other in :mod:`asyncdist.transports.torch_distributed.rendezvous`. Messages go through gloo
 (:mod:`asyncdist.transports.torch_distributed.gloo`), or through a backend that
@@ -43,7 +43,7 @@ def open_transport(
     backend: str = backends.GLOO,
     local_rank: int | None = None,
 ) -> Transport:
-    """A rank of a torch.distributed job.
+    """Open a rank of a torch.distributed job.
 
     Args:
         rendezvous: where the ranks meet; None where the user's process group says who there is.
@@ -66,7 +66,7 @@ def open_transport(
 def open_bulk(
     control: Transport, tag: int, rendezvous: Rendezvous | None, *, backend: str, local_rank: int | None
 ) -> Transport:
-    """A rank of the same job that carries streams of tensors alone; what it must say goes over ``control``.
+    """Open a rank of the same job that carries streams of tensors alone; its other messages go over ``control``.
 
     Args:
         control: the ranks' other transport.
@@ -91,7 +91,7 @@ def _place(rendezvous: Rendezvous | None) -> tuple[int, int]:
 def _make_pairs(
     names: Sequence[str], rendezvous: Rendezvous | None, backend: str, local_rank: int | None
 ) -> list[Pairs]:
-    """Pairs on groups of their own, each found to tell the truth."""
+    """Make pairs on groups of their own, each found to tell the truth."""
     rank, size = _place(rendezvous)
     store = join_store(rendezvous, rank, size, START_TIMEOUT_S)
     device = backends.device_of(backend, local_rank)
