@@ -126,7 +126,7 @@ class DirectWriteReceiver:
     ) -> None:
         self._tail = tail
         self._count = memoryview(bytearray(_COUNT_NBYTES))
-        self._uncounted_nbytes = 0  # by the stream's messages, one of which is the count
+        self._uncounted_nbytes = 0  # by the stream's messages; one of them is the count
         self._cancel = cancel
         self._stream = streams.InboundStream(
             slots, source, [*targets, self._count], streams.WINDOW_COUNT, more=self._targets_of_rest, kept=tail

@@ -6,7 +6,7 @@ single copy, which is called CMA there). So it may write half of a message while
 two cores then move twice the bytes of one, 4 MiB in 186 us where MPI's one copy took 335, 256 MiB in 18 ms for 37. Or
 it may write all of it, where the backend's own way is longer.
 
-Whoever is to be written to says where a random token of its own lies. Whoever is to write looks for it there, first to
+A process to be written to says where a random token of its own lies. The one that writes looks for it there, first to
 learn whether this is the same host, and whether the kernel allows it; then before each piece that it writes, since the
 process may have ended and its number be another one's by now, or may have taken the token back. Processes in containers
 of their own, under other users or guarded by Yama, and other systems than Linux do not find each other, and messages
