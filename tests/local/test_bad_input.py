@@ -32,6 +32,17 @@ def run(main: Callable[..., Coroutine[Any, Any, Any]], ranks: int) -> list[Any]:
     return ad.run_local(main, ranks=ranks, strict=True)
 
 
+async def start(world: ad.World, policy: protocols.SpawnPolicy) -> str:
+    """The error of a start that must fail; nobody has reported anything."""
+    try:
+        async with policy:
+            raise AssertionError("it started")
+    except ad.DisagreementError as error:
+        return str(error)
+    finally:
+        assert world.statistics().stream_sent_nbytes == 0
+
+
 # -- options ----------------------------------------------------------------------------------------------------------
 
 
@@ -315,249 +326,6 @@ def test_a_policy_outside_a_world() -> None:
     asyncio.run(main())
 
 
-# -- ranks that disagree ----------------------------------------------------------------------------------------------
-
-
-async def start(world: ad.World, policy: protocols.SpawnPolicy) -> str:
-    """The error of a start that must fail; nobody has reported anything."""
-    try:
-        async with policy:
-            raise AssertionError("it started")
-    except ad.DisagreementError as error:
-        return str(error)
-    finally:
-        assert world.statistics().stream_sent_nbytes == 0
-
-
-def disagree(make: Callable[[int], Any], ranks: int = 3) -> list[str]:
-    """Every rank's error when rank r starts what ``make(r)`` returns: a policy class, its options and a model."""
-
-    async def main(world: ad.World) -> str:
-        policy_class, options, model = make(world.rank)
-        return await start(world, policy_class(model, sgd(model), **{"average_every": 2, **options}))
-
-    return run(main, ranks)
-
-
-@pytest.mark.parametrize(
-    ("odd", "words"),
-    [
-        ({"average_every": 3}, "option average_every is 2 on rank 0 and 3 on rank 2"),
-        ({"replacement_ratio": 0.5}, "option replacement_ratio is 0.2 on rank 0 and 0.5 on rank 2"),
-        ({"momentum": 0.5}, "option momentum is 0.0 on rank 0 and 0.5 on rank 2"),
-        ({"metric_mode": "min"}, 'option metric_mode is "max" on rank 0 and "min" on rank 2'),
-        ({"threshold": 1.0}, "option threshold is null on rank 0 and 1.0 on rank 2"),
-        ({"optimizer_state": "reset"}, "option resets_optimizer is false on rank 0 and true on rank 2"),
-        ({"grace_s": 2.0}, "option grace_s is 1.0 on rank 0 and 2.0 on rank 2"),
-        ({"name": "other"}, "name is (none) on rank 0 and other on rank 2"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_policies_that_differ_in_an_option_are_refused_everywhere(odd: dict[str, Any], words: str) -> None:
-    for text in disagree(lambda rank: (AsyncSelectiveAveragingPolicy, odd if rank == 2 else {}, Mixed())):
-        assert "the start of a policy" in text and words in text, text
-
-
-def test_policies_of_different_classes_are_refused_everywhere() -> None:
-    for text in disagree(lambda rank: (AsyncSelectiveAveragingPolicy if rank else AverageAllPolicy, {}, Mixed())):
-        assert "class is AverageAllPolicy on rank 0 and AsyncSelectiveAveragingPolicy on rank 1" in text, text
-
-
-def narrow(rank: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3 if rank == 1 else 4))
-
-
-def double(rank: int) -> nn.Module:
-    return nn.Linear(2, 2, dtype=torch.float64 if rank == 2 else torch.float32)
-
-
-def longer(rank: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 2), *([nn.Linear(2, 2)] if rank == 1 else []))
-
-
-def untied(rank: int) -> nn.Module:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    if rank != 1:
-        model[1].weight = model[0].weight
-    return model
-
-
-@pytest.mark.parametrize(
-    ("build", "words"),
-    [
-        (narrow, ["'1.weight'", "(3, 2)", "(4, 2)", "rank 1"]),
-        (double, ["'weight'", "float64", "float32", "rank 2"]),
-        (longer, ["'1.weight'", "rank 1"]),
-        (untied, ["weight'", "rank 1"]),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-@pytest.mark.parametrize("policy_class", [AsyncSelectiveAveragingPolicy, AverageAllPolicy])
-def test_models_that_differ_are_refused_everywhere_and_the_first_difference_is_named(
-    policy_class: Any, build: Callable[[int], nn.Module], words: list[str]
-) -> None:
-    for text in disagree(lambda rank: (policy_class, {}, build(rank))):
-        assert "the models differ" in text and all(word in text for word in words), text
-
-
-def test_models_that_differ_under_a_reserved_coordinator() -> None:
-    async def main(world: ad.World) -> str:
-        if world.rank == 2:
-            with pytest.raises(ad.DisagreementError) as caught:
-                await protocols.coordinate([0, 1])
-            return str(caught.value)
-        group = await ad.new_group([0, 1])
-        model = narrow(world.rank)
-        policy = AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1, coordinator=2, group=group)
-        return await start(world, policy)
-
-    texts = run(main, 3)
-    assert all("'1.weight'" in text for text in texts[:2]), texts
-    assert "model is " in texts[2], texts
-
-
-@pytest.mark.parametrize("timeout_s", [None, 0, -1.0, math.inf, math.nan, "3"])
-def test_a_timeout_that_is_no_duration_is_refused_by_each_start(timeout_s: Any) -> None:
-    async def main(world: ad.World) -> None:
-        words = re.escape(f"timeout_s is {timeout_s!r}; allowed: a finite number of seconds above 0")
-        with pytest.raises(ValueError, match=words):
-            await world.new_group([0, 1], timeout_s=timeout_s)
-        with pytest.raises(ValueError, match=words):
-            await ad.new_mesh({"DP": 2}, timeout_s=timeout_s)
-
-    run(main, 2)
-
-
-def test_members_that_cannot_be_coordinated_are_refused_before_anything_is_sent() -> None:
-    """No member was a KeyError, and others came to a timeout after a minute."""
-    wrong: list[tuple[Any, type[Exception]]] = [
-        *(([], ValueError), ([0, 0], ValueError), ([0, 2], ValueError), ([0, -1], ValueError), ([0, 1], ValueError)),
-        *((["0"], ValueError), ([0.0], ValueError), (0, TypeError), ("0", TypeError), (None, TypeError)),
-    ]
-
-    async def main(world: ad.World) -> None:
-        if world.rank == 1:
-            for members, kind in wrong:
-                words = f"members is {members!r}; allowed: the ranks of a policy's group, from 0 to 1, each once and "
-                with pytest.raises(kind, match=re.escape(f"{words}without rank 1")):
-                    await protocols.coordinate(members)
-            with pytest.raises(ValueError, match="start_timeout_s is -1"):
-                await protocols.coordinate([0], start_timeout_s=-1)
-            assert not world.statistics().sent_count
-        await ad.barrier()
-
-    run(main, 2)
-
-
-@pytest.mark.parametrize("kind", [AsyncSelectiveAveragingPolicy, AverageAllPolicy])
-@pytest.mark.parametrize("who", [0, 2])
-@pytest.mark.parametrize("is_caught", [False, True])
-def test_a_policy_that_cannot_be_made_on_one_rank_holds_the_others_no_longer_than_this_one_lives(
-    kind: type[protocols.SpawnPolicy], who: int, is_caught: bool
-) -> None:
-    async def main(world: ad.World) -> None:
-        model = Mixed()
-        if world.rank == who and not is_caught:
-            kind(model, sgd(model), average_every=0)
-        if world.rank == who:
-            with pytest.raises(ValueError, match="average_every is 0"):
-                kind(model, sgd(model), average_every=0)
-            return
-        error, word = (ad.ClosedError, "left") if is_caught else (ad.RankLostError, "average_every is 0")
-        with pytest.raises(error, match=rf"rank {who} .*{word}"):
-            async with kind(model, sgd(model), average_every=1):
-                raise AssertionError("it started")
-
-    for seed in range(10):
-        report = ad.simulate(main, ranks=3, seed=seed)
-        assert report.virtual_time_s < 5
-        for rank, result in enumerate(report.results):
-            assert type(result) is (type(None) if is_caught else ValueError if rank == who else ad.RankLostError)
-
-
-@pytest.mark.parametrize("missing", [{0}, {1, 3}, {0, 1}, {0, 1, 3}], ids=str)
-def test_a_policy_made_on_some_ranks_only_names_the_missing_ones(missing: set[int]) -> None:
-    waiting: set[int] = set(range(4)) - missing
-
-    async def main(world: ad.World) -> ad.StartTimeoutError | None:
-        if world.rank in missing:
-            while waiting:
-                await world.safe_point()
-            return None
-        model = Mixed()
-        policy = AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1, start_timeout_s=0.2)
-        try:
-            async with policy:
-                raise AssertionError("it started")
-        except ad.StartTimeoutError as error:
-            return error
-        finally:
-            waiting.discard(world.rank)
-
-    errors = [error for error in run(main, 4) if error is not None]
-    assert len(errors) == 4 - len(missing)
-    names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, sorted(missing)))}"
-    for error in errors:
-        assert error.missing == tuple(sorted(missing)) and f"{names} did not come within 0.2 s" in str(error)
-        assert isinstance(error, TimeoutError)
-
-
-def test_a_leader_that_comes_after_the_others_have_given_up_is_told_so() -> None:
-    async def main(world: ad.World) -> tuple[int, ...]:
-        model = Mixed()
-        if world.rank == 0:
-            await asyncio.sleep(2.0)
-        policy = AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1, start_timeout_s=0.2)
-        with pytest.raises(ad.StartTimeoutError, match=r"rank 0 did not come") as caught:
-            async with policy:
-                raise AssertionError("it started")
-        await ad.barrier()
-        return caught.value.missing
-
-    assert ad.simulate(main, ranks=3, seed=1).results == ((0,),) * 3
-
-
-def test_a_late_joiner_is_waited_for() -> None:
-    async def main(world: ad.World) -> int:
-        model = Mixed()
-        for _ in range(200 if world.rank == 1 else 0):
-            await world.safe_point()
-        async with AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1) as policy:
-            await policy.step(1.0)
-        return policy.iteration
-
-    assert run(main, 3) == [1, 1, 1]
-
-
-def test_a_rank_that_has_ended_is_named_at_once_by_those_that_start_a_policy_with_it() -> None:
-    async def main(world: ad.World) -> str:
-        if world.rank == 1:
-            return ""
-        model = Mixed()
-        with pytest.raises(ad.ClosedError) as caught:
-            async with AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1, start_timeout_s=1000):
-                pass
-        return str(caught.value)
-
-    texts = run(main, 3)
-    assert all("the start of a policy" in text and "rank 1 left" in text for text in (texts[0], texts[2])), texts
-
-
-def test_a_group_without_this_rank_and_a_coordinator_that_does_not_exist() -> None:
-    async def main(world: ad.World) -> None:
-        model = Mixed()
-        group = await ad.new_group([world.rank])
-        elsewhere = ad.Group((1 - world.rank,), 0, group.tag, None)
-        with pytest.raises(ad.LocalProtocolError, match=rf"rank {world.rank} is not in the policy's group"):
-            async with AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1, group=elsewhere):
-                pass
-        with pytest.raises(ValueError, match="coordinator is 9; allowed: a rank from 0 to 1"):
-            async with AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1, coordinator=9):
-                pass
-
-    run(main, 2)
-
-
 # -- channels ---------------------------------------------------------------------------------------------------------
 
 
@@ -740,6 +508,3 @@ def test_a_world_inside_a_world_is_refused() -> None:
     with pytest.raises(ad.LocalProtocolError, match="<World rank 0 of 3, sim>"):
         ad.simulate(inner, ranks=3).value()
     assert asyncio.run(outer()) == 1
-
-
-# -- a user's own protocols.py ----------------------------------------------------------------------------------------

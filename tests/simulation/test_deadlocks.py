@@ -1,0 +1,276 @@
+"""Deadlocks and endless loops end a simulation, and name who waits or loops, with the line."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import asyncdist as ad
+from asyncdist.messaging.engine import yield_to_loop
+from asyncdist.simulation import (
+    Compute,
+    Kill,
+    simulate,
+)
+
+SEEDS = range(40)
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    value: int
+
+
+async def receive(world: ad.World, source: int, tag: int, nbytes: int = 8) -> tuple[bytes, int]:
+    buffer = bytearray(nbytes)
+    source, got = await world.services.engine.receive(buffer, source, tag)
+    return bytes(buffer[:got]), source
+
+
+# -- deadlocks ------------------------------------------------------------------------------------------------------
+
+
+def deadlock_of(main: Callable[..., Any], *, ranks: int = 2, **options: Any) -> ad.DeadlockError:
+    with pytest.raises(ad.DeadlockError) as caught:
+        simulate(main, ranks=ranks, **options)
+    return caught.value
+
+
+def line_of(function: Callable[..., Any], text: str) -> str:
+    """``file:line`` of the only line of a function's source that holds ``text``."""
+    import inspect
+
+    lines, first = inspect.getsourcelines(function)
+    found = [first + i for i, line in enumerate(lines) if text in line]
+    assert len(found) == 1, f"{text!r} is in {len(found)} lines"
+    return f"{__file__}:{found[0]}"
+
+
+async def everybody_waits(world: ad.World) -> None:
+    channel = world.channel(Number, tag=5)
+    event = asyncio.Event()
+
+    async def on_channel() -> None:
+        await channel.receive()
+
+    async def on_rank_and_tag() -> None:
+        await receive(world, 1 - world.rank, 77)
+
+    async def on_stream_in() -> None:
+        await world.receive_stream(torch.zeros(3), 1 - world.rank)
+
+    async def on_collective() -> None:
+        if world.rank == 0:
+            await ad.barrier()
+
+    async def on_event() -> None:
+        await event.wait()
+
+    async def on_future() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    async def on_task() -> None:
+        await helper
+
+    async with asyncio.TaskGroup() as tasks:
+        helper = tasks.create_task(event.wait(), name="helper")
+        for function in (on_channel, on_rank_and_tag, on_stream_in, on_collective, on_event, on_future, on_task):
+            tasks.create_task(function(), name=function.__name__)
+
+
+def test_a_deadlock_lists_every_task_with_peer_tag_and_line() -> None:
+    text = str(deadlock_of(everybody_waits, seed=3))
+    assert "seed=3" in text
+    lines = {}
+    for line in text.splitlines()[1:]:
+        who, _, what = line.strip().partition(": ")
+        lines[who] = what
+    for rank in (0, 1):
+        assert "tag 5" in lines[f"rank {rank}, on_channel"] and "Number" in lines[f"rank {rank}, on_channel"]
+        assert f"from {1 - rank}, tag 77" in lines[f"rank {rank}, on_rank_and_tag"]
+        assert f"stream from rank {1 - rank}" in lines[f"rank {rank}, on_stream_in"]
+        assert "Event.wait" in lines[f"rank {rank}, on_event"]
+        assert line_of(everybody_waits, "await event.wait()") in lines[f"rank {rank}, on_event"]
+        assert line_of(everybody_waits, "create_future()") in lines[f"rank {rank}, on_future"]
+        assert "helper" in lines[f"rank {rank}, on_task"]
+        assert "Event.wait" in lines[f"rank {rank}, helper"]
+        assert line_of(everybody_waits, "async with asyncio.TaskGroup()") in lines[f"rank {rank}, main of rank {rank}"]
+    assert "barrier" in lines["rank 0, on_collective"]
+    assert line_of(everybody_waits, "await ad.barrier()") in lines["rank 0, on_collective"]
+    assert "rank 1, on_collective" not in lines
+    assert any("receive from 1, tag 7100" in what for what in lines.values()), "the collective's own receive"
+
+
+def test_a_stream_that_nobody_takes_is_a_deadlock() -> None:
+    async def main(world: ad.World) -> None:
+        if world.rank:
+            await world.send_stream(torch.zeros(3), 0)
+        else:
+            await receive(world, 1, 3)
+
+    text = str(deadlock_of(main))
+    assert "rank 1, main of rank 1: rank 0 to receive a stream" in text
+    assert "rank 0, main of rank 0: receive from 1, tag 3" in text
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_lock_taken_in_two_orders_is_a_deadlock_in_the_same_words_each_time(seed: int) -> None:
+    async def main(world: ad.World) -> None:
+        a, b = asyncio.Lock(), asyncio.Lock()
+
+        async def take(first: asyncio.Lock, second: asyncio.Lock) -> None:
+            async with first:
+                await world.sleep(0.1)
+                async with second:
+                    pass
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(take(a, b))
+            tasks.create_task(take(b, a))
+
+    first, second = (str(deadlock_of(main, ranks=1, seed=seed)) for _ in range(2))
+    assert first == second
+    assert first.count("Lock.acquire, in ") == 2
+
+
+def test_a_rank_that_dies_does_not_hide_a_deadlock() -> None:
+    async def main(world: ad.World) -> None:
+        await world.channel(Number, tag=5).receive()
+
+    text = str(deadlock_of(main, ranks=3, faults=[Kill(1, at_s=1.0)]))
+    assert "rank 0, main of rank 0: " in text and "rank 2, main of rank 2: " in text
+    assert "rank 1" not in text, "a dead rank waits for nothing"
+
+
+def test_a_rank_that_ends_does_not_hide_a_deadlock() -> None:
+    async def main(world: ad.World) -> None:
+        if world.rank:
+            await world.channel(Number, tag=5).receive()
+
+    text = str(deadlock_of(main))
+    assert "rank 1, main of rank 1: " in text and "tag 5" in text
+    assert "rank 0, main of rank 0: the other ranks to come to their end" in text
+
+
+def test_a_deadlock_tells_of_messages_for_a_channel_that_was_never_opened(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(world: ad.World) -> None:
+        channel = world.channel(Number, tag=100, name="results" if world.rank else "result")
+        await channel.send(Number(1), 1 - world.rank)
+        await channel.receive()
+
+    text = str(deadlock_of(main))
+    for rank in range(2):
+        said = f"rank {rank}: 1 message on tag 100 waits for a channel that this rank has not opened, from rank"
+        assert said in text, text
+    assert sum("awaiting result" in record.getMessage() for record in caplog.records) == 2, "after 5 s, on each"
+
+
+def test_a_timer_that_is_still_running_is_no_deadlock() -> None:
+    async def main(world: ad.World) -> str:
+        try:
+            async with asyncio.timeout(1e6):
+                await world.channel(Number, tag=5).receive()
+        except TimeoutError:
+            return f"gave up after {world.time():.0f} s"
+        return "received"
+
+    report = simulate(main, ranks=1)
+    assert report.value() == "gave up after 1000000 s"
+
+
+def test_a_task_that_loops_without_waiting_is_named_instead_of_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncdist.simulation.turns.TURN_COUNT_MAX", 1000)
+
+    async def main(world: ad.World) -> None:
+        while world.rank == 1:
+            await yield_to_loop()
+
+    with pytest.raises(ad.LocalProtocolError, match="rank 1 took 1001 turns in a row"):
+        simulate(main, ranks=2)
+
+
+def test_the_tasks_of_a_rank_that_loops_are_named_each_with_its_line() -> None:
+    """Which rank it was is not enough to find the loop."""
+
+    async def wait_for(flag: list[int]) -> None:
+        while not flag:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+    async def main(world: ad.World) -> None:
+        await world.sleep(1e-3)
+        if world.rank == 1:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(wait_for([]), name="watcher")
+
+    with pytest.raises(ad.LocalProtocolError, match=r"rank 1 took \d+ turns in a row") as caught:
+        simulate(main, ranks=2)
+    line = wait_for.__code__.co_firstlineno + 2
+    assert caught.value.rank == 1
+    told = str(caught.value).splitlines()[1:]
+    assert told[0].startswith("  rank 1, main of rank 1: TaskGroup.__aexit__, in ")
+    assert told[1:] == [f"  rank 1, watcher: sleep, in {wait_for.__qualname__} ({__file__}:{line}) [rank=1]"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loopers", [(0,), (1,), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("timed", [False, True])
+def test_it_is_named_sooner_where_nothing_else_is_to_come(loopers: tuple[int, ...], timed: bool) -> None:
+    """It took a million turns, and the better part of a minute. A timer that was cancelled will not come either."""
+    turns: Counter[int] = Counter()
+
+    async def main(world: ad.World) -> None:
+        if timed:
+            async with asyncio.timeout(1e6):
+                await world.sleep(1e-3)
+        while world.rank in loopers:
+            turns[world.rank] += 1
+            await asyncio.sleep(0)
+
+    with pytest.raises(ad.LocalProtocolError, match=r"rank \d took \d+ turns in a row until 0\.\d+ s of virtual time"):
+        simulate(main, ranks=3)
+    assert sum(turns.values()) < 201_000
+
+
+@pytest.mark.parametrize("waits_for", ["a rank that computes", "a timer", "its own steps, which take no time"])
+def test_a_loop_that_waits_for_what_will_come_is_not_named(waits_for: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncdist.simulation.turns.IDLE_TURN_COUNT_MAX", 1000)
+
+    turn_count = 0
+
+    async def main(world: ad.World) -> None:
+        nonlocal turn_count
+        channel = world.channel(Number, tag=5)
+        if waits_for == "its own steps, which take no time":
+            for _ in range(5000):
+                turn_count += 1
+                await world.safe_point()
+        elif world.rank == 0 and waits_for == "a timer":
+            asyncio.get_running_loop().call_later(0.01, channel.send_nowait, Number(1), 0)
+        elif world.rank == 1:
+            await world.safe_point()
+            await channel.send(Number(1), 0)
+        while world.rank == 0 and not waits_for.startswith("its own") and channel.receive_nowait() is None:
+            turn_count += 1
+            await yield_to_loop()
+
+    step_s = 0.0 if waits_for.startswith("its own") else 0.01
+    simulate(main, ranks=2, compute=Compute(step_s=step_s), until_s=1.0).value()
+    assert turn_count > 1000, "it did not loop for long enough to be suspected"
+
+
+def test_a_task_that_only_yields_lets_messages_arrive() -> None:
+    async def main(world: ad.World) -> int:
+        channel = world.channel(Number, tag=5)
+        await channel.send(Number(7), 1 - world.rank)
+        while (found := channel.receive_nowait()) is None:
+            await yield_to_loop()
+        return found.message.value
+
+    for seed in SEEDS:
+        assert simulate(main, ranks=2, seed=seed).results == (7, 7)
