@@ -386,7 +386,7 @@ async def test_a_grant_that_nobody_makes_is_refused(grant: streams.Grant) -> Non
 async def test_a_sender_that_does_not_know_the_receiver_sends(writes: list[int]) -> None:
     async with neighbours(1.0) as (sender, receiver):
         await acquaint(sender, receiver)
-        sender._streams._neighbours.clear()
+        sender._streams._processes.clear()
         assert torch.equal(await stream(sender, receiver, numbers(5 * PIECE)), numbers(5 * PIECE))
         assert not writes
 
@@ -396,7 +396,7 @@ async def test_words_that_nobody_asked_for_change_nothing() -> None:
         sender._streams._on_message(Envelope(tensor_streams.AttachAccept(), 1, 0))
         sender._streams._on_message(Envelope(tensor_streams.AttachOffer(-5, -1, b"x"), 1, 0))
         assert not sender._streams._finders
-        assert not sender._streams._neighbours
+        assert not sender._streams._processes
 
 
 async def test_a_world_that_is_closed_is_not_written_to(writes: list[int]) -> None:
@@ -404,7 +404,7 @@ async def test_a_world_that_is_closed_is_not_written_to(writes: list[int]) -> No
         await acquaint(sender, receiver)
         receiver.close()
         with pytest.raises(OSError, match="does not want to be written to"):
-            sender._streams._neighbours[1].check()
+            sender._streams._processes[1].check()
 
 
 async def test_one_that_is_lost_is_not_to_write_any_more() -> None:
@@ -413,8 +413,8 @@ async def test_one_that_is_lost_is_not_to_write_any_more() -> None:
         await acquaint(receiver, sender)
         receiver.peers.mark_lost(0)
         with pytest.raises(OSError, match="does not want to be written to"):
-            sender._streams._neighbours[1].check()
-        receiver._streams._neighbours[0].check()
+            sender._streams._processes[1].check()
+        receiver._streams._processes[0].check()
 
 
 @pytest.mark.parametrize("is_given_up", [False, True])
