@@ -35,7 +35,8 @@ class AverageAllPolicy(SpawnPolicy):
     """Replace every member's weights by the mean over the group, every ``average_every`` steps.
 
     Floating and complex entries are averaged, divided by the group's size; integer and bool ones are the first
-    member's. A metric may be passed to ``step``; it is not used.
+    member's. A metric may be passed to ``step``; it is not used. No member is left out: a value that is
+    NaN or infinite on one member becomes so on all, without a warning.
 
     Args:
         model, optimizer, average_every, name, group, world, start_timeout_s: see :class:`SpawnPolicy`.

@@ -191,7 +191,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     # -- the user's calls, beyond SpawnPolicy's ---------------------------------------------------------------------
 
     def statistics(self) -> SelectiveStatistics:
-        """Return what this member has done so far."""
+        """Return what this member has done so far; before and during the start, nothing."""
+        has_started = self._stage in ("open", "closed") and not self.is_alone
         return SelectiveStatistics(
             iteration=self.iteration,
             report_count=self._counts["reports"],
@@ -202,7 +203,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             declined=dict(self._member.declined),
             unapplied_count=self._member.unapplied_count,
             last_round=self._member.last_round,
-            sent_nbytes=self._snapshot_server.sent_nbytes if self._stage != "new" and not self.is_alone else 0,
+            sent_nbytes=self._snapshot_server.sent_nbytes if has_started else 0,
             received_nbytes=self._buffers.received_nbytes,
             coordinator=self._coordinator.statistics() if self._coordinator is not None else None,
         )

@@ -108,6 +108,33 @@ def test_a_policy_without_any_step_warns_of_nothing() -> None:
     ad.run_local(main, ranks=2, strict=True)
 
 
+@pytest.mark.parametrize("policy", ["selective", "one-sided"])
+def test_statistics_may_be_asked_for_while_the_start_waits_for_the_last_member(policy: str) -> None:
+    """A task that shows them, spawned before the policy was entered, ended the job with AttributeError."""
+    asked = asyncio.Event()
+
+    async def main(world: ad.World) -> None:
+        model = nn.Linear(2, 2)
+        made = POLICIES[policy](model, sgd(model), average_every=2)
+        assert isinstance(made, AsyncSelectiveAveragingPolicy | OneSidedSelectiveAveragingPolicy)
+
+        before = made.statistics()
+
+        async def show() -> None:
+            assert made._stage == "starting"
+            assert made.statistics() == before
+            asked.set()
+
+        if world.rank == 0:
+            world.spawn(show())
+        else:
+            await asked.wait()
+        async with made:
+            assert made.statistics().received_nbytes == 0
+
+    ad.run_local(main, ranks=2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_policy_that_has_been_left_keeps_neither_model_nor_buffers(policy: str) -> None:
