@@ -443,7 +443,9 @@ async def host_rank(
                 on_open(world)
             if not transport.capabilities.shares_process:  # it has been checked before the ranks began
                 validation.main_function(main, args)  # here, where a mistake that all ranks make is told once
-            return RankResult(value=await main(world, *args))
+            value = await main(world, *args)
+            interrupts.check_pending()  # as asyncio.run does after a main that blocked, and returned
+            return RankResult(value=value)
     except BaseException as error:
         return RankResult(error=error)
 

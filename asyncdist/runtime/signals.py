@@ -40,6 +40,7 @@ class Interrupts:
     def __init__(self, *, spares_process: bool = False) -> None:
         self._spares_process = spares_process
         self.received: int | None = None
+        self._is_pending = False  # it has come, and no task has been cancelled for it yet
         self._previous: dict[int, Any] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: Sequence[asyncio.Task[Any]] = ()
@@ -70,6 +71,15 @@ class Interrupts:
         if self.received is not None:
             raise interrupt_error(self.received)
 
+    def check_pending(self) -> None:
+        """Raise as :meth:`check` does, but only if no task has been cancelled for the signal yet.
+
+        A main that catches the cancellation, and returns, decides that the signal does not end the rank. A main that
+        blocked the loop until it returned has not heard of the signal.
+        """
+        if self._is_pending:
+            self.check()
+
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
@@ -90,6 +100,7 @@ class Interrupts:
         if self.received is not None:
             exit_immediately(128 + number)
         self.received = number
+        self._is_pending = True
         if self._loop is not None:
             self._cancel(self._loop)
 
@@ -99,6 +110,7 @@ class Interrupts:
         loop.call_soon_threadsafe(self._stop)
 
     def _stop(self) -> None:
+        self._is_pending = False
         self._waited = {rank: wait() for rank, wait in self._waits.items()}
         for task in self._tasks:
             task.cancel()

@@ -600,6 +600,34 @@ def test_ranks_that_end_early_do_not_end_the_others() -> None:
 # ----------------------------------------------------------------------------------------------------------- processes
 
 
+@pytest.mark.parametrize(("number", "ends"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_that_comes_while_main_blocks_until_it_returns_is_raised(
+    number: signal.Signals, ends: type[BaseException], ranks: int
+) -> None:
+    """One rank returned its value: in a notebook, or in a script's loop over runs, Ctrl-C had no effect."""
+
+    async def main(world: ad.World) -> int:
+        if world.rank == 0:
+            signal.raise_signal(number)
+        return 5
+
+    with pytest.raises(ends):
+        ad.run_local(main, ranks=ranks)
+
+
+def test_a_main_that_catches_the_cancellation_by_a_signal_returns_its_value() -> None:
+    async def main(world: ad.World) -> str:
+        signal.raise_signal(signal.SIGINT)
+        try:
+            await asyncio.sleep(100)
+        except asyncio.CancelledError:
+            return "saved"
+        return "slept"
+
+    assert ad.run_local(main, ranks=1) == ["saved"]
+
+
 def test_a_signal_after_everything_has_ended_finds_nothing_to_stop() -> None:
     """Between the end of the loop and that of the handlers."""
     loop = asyncio.new_event_loop()
