@@ -80,6 +80,11 @@ def reason_against() -> str | None:
         return None
     if (place / FAILED).is_file():
         return "could not be compiled here: install gcc and Python's headers, then pip install -e ."
+    if not (_PACKAGE.parent / "setup.py").is_file():
+        return (
+            "not compiled when this installation was made: with gcc and Python's headers, install asyncdist again, "
+            "with --force-reinstall --no-deps --no-cache-dir"
+        )
     return "not compiled since their sources changed: pip install -e . (or ./tools/setup) compiles them"
 
 

@@ -14,7 +14,8 @@ from asyncdist import compiled
 def test_an_edit_of_any_source_is_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A developer who edits a module and sees no effect would be furious."""
     monkeypatch.delenv(compiled.PURE_VARIABLE, raising=False)
-    copy = copied(tmp_path)
+    (tmp_path / "setup.py").touch()
+    copy = copied(tmp_path / "asyncdist")
     pretend_to_compile(copy)
     assert copy.search_path() == [str(copy.folder())]
     assert copy.search_path("transports") == [str(copy.folder() / "transports")]
@@ -38,6 +39,16 @@ def test_what_was_compiled_in_part_is_not_used(tmp_path: Path, monkeypatch: pyte
     random.choice(list(copy.folder().rglob("*.so"))).unlink()
     assert copy.search_path() == []
     assert "not compiled" in copy.describe()
+
+
+def test_an_installation_that_is_not_compiled_is_not_told_to_install_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`asyncdist doctor` said `pip install -e .` where no checkout is, and that the sources had changed."""
+    monkeypatch.delenv(compiled.PURE_VARIABLE, raising=False)
+    copy = copied(tmp_path / "asyncdist")
+    assert "-e ." not in copy.describe()
+    assert "--no-cache-dir" in copy.describe(), "pip keeps the wheel that it has built without a compiler"
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("", True), ("0", True), ("1", False), ("yes", False)])
