@@ -7,7 +7,9 @@ from helpers.cases import all_cases, run_case
 
 import asyncdist as ad
 
-NAMES = list(all_cases())
+#: Of large models: not for the quick part.
+SLOW = {"models.giving_up_in_the_middle_puts_the_weights_back", "models.large_models_are_summed_in_rank_order"}
+NAMES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in all_cases()]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
