@@ -19,7 +19,7 @@ import torch
 
 from asyncdist import validation
 from asyncdist.collectives.groups import Group, check_open
-from asyncdist.errors import AsyncdistError, ClosedError, LocalProtocolError
+from asyncdist.errors import ClosedError, LocalProtocolError
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.engine import PROGRESS_BUDGET_S, EngineStatistics, yield_to_loop
@@ -339,13 +339,15 @@ class World:
 
         Raises:
             AsyncdistError: as :meth:`new_group`.
+
+        **Cancellation**: as of :meth:`new_group`; the groups that have been made are freed.
         """
         made: list[Group] = []
         give_up_at = self.time() + timeout_s
         try:
             for ranks in lists:
                 made += [await self.new_group(ranks, timeout_s=max(round(give_up_at - self.time(), 3), 0.001))]
-        except AsyncdistError:
+        except BaseException:  # a cancellation too, and a list that is refused
             for group in made:
                 await group.free()
             raise

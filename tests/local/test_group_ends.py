@@ -88,6 +88,20 @@ def test_where_the_second_of_several_groups_cannot_be_made_the_first_is_given_ba
     assert all(came_to.startswith("waited for") and not holds_one for came_to, holds_one in results), results
 
 
+def test_groups_that_were_made_are_freed_where_the_caller_is_cancelled_in_a_later_one() -> None:
+    async def main(world: World) -> int:
+        if world.rank == 0:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(world.new_groups([[0, 1], [0, 2]]), 5)
+        if world.rank == 1:
+            with pytest.raises(TypeError):
+                await world.new_groups([[0, 1], None])  # type: ignore[list-item]
+        await world.sleep(10)
+        return len(world.peers.groups.ledger.taken())
+
+    assert ad.simulate(main, ranks=3, strict=True).results == (0, 0, 0)
+
+
 def test_what_a_free_costs_grows_with_the_members_and_not_with_their_square(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each member looked at all of them whenever it heard of one: half the time of a simulation of 128 ranks."""
     asked: list[int] = []
