@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import pytest
 
-from asyncdist.errors import AsyncdistError, DeadlockError, LocalProtocolError, RankLostError, TimeLimitError
+from asyncdist.errors import AsyncdistError, LocalProtocolError, RankLostError
 from asyncdist.tags import CONTROL
 from asyncdist.validation import whole_numbers
 
@@ -290,13 +290,13 @@ _RECORD: Final = pytest.StashKey[_Record | None]()
 def _simulate(record: _Record, main: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> SimReport:
     """Run ``asyncdist.simulate``, and record how it went."""
     __tracebackhide__ = True
-    from asyncdist.simulation.simulate import observer, simulate
+    from asyncdist.simulation.simulate import STOPPED, observer, simulate
 
     watched = _watch(main, record) if inspect.iscoroutinefunction(main) else main  # which simulate refuses
     token = observer.set(record.begin)
     try:
         record.report = simulate(watched, *args, ranks=record.ranks, seed=record.seed, **settings)
-    except (DeadlockError, TimeLimitError) as error:
+    except STOPPED as error:
         record.report = error.report
         record.waiting = [line.strip() for line in error.message.splitlines()[1:]]
         error.__traceback__ = None  # the simulator's own frames say nothing

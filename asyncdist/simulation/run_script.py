@@ -31,7 +31,6 @@ import numpy as np
 import torch
 
 from asyncdist import rank_program
-from asyncdist.errors import DeadlockError, TimeLimitError
 from asyncdist.runtime.run import run_elsewhere
 from asyncdist.runtime.tracebacks import format_error
 from asyncdist.simulation.determinism.entropy import entropy_from
@@ -46,10 +45,8 @@ from asyncdist.simulation.exploration.explore import (
 from asyncdist.simulation.exploration.repro_command import expression_of, fields_of, hash_seed_prefix, python_command
 from asyncdist.simulation.faults import Fault, Interrupt, Kill, check_plan
 from asyncdist.simulation.report import SimReport
-from asyncdist.simulation.simulate import simulate
+from asyncdist.simulation.simulate import STOPPED, simulate
 
-#: What a simulation raises that did not come to its end.
-_STOPPED: Final = (DeadlockError, TimeLimitError)
 _KINDS: Final = {kind.__name__: kind for kind in get_args(Fault)}
 #: Lines that the results of all ranks may take.
 _RESULT_LINE_COUNT: Final = 10
@@ -270,7 +267,7 @@ def _execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
         raise _ran_twice(script)
     if isinstance(error, ScriptError):
         raise error
-    report = error.report if isinstance(error, _STOPPED) else host.report
+    report = error.report if isinstance(error, STOPPED) else host.report
     return _Ended(error, report, bool(host.call_count))
 
 
@@ -325,7 +322,7 @@ def run_once(script: Script, seed: int) -> int:
     failed = _print_failures(report, error)
     idle: list[Fault] = []
     if report is not None:
-        results = [] if isinstance(error, _STOPPED) else _results(report)
+        results = [] if isinstance(error, STOPPED) else _results(report)
         _print_out(*results, *_summary(report))
         idle = [fault for fault, count in zip(report.faults, report.faults_fired, strict=True) if not count]
     if idle:
@@ -369,9 +366,9 @@ def _print_failures(report: SimReport | None, error: BaseException | None) -> bo
     if error is None:
         return False
     ranks = [rank for rank, result in failed.items() if result is error]
-    who = f"rank {ranks[0]}" if ranks else "the simulation" if isinstance(error, _STOPPED) else "the script"
+    who = f"rank {ranks[0]}" if ranks else "the simulation" if isinstance(error, STOPPED) else "the script"
     print(f"asyncdist sim: {who} failed:", file=sys.stderr)
-    if isinstance(error, _STOPPED):
+    if isinstance(error, STOPPED):
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
     elif isinstance(error, SystemExit):
         print(f"exit code {error.code}" if isinstance(error.code, int) else error.code, file=sys.stderr)

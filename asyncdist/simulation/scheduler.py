@@ -32,7 +32,12 @@ _CANCELLED_COUNT_MIN: Final = 100
 
 
 class EndlessLoopError(LocalProtocolError):
-    """Tasks go on without end and wait for nothing. Carries ``rank`` if one rank's tasks do."""
+    """Tasks go on without end and wait for nothing. Carries ``rank`` if one rank's tasks do.
+
+    What :func:`asyncdist.simulate` raises lists the tasks, and carries the SimReport of what came before as ``report``.
+    """
+
+    report: Any = None
 
 
 class Scheduler:

@@ -24,7 +24,7 @@ from contextvars import ContextVar
 from typing import Any, Final, TypeVar
 
 from asyncdist import validation
-from asyncdist.errors import DeadlockError, LocalProtocolError, TimeLimitError
+from asyncdist.errors import DeadlockError, TimeLimitError
 from asyncdist.messaging.engine import Engine
 from asyncdist.runtime.notebooks import call_beside_loop, is_loop_running
 from asyncdist.runtime.run import RankResult, host_rank
@@ -50,6 +50,9 @@ from asyncdist.simulation.transport import SimTransport
 logger = logging.getLogger("asyncdist.simulation")
 
 T = TypeVar("T")
+
+#: What a simulation raises that did not come to its end. Each carries the report of what came before.
+STOPPED: Final = (DeadlockError, TimeLimitError, EndlessLoopError)
 
 #: Called with the fault plan, the trace and the ends of ranks as each simulation begins; tells of one that raised.
 observer: ContextVar[Callable[[tuple[Fault, ...], Trace, Mapping[int, RankResult]], None] | None] = ContextVar(
@@ -135,8 +138,11 @@ def _run_alone(
         with refused_outside(), virtual_clocks(), ordered_sets(), states.of_this_thread():
             return run(simulation)
 
-    with simulation.interruptible():
-        return call_beside_loop(run_here)
+    try:
+        with simulation.interruptible():
+            return call_beside_loop(run_here)
+    except STOPPED as error:
+        raise error.with_traceback(None)  # noqa: B904 - the same error: the simulator's own frames say nothing
 
 
 @types.coroutine
@@ -283,13 +289,15 @@ class _Simulation:
                 self._states.restore()
 
     def _let_happen(self, until_s: float | None, after_event: Callable[[], object] | None) -> bool:
-        """Return False if nothing is left to happen. Raise LocalProtocolError naming tasks that loop without end."""
+        """Return False if nothing is left to happen. Raise EndlessLoopError naming the tasks."""
         try:
             return self._scheduler.run(until_s=math.inf if until_s is None else until_s, after_event=after_event)
         except EndlessLoopError as error:
             ranks = [error.rank] if "rank" in error.facts else self._unended_ranks()
             lines = [f"{error.message}. The tasks:", *(line for rank in ranks for line in self._waiting(rank))]
-            raise LocalProtocolError("\n".join(lines), **error.facts) from None
+            endless = EndlessLoopError("\n".join(lines), **error.facts)
+            endless.report = self._report()
+            raise endless from None
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:

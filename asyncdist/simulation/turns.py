@@ -152,8 +152,8 @@ class Turns:
         in_vain = scheduler.idle_turn_count >= _IDLE_TURN_COUNT_OF_A_RANK * scheduler.pending_count
         if self._turns_in_a_row > TURN_COUNT_MAX or (in_vain and scheduler.has_only(_is_next_turn)):
             raise EndlessLoopError(
-                f"rank {self.rank} took {self._turns_in_a_row} turns in a row until {scheduler.now} s of virtual time: "
-                "some task of it loops without waiting for anything",
+                f"rank {self.rank} took {self._turns_in_a_row} turns in a row until {scheduler.now:.9f} s of virtual "
+                "time: some task of it loops without waiting for anything",
                 rank=self.rank,
             )
 

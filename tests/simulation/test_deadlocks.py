@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -215,6 +216,34 @@ def test_the_tasks_of_a_rank_that_loops_are_named_each_with_its_line() -> None:
     told = str(caught.value).splitlines()[1:]
     assert told[0].startswith("  rank 1, main of rank 1: TaskGroup.__aexit__, in ")
     assert told[1:] == [f"  rank 1, watcher: sleep, in {wait_for.__qualname__} ({__file__}:{line}) [rank=1]"]
+
+
+async def loop_without_waiting(world: ad.World) -> None:
+    while world.rank == 1:
+        await yield_to_loop()
+
+
+async def wait_for_ever(world: ad.World) -> None:
+    await asyncio.Event().wait()
+
+
+async def compute_for_ever(world: ad.World) -> None:
+    while True:
+        await world.safe_point()
+
+
+@pytest.mark.parametrize("main", [loop_without_waiting, wait_for_ever, compute_for_ever])
+def test_a_simulation_that_does_not_end_is_told_with_its_report_and_without_the_simulators_frames(
+    main: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncdist.simulation.turns.TURN_COUNT_MAX", 1000)
+    with pytest.raises(ad.AsyncdistError) as caught:
+        simulate(main, ranks=2, until_s=5.0)
+    error: Any = caught.value
+    assert len(error.report.results) == 2
+    modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    assert set(modules) == {__name__, "asyncdist.simulation.simulate", "contextlib"}
+    assert modules.count("asyncdist.simulation.simulate") == 2
 
 
 @pytest.mark.slow

@@ -249,6 +249,28 @@ def test_a_deadlock_says_who_waits_for_whom(sim: Sim, script: str) -> None:
     assert "3 ranks, seed 0: 0.0" in result.out
 
 
+def test_a_loop_without_end_is_told_as_a_deadlock_is(sim: Sim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came with a traceback of the simulator, and without the last events."""
+    monkeypatch.setattr("asyncdist.simulation.turns.TURN_COUNT_MAX", 1000)
+    script = tmp_path / "loops.py"
+    script.write_text(
+        "import asyncio\n"
+        "import asyncdist\n"
+        "async def main(world):\n"
+        "    await world.safe_point()\n"
+        "    while world.rank == 1:\n"
+        "        await asyncio.sleep(0)\n"
+        "asyncdist.run(main)\n"
+    )
+    result = sim(script, "--ranks", 2)
+    assert result.code == 1
+    assert "asyncdist sim: the simulation failed:\nEndlessLoopError: rank 1 took 1001 turns in a row" in result.err
+    assert re.search(r"rank 1, main of rank 1: sleep, in main \(.*loops.py:6\)", result.err)
+    assert "the last events:" in result.err
+    assert "Traceback" not in result.err
+    assert "2 ranks, seed 0: 0.0" in result.out
+
+
 @pytest.mark.parametrize(
     ("way", "code", "words"),
     [
