@@ -85,14 +85,16 @@ class ReplayBuffer:
 
     Args:
         server: the rank that serves.
-        name: which of its buffers.
+        name: which of its buffers. Who has left one enters the same one again while another client is still in it, so
+            buffers that follow each other, one for each epoch, need a name each.
         start_timeout_s: how long to wait for it.
         world: the current one by default.
 
     Raises:
         StartTimeoutError: that rank does not serve a buffer of that name in time.
         DisagreementError: this rank is not one of its clients.
-        RankLostError, ClosedError: the server is lost, has left or serves no more; from every method.
+        RankLostError: the server is lost; from every method.
+        ClosedError: the server has left, or serves no more; from every method.
         RemoteError: an exception ended it, of its scoring hook, say; from every method.
     """
 
@@ -473,9 +475,11 @@ class ReplayBuffer:
             return ClosedError(f"{what}: {text}", rank=self._server)
         return RemoteError(f"{what}: {kind}: {text}", rank=self._server, kind=kind, text=text)
 
-    def _abandoned(self) -> ClosedError:
-        text = f"rank {self._server} serves no replay buffer any more: it has left or is lost"
-        return ClosedError(text, rank=self._server)
+    def _abandoned(self) -> RankLostError | ClosedError:
+        text = f"rank {self._server} serves the replay buffer {self._name!r} no more: it "
+        if self._server in self._services.engine.transport.lost_ranks():
+            return RankLostError(f"{text}is lost", rank=self._server)
+        return ClosedError(f"{text}has left", rank=self._server)
 
     async def _hear_why(self) -> None:
         """Wait for the reason, which a server sends before it leaves: messages of other tags may overtake it."""

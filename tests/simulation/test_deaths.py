@@ -30,7 +30,7 @@ from asyncdist.simulation import (
     simulate,
 )
 from asyncdist.simulation.exploration.explore import check_ranks_ended_well
-from protocols import AsyncSelectiveAveragingPolicy
+from protocols import AsyncSelectiveAveragingPolicy, ReplayBuffer, serve_replay_buffer
 
 #: Every duration is exact, so that what a fault adds can be read off the clock.
 STEADY = Network(
@@ -105,6 +105,31 @@ def test_kill_at_a_time_and_what_the_peers_hear() -> None:
         ("gone 1", pytest.approx(10.6, abs=CLOSE_S)),
         ("message from 2", pytest.approx(101.0, abs=CLOSE_S)),
     ]
+
+
+def test_who_waits_for_a_replay_buffer_whose_rank_is_killed_is_told_so() -> None:
+    """It was a ClosedError, as for a server that has left; one that comes later is told the same."""
+    told: dict[str, ad.RankLostError] = {}
+
+    async def main(world: ad.World) -> None:
+        if world.rank == 2:
+            await serve_replay_buffer((0, 1), capacity=16)
+            return
+        with pytest.raises(ad.RankLostError) as caught:
+            async with ReplayBuffer(2) as buffer:
+                await buffer.sample(1)  # it is empty
+        told[f"rank {world.rank}"] = caught.value
+        await world.sleep(50.0)
+        with pytest.raises(ad.RankLostError) as caught:
+            async with ReplayBuffer(2):
+                pass
+        told[f"rank {world.rank}, later"] = caught.value
+
+    run(main, ranks=3, faults=[Kill(2, at_s=20.0)])
+    assert {name: (error.rank, str(error)) for name, error in told.items()} == dict.fromkeys(
+        ("rank 0", "rank 1", "rank 0, later", "rank 1, later"),
+        (2, "rank 2 serves the replay buffer 'replay' no more: it is lost [rank=2]"),
+    )
 
 
 def test_what_a_dead_rank_leaves_behind_runs_when_all_is_over() -> None:
