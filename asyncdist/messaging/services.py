@@ -199,6 +199,10 @@ class Services:
         if self.engine.failure is not None:
             raise self.engine.failure
 
+    def lost_ranks(self) -> frozenset[int]:
+        """Return the ranks that ended without leaving."""
+        return self.engine.transport.lost_ranks()
+
     def on_gone(self, listener: Callable[[int], None]) -> None:
         """Call ``listener(rank)`` for each rank that leaves or is lost from now on."""
         self._gone_listeners.append(listener)

@@ -208,7 +208,7 @@ class Peers:
     def announce(self, message: Leave | Failed | Finalize | FailureAcknowledged) -> None:
         """Send ``message`` to every peer that can still receive it."""
         services = self._services
-        lost = services.engine.transport.lost_ranks()
+        lost = services.lost_ranks()
         for rank in range(services.size):
             if rank != services.rank and rank not in lost:
                 with contextlib.suppress(RankLostError, BusyError):

@@ -1,16 +1,21 @@
-"""Makes the draws of a simulation for every message and every step.
+"""Draws the durations of a simulation: the latency of every message on a link, and the time of every step.
 
 :class:`asyncdist.simulation.models.Link` says which distribution a link's latency has, and
-:mod:`asyncdist.simulation.fabric` uses what is drawn for each message. The module is compiled where that can be done;
-see :mod:`asyncdist.compiled`.
+:mod:`asyncdist.simulation.fabric` asks for a draw for each message. The module is compiled where that can be done; see
+:mod:`asyncdist.compiled`.
 """
 
 from __future__ import annotations
 
+import functools
 import random
+from collections.abc import Callable
+from dataclasses import dataclass
 from math import tau
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
+
+from asyncdist import validation
 
 try:
     import cython
@@ -19,6 +24,60 @@ except ImportError:  # it is needed to compile, not to run
 
 if not cython.compiled:  # else C's: the same, without a call of Python's for each
     from math import cos, exp, log, sin, sqrt
+
+
+def check_number(name: str, value: Any, *, above_zero: bool = False) -> None:
+    """Refuse anything but a finite number of at least zero."""
+    allowed = f"a finite number {'above 0' if above_zero else 'of 0 or more'}"
+    validation.real(name, value, allowed, low=validation.SMALLEST if above_zero else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """Draws evenly between ``low`` and ``high`` seconds."""
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        check_number("Uniform.low", self.low)
+        check_number("Uniform.high", self.high)
+        if self.high < self.low:
+            raise ValueError(f"Uniform({self.low}, {self.high}): high must not be below low")
+
+    def draw(self, rng: random.Random) -> float:
+        """Draw one value, in seconds."""
+        return self.low + (self.high - self.low) * rng.random()
+
+
+@dataclass(frozen=True, slots=True)
+class Exponential:
+    """Draws from the exponential distribution with that mean: it is memoryless."""
+
+    mean: float
+
+    def __post_init__(self) -> None:
+        check_number("Exponential.mean", self.mean)
+
+    def draw(self, rng: random.Random) -> float:
+        """Draw one value, in seconds."""
+        return rng.expovariate(1.0 / self.mean) if self.mean else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """Draws values that are mostly near the median, and now and then far above, as in networks and steps."""
+
+    median: float
+    sigma: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_number("LogNormal.median", self.median)
+        validation.real("LogNormal.sigma", self.sigma, "a number from 0 to 30", low=0.0, high=30.0)
+
+    def draw(self, rng: random.Random) -> float:
+        """Draw one value, in seconds."""
+        return self.median * exp(rng.gauss(0.0, self.sigma)) if self.median else 0.0
 
 
 class LogNormalSampler:
@@ -51,3 +110,27 @@ class LogNormalSampler:
             z = waiting
             rng.gauss_next = None
         return self._median * exp(z * self._sigma)
+
+
+Duration: TypeAlias = float | int | Uniform | Exponential | LogNormal
+
+
+def check_duration(name: str, value: Any) -> None:
+    """Refuse anything but a duration."""
+    if not isinstance(value, (Uniform, Exponential, LogNormal)):
+        check_number(name, value)
+
+
+def draw(duration: Duration, rng: random.Random) -> float:
+    """Draw one value, in seconds."""
+    return float(duration) if isinstance(duration, (float, int)) else duration.draw(rng)
+
+
+def sampler(duration: Duration, rng: random.Random) -> Callable[[], float]:
+    """Return a function that draws values, in seconds."""
+    if isinstance(duration, (float, int)):
+        seconds = float(duration)
+        return lambda: seconds
+    if isinstance(duration, LogNormal) and duration.median:  # as nearly always
+        return LogNormalSampler(duration.median, duration.sigma, rng).draw
+    return functools.partial(duration.draw, rng)

@@ -19,9 +19,10 @@ from typing import Final
 
 from asyncdist.collectives.call_checker import CollectiveChecker
 from asyncdist.errors import AsyncdistError, RankLostError, TruncationError
+from asyncdist.simulation.distributions import draw, sampler
 from asyncdist.simulation.faults import Fault
 from asyncdist.simulation.message_faults import MessageFaults
-from asyncdist.simulation.models import Link, Network, draw, sampler
+from asyncdist.simulation.models import Link, Network
 from asyncdist.simulation.scheduler import Scheduler
 from asyncdist.simulation.trace import Trace
 from asyncdist.simulation.turns import Turns

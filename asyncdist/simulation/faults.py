@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from asyncdist import validation
-from asyncdist.simulation.models import check_number, check_ranks
+from asyncdist.simulation.distributions import check_number
+from asyncdist.simulation.models import check_ranks
 
 
 @dataclass(frozen=True, slots=True)

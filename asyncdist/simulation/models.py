@@ -8,15 +8,13 @@ the simulation's seed.
 
 from __future__ import annotations
 
-import functools
-import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from asyncdist import validation
-from asyncdist.simulation.distributions import LogNormalSampler
+from asyncdist.simulation.distributions import Duration, LogNormal, Uniform, check_duration, check_number, sampler
 
 #: A computation that overruns a timer lasts at most this many times as long as it would have taken.
 OVERRUN_STEP_COUNT: Final = 1000
@@ -24,89 +22,11 @@ OVERRUN_STEP_COUNT: Final = 1000
 OVERRUN_S: Final = 1e-5
 
 
-def check_number(name: str, value: Any, *, above_zero: bool = False) -> None:
-    """Refuse anything but a finite number of at least zero."""
-    allowed = f"a finite number {'above 0' if above_zero else 'of 0 or more'}"
-    validation.real(name, value, allowed, low=validation.SMALLEST if above_zero else 0.0)
-
-
-def check_duration(name: str, value: Any) -> None:
-    """Refuse anything but a duration."""
-    if not isinstance(value, (Uniform, Exponential, LogNormal)):
-        check_number(name, value)
-
-
 def check_ranks(what: str, ranks: Sequence[int], size: int) -> None:
     """Refuse ranks that do not exist."""
     for rank in ranks:
         if type(rank) is not int or not 0 <= rank < size:
             raise ValueError(f"{what} names rank {rank!r}; ranks go from 0 to {size - 1}")
-
-
-@dataclass(frozen=True, slots=True)
-class Uniform:
-    """Draws evenly between ``low`` and ``high`` seconds."""
-
-    low: float
-    high: float
-
-    def __post_init__(self) -> None:
-        check_number("Uniform.low", self.low)
-        check_number("Uniform.high", self.high)
-        if self.high < self.low:
-            raise ValueError(f"Uniform({self.low}, {self.high}): high must not be below low")
-
-    def draw(self, rng: random.Random) -> float:
-        """Draw one value, in seconds."""
-        return self.low + (self.high - self.low) * rng.random()
-
-
-@dataclass(frozen=True, slots=True)
-class Exponential:
-    """Draws from the exponential distribution with that mean: it is memoryless."""
-
-    mean: float
-
-    def __post_init__(self) -> None:
-        check_number("Exponential.mean", self.mean)
-
-    def draw(self, rng: random.Random) -> float:
-        """Draw one value, in seconds."""
-        return rng.expovariate(1.0 / self.mean) if self.mean else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class LogNormal:
-    """Draws values that are mostly near the median, and now and then far above, as in networks and steps."""
-
-    median: float
-    sigma: float = 0.5
-
-    def __post_init__(self) -> None:
-        check_number("LogNormal.median", self.median)
-        validation.real("LogNormal.sigma", self.sigma, "a number from 0 to 30", low=0.0, high=30.0)
-
-    def draw(self, rng: random.Random) -> float:
-        """Draw one value, in seconds."""
-        return self.median * math.exp(rng.gauss(0.0, self.sigma)) if self.median else 0.0
-
-
-Duration: TypeAlias = float | int | Uniform | Exponential | LogNormal
-
-
-def draw(duration: Duration, rng: random.Random) -> float:
-    """Draw one value, in seconds."""
-    return float(duration) if isinstance(duration, (float, int)) else duration.draw(rng)
-
-
-def sampler(duration: Duration, rng: random.Random) -> Callable[[], float]:
-    """Return a function that draws values, in seconds."""
-    if isinstance(duration, (float, int)):
-        seconds = float(duration)
-        return lambda: seconds
-    if isinstance(duration, LogNormal) and duration.median:  # as nearly always
-        return LogNormalSampler(duration.median, duration.sigma, rng).draw
-    return functools.partial(duration.draw, rng)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,10 +38,11 @@ from asyncdist.simulation.determinism.one_at_a_time import one_at_a_time
 from asyncdist.simulation.determinism.rng import INHERITABLE, RandomStates
 from asyncdist.simulation.determinism.sandbox import refused_outside
 from asyncdist.simulation.determinism.sets import ordered_sets
+from asyncdist.simulation.distributions import check_number
 from asyncdist.simulation.event_loop import RankLoop
 from asyncdist.simulation.fabric import Fabric
 from asyncdist.simulation.faults import Fault, Interrupt, Kill, SlowRank, Stall
-from asyncdist.simulation.models import OVERRUN_S, OVERRUN_STEP_COUNT, Compute, Network, check_number
+from asyncdist.simulation.models import OVERRUN_S, OVERRUN_STEP_COUNT, Compute, Network
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.scheduler import EndlessLoopError, Scheduler
 from asyncdist.simulation.trace import Trace

@@ -477,7 +477,7 @@ class ReplayBuffer:
 
     def _abandoned(self) -> RankLostError | ClosedError:
         text = f"rank {self._server} serves the replay buffer {self._name!r} no more: it "
-        if self._server in self._services.engine.transport.lost_ranks():
+        if self._server in self._services.lost_ranks():
             return RankLostError(f"{text}is lost", rank=self._server)
         return ClosedError(f"{text}has left", rank=self._server)
 

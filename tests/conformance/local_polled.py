@@ -13,8 +13,8 @@ from asyncdist.tags import TAG_MAX
 from asyncdist.transports.base import Transport
 from asyncdist.transports.local import LocalHub
 from asyncdist.transports.split_plane import TwoPlaneTransport
-from asyncdist.transports.torch_distributed.pairs import Pairs
-from asyncdist.transports.torch_distributed.polled import PolledBulk, PolledTransport
+from asyncdist.transports.torch_distributed.pollable_backends import PolledBulk, PolledTransport
+from asyncdist.transports.torch_distributed.pollable_pairs import Pairs
 
 #: For what the bulk plane says on control; no case uses it, nor do two planes that split the tags.
 ENTRIES_TAG = TAG_MAX - 1

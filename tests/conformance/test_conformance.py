@@ -12,7 +12,7 @@ from asyncdist.runtime.run import RankResult, host_rank
 from asyncdist.tags import TAG_MAX
 from asyncdist.transports.local import LocalHub
 from asyncdist.transports.split_plane import TwoPlaneTransport
-from asyncdist.transports.torch_distributed import polled
+from asyncdist.transports.torch_distributed import pollable_backends
 from conformance import local_polled
 from conformance.cases_streams import CHUNK_NBYTES
 from conformance.endpoint import all_cases, run_case
@@ -79,7 +79,7 @@ def test_two_planes(name: str) -> None:
 )
 def test_polled(how: str, kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a backend that ignores tags and does one thing after the other, alone and as what NCCL would be used for."""
-    monkeypatch.setattr(polled, "GOODBYE_S", 0.0)  # nobody else is of this process when a rank closes
+    monkeypatch.setattr(pollable_backends, "GOODBYE_S", 0.0)  # nobody else is of this process when a rank closes
 
     async def job() -> list[RankResult]:
         transports = local_polled.MAKERS[how](kind, 3)

@@ -16,7 +16,7 @@ from torch import distributed as dist
 
 from asyncdist.errors import TransportError
 from asyncdist.transports.torch_distributed import backends, completion_probe
-from asyncdist.transports.torch_distributed.pairs import Pairs, Transit
+from asyncdist.transports.torch_distributed.pollable_pairs import Pairs, Transit
 
 ENDS = "tests/scripts/torch_ends.py"
 KILLED = -9
@@ -202,7 +202,7 @@ def test_gloo_does_not_pass() -> None:
         from asyncdist import environment
         from asyncdist.errors import TransportError
         from asyncdist.transports.torch_distributed import gloo_mesh, rendezvous, completion_probe
-        from asyncdist.transports.torch_distributed.pairs import Pairs
+        from asyncdist.transports.torch_distributed.pollable_pairs import Pairs
 
         rank = int(os.environ["RANK"])
         store = rendezvous.join_store(environment.torch_rendezvous(), rank, 2, 60.0)

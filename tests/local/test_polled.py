@@ -9,8 +9,8 @@ import pytest
 
 from asyncdist.errors import RankLostError
 from asyncdist.transports.local import LocalHub
-from asyncdist.transports.torch_distributed import polled
-from asyncdist.transports.torch_distributed.polled_exchange import INLINE_NBYTES_MAX
+from asyncdist.transports.torch_distributed import pollable_backends
+from asyncdist.transports.torch_distributed.pollable_exchange import INLINE_NBYTES_MAX
 
 TAG, ENTRIES_TAG = 3, 4
 NBYTES = INLINE_NBYTES_MAX + 1
@@ -74,13 +74,13 @@ class CablePairs:
 
 @pytest.fixture(autouse=True)
 def close_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(polled, "GOODBYE_S", 0.0)
+    monkeypatch.setattr(pollable_backends, "GOODBYE_S", 0.0)
 
 
-def two_ranks() -> tuple[polled.PolledTransport, polled.PolledTransport, tuple[Cable, Cable]]:
+def two_ranks() -> tuple[pollable_backends.PolledTransport, pollable_backends.PolledTransport, tuple[Cable, Cable]]:
     cables = Cable(), Cable()
     pairs = [tuple(CablePairs(cable, rank) for cable in cables) for rank in range(2)]
-    sender, receiver = (polled.PolledTransport(rank, 2, "cable", pairs[rank]) for rank in range(2))
+    sender, receiver = (pollable_backends.PolledTransport(rank, 2, "cable", pairs[rank]) for rank in range(2))
     return sender, receiver, cables
 
 
@@ -122,7 +122,8 @@ def test_a_large_message_of_which_nothing_came_is_lost_with_its_sender(monkeypat
 def test_a_large_message_on_the_bulk_plane_is_received_although_control_has_lost_its_sender() -> None:
     hub, cable = LocalHub(2), Cable()
     sender, receiver = (
-        polled.PolledBulk(hub.transport(rank), ENTRIES_TAG, "cable", CablePairs(cable, rank)) for rank in range(2)
+        pollable_backends.PolledBulk(hub.transport(rank), ENTRIES_TAG, "cable", CablePairs(cable, rank))
+        for rank in range(2)
     )
     buffer = bytearray(NBYTES)
     send, receive = sender.isend(DATA, 1, TAG), receiver.irecv(buffer, 0, TAG)

@@ -42,7 +42,7 @@ from asyncdist.simulation import (
     Uniform,
     simulate,
 )
-from asyncdist.simulation.models import draw, sampler
+from asyncdist.simulation.distributions import draw, sampler
 from asyncdist.simulation.trace import KEPT_EVENT_COUNT, Trace
 from protocols import AsyncSelectiveAveragingPolicy
 

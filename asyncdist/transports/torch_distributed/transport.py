@@ -3,7 +3,7 @@
 They find each other in :mod:`asyncdist.transports.torch_distributed.rendezvous`. Messages go through gloo
 (:mod:`asyncdist.transports.torch_distributed.gloo`), or through a backend that
 :mod:`asyncdist.transports.torch_distributed.completion_probe` has found can be polled
-(:mod:`asyncdist.transports.torch_distributed.polled`); they are matched with receives in
+(:mod:`asyncdist.transports.torch_distributed.pollable_backends`); they are matched with receives in
 :mod:`asyncdist.transports.matching`. What each backend may carry is said in
 :mod:`asyncdist.transports.torch_distributed.backends`.
 """
@@ -25,8 +25,8 @@ from asyncdist.errors import TransportError
 from asyncdist.transports.base import Buffer, Capabilities, Request, Transport
 from asyncdist.transports.matching import CallbackQueue, MatchedTransport
 from asyncdist.transports.torch_distributed import backends, completion_probe, gloo_mesh
-from asyncdist.transports.torch_distributed.pairs import Pairs
-from asyncdist.transports.torch_distributed.polled import PolledBulk, PolledTransport
+from asyncdist.transports.torch_distributed.pollable_backends import PolledBulk, PolledTransport
+from asyncdist.transports.torch_distributed.pollable_pairs import Pairs
 from asyncdist.transports.torch_distributed.rendezvous import Rendezvous, join_store
 
 #: How long the ranks wait for each other at the start.

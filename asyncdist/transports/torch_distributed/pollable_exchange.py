@@ -1,6 +1,6 @@
 """Exchanges messages on a polled backend: small ones whole; large ones are announced, then handed over.
 
-See :mod:`asyncdist.transports.torch_distributed.polled` for the reasons.
+See :mod:`asyncdist.transports.torch_distributed.pollable_backends` for the reasons.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 from asyncdist.errors import RankLostError
 from asyncdist.transports.matching import InlineMessage, Matcher, Receive, Send
 from asyncdist.transports.torch_distributed.failures import end_process, reason
-from asyncdist.transports.torch_distributed.pairs import Pairs, Transit
+from asyncdist.transports.torch_distributed.pollable_pairs import Pairs, Transit
 
 FRAME_NBYTES: Final = 8192
 #: Of a frame: the bytes of it that are used. Then come entries.

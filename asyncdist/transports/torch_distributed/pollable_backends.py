@@ -1,5 +1,7 @@
 """Sends messages over a backend of torch.distributed whose works can be polled, without threads or waits.
 
+gloo's cannot, and it is not used here: threads wait for it, see :mod:`asyncdist.transports.torch_distributed.gloo`.
+
 torch.distributed's point-to-point calls are less than messages: a receive has one source and one size, is told neither,
 and cannot be taken back. So a receive is given to the backend only when what will come is known:
 
@@ -33,8 +35,7 @@ import torch
 from asyncdist.errors import RankLostError, TransportError
 from asyncdist.transports.base import Capabilities, Request, Transport
 from asyncdist.transports.matching import CallbackQueue, MatchedTransport, Send
-from asyncdist.transports.torch_distributed.pairs import Pairs
-from asyncdist.transports.torch_distributed.polled_exchange import (
+from asyncdist.transports.torch_distributed.pollable_exchange import (
     ENTRY_NBYTES_MAX,
     GOODBYE,
     Exchange,
@@ -42,8 +43,9 @@ from asyncdist.transports.torch_distributed.polled_exchange import (
     closed,
     gone,
 )
+from asyncdist.transports.torch_distributed.pollable_pairs import Pairs
 
-logger = logging.getLogger("asyncdist.transports.torch_distributed.polled")
+logger = logging.getLogger("asyncdist.transports.torch_distributed.pollable_backends")
 
 _CAPABILITIES: Final = Capabilities(native_collectives=False, survives_rank_loss=True, wakes=False, tag_max=2**31 - 1)
 #: How long the last entries may take at the end.
