@@ -1,4 +1,4 @@
-"""Gathers data of which each rank may have another amount: tensors with ragged first dimensions, or lists."""
+"""Gathers data whose amount differs from rank to rank: tensors with ragged first dimensions, or lists."""
 
 from __future__ import annotations
 

@@ -85,16 +85,14 @@ class ReplayBuffer:
 
     Args:
         server: the rank that serves.
-        name: which of its buffers. Who has left one enters the same one again while another client is still in it, so
-            buffers that follow each other, one for each epoch, need a name each.
+        name: which of its buffers. Leaving and entering again leads to the same one while another client is in it.
         start_timeout_s: how long to wait for it.
         world: the current one by default.
 
     Raises:
         StartTimeoutError: that rank does not serve a buffer of that name in time.
         DisagreementError: this rank is not one of its clients.
-        RankLostError: the server is lost; from every method.
-        ClosedError: the server has left, or serves no more; from every method.
+        RankLostError, ClosedError: the server is lost; it has left, or serves no more; from every method.
         RemoteError: an exception ended it, of its scoring hook, say; from every method.
     """
 
@@ -447,10 +445,9 @@ class ReplayBuffer:
         payload = None if call is None or call.waiter.cancelled() else call.payload
         fits = payload is not None and grant.nbytes == len(payload)
         chunks = split(payload.data, grant.chunk_nbytes) if fits and payload is not None else []
-        services = self._services
-        stream = OutboundStream(services.slots, chunks, self._server, grant.slot)
-        self._streams[grant.slot] = stream
-        services.spawn_service(self._stream(grant.slot, stream, bool(chunks)), name=f"items for rank {self._server}")
+        stream = self._streams[grant.slot] = OutboundStream(self._services.slots, chunks, self._server, grant.slot)
+        sending = self._stream(grant.slot, stream, bool(chunks))
+        self._services.spawn_service(sending, name=f"items for rank {self._server}")
 
     async def _stream(self, slot: int, stream: OutboundStream, has_items: bool) -> None:
         try:
@@ -497,7 +494,7 @@ class ReplayBuffer:
             self._fail(error)
 
     def _fail(self, error: AsyncdistError) -> None:
-        """End all calls with the first error: the server will answer nothing any more."""
+        """End all calls with the first error: the server will answer no more."""
         self._error = self._error or error
         for request in list(self._calls):
             self._complete(request, None, self._error)
