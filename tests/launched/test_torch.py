@@ -439,8 +439,7 @@ FAILS_ONCE = """
 """
 
 
-@pytest.mark.parametrize("when", ["early", "late"])
-@pytest.mark.parametrize("unshared", ["0", "1"])
+@pytest.mark.parametrize(("when", "unshared"), [("early", "0"), ("late", "1")])
 def test_two_agents_that_count_restarts_differently_meet_again(tmp_path: Path, when: str, unshared: str) -> None:
     """An agent counts its own failures: one said 0, the other 1, and ranks that went by that never met."""
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": unshared}
