@@ -151,7 +151,7 @@ class TagDemultiplexer:
         return [channel.name for channel in self._channels.values() if channel.is_awaited]
 
     def drop(self, source: int, reason: str, particulars: str = "") -> None:
-        """Count a frame that is not delivered; the first one of each peer is logged.
+        """Count a frame that is not delivered; the first one of each peer is logged, unless its sender is lost.
 
         Args:
             source: the sender's rank.
@@ -161,11 +161,10 @@ class TagDemultiplexer:
         what = particulars or reason
         self.dropped[reason] += 1
         self.drop_examples[reason] = f"tag {self.tag}, rank {source}: {what}"
-        if source not in self._complained_about:
+        if source not in self._complained_about and reason != "RankLostError":  # a loss is told for itself
             self._complained_about.add(source)
-            logger.warning(
-                "tag %d: dropped a frame from rank %d: %s (further ones are only counted)", self.tag, source, what
-            )
+            text = "tag %d: dropped a frame from rank %d: %s (further ones are only counted)"
+            logger.warning(text, self.tag, source, what)
 
     def attach(self, channel: Channel[Any]) -> None:
         """Hand the frames of a channel's scope to it from now on, those that came early first."""

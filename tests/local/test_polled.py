@@ -108,6 +108,27 @@ def test_a_large_message_is_received_although_its_sender_has_said_goodbye(
         later.test()
 
 
+def test_a_large_message_that_its_senders_goodbye_overtakes_is_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes another connection than the goodbye."""
+    monkeypatch.setattr(pollable_backends, "GOODBYE_S", 3600.0)
+    monkeypatch.setattr(pollable_backends.PolledTransport, "_poll_until", lambda self, _: self._poll())
+    monkeypatch.setattr(CablePairs, "close", lambda _: None)
+    sender, receiver, (_, large) = two_ranks()
+    buffer = bytearray(NBYTES)
+    send, receive = sender.isend(DATA, 1, TAG), receiver.irecv(buffer, 0, TAG)
+    assert not receive.test()
+    send.test()
+    sender.close()
+    on_its_way = large.arrived.pop((0, 1))
+    assert not receive.test()
+    assert not receiver.lost_ranks()
+    large.arrived[0, 1] = on_its_way
+    assert receive.test()
+    assert buffer == DATA
+    with pytest.raises(RankLostError, match="rank 0 is gone"):
+        receiver.irecv(bytearray(1), 0, TAG).test()
+
+
 def test_a_large_message_of_which_nothing_came_is_lost_with_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
     sender, receiver, _ = two_ranks()
     sender.isend(bytes(NBYTES), 1, TAG)

@@ -104,11 +104,14 @@ class PolledTransport(MatchedTransport):
                 for entries in frames.take():
                     if GOODBYE in self._exchange.hear(peer, entries):
                         frames.heard_goodbye = True
+                        frames.lost_at = time.monotonic() + GOODBYE_S
                         frames.say_goodbye()  # it waits for that
                 frames.flush()
             except RuntimeError as error:
                 self._break(peer, error)
-            if frames.heard_goodbye and not self._is_closing:
+            # A large message that the peer has sent before may be on its way still: it takes another connection.
+            is_over = not self._exchange.is_receiving(peer) or time.monotonic() >= frames.lost_at
+            if frames.heard_goodbye and not self._is_closing and is_over:
                 self._lose(peer, frames, gone(peer, "it has closed its connections"))
         self._exchange.poll()
 

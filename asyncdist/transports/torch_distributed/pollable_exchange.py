@@ -167,6 +167,10 @@ class Exchange:
                     break
                 handovers.popleft().request.done = True
 
+    def is_receiving(self, peer: int) -> bool:
+        """Return whether the backend has not completed yet what it was given to receive from ``peer``."""
+        return any(not handover.request.done for handover in self._under_way.get((peer, False), ()))
+
     def lose(self, rank: int, error: RankLostError) -> None:
         """Fail what involves ``rank``, except what has completed since the last look.
 
@@ -213,6 +217,7 @@ class Frames:
         self._queued: deque[tuple[bytes, Send | None]] = deque()
         self.said_goodbye = False
         self.heard_goodbye = False
+        self.lost_at = 0.0  # when the peer counts as lost at the latest, once it has said goodbye
 
     @property
     def is_over(self) -> bool:
