@@ -109,11 +109,16 @@ class PolledTransport(MatchedTransport):
                 frames.flush()
             except RuntimeError as error:
                 self._break(peer, error)
-            # A large message that the peer has sent before may be on its way still: it takes another connection.
-            is_over = not self._exchange.is_receiving(peer) or time.monotonic() >= frames.lost_at
-            if frames.heard_goodbye and not self._is_closing and is_over:
+            if frames.heard_goodbye and not self._is_closing and self._has_all_of(peer, frames):
                 self._lose(peer, frames, gone(peer, "it has closed its connections"))
         self._exchange.poll()
+
+    def _has_all_of(self, peer: int, frames: Frames) -> bool:
+        """Return whether what ``peer`` sent before its goodbye has come, or its time is over.
+
+        A large message may be on its way still: it takes another connection than the goodbye.
+        """
+        return not self._exchange.is_receiving(peer) or time.monotonic() >= frames.lost_at
 
     def _break(self, peer: int, error: RuntimeError) -> None:
         """Lose ``peer``, with which the backend has failed a work, after receiving what has come from it."""
