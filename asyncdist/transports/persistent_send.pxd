@@ -1,3 +1,6 @@
+cimport cython
+
+
 cdef class PersistentSend:
     cdef object _request
     cdef object _start
@@ -7,4 +10,5 @@ cdef class PersistentSend:
     cdef readonly bytearray buffer
     cdef readonly bint is_free
 
+    @cython.locals(test_count=Py_ssize_t)
     cpdef object start(self)

