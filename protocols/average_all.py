@@ -25,7 +25,8 @@ from torch import nn
 
 from asyncdist import Group, World, average_models
 from asyncdist.collectives.agreed_start import Start, start_together
-from asyncdist.tensors.flat_state import SnapshotPool, reset_optimizer_state
+from asyncdist.tensors.flat_state import SnapshotPool
+from asyncdist.tensors.optimizer_state import reset_optimizer_state
 from protocols.options import AveragingOptions
 from protocols.policy import MetricSource, SpawnPolicy
 from protocols.step_info import NOTHING, AverageApplied, PolicyEvent, StepInfo

@@ -371,19 +371,6 @@ class FlatState:
                 )
 
 
-def reset_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Forget moments and step counts in place; groups and hyperparameters stay, and so does the object."""
-    if not isinstance(optimizer, torch.optim.Adagrad):
-        optimizer.state.clear()
-        return
-    for group in optimizer.param_groups:  # its constructor makes the state, and up to torch 2.12 its step needs it
-        start = group["initial_accumulator_value"]
-        for parameter in group["params"]:
-            state = optimizer.state[parameter]
-            state["step"] = torch.zeros_like(state["step"])
-            state["sum"] = torch.full_like(state["sum"], complex(start, start) if parameter.is_complex() else start)
-
-
 def is_finite(tensor: Tensor) -> bool:
     """Tell whether a floating or complex tensor is finite, in one pass and without temporaries of its size.
 

@@ -15,7 +15,7 @@ from support.torchrun import Result, run_ranks, run_source
 from torch import distributed as dist
 
 from asyncdist.errors import TransportError
-from asyncdist.transports.torch_distributed import backends, completion_probe
+from asyncdist.transports.torch_distributed import backend_self_test, backends
 from asyncdist.transports.torch_distributed.pollable_pairs import Pairs, Transit
 
 ENDS = "tests/scripts/torch_ends.py"
@@ -89,14 +89,14 @@ class Ends:
         return self.medium.post(source, self.rank, view, is_send=False)
 
 
-def verdicts(size: int, make_pairs: Callable[[int], completion_probe.Pairs], patience_s: float = 60.0) -> list[str]:
+def verdicts(size: int, make_pairs: Callable[[int], backend_self_test.Pairs], patience_s: float = 60.0) -> list[str]:
     """What the self-test says on each rank, each a thread; empty where it is content."""
     store = dist.HashStore()
     found = ["no verdict"] * size
 
     def examine(rank: int) -> None:
         try:
-            completion_probe.examine(make_pairs(rank), "some", store, rank, size, patience_s=patience_s)
+            backend_self_test.examine(make_pairs(rank), "some", store, rank, size, patience_s=patience_s)
             found[rank] = ""
         except TransportError as error:
             found[rank] = str(error)
@@ -201,14 +201,14 @@ def test_gloo_does_not_pass() -> None:
         from torch import distributed as dist
         from asyncdist import environment
         from asyncdist.errors import TransportError
-        from asyncdist.transports.torch_distributed import gloo_mesh, rendezvous, completion_probe
+        from asyncdist.transports.torch_distributed import gloo_mesh, rendezvous, backend_self_test
         from asyncdist.transports.torch_distributed.pollable_pairs import Pairs
 
         rank = int(os.environ["RANK"])
         store = rendezvous.join_store(environment.torch_rendezvous(), rank, 2, 60.0)
         make = lambda name: gloo_mesh.make_group(store, name, rank, 2, datetime.timedelta(seconds=60))
         try:
-            completion_probe.examine(Pairs(make, rank, torch.device("cpu")), "gloo", store, rank, 2, patience_s=5.0)
+            backend_self_test.examine(Pairs(make, rank, torch.device("cpu")), "gloo", store, rank, 2, patience_s=5.0)
         except TransportError as error:
             report(rank, str(error))
         os._exit(0)  # works that nobody waits for are under way
@@ -232,10 +232,10 @@ def test_a_backend_that_fails_is_refused_by_all_ranks(backend: str, seen: str, b
         import sys
         from support import stand_in
         import asyncdist as ad
-        from asyncdist.transports.torch_distributed import completion_probe
+        from asyncdist.transports.torch_distributed import backend_self_test
 
         if sys.argv[1] == "torch:mute":
-            completion_probe.examine.__kwdefaults__["patience_s"] = 3.0
+            backend_self_test.examine.__kwdefaults__["patience_s"] = 3.0
         stand_in.register()
 
         async def main(world):

@@ -17,9 +17,9 @@ from asyncdist.tensors.flat_state import (
     accumulate_dtype,
     first_difference,
     is_finite,
-    reset_optimizer_state,
 )
 from asyncdist.tensors.means import WeightedMean
+from asyncdist.tensors.optimizer_state import reset_optimizer_state
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=100)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
@@ -481,31 +481,6 @@ def test_optimizer_state_is_kept_by_load_and_cleared_on_request() -> None:
     assert optimizer.state is held
     assert not held
     optimizer.step()
-
-
-def test_an_optimizer_whose_constructor_makes_its_state_has_the_first_one_again() -> None:
-    """Adagrad's step asked for it in older releases of torch, and raised KeyError: 'sum' after a reset."""
-
-    class Older(torch.optim.Adagrad):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            assert all("sum" in self.state[parameter] for group in self.param_groups for parameter in group["params"])
-            super().step(closure)
-
-    def trained(resets: int) -> Tensor:
-        model = nn.Linear(2, 3)
-        nn.init.ones_(model.weight)
-        optimizer = Older(model.parameters(), lr=0.5, initial_accumulator_value=0.25)
-        for _ in range(resets):
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            reset_optimizer_state(optimizer)
-            nn.init.ones_(model.weight)
-            optimizer.zero_grad()
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        return model.weight.detach()
-
-    assert torch.equal(trained(2), trained(0))
 
 
 def test_the_pool_reuses_and_counts() -> None:

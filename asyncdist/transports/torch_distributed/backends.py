@@ -6,7 +6,7 @@
   order of issue (pytorch#94819, #125079), a receive that waits holds a part of the GPU, and everything goes through the
   GPU's memory. NCCL itself was never run under this code: what is tested is tested with backends that behave like it.
 - **Any other** that Python code has registered carries both, where its works pass the test of
-  :mod:`asyncdist.transports.torch_distributed.completion_probe` at the start.
+  :mod:`asyncdist.transports.torch_distributed.backend_self_test` at the start.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 They find each other in :mod:`asyncdist.transports.torch_distributed.rendezvous`. Messages go through gloo
 (:mod:`asyncdist.transports.torch_distributed.gloo`), or through a backend that
-:mod:`asyncdist.transports.torch_distributed.completion_probe` has found can be polled
+:mod:`asyncdist.transports.torch_distributed.backend_self_test` has found can be polled
 (:mod:`asyncdist.transports.torch_distributed.pollable_backends`); they are matched with receives in
 :mod:`asyncdist.transports.matching`. What each backend may carry is said in
 :mod:`asyncdist.transports.torch_distributed.backends`.
@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from asyncdist.errors import TransportError
 from asyncdist.transports.base import Buffer, Capabilities, Request, Transport
 from asyncdist.transports.matching import CallbackQueue, MatchedTransport
-from asyncdist.transports.torch_distributed import backends, completion_probe, gloo_mesh
+from asyncdist.transports.torch_distributed import backend_self_test, backends, gloo_mesh
 from asyncdist.transports.torch_distributed.pollable_backends import PolledBulk, PolledTransport
 from asyncdist.transports.torch_distributed.pollable_pairs import Pairs
 from asyncdist.transports.torch_distributed.rendezvous import Rendezvous, join_store
@@ -103,11 +103,11 @@ def _make_pairs(
         )
         made.append(Pairs(make_group, rank, device))
         try:
-            completion_probe.examine(made[-1], backend, PrefixStore("self-test", place), rank, size)
+            backend_self_test.examine(made[-1], backend, PrefixStore("self-test", place), rank, size)
         except TransportError:
             for pairs in made:
                 with contextlib.suppress(TimeoutError):  # what has blocked a message may block this too
-                    completion_probe.in_time(pairs.close, _CLOSE_S)
+                    backend_self_test.in_time(pairs.close, _CLOSE_S)
             raise
     return made
 
