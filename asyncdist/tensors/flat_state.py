@@ -31,14 +31,14 @@ _CHANGED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One stretch of memory of the model.
+    """Describes one stretch of the model's memory: a parameter or buffer, with its place in the flat tensors.
 
     Attributes:
-        names: Every name it goes by, in the order of the modules; more than one for tied weights.
+        names: All of its names, in the order of the modules; more than one for tied weights.
         shape: Its shape.
-        dtype: Its dtype, which says in which flat tensor it lies.
+        dtype: Its dtype, which determines the flat tensor that holds it.
         averaged: Whether it is averaged (floating and complex) or copied from the best donor (integer and bool).
-        offset: Where it starts in that tensor, in elements.
+        offset: Its first element in that tensor.
     """
 
     names: tuple[str, ...]
@@ -50,7 +50,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What must be equal on all ranks: (names, shape, dtype) of each entry, in order, and a digest of it all."""
+    """Identifies a layout, which must be equal on all ranks: (names, shape, dtype) of each entry, in order."""
 
     lines: tuple[tuple[tuple[str, ...], tuple[int, ...], str], ...]
 
@@ -77,12 +77,12 @@ class Fingerprint:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the text, in hex."""
+        """The SHA-256 of :meth:`to_text`, in hex."""
         return hashlib.sha256(self.to_text().encode()).hexdigest()
 
 
 def first_difference(mine: Fingerprint, theirs: Fingerprint) -> str | None:
-    """Name the first thing in which two models differ; None if they are laid out alike."""
+    """Describe the first difference between two layouts; None if they are equal."""
     other = {name: line for line in theirs.lines for name in line[0]}
     for names, shape, dtype in mine.lines:
         if names[0] not in other:
@@ -107,12 +107,12 @@ def first_difference(mine: Fingerprint, theirs: Fingerprint) -> str | None:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class FlatBuffers:
-    """One contiguous 1-D tensor per dtype of the model, made by `FlatState.new_buffers`.
+    """Holds one contiguous 1-D tensor per dtype of the model; `FlatState.new_buffers` makes them.
 
     Attributes:
         entries: The layout.
-        tensors: Model dtype to tensor, in an order that is equal on all ranks. An accumulator's tensors may be wider
-            than the dtype that they are filed under.
+        tensors: Maps each dtype of the model to its tensor, in an order that is equal on all ranks. An accumulator's
+            tensors may be wider than their key.
         views: One view per entry, in its shape.
     """
 
@@ -122,7 +122,7 @@ class FlatBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of all tensors."""
+        """The number of bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def averaged(self) -> dict[torch.dtype, Tensor]:
@@ -130,20 +130,20 @@ class FlatBuffers:
         return {dtype: tensor for dtype, tensor in self.tensors.items() if _is_averaged(dtype)}
 
     def exact(self) -> dict[torch.dtype, Tensor]:
-        """Return the tensors that are taken from the best donor as they are."""
+        """Return the tensors that are copied from the best donor."""
         return {dtype: tensor for dtype, tensor in self.tensors.items() if not _is_averaged(dtype)}
 
     def by_name(self) -> dict[str, Tensor]:
-        """Return the tensors by the name of the model's dtype, as in `"float32"`."""
+        """Return the tensors by the names of the model's dtypes, such as `"float32"`."""
         return {_dtype_name(dtype): tensor for dtype, tensor in self.tensors.items()}
 
 
 class FlatState:
-    """A model's parameters and persistent buffers, seen as flat tensors.
+    """Copies a model's parameters and persistent buffers to and from flat tensors.
 
-    The model and its names are kept, not the tensors: a module may replace a buffer in its forward, a user may swap
+    It keeps the model and the names, not the tensors: a module may replace a buffer in its forward, a user may swap
     `p.data` or a whole submodule. So each copy looks the tensors up again (a millisecond for a thousand modules, once a
-    round) and checks that names, shapes, dtypes and sharing are what they were.
+    round) and checks that names, shapes, dtypes and sharing have not changed.
 
     Args:
         model: Any module. It is not changed.
@@ -194,7 +194,7 @@ class FlatState:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of one snapshot."""
+        """The number of bytes of one snapshot."""
         return sum(size * dtype.itemsize for dtype, size in self._sizes.items())
 
     @torch.inference_mode(False)  # they outlive the caller's mode
@@ -205,12 +205,13 @@ class FlatState:
         device: torch.device | str = "cpu",
         new: Callable[..., Tensor] | None = None,
     ) -> FlatBuffers:
-        """Allocate zeros for one state.
+        """Allocate buffers for one state, filled with zeros.
 
         Args:
             accumulate: Widen floating dtypes to float32 and complex ones to complex64, at least, to sum in.
-            device: Where; the host by default, which every transport can send from, pinned for a model in CUDA memory.
-            new: Used in place of `torch.zeros(size, dtype=...)` for a model in host memory; need not give zeros.
+            device: Where to allocate; by default the host, from which every transport can send, pinned for a model in
+                CUDA memory.
+            new: Allocates in place of `torch.zeros(size, dtype=...)` for a model in host memory; need not fill.
         """
         pinned = bool(self._devices) and torch.device(device).type == "cpu"
         if new is None or self._devices:
@@ -226,7 +227,7 @@ class FlatState:
         return FlatBuffers(self.entries, tensors, tuple(views))
 
     def snapshot(self, into: FlatBuffers) -> None:
-        """Copy the model's state as it is now, in place and without allocating (between devices: as torch does).
+        """Copy the model's present state into the buffers, without allocating (between devices: as torch does).
 
         Raises:
             ValueError: The buffers were made for another layout, or the model has changed its layout since.
@@ -236,20 +237,21 @@ class FlatState:
             torch._foreach_copy_(into.views, tensors)
 
     def start_snapshot(self, into: FlatBuffers) -> "DeviceCopy | None":
-        """Begin a snapshot without waiting for a device; its values are those of this moment.
+        """Begin a snapshot of the present values without waiting for a device.
 
-        Tensors in CUDA memory are copied on a stream of their own, after what is queued on the current one and before
-        what will be: a later optimizer step writes the weights when the copy has read them. Nobody waits on the host.
+        Tensors in CUDA memory are copied on a separate stream, after the work queued on the current stream and before
+        later work: a later optimizer step writes the weights once the copy has read them. The host never waits.
 
         Args:
-            into: Flat buffers in host memory, pinned (as `new_buffers` makes them for such a model); not to be read,
-                released or written before the copy is done.
+            into: Flat buffers in pinned host memory (as `new_buffers` makes them for such a model). They must not be
+                read, released or written before the copy is done.
 
         Returns:
-            What to test, or None where the snapshot is complete: none of the model is in CUDA memory.
+            The copy, to be tested for completion; None if the snapshot is complete, since no part of the model is in
+            CUDA memory.
 
         Raises:
-            ValueError: As `snapshot`.
+            ValueError: As for `snapshot`.
         """
         if not self._devices:
             self.snapshot(into)
@@ -278,16 +280,16 @@ class FlatState:
         Averaged entries become momentum * own + (1 - momentum) * average, own being what the model holds now, with
         both products and the sum rounded separately in the accumulation dtype, then once to the entry's dtype. Where
         rounding would lead out of the interval between own and average, the nearer of the two is taken, so equal values
-        stay, and finite ones stay finite. Momentum 0 copies and 1 leaves them as they are, both to the bit. Integer and
-        bool entries are copied always.
+        stay equal and finite values stay finite. Momentum 0 copies the average and 1 keeps the own values, both to the
+        bit. Integer and bool entries are always copied.
 
         Args:
-            buffers: Values for every entry; not changed. As stored, or an accumulator that holds a mean.
-            momentum: 0..1.
+            buffers: Values for every entry: a snapshot, or an accumulator that holds a mean. They are not changed.
+            momentum: The weight of the own values, 0..1.
 
         Raises:
             ValueError: Momentum is out of range, the buffers were made for another layout, or the model has changed its
-                layout since. Nothing has been written then.
+                layout since. The model is unchanged then.
         """
         if not 0.0 <= momentum <= 1.0:
             raise ValueError(f"momentum is {momentum!r}; allowed: a number from 0 to 1")
@@ -306,7 +308,7 @@ class FlatState:
                 torch._foreach_copy_(tensors, views)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer of another model. One that trains a part of this model is welcome.
+        """Refuse an optimizer of another model. One that trains only a part of this model is accepted.
 
         Raises:
             TypeError: It has no parameter groups.
@@ -325,15 +327,15 @@ class FlatState:
                     )
 
     def pairs(self, buffers: FlatBuffers) -> list[tuple[Tensor, Tensor]]:
-        """Return each entry's tensor of the model, as it is now, with its view in the buffers.
+        """Return each entry's present tensor in the model, with its view in the buffers.
 
         Raises:
-            ValueError: As `tensors`.
+            ValueError: As for `tensors`.
         """
         return list(zip(self.tensors(buffers), buffers.views, strict=True))
 
     def tensors(self, buffers: FlatBuffers) -> list[Tensor]:
-        """Return each entry's tensor of the model, as it is now, in the order of the entries and of their views.
+        """Return each entry's present tensor in the model, in the order of the entries and of their views.
 
         Raises:
             ValueError: The buffers were made for another layout, or the model has changed its layout since.
@@ -362,7 +364,7 @@ class FlatState:
         return tensors
 
     def _refuse_changed(self, tensors: Sequence[Tensor]) -> None:
-        """Name the first entry that is not what it was."""
+        """Raise an error that names the first entry whose shape or dtype has changed."""
         for entry, tensor in zip(self.entries, tensors, strict=True):
             if tensor.shape != entry.shape or tensor.dtype != entry.dtype:
                 raise ValueError(
@@ -390,7 +392,7 @@ def _bounds_are_finite(tensor: Tensor) -> bool:
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that values of `dtype` are summed in: float32, complex64 or wider; integers as they are."""
+    """Return the dtype in which values of `dtype` are summed: float32, complex64 or wider; an integer's own."""
     if dtype.is_complex:
         return torch.promote_types(dtype, torch.complex64)
     if dtype.is_floating_point:
@@ -399,9 +401,9 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class SnapshotPool:
-    """Keeps flat buffers that are used again and again: steady state allocates nothing.
+    """Reuses flat buffers, so that nothing is allocated in the steady state.
 
-    It holds as many as were ever in use at once. Ownership passes with `acquire` and comes back with `release`.
+    It holds as many as were ever in use at once. `acquire` passes ownership to the caller, `release` returns it.
 
     Args:
         state: The layout.
@@ -417,12 +419,12 @@ class SnapshotPool:
 
     @property
     def in_use(self) -> int:
-        """Number of buffers in use."""
+        """The number of buffers in use."""
         return len(self._used)
 
     @property
     def allocated(self) -> int:
-        """Number of buffers that exist."""
+        """The number of buffers that exist."""
         return len(self._used) + len(self._free)
 
     def acquire(self) -> FlatBuffers:
@@ -435,7 +437,7 @@ class SnapshotPool:
         """Take buffers back.
 
         Raises:
-            ValueError: They are not out of this pool, or were released before.
+            ValueError: They do not belong to this pool, or have been released before.
         """
         if self._used.pop(id(buffers), None) is None:
             raise ValueError("these flat buffers are not in use from this pool: released twice, or of another pool")
@@ -463,7 +465,7 @@ def _mix(tensor: Tensor, average: Tensor, momentum: float) -> None:
 
 
 def _as_real(tensor: Tensor) -> Tensor:
-    """Return a complex tensor's memory as pairs of real numbers: for a conjugated one those that it stores."""
+    """Return a complex tensor's memory as pairs of real numbers, the stored ones if it is conjugated."""
     return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
 
 

@@ -40,16 +40,17 @@ _WEIGHT_MIN: Final = 2.0**-100
 
 
 class WeightedMean:
-    """The weighted mean of tensors that come one after the other, each in chunks, in any number of flat tensors.
+    """Computes the weighted mean of tensors that arrive one after the other, each in chunks.
 
-    Call :meth:`begin` for each tensor and then :meth:`add` for each of its chunks. When the chunk of the last tensor
-    has been added, the accumulator holds the mean there. Nothing is allocated but a piece, unless sums overflow.
+    Call :meth:`begin` for each tensor and then :meth:`add` for each of its chunks; a tensor may be spread over several
+    flat tensors. Once a chunk of the last tensor has been added, the accumulator holds the mean of that stretch. Only
+    one piece is allocated, unless sums overflow.
 
     Args:
-        keeps_equal: whether the second rule of the module's text holds.
+        keeps_equal: whether the mean of equal values is that value.
 
     Attributes:
-        is_agreed: whether, so far, a value that was not finite was the same infinity in all tensors.
+        is_agreed: whether every value so far that was not finite was the same infinity in all tensors.
     """
 
     def __init__(self, *, keeps_equal: bool = True) -> None:
@@ -63,11 +64,11 @@ class WeightedMean:
         self._scaled: dict[int, Tensor] = {}  # by accumulator, where it lies: which of its sums are scaled
 
     def begin(self, weight: float, *, is_last: bool) -> None:
-        """Go on to the next tensor.
+        """Begin the next tensor.
 
         Args:
-            weight: finite and above 0.
-            is_last: whether it completes the mean.
+            weight: its weight, finite and above 0.
+            is_last: whether this tensor completes the mean.
         """
         exponent = math.frexp(weight)[1] - 1
         self._shrinking = 1.0
@@ -84,9 +85,10 @@ class WeightedMean:
         """Add a chunk of the current tensor to the same stretch of an accumulator.
 
         Args:
-            into: 1-D slice of the accumulator, contiguous; float32, complex64 or wider. The first tensor overwrites it.
-            chunk: of the same length, of any dtype that fits into the accumulator's; not changed. None where the first
-                tensor's values lie in ``into`` already.
+            into: a contiguous 1-D slice of the accumulator, float32, complex64 or wider. The first tensor overwrites
+                it.
+            chunk: values of the same length, of any dtype that fits into the accumulator's; they are not changed. None
+                if ``into`` holds the first tensor's values already.
         """
         if into.requires_grad or (chunk is not None and chunk.requires_grad):
             into, chunk = into.detach(), None if chunk is None else chunk.detach()
@@ -126,7 +128,7 @@ class WeightedMean:
                 _prefer_last(into, wide, self._weights, is_careful=self._is_careful)
 
     def _add_carefully(self, into: Tensor, wide: Tensor, product: Tensor) -> None:
-        """Add, and scale the sums of finite values that leave the range of the dtype."""
+        """Add the current tensor, and scale down those sums of finite values that leave the range of the dtype."""
         is_first = len(self._weights) == 1
         total = product if is_first else into + product
         leaves = torch.isfinite(wide) & ~torch.isfinite(total)
@@ -149,7 +151,7 @@ class WeightedMean:
         into.copy_(torch.where(scaled, careful, total))
 
     def _divide(self, into: Tensor) -> None:
-        """Turn the sum into the mean; a sum of weights of exactly 1 leaves it alone."""
+        """Turn the sum into the mean; weights that add up to exactly 1 leave it unchanged."""
         divisor = sum(self._weights)
         if not self._is_careful:
             divide(into, divisor)
@@ -163,7 +165,7 @@ class WeightedMean:
         into.copy_(torch.where(is_finite, quotient.clamp(-largest, largest), quotient))
 
     def _scaled_sums(self, into: Tensor, *, make: bool = False) -> Tensor | None:
-        """Return which elements of this slice of an accumulator hold scaled sums; None if none of it ever did."""
+        """Return which elements of this slice of an accumulator hold scaled sums; None if no element ever did."""
         storage = into.untyped_storage()
         found = self._scaled.get(storage.data_ptr())
         if found is None:
@@ -175,11 +177,11 @@ class WeightedMean:
 
 
 def mean_into(result: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write the mean of tensors that are all at hand, each of weight 1; the bits are those of :class:`WeightedMean`.
+    """Write the unweighted mean of tensors that are all available; equal to :class:`WeightedMean` to the bit.
 
     Args:
-        result: 1-D, contiguous, of float32, complex64 or wider; none of the parts.
-        parts: two or more of its length and dtype. Values that are not finite follow IEEE 754.
+        result: a contiguous 1-D tensor of float32, complex64 or wider, which is not among the parts.
+        parts: two or more tensors of its length and dtype. Values that are not finite follow IEEE 754.
     """
     result, parts = _real(result), [_real(part) for part in parts]
     if not len(result):
@@ -195,7 +197,7 @@ def mean_into(result: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def divide(total: Tensor, divisor: float) -> None:
-    """Divide in place, rounding once; a divisor of exactly 1 leaves the values alone."""
+    """Divide in place, rounding once; a divisor of exactly 1 leaves the values unchanged."""
     if divisor != 1.0:
         # By a scalar of the host CUDA would multiply with 1 / it.
         on_device = total.device.type != "cpu"
@@ -209,7 +211,7 @@ def _mean_one_by_one(result: Tensor, parts: Sequence[Tensor], weights: Sequence[
 
 
 def _prefer_last(mean: Tensor, last: Tensor, weights: Sequence[float], *, is_careful: bool) -> None:
-    """Write the last tensor's value where the mean is the one that equal tensors would have.
+    """Write the last tensor's value wherever the mean equals that of equal tensors.
 
     Comparisons that give booleans, and `where`, take ten times as long as arithmetic on the elements' bits.
     """
@@ -228,7 +230,7 @@ def _prefer_last(mean: Tensor, last: Tensor, weights: Sequence[float], *, is_car
 
 
 def _mean_of_equal(values: Tensor, weights: Sequence[float]) -> Tensor:
-    """Return what sum and quotient make of tensors that all hold these values, where no sum overflows."""
+    """Return the mean that rounding gives for tensors that all hold these values, where no sum overflows."""
     if weights[0] == weights[1] == 1.0:
         total, others = values + values, weights[2:]
     else:
@@ -249,5 +251,5 @@ def _is_within(values: Tensor, bound: float) -> bool:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Return a flat tensor's elements as real ones."""
+    """Return a flat tensor's elements as real numbers."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor

@@ -1,11 +1,11 @@
 """Matches messages with receives, on the loop of the receiving rank, for backends that only move bytes.
 
-A :class:`Matcher` owns the receives that are posted and the messages that nobody has asked for yet. Matching follows
-MPI: by tag, posted receives and unexpected messages queue in order, and the first that fits wins. A message that is
-matched is *taken* by its receive, which may last: its bytes may still be with the sender.
+A :class:`Matcher` owns the posted receives and the unexpected messages. It follows MPI's rule: both queue in order, by
+tag, and the first one that fits is matched. A receive *accepts* the message it was matched with; filling its buffer may
+take longer, since the bytes may still be in the sender's.
 
-Threads of a backend never enter this module. They put what has arrived into a :class:`CallbackQueue`, which the loop
-empties whenever it tests a request.
+Threads of a backend never enter this module. They put their calls into a :class:`CallbackQueue`, which the loop empties
+whenever it tests a request.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ EAGER_NBYTES: Final = 65536
 
 
 class CallbackQueue:
-    """Holds calls that threads want made on the loop, in order.
+    """Queues calls of threads, in order, to be made on the loop.
 
-    The bell is rung when a call comes into an empty queue; :meth:`empty` also finds the calls that come later. So no
-    wake-up is missed: it ends only when nothing is left. (A mark that says whether the bell has been rung is not
-    enough: the queue may be emptied between the call and the mark, which then stays for ever.)
+    The doorbell rings when a call enters an empty queue. :meth:`empty` ends only when no call is left, those included
+    that come while it runs, so no wake-up is missed. (A flag that says whether the doorbell has rung is not enough: the
+    queue may be emptied between the call and the flag, which then stays set for ever.)
 
     Attributes:
-        calls: the calls that wait; the test of a request looks here first.
+        calls: the waiting calls; the test of a request looks here first.
     """
 
     def __init__(self) -> None:
@@ -49,13 +49,13 @@ class CallbackQueue:
         self._putting = threading.Lock()
 
     def set_bell(self, ring: Callable[[], None]) -> None:
-        """Have ``ring`` called from any thread when a call has come; at once if one waits already."""
+        """Set the doorbell: ``ring`` is called from any thread when a call comes, and at once if one waits already."""
         self._ring = ring
         if self.calls:
             ring()
 
     def put(self, call: Callable[[Any], None], argument: Any) -> None:
-        """Have ``call(argument)`` made on the loop. From any thread."""
+        """Queue ``call(argument)`` to be made on the loop; from any thread."""
         with self._putting:
             self.calls.append((call, argument))
             is_first = len(self.calls) == 1
@@ -63,11 +63,11 @@ class CallbackQueue:
             self._ring()
 
     def ring(self) -> None:
-        """Ring for something that has completed without a call."""
+        """Ring the doorbell for a completion that needs no call."""
         self._ring()
 
     def empty(self) -> None:
-        """Make the calls; only on the loop."""
+        """Make the queued calls; only on the loop."""
         calls = self.calls
         while calls:
             call, argument = calls.popleft()
@@ -75,7 +75,7 @@ class CallbackQueue:
 
 
 class Send:
-    """A send request."""
+    """Tracks a send, which completes once its buffer may be written again."""
 
     __slots__ = ("_callbacks", "done", "error", "nbytes")
 
@@ -100,12 +100,12 @@ class Send:
 
 
 class Message(Protocol):
-    """A message that has arrived, or has been announced.
+    """Represents a message that has arrived or has been announced, until a receive accepts it.
 
     Attributes:
         source: the sender's rank.
-        tag: its tag.
-        nbytes: its size.
+        tag: the message's tag.
+        nbytes: the message's size.
     """
 
     source: int
@@ -114,17 +114,17 @@ class Message(Protocol):
 
     @property
     def is_here(self) -> bool:
-        """Whether its bytes have left the sender, which may die now."""
+        """Whether all bytes have left the sender, so that the message survives the sender's loss."""
 
     def fill(self, receive: Receive) -> None:
-        """Put the bytes into ``receive.view``, which is large enough, now or later; then call ``receive.complete``."""
+        """Write the bytes to ``receive.view``, which is large enough, now or later; then call ``receive.complete``."""
 
     def discard(self) -> None:
         """Drop the message; its send completes as if it had been received."""
 
 
 class Receive:
-    """A receive request, which may be posted again."""
+    """Tracks a receive, which may be posted again."""
 
     __slots__ = ("_callbacks", "_matcher", "cancelled", "done", "error", "nbytes", "source", "tag", "view", "wanted")
 
@@ -160,7 +160,7 @@ class Receive:
             self.done = self.cancelled = True
 
     def accept(self, message: Message) -> None:
-        """Take the message that was matched. A buffer that is too small is an error of this end only."""
+        """Accept the matched message. A buffer that is too small is an error of the receiver only."""
         self.source = message.source
         self.nbytes = message.nbytes
         if message.nbytes <= self.view.nbytes:
@@ -170,12 +170,12 @@ class Receive:
         self.error = TruncationError.of(message.nbytes, self.view.nbytes, message.source)
 
     def complete(self) -> None:
-        """Note that the bytes are in the buffer."""
+        """Record that the bytes are in the buffer."""
         self.done = True
 
 
 class InlineMessage:
-    """A message that arrived as a whole."""
+    """Holds a message that arrived as a whole."""
 
     __slots__ = ("_data", "nbytes", "source", "tag")
 
@@ -192,17 +192,17 @@ class InlineMessage:
         receive.complete()
 
     def discard(self) -> None:
-        """Do nothing: its send has completed."""
+        """Do nothing: the send has completed already."""
 
 
 class LocalMessage:
-    """A message of a rank of this process: it stays in the sender's buffer until it is matched, or is copied.
+    """Refers to a message from a rank of this process, which stays in the sender's buffer until matched or copied.
 
     Args:
-        callbacks: of the sender.
-        send: its request.
+        callbacks: the sender's queue.
+        send: the sender's request.
         source: the sender.
-        tag: its tag.
+        tag: the message's tag.
         view: the sender's buffer.
     """
 
@@ -221,7 +221,7 @@ class LocalMessage:
         return self.send.done
 
     def copy_if_small(self) -> None:
-        """Complete the send of an unexpected message at once, if it is small."""
+        """Copy an unexpected message if it is small, which completes its send."""
         if self.nbytes <= EAGER_NBYTES:
             self._view = memoryview(bytes(self._view))
             self.send.done = True
@@ -241,8 +241,9 @@ class Matcher:
     """Owns the posted receives and the unexpected messages of one rank, and matches them.
 
     Args:
-        callbacks: of this rank.
-        rings_when_posted: whether a receive that finds its message waiting rings, since its owner may not test it soon.
+        callbacks: the rank's queue.
+        rings_when_posted: whether the doorbell rings when a receive matches a waiting message as it is posted, since
+            its owner may not test it soon.
     """
 
     def __init__(self, callbacks: CallbackQueue, *, rings_when_posted: bool = False) -> None:
@@ -253,7 +254,7 @@ class Matcher:
         self._gone: dict[int, RankLostError] = {}
 
     def post(self, receive: Receive) -> None:
-        """Give ``receive`` the first message that fits it, one that waits or one to come."""
+        """Match ``receive`` with the first message that fits it, one that waits or one to come."""
         waiting = self._unexpected.get(receive.tag, ())
         for message in waiting:
             if receive.wanted in (ANY_SOURCE, message.source):
@@ -268,7 +269,7 @@ class Matcher:
         self._posted.setdefault(receive.tag, deque()).append(receive)
 
     def withdraw(self, receive: Receive) -> bool:
-        """Take ``receive`` back; False when a message has been matched with it already."""
+        """Withdraw a posted receive; return False if it has been matched already."""
         posted = self._posted.get(receive.tag, ())
         if receive not in posted:
             return False
@@ -276,7 +277,7 @@ class Matcher:
         return True
 
     def deliver(self, message: Message) -> bool:
-        """Give ``message`` to the first receive that it fits, or keep it for one; returns whether there was one."""
+        """Match ``message`` with the first posted receive that it fits, or keep it; return whether one fitted."""
         posted = self._posted.get(message.tag, ())
         for receive in posted:
             if receive.wanted in (ANY_SOURCE, message.source):
@@ -287,10 +288,10 @@ class Matcher:
         return False
 
     def lose(self, rank: int, error: RankLostError) -> list[Message]:
-        """Fail the receives that wait for ``rank`` alone. What it has sent whole can still be received.
+        """Fail the receives that wait for ``rank`` alone. Messages that it has sent completely can still be received.
 
         Returns:
-            The messages that are dropped, since their bytes were with ``rank``.
+            The messages that are dropped, since ``rank`` still held their bytes.
         """
         self._gone[rank] = error
         for posted in self._posted.values():
@@ -305,7 +306,7 @@ class Matcher:
         return dropped
 
     def fail(self, error: RankLostError) -> list[Message]:
-        """Fail all receives, since this rank itself is lost; returns the messages that are dropped."""
+        """Fail all receives, since this rank itself is lost; return the messages that are dropped."""
         for receive in [receive for posted in self._posted.values() for receive in posted]:
             receive.error = error
         dropped = [message for waiting in self._unexpected.values() for message in waiting]
@@ -319,13 +320,13 @@ class Matcher:
 
 
 class MatchedTransport(Transport):
-    """Base of transports whose backend only moves bytes.
+    """Matches messages for transports whose backend only moves bytes; a subclass sends them to peers.
 
     Args:
-        rank: this one.
-        size: how many there are.
-        callbacks: looked into when a request is tested.
-        capabilities: of the backend.
+        rank: this rank.
+        size: the number of ranks.
+        callbacks: the queue that is emptied when a request is tested.
+        capabilities: those of the backend.
     """
 
     def __init__(self, rank: int, size: int, callbacks: CallbackQueue, capabilities: Capabilities) -> None:

@@ -1,7 +1,8 @@
-"""MPI's requests, as a transport hands them out, and the sends of small messages.
+"""Adapts MPI's requests to the contract of a transport's requests.
 
-Compiled where a C compiler is at hand (see :mod:`asyncdist.compiled`), with C types in the ``.pxd`` file: these run for
-each message. The transport itself is not: an interrupt that comes while it waits in MPI must be heard there.
+This module is compiled where a C compiler is available (see :mod:`asyncdist.compiled`), with C types in the ``.pxd``
+file, since its methods run for each message. The transport itself stays interpreted, so that an interrupt is handled
+while it waits in MPI.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from asyncdist.transports.base import ANY_SOURCE
 
 
 class SendRequest:
-    """A send or a read: nothing to learn from its status."""
+    """Wraps the request of a send or of a one-sided read, whose status carries no information."""
 
     __slots__ = ("_buffer", "_fail", "_peer", "_request")
 
@@ -36,11 +37,11 @@ class SendRequest:
             self._fail(error, None, self._buffer, self._peer)
 
     def cancel(self) -> None:
-        """Sends cannot be cancelled in MPI practice (MPI-4.1 deprecates it), and collectives never."""
+        """Do nothing: MPI-4.1 deprecates the cancellation of sends, and collectives can never be cancelled."""
 
 
 class ReceiveRequest:
-    """A receive, or one that is started again and again."""
+    """Wraps the request of a receive, which may be a persistent one."""
 
     __slots__ = ("_buffer", "_fail", "_peer", "_request", "_start", "_status", "_test")
 

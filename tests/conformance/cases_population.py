@@ -59,7 +59,7 @@ async def case_half_precision_is_rounded_where_jax_rounds_it(end: Endpoint) -> N
 
 
 async def case_every_kind_of_tree(end: Endpoint) -> None:
-    """The structure comes back, with each leaf in its own place, and the input stays as it was."""
+    """The structure comes back, with each leaf in its own place, and the input is unchanged."""
     one = torch.ones(2, 2, requires_grad=True)
     tree: dict[str, Any] = {
         "list": [one, (one.detach().int(), None)],
@@ -231,7 +231,7 @@ async def case_a_mesh_of_a_part_of_the_world(end: Endpoint) -> None:
 
 
 async def case_torchs_optimizer_steps_along_an_axis(end: Endpoint) -> None:
-    """Not in four processes, each of which would import it, for more than a second of a core."""
+    """Left out in four processes, since each import of torch's optimizers takes more than a second of a core."""
     if end.size == 4 and end.world.transport_name in ("mpi", "torch"):
         return
     shape = GRIDS[end.size]
@@ -397,7 +397,7 @@ async def case_meshes_that_cannot_be(end: Endpoint) -> None:
 
 
 async def case_training_steps(end: Endpoint) -> None:
-    """An agent's weights go as if one rank had seen all data; the state that was given stays as it was."""
+    """An agent's weights go as if one rank had seen all data; the given state is unchanged."""
     inputs = [
         torch.randn(5, 3, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) for rank in range(4)
     ]

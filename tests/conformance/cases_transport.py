@@ -244,7 +244,7 @@ async def case_many_receives_abandoned_at_once(end: Endpoint) -> None:
 
 
 async def case_a_message_for_an_abandoned_receive_waits_for_the_next_one(end: Endpoint) -> None:
-    """Whoever takes it: of the tasks that wait for one key, the first in line."""
+    """The first task in line takes it, among those that wait for one key."""
     await end.barrier()
     sends = [asyncio.ensure_future(end.send(payload(i, nbytes=200_000), end.right)) for i in range(4)]
     first = asyncio.ensure_future(end.receive(250_000, end.left))

@@ -174,7 +174,7 @@ async def case_plans_that_do_not_fit(world: ad.World) -> None:
 
 
 async def case_a_plan_that_does_not_fit_on_one_rank(world: ad.World) -> None:
-    """All others are told at once what is wrong there, whoever leads their agreement, and the next plan is made."""
+    """All others are told at once what is wrong there, with any leader of the agreement, and the next plan is made."""
     size = world.size
     for failing in sorted({0, size - 1}):
         for options, kind, words in (

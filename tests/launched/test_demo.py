@@ -104,7 +104,7 @@ def test_iterations_given_by_the_user_are_not_cut_short_by_time() -> None:
 def write_diary(
     directory: Path, rank: int, *, replaced: int, metric: float, replay: dict[str, Any] | None = None
 ) -> None:
-    """A diary as a rank writes it: 41 steps, some of which replaced its weights."""
+    """A diary as a rank writes it: 41 steps, and some replaced its weights."""
     record = Recorder(directory, rank)
     record.start(transport="mpi", ranks=2, mode_count=16, parameter_count=21382)
     for iteration in range(1, 41):
@@ -147,7 +147,7 @@ def test_results_have_what_the_json_promises(histories: list[RankHistory]) -> No
 
 
 def write_buffer_diary(directory: Path, rank: int, clients: list[int]) -> None:
-    """A diary as a replay buffer writes it: 41 batches of 16 states from each client, 2,000 of which it keeps."""
+    """A diary as a replay buffer writes it: 41 batches of 16 states from each client; it keeps 2,000 states."""
     record = BufferRecorder(directory, rank)
     record.start(transport="torch", clients=clients)
     record.held(size=32, mean_reward=0.25, modes=[3])

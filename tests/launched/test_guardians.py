@@ -20,17 +20,18 @@ pytestmark = pytest.mark.skipif(not guardians.ARE_HERE, reason="there are no sub
 #: Generous: what hangs is a failure, what is slow is not.
 TIMEOUT_S = 60.0
 
-# Four children that would stay: in the rank's group, in a session of their own, and deaf orphans of both kinds.
+# Four children that would stay: in the rank's group, in a session of their own, and orphans that ignore SIGTERM, of
+# both kinds.
 RANK = """
 import os, pathlib, signal, subprocess, sys, time
 folder = pathlib.Path(sys.argv[1])
 
-def child(seconds, *, leaves=False, is_deaf=False):
+def child(seconds, *, leaves=False, ignores_sigterm=False):
     if os.fork():
         return
     if leaves:
         os.setsid()
-    if is_deaf:
+    if ignores_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if os.fork():
             os._exit(0)
@@ -40,8 +41,8 @@ def child(seconds, *, leaves=False, is_deaf=False):
 
 child(600)
 child(600, leaves=True)
-child(600, is_deaf=True)
-child(600, leaves=True, is_deaf=True)
+child(600, ignores_sigterm=True)
+child(600, leaves=True, ignores_sigterm=True)
 while len(list(folder.glob("*.child"))) < 4:
     time.sleep(0.01)
 signal.signal(signal.SIGUSR1, lambda *_: print("heard", flush=True))

@@ -154,7 +154,9 @@ if rank == 1:
     {failure}
 time.sleep(600)
 """
-DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)"
+IGNORES_SIGNALS = (
+    "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)"
+)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +231,7 @@ def test_ranks_that_another_one_takes_along_and_that_end_before_it_are_not_the_c
 def test_ranks_that_do_not_stop_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_ranks, "STOP_S", 0.2)
     script = tmp_path / "script.py"
-    script.write_text(WAITS.format(before=DEAF, failure="sys.exit(7)"))
+    script.write_text(WAITS.format(before=IGNORES_SIGNALS, failure="sys.exit(7)"))
     code = local_ranks.run(str(script), [str(tmp_path)], ranks=3, environ=environment.environment())
     assert code == 7
     check_gone(pids_in(tmp_path, 3))
@@ -305,7 +307,7 @@ print("caught", len(caught))
     not sys.platform.startswith("linux"), reason="elsewhere nothing tells a process of its parent's end"
 )
 def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    with running(tmp_path, WAITS.format(before=DEAF, failure="pass"), str(tmp_path)) as process:
+    with running(tmp_path, WAITS.format(before=IGNORES_SIGNALS, failure="pass"), str(tmp_path)) as process:
         pids = pids_in(tmp_path, 3)
         process.kill()
         check_gone(pids)

@@ -534,7 +534,7 @@ def test_a_failing_rank_is_the_error_and_the_others_are_stopped(
 
 
 class Stop(BaseException):
-    """No Exception, as asyncio.CancelledError is none."""
+    """Derives from BaseException alone, as asyncio.CancelledError does."""
 
 
 def stop(code: int | None) -> None:

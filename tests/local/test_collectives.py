@@ -169,7 +169,7 @@ def test_after_the_failure_of_the_job_no_collective_starts() -> None:
 
 
 def test_a_default_device_is_the_users() -> None:
-    """Nothing of ours is made there. Meta stands for any: whoever reads a value of it fails."""
+    """Nothing of ours is made there. Meta stands for any: a read of its values fails."""
 
     async def main(world: ad.World) -> None:
         rank = torch.full((3,), float(world.rank), device="cpu")

@@ -268,7 +268,7 @@ def nothing_is_kept(world: World) -> bool:
 @pytest.mark.parametrize("first", ["leaves", "objects"])
 @pytest.mark.parametrize("how", ["leaves the world", "withdraws"])
 async def test_what_was_objected_to_is_not_kept_for_those_who_never_come(first: str, how: str) -> None:
-    """Whoever had left was counted among those who were still to be told: each such meeting was kept for ever."""
+    """Members that had left counted among those still to be told, so each such meeting was kept for ever."""
     async with worlds(3) as made:
         ranks = (0, 1, 2)
 

@@ -302,11 +302,11 @@ def test_memory_is_found_by_its_name_alone() -> None:
     del memory
     with pytest.raises(OSError):
         find(address)
-    assert (found[1], descriptor_count()) == (7, before), "whoever has mapped it keeps it"
+    assert (found[1], descriptor_count()) == (7, before), "the processes that have mapped it keep it"
 
 
 def test_memory_can_be_neither_cut_nor_stretched() -> None:
-    """Whoever has mapped it would get SIGBUS."""
+    """A process that has mapped it would get SIGBUS."""
     memory = SharedMemory(10_000)
     for nbytes in (0, 9999, 20_000):
         with pytest.raises(PermissionError):

@@ -1,4 +1,4 @@
-"""The exchange from the inside: several donors through one window, whatever comes first, and whoever gives up."""
+"""The exchange from the inside: several donors through one window, in any order of events, and either side gives up."""
 
 from __future__ import annotations
 
@@ -378,7 +378,7 @@ async def test_what_was_asked_early_is_answered_when_the_snapshot_is_there(
 @pytest.mark.usefixtures("chunk_nbytes")
 @pytest.mark.parametrize("closes_first", [True, False])
 async def test_what_was_asked_early_is_answered_when_the_round_is_over(closes_first: bool) -> None:
-    """Whoever says so first, the replacer that gives up or the donor that has no snapshot: one abort, and no more."""
+    """The replacer that gives up may say so first, or the donor that has no snapshot: there is exactly one abort."""
     async with worlds(6) as made:
         party = Party.of(made, late=True)
         intake, _ = party.intake()

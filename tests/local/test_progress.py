@@ -202,7 +202,7 @@ async def test_a_completion_that_raises_loses_no_other_request(engine: Engine) -
 
 
 async def test_a_defect_in_a_transport_loses_no_other_request(engine: Engine) -> None:
-    """An exception that is none of ours passes through ``poll``; everything stays in keeping."""
+    """An exception of another library passes through ``poll``; all requests are kept."""
     requests = [ScriptedRequest() for _ in range(3)]
     for i, request in enumerate(requests):
         engine.watch(request, str(i))

@@ -18,7 +18,7 @@ VALUES = (torch.arange(COUNT) % 251).to(torch.uint8)
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More of them than go at once, each of which needs its receiver."""
+    """Makes chunks so small that there are more than fit under way, and each one needs its receiver."""
     monkeypatch.setattr(streams, "USER_CHUNK_NBYTES", EAGER_NBYTES + 8)
 
 

@@ -125,8 +125,8 @@ async def test_what_cannot_be_run_inside_a_loop_names_the_line_that_works(monkey
         ad.run(nothing)
 
 
-@pytest.mark.parametrize("is_deaf", [False, True])
-async def test_ctrl_c_inside_a_loop_ends_the_ranks_and_not_the_process(is_deaf: bool) -> None:
+@pytest.mark.parametrize("is_blocked", [False, True])
+async def test_ctrl_c_inside_a_loop_ends_the_ranks_and_not_the_process(is_blocked: bool) -> None:
     """The first one cancels main at its next await; a main that has none ends at the second one."""
     ended = []
 
@@ -143,7 +143,7 @@ async def test_ctrl_c_inside_a_loop_ends_the_ranks_and_not_the_process(is_deaf: 
 
     async def main(world: ad.World) -> None:
         try:
-            if is_deaf:
+            if is_blocked:
                 interrupt()
                 compute()
             await ad.barrier()
@@ -156,7 +156,7 @@ async def test_ctrl_c_inside_a_loop_ends_the_ranks_and_not_the_process(is_deaf: 
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         ad.run_local(main, ranks=2)
-    assert len(ended) == (1 if is_deaf else 2), "the other one is not to begin"
+    assert len(ended) == (1 if is_blocked else 2), "the other one is not to begin"
     assert signal.getsignal(signal.SIGINT) == before
     assert ad.run_local(nothing, ranks=1) == [None]
 

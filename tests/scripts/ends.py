@@ -25,7 +25,7 @@ from protocols import AsyncSelectiveAveragingPolicy
 
 faulthandler.enable()
 FOLDER = Path(sys.argv[1])
-#: Longer than any test waits: whoever is still here then has not been ended.
+#: Longer than any test waits: a rank that is still here then has not been ended.
 FOR_EVER_S = 300.0
 #: Ways that call :func:`asyncdist.run` themselves, if they do.
 STARTS = (
@@ -220,7 +220,7 @@ async def policy_start(world: ad.World) -> None:
 
 
 async def blocked(world: ad.World) -> None:
-    """Everybody inside a blocking call, deaf to the first signal."""
+    """All ranks are inside a blocking call, and do not react to the first signal."""
     await all_ready(world)
     began_at = time.monotonic()
     while time.monotonic() < began_at + FOR_EVER_S:

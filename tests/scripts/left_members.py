@@ -58,7 +58,7 @@ async def main(world: ad.World, way: str) -> dict[str, str]:
     groups = {name: await ad.new_group(range(world.size)) for name in names}
     others = await ad.new_group(range(1, world.size)) if world.rank != LEAVER else None
     flag = torch.full((1,), 7.0)
-    for group in groups.values():  # one that the leaver has taken part in completes, whoever enters it when
+    for group in groups.values():  # one that the leaver has taken part in completes, in any order of entry
         await ad.broadcast(flag, LEAVER, group=group)
     tasks = {name: calls(world, groups[name])[name] for name in names}
     if way == "cancelled":

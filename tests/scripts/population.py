@@ -117,7 +117,7 @@ class Story:
             if not event.donors:
                 continue
             given = {donor: self.snapshots[event.round, donor] for donor in event.donors}
-            assert event.best in given, f"the best donor {event.best} is none of {event.donors}"
+            assert event.best in given, f"the best donor {event.best} is not among {event.donors}"
             kept = kept_part(before, momentum)
             for name, tensor in event.state.items():
                 own = None if before is None else before[name]

@@ -42,7 +42,7 @@ def batch_of(rank: int, numbers: np.ndarray[Any, Any]) -> dict[str, torch.Tensor
 
 
 async def check_scores(rank: int, buffer: ReplayBuffer) -> int:
-    """Every add, of which many are begun at once, gets the answer to its own batch; the most that were on their way."""
+    """Check that each of many adds under way gets the answer to its own batch; return the most that were under way."""
     assert buffer._channel is not None
     send, unanswered, most = buffer._channel.send_nowait, 0, 0
 

@@ -175,7 +175,7 @@ async def cancelled(world: ad.World) -> None:
 
 
 async def cancelled_anywhere(world: ad.World) -> None:
-    """In groups that overlap, one after the other: whoever gives up has its values, and the others get those too.
+    """In groups that overlap, one after the other: a rank that gives up has its values, and the others get those too.
 
     It writes something else into them at once, while the others are still reading.
     """

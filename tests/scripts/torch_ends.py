@@ -24,7 +24,7 @@ from asyncdist.transports.base import ANY_SOURCE
 
 MIB = 1 << 20
 VICTIM = 2
-#: Longer than any test waits: whoever is still here then has not been ended.
+#: Longer than any test waits: a rank that is still here then has not been ended.
 FOR_EVER_S = 300.0
 
 

@@ -35,7 +35,7 @@ _DEADLINES: Final = (3.0, 10.0, 30.0, 100.0, 300.0)
 
 
 async def _train(world: ad.World) -> None:
-    """What keeps the loop deaf most of the time."""
+    """Keep the rank busy most of the time."""
     while True:
         await world.safe_point()
 

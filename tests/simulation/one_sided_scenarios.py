@@ -46,7 +46,7 @@ from protocols.ranking import STRATEGIES
 
 #: Virtual seconds that no run takes, whatever goes wrong in it.
 LIMIT_S: Final = 1e5
-#: A step that waits for nobody takes some turns of the loop; whoever waits for a peer's step takes longer.
+#: A step that waits for no peer takes some turns of the loop; one that waits for a peer's step takes longer.
 STEP_MAX_S: Final = 1e-4
 
 

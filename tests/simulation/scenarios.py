@@ -70,7 +70,7 @@ from protocols.selective.statistics import CoordinatorStatistics
 
 #: No scenario takes longer than this in virtual seconds, whatever goes wrong in it.
 VIRTUAL_TIME_MAX_S: Final = 1e6
-#: In a second phase the start waits for whoever is a hundred times slower.
+#: In a second phase the start waits for ranks that are a hundred times slower.
 _START_TIMEOUT_S: Final = 1e5
 #: Members looked at after each event; in larger populations they take turns.
 _LOOKED_AT_COUNT: Final = 8
@@ -283,7 +283,7 @@ def _draw_faults(
         return
     kinds: tuple[type, ...] = (Kill, Kill, Stall, SlowRank, SlowLink, Partition, Delay)
     if all(policy.kind == "selective" for policy in policies):
-        # A spoiled frame never comes, and whoever is synchronous waits for it: that hang is no news.
+        # A spoiled frame never comes, and a synchronous policy waits for it: that hang is no news.
         kinds = (*kinds, Corrupt, Corrupt)
     span_s = 1.2 * steps * step_s
     for kind in rng.sample(kinds, rng.randint(1, 3)):
@@ -462,7 +462,7 @@ class Member:
             found = self.watch.snapshots.get((self.number, event.round, donor))
             check(found is not None, f"{self}: donor {donor} took no snapshot in round {event.round}")
             given[donor] = found or {}
-        check(event.best in given, f"{self}: the best donor {event.best} is none of {event.donors}")
+        check(event.best in given, f"{self}: the best donor {event.best} is not among {event.donors}")
         momentum = kept_part(self.before, options["momentum"])
         self.watch.seen["applied with momentum"] += bool(momentum)
         for name, tensor in state.items():

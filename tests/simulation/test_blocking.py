@@ -1,4 +1,4 @@
-"""Code that blocks takes time: the rank is deaf meanwhile, and what arrives and what is due meet afterwards."""
+"""Code that blocks takes time: the rank is busy meanwhile, and what arrives and what is due meet afterwards."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def test_nobody_dies_while_things_are_cleared_away() -> None:
 
 @pytest.mark.parametrize("number", [1, 2, 5])
 def test_kill_at_a_message(number: int) -> None:
-    """The message does not leave, nothing after it does, and whoever awaits it goes no further."""
+    """The message does not leave, nothing after it does, and the task that awaits it goes no further."""
     sent: list[int] = []
 
     async def main(world: ad.World) -> list[int]:

@@ -285,7 +285,7 @@ def test_progress_bars_have_the_thread_that_looks_after_them_and_their_pools_are
 
 
 def test_what_is_called_after_each_event_runs_in_no_loop_and_each_rank_in_its_own() -> None:
-    """Between two turns of one rank asyncio is not told of the end of the first: whoever looks must not see it."""
+    """Between two turns of one rank asyncio is not told of the end of the first: code that looks must not see it."""
     seen: set[object] = set()
 
     async def main(world: ad.World) -> None:

@@ -14,7 +14,7 @@ TOP = Path(__file__).resolve().parents[2]
 
 
 def copied(folder: Path) -> ModuleType:
-    """asyncdist/compiled.py beside a copy of the modules of which it speaks."""
+    """asyncdist/compiled.py beside a copy of the modules that it names."""
     for module in compiled.MODULES:
         for source in (compiled.source_of(module), compiled.source_of(module).with_suffix(".pxd")):
             target = folder / source.relative_to(TOP / "asyncdist")

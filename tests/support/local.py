@@ -52,5 +52,5 @@ async def yields(count: int) -> None:
 async def eventually(condition: Callable[[], bool]) -> None:
     """Wait for what needs no more than a few iterations of the loop and a millisecond timer."""
     async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 conditions of all kinds, most of which ring no bell
+        while not condition():  # noqa: ASYNC110 conditions of all kinds, and most ring no bell
             await asyncio.sleep(0.001)

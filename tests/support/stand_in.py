@@ -84,7 +84,7 @@ class Link:
 
 
 class Group(dist.ProcessGroup):
-    """A process group, of which nothing works but what is point to point."""
+    """A process group that supports point-to-point operations only."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta | None = None, *, kind: str) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -196,7 +196,7 @@ class Group(dist.ProcessGroup):
         assert link.inward is not None
         work.view[:] = data
         work.is_done = True
-        with contextlib.suppress(OSError):  # whoever sent it has died since
+        with contextlib.suppress(OSError):  # the process that sent it has died since
             link.inward.send(_NUMBER.pack(number))
 
 

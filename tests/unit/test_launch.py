@@ -128,7 +128,7 @@ SLURM = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURM_STEP_ID": "0"}
         (SLURM, Launch("mpi", 4, 2, "SLURM_STEP_NUM_TASKS")),
         (TORCHRUN, Launch("torch", 4, 2, "TORCHELASTIC_RUN_ID")),
         (BY_HAND, Launch("torch", 4, 2, "WORLD_SIZE")),
-        # Batch scripts set these for whoever is started later.
+        # Batch scripts set these for the processes that they start.
         ({"MASTER_ADDR": "h", "MASTER_PORT": "29500"}, Launch("local", 1, 0, "no launcher")),
         ({"LOCAL_RANK": "1"}, Launch("local", 1, 0, "no launcher")),
         # Who sets all four inside an srun step means torch; who sets some of them for all steps does not.

@@ -88,7 +88,7 @@ def folder_of(name: str) -> str:
 
 
 def edges() -> set[tuple[str, str]]:
-    """Pairs of folders of which the first one imports the second one."""
+    """Return the pairs of folders whose first one imports the second one."""
     found = {(folder_of(name), folder_of(other)) for name, tree in ASYNCDIST.items() for other in own_imports(tree)}
     return {(folder, other) for folder, other in found if folder != other}
 

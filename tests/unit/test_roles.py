@@ -68,7 +68,7 @@ def test_by_host_keeps_groups_and_buffers_at_home() -> None:
 
 
 def test_by_host_with_more_hosts_than_buffers() -> None:
-    """Whoever has no buffer on its host is served by the one with the fewest clients."""
+    """A rank without a buffer on its host is served by the one with the fewest clients."""
     layout = RankLayout.by_host(["a", "a", "a", "b", "b", "c"], 2, 1)
     check_roles(layout)
     hosts = dict(enumerate("aaabbc"))

@@ -698,7 +698,7 @@ def test_law_a_coordinator_is_a_function_of_its_events(
 @LAWS
 @given(st.integers(2, 6), st.integers(0, 5), st.integers(1, 4))
 def test_law_live_members_are_judged_again_after_any_silent_round(size: int, silent: int, repeats: int) -> None:
-    """Liveness: whoever stays silent, each batch of reports from the others leads to one more decision."""
+    """Liveness: with any members silent, each batch of reports from the others leads to one more decision."""
     coordinator = RoundCoordinator(range(size), rules(quorum=0.5))
     now = 0.0
     for batch in range(1, repeats + 1):

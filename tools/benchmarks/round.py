@@ -153,7 +153,7 @@ class Ideal:
         self._is_warm = False
 
     async def measure(self, world: ad.World) -> None:
-        """Measure each part once; the first time twice, of which one counts. Collective."""
+        """Measure each part once; at the first call twice, and the first measurement is dropped. Collective."""
         for _ in range(1 if self._is_warm else 2):
             parts = {name: values[:] for name, values in self.parts_s.items()} if not self._is_warm else None
             await self._rival.align()

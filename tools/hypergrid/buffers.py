@@ -2,7 +2,7 @@
 
 A buffer holds the states that trajectories ended in, and draws them in proportion to their rewards. A rank that gets
 some back walks from them to the start with the backward policy, and learns from these trajectories as from its own:
-trajectory balance holds for any of them, whoever chose it.
+trajectory balance holds for those of any policy.
 """
 
 import time

@@ -1,7 +1,7 @@
 """Trains a GFlowNet on several ranks and shows it live; ends with a table, a chart and, if asked, a JSON file.
 
-It starts `train.py` with `asyncdist run`, reads the diaries that the ranks write (`record.py`, `history.py`), and takes
-no part in the training, on whatever transport. Nothing outlives it: however it ends, the ranks have ended before.
+It starts `train.py` with `asyncdist run`, on any transport, and reads the diaries that the ranks write (`record.py`,
+`history.py`). It takes no part in the training. The ranks never outlive it, however it ends.
 """
 
 import argparse
@@ -154,7 +154,7 @@ def training_command(options: argparse.Namespace, directory: Path) -> list[str]:
 
 
 class Job:
-    """The launcher and its ranks. A context manager: whoever leaves it leaves no process behind.
+    """Runs the launcher and its ranks. A context manager; no process is left when its block ends.
 
     The job has a session of its own, so that Ctrl-C reaches this process alone, which then stops the job once.
     """

@@ -37,7 +37,7 @@ LOSSES_IN_METRIC = 20
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The sender trains no more. The first rank to say so stops all, so that nobody waits for a slow one."""
+    """Says that the sender has stopped training. The first such message stops all ranks: none waits for a slow one."""
 
 
 def build_env() -> HyperGrid:

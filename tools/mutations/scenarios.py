@@ -9,7 +9,7 @@ from outside.
 - ``trouble``: the same under stalls, slow links, partitions, delays, and deadlines that are too short.
 - ``lateness``: the same where messages take longer than steps, and deadlines are as short as what they are for.
 - ``slow_words``: the coordinator's words to the worst rank come late, and nothing else does.
-- ``asked_again``: donors are deaf when the round is frozen without one of them, and their replacers ask anew.
+- ``asked_again``: donors are busy when the round is frozen without one of them, and their replacers ask anew.
 - ``farewell``: every send waits for its receiver; ranks leave with many of them under way.
 - ``leaving``: members that leave one after the other; those that stay go on averaging.
 - ``subgroup``: the synchronous average on a part of the ranks.
@@ -353,7 +353,7 @@ def sends_watched() -> Iterator[None]:
 
 @contextlib.contextmanager
 def deadlines_watched(slack_s: float) -> Iterator[None]:
-    """A replacer waits for a stream until its deadline, and for no longer than it may itself be deaf after that."""
+    """Check that a replacer waits for a stream until its deadline, plus at most the time that it may itself be busy."""
     run = SnapshotReceiver.run
 
     async def checked(intake: SnapshotReceiver, weights: Sequence[float], *, deadline: float) -> None:

@@ -227,7 +227,7 @@ MUTANTS: Final = (
     Mutant(
         "optimizer-state-lost",
         12,
-        "whoever passes a model_builder loses the optimizer's state at each average",
+        "a rank with a model_builder loses the optimizer's state at each average",
         "protocols/options.py",
         '        return self.optimizer_state == "reset" or self.makes_fresh_weights',
         '        return self.optimizer_state == "reset" or self.model_builder is not None',

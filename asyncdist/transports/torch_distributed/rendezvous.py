@@ -1,21 +1,22 @@
 """Lets the ranks of a torch.distributed job find each other through a store of keys and values.
 
-Which store, in this order:
+The first of these stores that exists is used:
 
-- that of the process group which the user has made;
-- under torchrun, that of its agent;
-- one of our own, which rank 0 serves at a port that the system chooses. It is announced at MASTER_PORT, in a server
-  that rank 0 starts for that and stops before anybody goes on: so the port is free for the user's
-  ``init_process_group``, which finds nothing of ours there. (torch uses the same keys again after
-  ``destroy_process_group``; in a server that lived on they would lead to connections of the group before.)
+- the store of the user's process group;
+- under torchrun, the store of its agent;
+- a store of our own, which rank 0 serves at a port that the system chooses. Rank 0 announces that port at MASTER_PORT,
+  in a second server that it stops before any rank continues. So MASTER_PORT is free for the user's
+  ``init_process_group``, which finds no keys of ours there. (torch uses the same keys again after
+  ``destroy_process_group``; in a server that lived on they would lead to connections of the previous group.)
 
-A store may still hold what earlier workers left there, and torchrun's agents count differently how often they have
-started theirs. So a world has no number but a token, drawn by its rank 0. Every rank says hello with a token of its
-own; rank 0 answers each hello with the world's, and a newer one of the same rank again, until all have gathered under
-it; then it says go. The answer to the hello of a rank that is no more does no harm.
+A store may still hold keys of earlier workers, and torchrun's agents may disagree on how often they have restarted
+theirs. So a world is identified by a token, which its rank 0 draws, and not by a number. Every rank says hello with a
+token of its own. Rank 0 answers each hello with the world's token, also a newer hello of the same rank, until all ranks
+have gathered under it; then it says go. The answer to a hello whose rank has ended does no harm.
 
-A rank that rank 0 does not count on, since its WORLD_SIZE is a larger one, would wait in silence. So a rank that has no
-answer repeats its hello where rank 0 looks for those; it is answered too, and both find that their sizes differ.
+A rank that rank 0 does not expect, since that rank's WORLD_SIZE is larger, would wait without a word. So a rank without
+an answer repeats its hello under a key where rank 0 looks for such ranks. Rank 0 answers it too, and both find that
+their sizes differ.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from asyncdist.errors import TransportError
 from asyncdist.transports.torch_distributed.failures import reason
 
-#: Between two looks. Not a wait inside the store: it sees no signal, and complains aloud.
+#: The pause between two looks. A wait inside the store would see no signal, and logs warnings.
 _PAUSE_S: Final = 0.02
-#: More where many look: the store answers some ten thousand questions a second.
+#: Added for each rank, since the store answers some ten thousand questions a second.
 _PAUSE_PER_RANK_S: Final = 0.0005
 _CONNECT_S: Final = 1.0
 _STORE_TIMEOUT: Final = timedelta(seconds=60)
@@ -44,14 +45,14 @@ _UNANSWERED: Final = "unanswered"
 
 
 class Rendezvous(Protocol):
-    """Where the ranks meet. Equal ones are the same.
+    """Describes where the ranks meet. Equal objects stand for the same place.
 
     Attributes:
-        rank: this process's.
-        size: how many there are.
-        address: of the host with the store.
-        port: of the store.
-        is_store_served: whether something else serves it already, as torchrun's agent does.
+        rank: this process's rank.
+        size: the number of ranks.
+        address: the address of the host that serves the store.
+        port: the store's port.
+        is_store_served: whether another process serves the store already, as torchrun's agent does.
     """
 
     @property
@@ -68,24 +69,25 @@ class Rendezvous(Protocol):
 
 
 def is_group_initialised() -> bool:
-    """Whether the user has called ``init_process_group``, so that no rendezvous is needed."""
+    """Return whether the user has called ``init_process_group``, so that no rendezvous is needed."""
     return dist.is_available() and dist.is_initialized()
 
 
 def join_store(rendezvous: Rendezvous | None, rank: int, size: int, timeout_s: float) -> Any:
-    """Wait for all ranks.
+    """Wait for all ranks of a world, and return its part of a store.
 
     Args:
-        rendezvous: where; None where the user's process group has a store.
-        rank: this one.
-        size: how many there are.
+        rendezvous: where the ranks meet; None if the user's process group has a store.
+        rank: this rank.
+        size: the number of ranks.
         timeout_s: how long the ranks wait for each other.
 
     Returns:
-        The part of a store that is this world's alone.
+        The part of the store that belongs to this world alone.
 
     Raises:
-        TransportError: the store cannot be served or reached, ranks did not come, or one came twice; names them.
+        TransportError: the store cannot be served or reached, ranks are missing, or one rank exists twice; the ranks
+            are named.
     """
     deadline = time.monotonic() + timeout_s
     if rendezvous is None:
@@ -109,16 +111,16 @@ def join_store(rendezvous: Rendezvous | None, rank: int, size: int, timeout_s: f
 
 
 class _Gathering:
-    """One rank at the start of one world.
+    """Carries out one rank's part of the handshake that starts a world.
 
     Args:
-        store: where all ranks of this world come, and nobody knows who else has.
-        rank: this one.
-        size: how many there are.
-        deadline: by ``time.monotonic``.
+        store: the store that all ranks of this world use, and ranks of other worlds may use.
+        rank: this rank.
+        size: the number of ranks.
+        deadline: when to give up, by ``time.monotonic``.
 
     Attributes:
-        world: the part of the store that is this world's, once this rank knows it.
+        world: the part of the store that belongs to this world, once this rank knows it.
     """
 
     def __init__(self, store: Any, rank: int, size: int, deadline: float) -> None:
@@ -133,22 +135,21 @@ class _Gathering:
         self.world: Any = None
 
     def come(self) -> None:
-        """Wait: rank 0 until all have come, the others until it lets them go on."""
+        """Wait: rank 0 until all ranks have come, the others until rank 0 lets them continue."""
         try:
             self._store.set(f"hello/{self._rank}", self._hello)
             if self._rank == 0:
                 self._lead()
             else:
                 self._follow()
-        except (
-            RuntimeError
-        ) as error:  # the rank that serves the store has ended; its deadline may come a moment before ours
+        except RuntimeError as error:
+            # The rank that serves the store has ended; its deadline may come a moment before ours.
             raise TransportError(
                 f"{self._who_is_missing()} before the store closed: {reason(error)}", missing=self._missing
             ) from error
 
     def let_go(self) -> None:
-        """Let the others go on; on rank 0."""
+        """Let the other ranks continue, if this is rank 0."""
         if self._rank == 0:
             self.world.set("go", "")
 
@@ -169,7 +170,7 @@ class _Gathering:
         return not self._missing
 
     def _answer(self) -> None:
-        """Tell the world's token to each rank that has said hello since the last look."""
+        """Send the world's token to each rank that has said hello since the last look."""
         for peer in range(1, self._size):
             if self._store.check([f"hello/{peer}"]):
                 hello = _text(self._store, f"hello/{peer}")
@@ -199,7 +200,10 @@ class _Gathering:
         return False
 
     def _may_go(self) -> bool:
-        """Or learn who else is missing. Not by looking for each: of n ranks that would be n * n looks."""
+        """Return whether rank 0 has said go; until then, read which ranks are missing.
+
+        Rank 0 lists them, since n ranks that look for each other would look n * n times.
+        """
         if self.world.check(["go"]):
             return True
         missing = map(int, _text(self.world, "missing").split())
@@ -217,7 +221,7 @@ class _Gathering:
             pause_s = min(1.5 * pause_s, longest_s)
 
     def _check_alone(self) -> None:
-        """Raise where another process comes as this rank. The one before, if this was started again, is silent."""
+        """Raise if another process runs as this rank. The process before a restart has ended, and says nothing."""
         newest = _text(self._store, f"hello/{self._rank}")
         if newest != self._hello:
             self._store.set(f"twice/{newest}", "")
@@ -243,7 +247,7 @@ def _join(ranks: Sequence[int]) -> str:
 
 
 def _check_sizes(rank: int, size: int, size_of_0: int) -> None:
-    """Raise unless a rank counts as rank 0 does. Both look, and the first one says it for both."""
+    """Raise if a rank's size differs from rank 0's. Both check, and the first one to find it raises for both."""
     if size != size_of_0:
         raise TransportError(f"rank {rank} is one of {size} ranks (WORLD_SIZE), rank 0 one of {size_of_0}", rank=rank)
 
@@ -252,7 +256,10 @@ def _check_sizes(rank: int, size: int, size_of_0: int) -> None:
 
 
 class _Place:
-    """The store of a rendezvous. Kept: of a job's next world, this rank may be the first to come or the last to go."""
+    """Keeps the store of a rendezvous from one world of a job to the next.
+
+    This rank may be the first to join the next world, or the last to leave this one.
+    """
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._rendezvous = rendezvous
@@ -265,11 +272,11 @@ class _Place:
         return self._store
 
     def forget(self) -> None:
-        """Begin anew next time, as the ranks do that have not come."""
+        """Open a new store next time, as the ranks do that have not come."""
         self._store = None
 
     def free_port(self) -> None:
-        """Let go of the user's, by closing what is served there."""
+        """Free the user's port by closing the server there."""
         self._announcement = None
 
     def _find(self, deadline: float) -> Any:
@@ -290,7 +297,7 @@ _place_of = functools.cache(_Place)
 
 
 def _announced_port(rendezvous: Rendezvous, deadline: float) -> int:
-    """Return what rank 0 says at MASTER_PORT. The server there may first be that of a group that is being destroyed."""
+    """Return the port that rank 0 announces at MASTER_PORT, where a group being destroyed may still serve at first."""
     while True:
         _await_server(rendezvous, deadline, "rank 0")
         try:
@@ -354,15 +361,15 @@ def _await_server(rendezvous: Rendezvous, deadline: float, whose: str) -> None:
 
 
 def await_listener(address: str, port: int, deadline: float) -> None:
-    """Look until a process listens. The store's own way to wait sees no signal, and logs warnings.
+    """Wait until a process listens at a port. The store's own wait sees no signal, and logs warnings.
 
     Args:
         address: name or address of a host.
         port: a TCP port there.
-        deadline: by ``time.monotonic``.
+        deadline: when to give up, by ``time.monotonic``.
 
     Raises:
-        OSError: nobody has; why the last try failed.
+        OSError: no process listens by then; the reason of the last attempt.
     """
     while True:
         try:
