@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar, overload
 
 import numpy as np
 import torch
@@ -61,13 +61,25 @@ def is_main_process(*, group: Group | None = None) -> bool:
     return world.rank == (group or world.group).ranks[0]
 
 
+@overload
 async def compute_and_broadcast(
-    fn: Callable[[], Awaitable[T] | T],
+    fn: Callable[[], Awaitable[T]], *, root: int | None = None, group: Group | None = None, world: World | None = None
+) -> T: ...
+
+
+@overload
+async def compute_and_broadcast(
+    fn: Callable[[], T], *, root: int | None = None, group: Group | None = None, world: World | None = None
+) -> T: ...
+
+
+async def compute_and_broadcast(
+    fn: Callable[[], Any],
     *,
     root: int | None = None,
     group: Group | None = None,
     world: World | None = None,
-) -> T:
+) -> Any:
     """Compute a value on one rank, and return it on all.
 
     Args:
@@ -94,17 +106,39 @@ async def compute_and_broadcast(
         return header, await share_payload(collectives, group, outcome, header)
 
     _, payload = await run_and_raise(world.collectives, group, outcome, tell)
-    return cast(T, outcome.value if is_root else serialization.decode(payload))
+    return outcome.value if is_root else serialization.decode(payload)
 
 
+@overload
 async def gather_from_all_ranks(
-    fn: Callable[[], Awaitable[T] | T],
+    fn: Callable[[], Awaitable[T]],
     world_size: int | None = None,
     *,
     root: int | None = None,
     group: Group | None = None,
     world: World | None = None,
-) -> list[T] | None:
+) -> list[T] | None: ...
+
+
+@overload
+async def gather_from_all_ranks(
+    fn: Callable[[], T],
+    world_size: int | None = None,
+    *,
+    root: int | None = None,
+    group: Group | None = None,
+    world: World | None = None,
+) -> list[T] | None: ...
+
+
+async def gather_from_all_ranks(
+    fn: Callable[[], Any],
+    world_size: int | None = None,
+    *,
+    root: int | None = None,
+    group: Group | None = None,
+    world: World | None = None,
+) -> list[Any] | None:
     """Compute a value on every rank, and bring all of them to one.
 
     Args:
@@ -125,17 +159,39 @@ async def gather_from_all_ranks(
     """
     world, group, root = _place(world, group, root)
     outcome = await attempt(fn, checks=_checks(group, root, world_size, fn=fn))
-    return cast("list[T] | None", await _gather(world, group, Call("gather_from_all_ranks", root), outcome))
+    return await _gather(world, group, Call("gather_from_all_ranks", root), outcome)
 
 
+@overload
 async def gather_scalar_from_all_ranks(
-    fn: Callable[[], Awaitable[T] | T],
+    fn: Callable[[], Awaitable[T]],
     world_size: int | None = None,
     *,
     root: int | None = None,
     group: Group | None = None,
     world: World | None = None,
-) -> list[T] | None:
+) -> list[T] | None: ...
+
+
+@overload
+async def gather_scalar_from_all_ranks(
+    fn: Callable[[], T],
+    world_size: int | None = None,
+    *,
+    root: int | None = None,
+    group: Group | None = None,
+    world: World | None = None,
+) -> list[T] | None: ...
+
+
+async def gather_scalar_from_all_ranks(
+    fn: Callable[[], Any],
+    world_size: int | None = None,
+    *,
+    root: int | None = None,
+    group: Group | None = None,
+    world: World | None = None,
+) -> list[Any] | None:
     """Compute one number on every rank, and bring all of them to one, as :func:`gather_from_all_ranks` does.
 
     A number is a bool, int, float or complex, a numpy scalar, or a tensor with one element; each keeps its type.
@@ -145,18 +201,79 @@ async def gather_scalar_from_all_ranks(
     """
     world, group, root = _place(world, group, root)
     outcome = await attempt(fn, _encode_scalar, checks=_checks(group, root, world_size, fn=fn))
-    return cast("list[T] | None", await _gather(world, group, Call("gather_scalar_from_all_ranks", root), outcome))
+    return await _gather(world, group, Call("gather_scalar_from_all_ranks", root), outcome)
 
 
+@overload
 async def reduce_and_broadcast(
-    fn1: Callable[[], Awaitable[T] | T],
-    fn2: Callable[[list[T]], Awaitable[U] | U],
+    fn1: Callable[[], Awaitable[T]],
+    fn2: Callable[[list[T]], Awaitable[U]],
     world_size: int | None = None,
     *,
     root: int | None = None,
     group: Group | None = None,
     world: World | None = None,
-) -> U:
+) -> U: ...
+
+
+@overload
+async def reduce_and_broadcast(
+    fn1: Callable[[], Awaitable[T]],
+    fn2: Callable[[list[T]], U],
+    world_size: int | None = None,
+    *,
+    root: int | None = None,
+    group: Group | None = None,
+    world: World | None = None,
+) -> U: ...
+
+
+@overload
+async def reduce_and_broadcast(
+    fn1: Callable[[], T],
+    fn2: Callable[[list[T]], Awaitable[U]],
+    world_size: int | None = None,
+    *,
+    root: int | None = None,
+    group: Group | None = None,
+    world: World | None = None,
+) -> U: ...
+
+
+@overload
+async def reduce_and_broadcast(
+    fn1: Callable[[], T],
+    fn2: Callable[[list[T]], U],
+    world_size: int | None = None,
+    *,
+    root: int | None = None,
+    group: Group | None = None,
+    world: World | None = None,
+) -> U: ...
+
+
+# For generic functions such as sum: mypy does not infer that they take a list of T.
+@overload
+async def reduce_and_broadcast(
+    fn1: Callable[[], Any],
+    fn2: Callable[[Iterable[Any]], U],
+    world_size: int | None = None,
+    *,
+    root: int | None = None,
+    group: Group | None = None,
+    world: World | None = None,
+) -> U: ...
+
+
+async def reduce_and_broadcast(
+    fn1: Callable[[], Any],
+    fn2: Callable[[list[Any]], Any],
+    world_size: int | None = None,
+    *,
+    root: int | None = None,
+    group: Group | None = None,
+    world: World | None = None,
+) -> Any:
     """Compute a value on every rank, reduce all of them on one, and return the result on all.
 
     Args:
@@ -190,7 +307,7 @@ async def reduce_and_broadcast(
     if reduced.error is not None:
         raise reduced.error
     raise_first_error(headers)
-    return cast(U, reduced.value if world.rank == root else serialization.decode(payload))
+    return reduced.value if world.rank == root else serialization.decode(payload)
 
 
 @asynccontextmanager
