@@ -13,7 +13,7 @@ import gc
 import math
 import re
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,27 +21,11 @@ import numpy as np
 import pytest
 import torch
 from scripts.population import Mixed, clone_state, equal_states, sgd
+from support.local import run
 from torch import nn
 
 import asyncdist as ad
-import protocols
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedSelectiveAveragingPolicy
-
-
-def run(main: Callable[..., Coroutine[Any, Any, Any]], ranks: int) -> list[Any]:
-    return ad.run_local(main, ranks=ranks, strict=True)
-
-
-async def start(world: ad.World, policy: protocols.SpawnPolicy) -> str:
-    """The error of a start that must fail; nobody has reported anything."""
-    try:
-        async with policy:
-            raise AssertionError("it started")
-    except ad.DisagreementError as error:
-        return str(error)
-    finally:
-        assert world.statistics().stream_sent_nbytes == 0
-
 
 # -- options ----------------------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from typing import Any
 import pytest
 import torch
 from scripts.population import Mixed, Story, fill, identity, sgd, values
-from support.local import yields
+from support.local import run, yields
 from torch import nn
 
 import asyncdist as ad
@@ -66,10 +66,6 @@ async def until_replaced(world: ad.World, policy: Any, replaced: list[int], coun
     while len(replaced) < count:
         if await policy.step(metric):
             replaced.append(world.rank)
-
-
-def run(main: Any, ranks: int) -> list[Any]:
-    return ad.run_local(main, ranks=ranks, strict=True)
 
 
 def test_defect_01_averaged_weights_are_applied() -> None:

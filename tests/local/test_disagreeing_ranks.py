@@ -5,22 +5,18 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from scripts.population import Mixed, sgd
+from support.local import run
 from torch import nn
 
 import asyncdist as ad
 import protocols
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy
-
-
-def run(main: Callable[..., Coroutine[Any, Any, Any]], ranks: int) -> list[Any]:
-    return ad.run_local(main, ranks=ranks, strict=True)
-
 
 # -- ranks that disagree ----------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 import torch
 from scripts.one_sided import Ledger
 from scripts.population import Mixed, clone_state, equal_states, fill, flat_state, identity, sgd, values
+from support.local import run
 from torch import nn
 
 import asyncdist as ad
@@ -30,10 +31,6 @@ from protocols import OneSidedSelectiveAveragingPolicy, OneSidedStatistics, Step
 from protocols.one_sided import policy as one_sided_averaging
 
 MODES = ("age", "threshold", "worst_ratio")
-
-
-def run(main: Callable[..., Coroutine[Any, Any, Any]], ranks: int) -> list[Any]:
-    return ad.run_local(main, ranks=ranks, strict=True)
 
 
 @dataclass

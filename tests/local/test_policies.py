@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from scripts.population import (
     sgd,
     values,
 )
+from support.local import run
 from torch import nn
 
 import asyncdist as ad
@@ -48,10 +49,6 @@ from protocols.selective.messages import REPLACER, Assign
 STRATEGIES = ("mean", "weighted_mean", "best_only", "reset_weights")
 #: Steps within which a rank of these small populations must have been replaced; rounds take about ten.
 PLENTY = 400
-
-
-def run(main: Callable[..., Coroutine[Any, Any, Any]], ranks: int) -> list[Any]:
-    return ad.run_local(main, ranks=ranks, strict=True)
 
 
 class Lockstep:

@@ -3,69 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from scripts.population import Mixed, sgd
+from support.steady_network import CLOSE_S, STEADY, Number, quiet, run
 
 import asyncdist as ad
 from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.simulation import (
     Exponential,
-    Fault,
     Interrupt,
     Kill,
     Link,
     Network,
-    SimReport,
     Uniform,
     simulate,
 )
 from asyncdist.simulation.exploration.explore import check_ranks_ended_well
 from protocols import AsyncSelectiveAveragingPolicy, ReplayBuffer, serve_replay_buffer
-
-#: Every duration is exact, so that what a fault adds can be read off the clock.
-STEADY = Network(
-    link=Link(latency_s=1.0, bandwidth_nbytes_per_s=1e12),
-    cross_link=Link(latency_s=1.0, bandwidth_nbytes_per_s=1e12),
-    loss_detection_s=0.5,
-    eager_nbytes=1000,
-)
-
-#: Turns of the loop and transfers of a few bytes.
-CLOSE_S = 1e-3
-
-
-@dataclass(frozen=True, slots=True)
-class Number:
-    value: int
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the warnings that are expected: lost coordinators, dropped frames."""
-    logging.disable(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-def run(main: Any, *args: Any, ranks: int = 2, faults: list[Fault], **options: Any) -> SimReport:
-    """Simulate on a steady network; every fault must have fired."""
-    with quiet():
-        report = simulate(main, *args, ranks=ranks, faults=faults, network=STEADY, **options)
-    report.check_faults()
-    return report
-
 
 # -- death ----------------------------------------------------------------------------------------------------------
 

@@ -1,18 +1,24 @@
-"""Ranks of one hub on the test's own loop, without ``run``: for tests that look inside."""
+"""Ranks in one process: strict runs, and ranks on the test's own loop without ``run``, for tests that look inside."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
-from asyncdist import World, tags
+from asyncdist import World, run_local, tags
 from asyncdist.collectives.groups import Group
 from asyncdist.messaging.engine import Engine, yield_to_loop
 from asyncdist.messaging.services import Services
 from asyncdist.transports.local import LocalHub
 
 NONCE = 0xC0FFEE
+
+
+def run(main: Callable[..., Coroutine[Any, Any, Any]], ranks: int) -> list[Any]:
+    """What ``main`` returns on each rank; it must leave nothing behind."""
+    return run_local(main, ranks=ranks, strict=True)
 
 
 @asynccontextmanager
