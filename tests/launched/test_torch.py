@@ -27,7 +27,7 @@ from asyncdist import environment
 from asyncdist.errors import RankLostError, TransportError, TruncationError
 from asyncdist.transports.base import ANY_SOURCE
 from asyncdist.transports.matching import CallbackQueue, InlineMessage, LocalMessage, Matcher, Receive, Send
-from asyncdist.transports.torch_distributed import gloo_mesh
+from asyncdist.transports.torch_distributed import gloo_mesh, rendezvous
 from asyncdist.transports.torch_distributed.failures import reason
 from asyncdist.transports.torch_distributed.gloo import _ENTRY, _FRAME, _MESSAGE, _RING_COUNT, Link
 from asyncdist.transports.torch_distributed.rendezvous import _Gathering as Gathering
@@ -456,6 +456,14 @@ def test_sizes_that_differ_are_named() -> None:
     result = run_source(3, source + SHORT_START)
     assert result.returncodes == (1, 1, 1)
     assert "rank 1 is one of 2 ranks (WORLD_SIZE), rank 0 one of 3" in result.stderr
+
+
+def test_a_store_that_has_gone_is_not_tried_for_longer_than_the_ranks_wait() -> None:
+    """Two minutes passed where rank 0 failed between another rank's look for a listener and its connection."""
+    port = free_port()
+    place = environment.TorchRendezvous(1, 2, "127.0.0.1", port, False)
+    with pytest.raises(TransportError, match=rf"rank 1 cannot use the store at 127\.0\.0\.1:{port}"):
+        rendezvous._reach(place, port, deadline=time.monotonic())
 
 
 def test_an_address_that_leads_to_no_host_is_named_at_once() -> None:

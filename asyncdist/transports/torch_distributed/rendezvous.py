@@ -40,6 +40,7 @@ _PAUSE_S: Final = 0.02
 #: Added for each rank, since the store answers some ten thousand questions a second.
 _PAUSE_PER_RANK_S: Final = 0.0005
 _CONNECT_S: Final = 1.0
+_SHORTEST_CONNECT_S: Final = 0.1
 _STORE_TIMEOUT: Final = timedelta(seconds=60)
 _UNANSWERED: Final = "unanswered"
 
@@ -283,9 +284,9 @@ class _Place:
         rendezvous = self._rendezvous
         if rendezvous.is_store_served:
             _await_server(rendezvous, deadline, "torchrun's agent")
-            return _reach(rendezvous, rendezvous.port)
+            return _reach(rendezvous, rendezvous.port, deadline)
         if rendezvous.rank != 0:
-            return _reach(rendezvous, _announced_port(rendezvous, deadline))
+            return _reach(rendezvous, _announced_port(rendezvous, deadline), deadline)
         store = _serve(rendezvous, 0)
         self._announcement = _serve(rendezvous, rendezvous.port)
         self._announcement.set(_PORT, str(store.port))
@@ -301,7 +302,7 @@ def _announced_port(rendezvous: Rendezvous, deadline: float) -> int:
     while True:
         _await_server(rendezvous, deadline, "rank 0")
         try:
-            announcement = _reach(rendezvous, rendezvous.port)
+            announcement = _reach(rendezvous, rendezvous.port, deadline)
             while time.monotonic() < deadline:
                 if announcement.check([_PORT]):
                     return int(announcement.get(_PORT))
@@ -335,13 +336,22 @@ def _serve(rendezvous: Rendezvous, port: int) -> Any:
         ) from error
 
 
-def _reach(rendezvous: Rendezvous, port: int) -> Any:
+def _reach(rendezvous: Rendezvous, port: int, deadline: float) -> Any:
+    """Connect to a store that has just been seen to listen, and may be gone by now.
+
+    torch then tries for its timeout, pauses for as long, and tries again: with 60 s, two minutes of silence.
+    """
+    connect_s = min(max(_SHORTEST_CONNECT_S, deadline - time.monotonic()), _STORE_TIMEOUT.total_seconds())
     try:
-        return TCPStore(rendezvous.address, port, rendezvous.size, False, _STORE_TIMEOUT, wait_for_workers=False)
+        store = TCPStore(
+            rendezvous.address, port, rendezvous.size, False, timedelta(seconds=connect_s), wait_for_workers=False
+        )
     except RuntimeError as error:
         raise TransportError(
             f"rank {rendezvous.rank} cannot use the store at {_place(rendezvous, port)}: {reason(error)}", port=port
         ) from error
+    store.set_timeout(_STORE_TIMEOUT)
+    return store
 
 
 def _place(rendezvous: Rendezvous, port: int) -> str:
