@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
+from collections.abc import Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
@@ -13,15 +15,19 @@ from asyncdist import compiled
 TOP = Path(__file__).resolve().parents[2]
 
 
-def copied(folder: Path) -> ModuleType:
-    """asyncdist/compiled.py beside a copy of the modules that it names."""
-    for module in compiled.MODULES:
+def copied(folder: Path, modules: Sequence[str] = compiled.MODULES) -> ModuleType:
+    """Copy the modules with these names, beside a copy of asyncdist/compiled.py that names them, and import that."""
+    for module in modules:
         for source in (compiled.source_of(module), compiled.source_of(module).with_suffix(".pxd")):
             target = folder / source.relative_to(TOP / "asyncdist")
             target.parent.mkdir(parents=True, exist_ok=True)
             target.with_name("__init__.py").touch()  # what Cython knows a package by
             shutil.copy(source, target)
-    shutil.copy(compiled.__file__, folder / "compiled.py")
+    text, count = re.subn(
+        r"(?<=\nMODULES: Final = )\([^()]*\)", repr(tuple(modules)), Path(compiled.__file__).read_text()
+    )
+    assert count == 1
+    (folder / "compiled.py").write_text(text)
     spec = importlib.util.spec_from_file_location("copied_compiled", folder / "compiled.py")
     assert spec is not None
     assert spec.loader is not None
@@ -31,7 +37,7 @@ def copied(folder: Path) -> ModuleType:
 
 
 def pretend_to_compile(copy: ModuleType) -> None:
-    for module in compiled.MODULES:
+    for module in copy.MODULES:
         place = copy.folder().joinpath(*module.split(".")).with_suffix(EXTENSION_SUFFIXES[0])
         place.parent.mkdir(parents=True, exist_ok=True)
         place.touch()
