@@ -6,8 +6,10 @@ known to enter it, and a program that would hang elsewhere gets an error that na
 ranks. A member that cannot start, for example because of a wrong argument, objects: the others raise its exception.
 
 Members that name different groups cannot be compared. But among starts that a rank makes one after the other
-(``alone``), groups above all, two ranks that wait for each other in different ones would wait for ever. A leader that
-has waited for one second therefore reminds the missing members, and a member that sees such a cycle reports it.
+(``alone``), groups above all, two ranks that wait for each other in different ones would wait for ever. A leader
+therefore reminds the missing members every second. A member that is about to start that one too, in another task, does
+it first where that is its place in the order of all agreements (:mod:`asyncdist.collectives.turns`); a member that is
+not reports the cycle.
 
 A member that gives up tells the leader, and cannot know what the leader has decided meanwhile: each member that has
 come gets one verdict, and if that says go, the others count on it. :mod:`asyncdist.collectives.agreed_start` therefore
@@ -21,9 +23,9 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from asyncdist.collectives.agreement_alone import POSTPONED, REMIND_AFTER_S, Alone, Postponed
 from asyncdist.collectives.agreement_messages import (
     Agreed,
     AgreementKey,
@@ -56,28 +58,10 @@ if TYPE_CHECKING:
 
 #: How much longer a member waits for the leader's verdict, so that the leader is the one that names the missing ranks.
 MEMBER_PATIENCE_S: Final = 5.0
-#: How long a leader waits for a member before it sends a reminder, and between two of them. Most have come long before.
-REMIND_AFTER_S: Final = 1.0
 #: A leader reminds at most this many of the missing ranks: one that sees what is wrong suffices.
 _REMINDED_COUNT_MAX: Final = 16
 #: The reason that the other members are told when this rank was cancelled.
 _CANCELLED: Final = ("CancelledError", "it was cancelled while it waited for the others")
-
-
-@dataclass(slots=True)
-class _Alone:
-    """The one agreement that this rank starts with ``alone``.
-
-    Attributes:
-        key: of the agreement.
-        ranks: its members.
-        rival: set when a member waits for this rank in another agreement while this rank waits for it: the key of that
-            agreement, its members, and a sentence about both.
-    """
-
-    key: AgreementKey
-    ranks: Sequence[int]
-    rival: tuple[AgreementKey, Runs, str] | None = None
 
 
 class Caller(Protocol):
@@ -85,6 +69,9 @@ class Caller(Protocol):
 
     def on_asked(self) -> None:
         """This rank has told the leader that it has come, or is about to."""
+
+    def on_postponed(self) -> None:
+        """The leader does not wait for this rank's verdict any more: it comes to the start again, later."""
 
     def on_time_up(self, error: StartTimeoutError) -> None:
         """The leader has not answered in time. This rank goes on waiting, since the answer may have been go."""
@@ -112,7 +99,7 @@ class Agreements:
         self._ahead: set[AgreementKey] = set()  # meetings that this rank has counted, and has not come to
         self._gone: set[int] = set()
         self._lost: set[int] = set()
-        self._alone: _Alone | None = None
+        self._alone: Alone | None = None
         self._forsaken: set[AgreementKey] = set()
         self._is_failing = False
         self.is_interrupted: Callable[[], bool] = lambda: False
@@ -182,6 +169,10 @@ class Agreements:
             values, timeout_s, taken, hold_s: see :meth:`agree`.
             alone: no rank starts anything else with ``alone`` meanwhile; the caller sees to that.
             caller: told how far it has come.
+
+        Raises:
+            AsyncdistError: as :meth:`agree`.
+            Postponed: ``alone`` only: this rank is to make another start first, and then to meet again.
         """
         key, ranks, leader = meeting.key, meeting.ranks, meeting.leader
         self._ahead.discard(key)
@@ -203,18 +194,43 @@ class Agreements:
         if start is not None and start.rival is not None:
             self._object_to_rival(*start.rival, verdict)
         if verdict.objector == self._rank:
-            raise asyncio.CancelledError
+            if start is None or start.behind is None or verdict.difference != POSTPONED:
+                raise asyncio.CancelledError
+            self._ahead.add(key)
+            if caller is not None:
+                caller.on_postponed()
+            raise Postponed(start.behind)
         raise_refusal(verdict)
         return Agreed(verdict.agreed, dict(first.values), key.occurrence)
 
     @contextlib.contextmanager
-    def _starting_alone(self, key: AgreementKey, ranks: Sequence[int]) -> Iterator[_Alone]:
+    def _starting_alone(self, key: AgreementKey, ranks: Sequence[int]) -> Iterator[Alone]:
         assert self._alone is None, f"{key.text} is started beside {self._alone}"
-        self._alone = _Alone(key, ranks)
+        alone = self._alone = Alone(key, ranks)
+        self._remind_later(alone)
         try:
-            yield self._alone
+            yield alone
         finally:
+            alone.reminds.cancel()
             self._alone = None
+
+    def _remind_later(self, alone: Alone) -> None:
+        alone.reminds = self._engine.loop.call_later(REMIND_AFTER_S, self._remind, alone)
+
+    def _remind(self, alone: Alone) -> None:
+        """Remind the members that have not come to ``alone``, and this rank of those that wait for it elsewhere."""
+        self._engine.poll()  # some may have come while something blocked the loop
+        is_leader = alone.ranks[0] == self._rank
+        if is_leader:
+            joins = self._joins.get(alone.key, {})
+            reminder = Reminder(alone.key.of_all_occurrences.text, alone.key.ranks, runs_of(tuple(sorted(joins))))
+            for rank in [rank for rank in alone.ranks if rank not in joins][:_REMINDED_COUNT_MAX]:
+                self._send(reminder, rank)
+        for key, joins in list(self._joins.items()):
+            if key in self._ahead or (not is_leader and key.subject == alone.key.subject):
+                self.on_reminder(Reminder(key.of_all_occurrences.text, key.ranks, runs_of(tuple(sorted(joins)))))
+        self._remind_later(alone)
+        self._engine.recheck()
 
     def object(self, ranks: Sequence[int], subject: str, error: BaseException) -> None:
         """Tell the others, in place of :meth:`agree`, that ``error`` keeps this rank from starting ``subject``."""
@@ -330,25 +346,8 @@ class Agreements:
         def is_over() -> bool:
             return len(joins) == len(ranks) or key in self._verdicts or bool(gone.ranks())
 
-        loop = self._engine.loop
         deadline = None if timeout_s is None else meeting.began_at + timeout_s
-        timer: asyncio.TimerHandle | None = None
-
-        def remind() -> None:
-            nonlocal timer
-            self._engine.poll()  # some may have come while something blocked the loop
-            reminder = Reminder(key.of_all_occurrences.text, key.ranks, runs_of(tuple(sorted(joins))))
-            for rank in [rank for rank in ranks if rank not in joins][:_REMINDED_COUNT_MAX]:
-                self._send(reminder, rank)
-            timer = loop.call_later(REMIND_AFTER_S, remind)
-
-        if self._alone is not None and self._alone.key == key:
-            timer = loop.call_later(REMIND_AFTER_S, remind)
-        try:
-            await self._engine.until(is_over, f"{key.text}: the other ranks", deadline=deadline)
-        finally:
-            if timer is not None:
-                timer.cancel()
+        await self._engine.until(is_over, f"{key.text}: the other ranks", deadline=deadline)
 
     async def _follow(
         self,
@@ -423,6 +422,9 @@ class Agreements:
             return  # another member has objected first
         if source != self._rank and self._has_led(key):
             return  # all had come; its verdict is under way
+        if objection.kind == POSTPONED:
+            self._postpone(objection, source)
+            return
         if objection.kind:
             verdict = Verdict(subject, difference=objection.kind, refusal=objection.text, objector=source)
         else:
@@ -430,6 +432,15 @@ class Agreements:
         joins = self._joins.pop(key, {})
         self._keep_for(ranks_of(objection.members) - joins.keys() - {source}, verdict)
         self._tell(joins, verdict)
+
+    def _postpone(self, objection: Objection, source: int) -> None:
+        """Let ``source`` go, which comes again later, unless all have come: then the verdict is under way."""
+        joins = self._joins.get(objection.key, {})
+        if source in joins and len(joins) < len(ranks_of(objection.members)):
+            del joins[source]
+            if not joins:
+                del self._joins[objection.key]
+            self._tell([source], Verdict(objection.subject, difference=POSTPONED, objector=source))
 
     def _tell(self, ranks: Iterable[int], verdict: Verdict) -> None:
         for rank in ranks:
@@ -439,19 +450,14 @@ class Agreements:
                 self._send(verdict, rank)
 
     def on_reminder(self, reminder: Reminder) -> None:
-        """Object where the others wait in vain: this rank waits for one of them, in another agreement."""
+        """Postpone what this rank waits in, or object to it, where others wait for this rank in another agreement."""
         alone = self._alone
-        if alone is None or alone.rival is not None or reminder.key == alone.key.of_all_occurrences:
+        if alone is None:
             return
-        entangled = ranks_of(reminder.present).intersection(alone.ranks)
-        if entangled:
-            text = (
-                f"rank {min(entangled)} starts {reminder.subject!r}, rank {self._rank} "
-                f"{str(alone.key)!r}, and each waits for the other; "
-                "allowed: equal ranks, in one order, on all of them"
-            )
-            alone.rival = reminder.key, reminder.members, text
-            self._object(Objection(alone.key.text, alone.key.ranks, "", text), alone.ranks[0])
+        is_ahead = any(ahead.of_all_occurrences == reminder.key for ahead in self._ahead)
+        kind, text = alone.on_reminder(reminder, self._rank, self._engine.loop.time(), is_ahead=is_ahead)
+        if text:
+            self._object(Objection(alone.key.text, alone.key.ranks, kind, text), alone.ranks[0])
 
     def _object_to_rival(self, key: AgreementKey, members: Runs, text: str, verdict: Verdict) -> None:
         """Tell the members of the rival agreement too, unless the one that this rank waited in came about after all."""

@@ -30,9 +30,10 @@ from typing import Final, TypeAlias
 import torch
 
 from asyncdist import tags
-from asyncdist.collectives.agreed_start import assemble
+from asyncdist.collectives.agreed_start import Start, assemble, start_together
 from asyncdist.collectives.agreement import Agreements
 from asyncdist.collectives.groups import Group
+from asyncdist.collectives.turns import Turns
 from asyncdist.errors import AsyncdistError, BusyError, RankLostError
 from asyncdist.messaging.channels import Channel, Envelope
 from asyncdist.messaging.outbound_streams import OutboundStream
@@ -45,6 +46,9 @@ logger = logging.getLogger("asyncdist.collectives.one_sided")
 
 Targets: TypeAlias = Sequence[memoryview]
 Take: TypeAlias = Callable[[int], None]
+
+_SUBJECT: Final = "new window"
+_BLOCKING_PART: Final = "new window, all are here"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,29 +135,47 @@ class VersionedWindow(abc.ABC):
 async def open_versioned_window(
     services: Services,
     agreements: Agreements,
+    turns: Turns,
     group: Group,
     nbytes: int,
     *,
     scope: int,
     chunk_nbytes: int = CHUNK_NBYTES,
+    timeout_s: float = 60.0,
 ) -> VersionedWindow:
     """Open a window. Collective among the members of ``group``, which have agreed to call it with equal arguments.
 
     Args:
         services: of this rank.
         agreements: of this rank.
+        turns: of this rank.
         group: the ranks that expose and read.
         nbytes: size of one version; each rank keeps two.
         scope: one that these members alone use.
         chunk_nbytes: size of the chunks in which versions are read.
+        timeout_s: how long to wait for the other members, and for other starts of this rank.
+
+    Raises:
+        StartTimeoutError: a member, or another start of this rank, took longer; a RemoteError on the others.
     """
-    transport = services.engine.transport
-    if group.native is not None and transport.capabilities.one_sided_reads:
-        await assemble(agreements, group.ranks, "new window")
-        window = transport.new_window(group.native, _OneSidedWindow.window_nbytes(nbytes))
+    native = group.native
+    if native is not None and services.engine.transport.capabilities.one_sided_reads:
+        transport = services.engine.transport
+
+        async def make(start: Start[ReadWindow | None]) -> ReadWindow | None:
+            async with turns.turn(start, timeout_s):
+                await assemble(agreements, group.ranks, _BLOCKING_PART)
+                return transport.new_window(native, _OneSidedWindow.window_nbytes(nbytes))
+
+        window = await start_together(services, agreements, group.ranks, _SUBJECT, make, _retire, name=_SUBJECT)
         if window is not None:
             return _OneSidedWindow(services, group, window, nbytes)
     return _StreamedWindow(services, group, nbytes, scope=scope, chunk_nbytes=chunk_nbytes)
+
+
+async def _retire(window: ReadWindow | None) -> None:
+    if window is not None:
+        window.retire()
 
 
 # -- one-sided --------------------------------------------------------------------------------------------------------

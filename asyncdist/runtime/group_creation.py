@@ -1,13 +1,14 @@
 """Makes and frees groups of ranks, for ``World.new_group`` and ``Group.free``.
 
 All members agree first, so that either each of them makes the group or none does. A rank makes one group after the
-other: two at once would be given one tag. :mod:`asyncdist.collectives.group_ledger` has the groups that were made.
+other (:mod:`asyncdist.collectives.turns`): two at once would be given one tag.
+:mod:`asyncdist.collectives.group_ledger` has the groups that were made.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 from asyncdist import validation
 from asyncdist.collectives.agreed_start import Start, assemble, start_together
@@ -16,7 +17,8 @@ from asyncdist.collectives.group_ledger import GroupLedger
 from asyncdist.collectives.groups import Group, check_ranks, short
 from asyncdist.collectives.membership import MembershipLog
 from asyncdist.collectives.nonblocking import Collectives
-from asyncdist.errors import RankLostError, StartTimeoutError
+from asyncdist.collectives.turns import Turns
+from asyncdist.errors import RankLostError
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 
@@ -33,6 +35,7 @@ class GroupCreation:
         collectives: of this rank; a group is freed when none of the group's is under way.
         attendance: counts the collectives that each rank takes part in.
         system: the channel on which the others are told that a group was freed.
+        turns: of this rank.
     """
 
     def __init__(
@@ -42,13 +45,14 @@ class GroupCreation:
         collectives: Collectives,
         attendance: MembershipLog,
         system: Channel[object],
+        turns: Turns,
     ) -> None:
         self.ledger = GroupLedger(attendance, self._free, self._forget)
         self._services = services
         self._agreements = agreements
         self._collectives = collectives
         self._system = system
-        self._starts: list[Start[Group]] = []  # the first one has its turn
+        self._turns = turns
 
     async def new_group(self, ranks: Sequence[int], timeout_s: float) -> Group:
         """Make a group of ``ranks``; see :meth:`asyncdist.World.new_group`."""
@@ -58,9 +62,7 @@ class GroupCreation:
         transport = services.engine.transport
 
         async def make(start: Start[Group]) -> Group:
-            async with self._turn(start, timeout_s):
-                taken = self.ledger.taken()
-                agreed = await start.agree({}, timeout_s=timeout_s, taken=taken, alone=True)
+            async with self._turns.turn(start, timeout_s, self.ledger.taken) as agreed:
                 tag = self.ledger.tag_of(agreed.number)
                 native = None
                 if transport.capabilities.native_collectives:
@@ -70,25 +72,6 @@ class GroupCreation:
 
         name = f"new group of {len(members)} ranks"
         return await start_together(services, self._agreements, members, "new group", make, Group.free, name=name)
-
-    @contextlib.asynccontextmanager
-    async def _turn(self, start: Start[Group], timeout_s: float) -> AsyncIterator[None]:
-        """Wait until this rank has made the groups that it was asked for before."""
-        starts, engine = self._starts, self._services.engine
-        starts.append(start)
-        try:
-            what = f"the turn of {start.meeting}, behind {starts[0].meeting}"
-            deadline = start.meeting.began_at + timeout_s
-            if not await engine.until(lambda: starts[0] is start, what, deadline=deadline):
-                raise StartTimeoutError(
-                    f"{start.meeting}: rank {self._services.rank} waited for {timeout_s:g} s to finish "
-                    f"{starts[0].meeting} first",
-                    missing=(),
-                )
-            yield
-        finally:
-            starts.remove(start)
-            engine.recheck()
 
     async def _free(self, group: Group) -> None:
         """Free a group, in the background where the caller is cancelled."""

@@ -19,6 +19,7 @@ from asyncdist.collectives.group_ledger import Freed
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.membership import MembershipLog
 from asyncdist.collectives.nonblocking import Collectives
+from asyncdist.collectives.turns import Turns
 from asyncdist.errors import BusyError, RankLostError
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel, Envelope
@@ -83,6 +84,7 @@ class Peers:
         attendance: counts the collectives that each rank takes part in.
         agreements: what the ranks agree on before they do it together.
         collectives: of this rank.
+        turns: lets this rank agree to one start at a time among those that block or take a number.
         groups: makes and frees groups.
 
     Args:
@@ -116,7 +118,10 @@ class Peers:
         )
         self.agreements = Agreements(services.engine, self._system, services.rank)
         self.collectives = Collectives(services.engine, services.rank, services.spawn_service, self.attendance)
-        self.groups = GroupCreation(services, self.agreements, self.collectives, self.attendance, self._system)
+        self.turns = Turns(services)
+        self.groups = GroupCreation(
+            services, self.agreements, self.collectives, self.attendance, self._system, self.turns
+        )
         services.engine.transport.set_loss_listener(self.mark_lost)
 
     def on_failure(self, listener: Callable[[int, str], None]) -> None:

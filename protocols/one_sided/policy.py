@@ -230,10 +230,12 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         self._exposure = await open_versioned_window(
             world.services,
             world.agreements,
+            world.peers.turns,
             self._group,
             self._packing.nbytes,
             scope=scope,
             chunk_nbytes=self._chunk_nbytes,
+            timeout_s=self._joint_start.left_s(self._start_timeout_s),
         )
         self._reader = DonorReader(
             world.rank,

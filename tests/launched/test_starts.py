@@ -31,3 +31,12 @@ def test_a_start_that_is_cancelled_when_all_have_come_leaves_nobody_behind(start
     averaged = [[[1.0, 1.0]], 2, [[2.0, 2.0]]]
     assert reports[0] == {"average_all": ["StepInfo", *averaged], **made}
     assert reports[1] == {"average_all": ["cancelled", *averaged], **dict.fromkeys(made, "cancelled")}
+
+
+@pytest.mark.mpi
+def test_tasks_of_a_rank_may_start_policies_whose_groups_overlap() -> None:
+    """One rank was in MPI_Win_allocate of one group for ever, the other one in that of the other group."""
+    mpi.require_mpi()
+    reports = mpi.run_ranks(2, "tests/scripts/tasks_of_a_rank.py", timeout_s=100).check().reports
+    for rank in range(2):
+        assert reports[rank] == [[float(rank)] * 2] * 2 + [[0.5, 0.5]] * 2

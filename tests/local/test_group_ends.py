@@ -67,7 +67,12 @@ async def test_what_was_freed_leaves_nothing() -> None:
         pytest.param(lambda: ad.new_parallel_groups(2), id="parallel groups"),
     ],
 )
-def test_where_the_second_of_several_groups_cannot_be_made_the_first_is_given_back(start: Callable[[], Any]) -> None:
+def test_where_the_second_of_several_groups_cannot_be_made_the_first_is_given_back(
+    start: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Else rank 1 would postpone what it makes elsewhere.
+    monkeypatch.setattr("asyncdist.collectives.agreement.REMIND_AFTER_S", 1e6)
+
     async def main(world: World) -> tuple[str, bool]:
         elsewhere = asyncio.ensure_future(world.new_group([1, 2], timeout_s=500)) if world.rank == 1 else None
         await world.sleep(1)

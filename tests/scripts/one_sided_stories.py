@@ -127,6 +127,7 @@ async def torn(world: ad.World) -> dict[str, Any]:
     exposure = await open_versioned_window(
         world.services,
         world.agreements,
+        world.peers.turns,
         world.group,
         SLOT_NBYTES,
         scope=scope,
@@ -188,6 +189,7 @@ async def asleep(world: ad.World, folder: str) -> dict[str, Any]:
     exposure = await open_versioned_window(
         world.services,
         world.agreements,
+        world.peers.turns,
         world.group,
         SLOT_NBYTES,
         scope=scope,

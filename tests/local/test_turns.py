@@ -1,0 +1,132 @@
+"""Starts that tasks of a rank ask for at once, in another order on each rank."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import asyncdist as ad
+from asyncdist import World
+from asyncdist.errors import AsyncdistError
+from protocols import AverageAllPolicy, OneSidedSelectiveAveragingPolicy
+
+LISTS = ([0, 1], [1, 0], [0, 1, 2], [2, 1], [1, 2], [2, 0, 1])
+
+
+def nothing_is_kept(world: World) -> bool:
+    agreements = world.agreements
+    return not (agreements._joins or agreements._verdicts or len(agreements._over) or agreements._ahead)
+
+
+def test_groups_that_tasks_ask_for_in_any_order_are_made() -> None:
+    """Two ranks that waited for each other were told so after a second, although each was about to make the other."""
+
+    async def main(world: World, orders: list[list[int]]) -> tuple[Any, ...]:
+        lists = [LISTS[i] for i in orders[world.rank] if world.rank in LISTS[i]]
+        groups = await asyncio.gather(*(world.new_group(ranks) for ranks in lists))
+        assert len({group.tag for group in groups}) == len(lists)
+        await asyncio.gather(*(ad.barrier(group=group) for group in groups))
+        assert nothing_is_kept(world)
+        return tuple(sorted((group.ranks, group.number) for group in groups))
+
+    orders = list(itertools.permutations(range(len(LISTS))))
+    for seed in range(60):
+        chosen = [orders[(seed * 251 * (rank + 1) + rank * 97) % len(orders)] for rank in range(3)]
+        report = ad.simulate(main, chosen, ranks=3, seed=seed, strict=True)
+        assert report.virtual_time_s < 20
+        numbers: dict[Any, set[str]] = {}
+        for ranks, number in itertools.chain(*report.results):
+            numbers.setdefault(ranks, set()).add(number)
+        assert all(len(found) == 1 for found in numbers.values()) and len(numbers) == len(LISTS)
+
+
+@pytest.mark.parametrize("leaders", [([0, 1], [1, 0]), ([1, 0], [0, 1])], ids=str)
+def test_ranks_that_wait_for_a_leader_that_has_not_come_go_on(leaders: tuple[list[int], list[int]]) -> None:
+    """Each waited for the verdict of the other in the group that it leads itself, for a minute."""
+
+    async def main(world: World) -> float:
+        lists = leaders if world.rank == 0 else leaders[::-1]
+        await asyncio.gather(*map(world.new_group, lists))
+        return world.time()
+
+    report = ad.simulate(main, ranks=2, strict=True)
+    assert report.virtual_time_s < 5
+
+
+def test_lists_that_differ_are_told_where_each_rank_waits_for_the_leader() -> None:
+    async def main(world: World) -> None:
+        with pytest.raises(ad.DisagreementError, match="each waits for the other"):
+            await world.new_group([1, 0] if world.rank == 0 else [0, 1])
+
+    assert ad.simulate(main, ranks=2, strict=True).virtual_time_s < 5
+
+
+@pytest.mark.parametrize("how", ["cancelled", "time is up"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_start_that_is_postponed_may_be_given_up_at_any_moment(rank: int, how: str) -> None:
+    """Another one of its kind is made after that, and nothing is kept of it."""
+
+    async def main(world: World, at_s: float) -> tuple[list[str], str]:
+        lists = [[0, 1, 2], [1, 0]] if world.rank == 0 else [[1, 0], [0, 1, 2]]
+        starts = []
+        for ranks in lists if world.rank < 2 else [[0, 1, 2]]:
+            gives_up = world.rank == rank and ranks == [1, 0]
+            timeout_s = at_s if gives_up and how == "time is up" else 60
+            starts.append(asyncio.ensure_future(world.new_group(ranks, timeout_s=timeout_s)))
+            if gives_up and how == "cancelled":
+                asyncio.get_running_loop().call_later(at_s, starts[-1].cancel)
+        if world.rank == 2:
+            await world.sleep(3)  # the first one is postponed, and waits for this rank
+        found = await asyncio.gather(*starts, return_exceptions=True)
+        again = await world.new_group([1, 0]) if world.rank < 2 else await world.new_group([2])
+        await ad.barrier()
+        assert nothing_is_kept(world), (world.rank, vars(world.agreements))
+        came_to = sorted(type(one).__name__ for one in found)
+        return came_to, again.number if world.rank < 2 else ""
+
+    for seed, at_s in enumerate([0.5, 0.999, *(1 + i * 2e-5 for i in range(15)), 1.001, 1.5, 2.9, 3.0, 3.0005]):
+        report = ad.simulate(main, at_s, ranks=3, seed=seed, strict=True)
+        assert report.results[0][1] == report.results[1][1]
+        assert report.results[2][0] == ["Group"]
+
+
+def test_policies_that_tasks_enter_in_overlapping_groups_are_all_started() -> None:
+    """The policies' groups were asked for in the order in which their members had agreed, another one on each rank."""
+
+    async def train(world: World, group: ad.Group, kind: Any, value: float) -> float:
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.constant_(model.weight, value)
+        async with kind(model, torch.optim.SGD(model.parameters()), average_every=1, group=group) as policy:
+            await policy.step(1.0)
+        return float(model.weight.detach())
+
+    async def main(world: World) -> list[float]:
+        lists = ([0, 1, 2], [2, 1], [1, 0])
+        groups = [await world.new_group(ranks) for ranks in lists if world.rank in ranks]
+        jobs = [
+            train(world, group, kind, float(world.rank))
+            for group in groups
+            for kind in (AverageAllPolicy, OneSidedSelectiveAveragingPolicy)
+        ]
+        found = await asyncio.gather(*jobs)
+        return found[::2]
+
+    for seed in range(20):
+        results = ad.simulate(main, ranks=3, seed=seed).results
+        assert results == ([1.0, 0.5], [1.0, 1.5, 0.5], [1.0, 1.5]), seed
+
+
+def test_an_error_of_the_other_start_ends_a_start_that_was_postponed_behind_it() -> None:
+    async def main(world: World) -> list[str]:
+        lists = [[0, 1, 2], [1, 0]] if world.rank == 0 else [[1, 0], [0, 1, 2]]
+        starts = [world.new_group(ranks, timeout_s=5) for ranks in lists if world.rank < 2]
+        found = await asyncio.gather(*starts, return_exceptions=True)
+        assert all(isinstance(one, (ad.Group, AsyncdistError)) for one in found)
+        return [type(one).__name__ for one in found]
+
+    first, second, _ = ad.simulate(main, ranks=3, strict=True).results
+    assert first == second[::-1]
