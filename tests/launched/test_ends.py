@@ -6,7 +6,6 @@ generous: they only tell "it ended" from "it hangs", since the programs would go
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import signal
@@ -18,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support import mpi, torchrun, warm
+from support import mpi, warm
 from support.local import worlds
 
 import asyncdist as ad
@@ -364,6 +363,7 @@ def test_a_rank_that_returns_early_leaves_the_others_averaging() -> None:
 
 # -- signals ----------------------------------------------------------------------------------------------------------
 
+
 PLACES = ("steps", "streams", "policy_streams", "policy_start", "before_run", "alone_in_the_handshake")
 
 
@@ -441,170 +441,3 @@ def test_the_second_signal_ends_a_rank_that_ignores_the_first() -> None:
     ended = Ended("blocked", 2, twice)
     ended.check_failed()
     assert 130 in ended.statuses, ended.story
-
-
-# -- in one process ---------------------------------------------------------------------------------------------------
-
-
-class Boom(Exception):
-    pass
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_local_ranks_raise_what_the_failing_one_raised(ranks: int) -> None:
-    seen: list[BaseException] = []
-
-    async def main(world: ad.World) -> None:
-        try:
-            for step in range(10_000):
-                if world.rank == ranks - 1 and step == 5:
-                    raise Boom("here")
-                await world.safe_point()
-        except ad.RankLostError as error:
-            seen.append(error)
-            raise
-
-    with pytest.raises(Boom, match="here"):
-        ad.run_local(main, ranks=ranks)
-    assert len(seen) == ranks - 1
-    assert all(error.rank == ranks - 1 and "Boom: here" in str(error) for error in seen)
-
-
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
-def test_local_exits_interrupts_and_cancellations_come_out_as_they_are(error: BaseException) -> None:
-    async def main(world: ad.World) -> None:
-        if world.rank == 1:
-            raise error
-        while True:
-            await world.safe_point()
-
-    with pytest.raises(type(error)) as caught:
-        ad.run_local(main, ranks=2)
-    if isinstance(error, SystemExit):
-        assert caught.value.code == 3
-
-
-def test_local_exit_with_success_is_leaving_early() -> None:
-    steps: list[int] = []
-
-    async def main(world: ad.World) -> int:
-        if world.rank == 1:
-            sys.exit(0)
-        for _ in range(50):
-            await world.safe_point()
-            steps.append(1)
-        return 7
-
-    with pytest.raises(SystemExit) as caught:
-        ad.run_local(main, ranks=2)
-    assert not caught.value.code and len(steps) == 50
-
-
-def test_local_tasks_in_the_background_are_awaited_and_fail_as_a_group() -> None:
-    done: list[int] = []
-
-    async def main(world: ad.World, fails: bool) -> None:
-        async def work() -> None:
-            await world.sleep(0.01)
-            if fails:
-                raise Boom("behind")
-            done.append(world.rank)
-
-        world.spawn(work())
-        if fails:
-            await world.sleep(300)
-
-    ad.run_local(main, False, ranks=2)
-    assert sorted(done) == [0, 1]
-    with pytest.raises(ExceptionGroup) as caught:
-        ad.run_local(main, True, ranks=1)
-    assert isinstance(caught.value.exceptions[0], Boom)
-
-
-def test_a_signal_during_the_end_changes_nothing() -> None:
-    """Rank 0 has failed and waits for rank 1, which is at no safe point, when the signal comes."""
-
-    async def main(world: ad.World) -> None:
-        if world.rank == 0:
-            raise Boom("here")
-        for _ in range(100):
-            await asyncio.sleep(0)
-        assert world.services.engine.failure is not None, "rank 0 has not said yet that it failed"
-        os.kill(os.getpid(), signal.SIGINT)
-        await asyncio.sleep(300)
-
-    with pytest.raises(Boom, match="here"):
-        ad.run_local(main, ranks=2)
-
-
-def test_a_rank_that_has_left_by_sys_exit_answers_a_later_failure() -> None:
-    worlds: list[ad.World] = []
-
-    async def main(world: ad.World) -> None:
-        if world.rank == 1:
-            sys.exit(0)
-        worlds.append(world)
-        while 1 not in world.services.left:
-            await world.safe_point()
-        raise Boom("later")
-
-    with pytest.raises(Boom, match="later"):
-        ad.run_local(main, ranks=2)
-    assert worlds[0].peers.answered == {1}
-
-
-def test_a_local_signal_ends_every_rank() -> None:
-    async def main(world: ad.World) -> None:
-        if world.rank == 0:
-            os.kill(os.getpid(), signal.SIGINT)
-        while True:
-            await world.safe_point()
-
-    with pytest.raises(KeyboardInterrupt):
-        ad.run_local(main, ranks=2)
-
-
-FORKS = """
-    import multiprocessing, os, signal, sys, time
-    import asyncdist as ad
-
-    forked = multiprocessing.get_context("fork")
-
-    def idle(ready):
-        ready.set()
-        time.sleep(300)
-
-    def busy(number):
-        pools_ready.set()
-        while True:
-            number += 1
-
-    def start(**options):
-        ready = forked.Event()
-        process = forked.Process(target=idle, args=(ready,), **options)
-        process.start()
-        assert ready.wait(60)
-        return process
-
-    async def main(world):
-        terminated, interrupted = start(), start()
-        terminated.terminate()
-        os.kill(interrupted.pid, signal.SIGINT)
-        for process, code in ((terminated, -signal.SIGTERM), (interrupted, 1)):  # 1: its KeyboardInterrupt is printed
-            process.join(30)
-            assert process.exitcode == code, process
-        with forked.Pool(2) as pool:  # leaving it terminates its workers
-            pool.map_async(busy, range(2))
-            assert pools_ready.wait(60)
-        start(daemon=True)  # is terminated by multiprocessing when this process ends
-        return world.rank
-
-    pools_ready = forked.Event()
-    print("returned", ad.run(main))
-"""
-
-
-def test_processes_that_main_forks_obey_signals_and_do_not_hold_the_end() -> None:
-    """They had the handlers of their parent, which cancel a task of its loop, and outlived every ``terminate()``."""
-    result = torchrun.run_source(1, FORKS, timeout_s=60).check()
-    assert result.stdout == "returned 0\n", result.output()

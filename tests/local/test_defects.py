@@ -7,14 +7,14 @@
 | 3 | completion polled with a call that never turns true | here: test_defect_03_polling_alone_completes_what_is_outstanding |
 | 4 | send requests dropped before completion | here: test_defect_04_send_requests_live_until_they_complete |
 | 5 | a donor streams the model object from before its rebuild | here: test_defect_05_a_donor_that_rebuilt_its_model_gives_the_new_one |
-| 6 | weighted mean favours the worst | unit/test_selective_core.py: test_defect_06_weighted_mean_favours_the_best |
-| 7 | a round waits for all without a deadline; incomplete rounds leak | unit/test_selective_core.py: test_defect_07_a_round_does_not_wait_for_all_ranks, test_defect_07_incomplete_rounds_do_not_leak |
+| 6 | weighted mean favours the worst | unit/test_selective_rules.py: test_defect_06_weighted_mean_favours_the_best |
+| 7 | a round waits for all without a deadline; incomplete rounds leak | unit/test_round_coordinator.py: test_defect_07_a_round_does_not_wait_for_all_ranks, test_defect_07_incomplete_rounds_do_not_leak |
 | 8 | one tag for all rounds, so rounds mix | here: test_defect_08_chunks_of_an_abandoned_round_never_reach_the_next, test_defect_08_a_donor_answers_other_rounds_with_an_abort_and_keeps_its_buffer_meanwhile |
 | 9 | one message, one clone, one blocking receive per parameter | here: test_defect_09_messages_do_not_grow_with_the_number_of_parameters |
 | 10 | iteration numbers in float32 | here: test_defect_10_iterations_beyond_2_to_the_24_are_exact |
-| 11 | ratio 0 replaces one rank; ratio 1 averages an empty set | unit/test_selective_core.py: test_defect_11_ratio_0_replaces_nobody, test_defect_11_ratio_1_leaves_a_donor |
+| 11 | ratio 0 replaces one rank; ratio 1 averages an empty set | unit/test_selective_rules.py: test_defect_11_ratio_0_replaces_nobody, test_defect_11_ratio_1_leaves_a_donor |
 | 12 | buffers and optimizer state lost; names missing or skipped silently | here: test_defect_12_buffers_arrive_optimizer_state_stays_and_names_are_checked |
-| 13 | NaN metrics taken as best | unit/test_selective_core.py: test_defect_13_nan_is_never_taken_as_best |
+| 13 | NaN metrics taken as best | unit/test_selective_rules.py: test_defect_13_nan_is_never_taken_as_best |
 | 14 | one-sided reads stall, mix versions, copy every iteration | launched/test_one_sided.py: test_defect_14_every_average_is_the_one_of_its_donors_snapshots, test_defect_14_no_version_is_ever_mixed_with_another, test_defect_14_a_read_needs_no_help_of_the_one_who_is_read |
 | 15 | dividing by the world's size when the group is smaller | local/test_average_all.py: test_average_all_on_a_sub_group_divides_by_its_size |
 """  # noqa: E501

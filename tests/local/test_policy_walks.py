@@ -18,7 +18,7 @@ from scripts.population import (
     sgd,
 )
 from support.local import run
-from support.policies import STRATEGIES
+from support.selective import STRATEGIES
 
 import asyncdist as ad
 from asyncdist.transports import matching

@@ -25,7 +25,6 @@ from protocols import (
 )
 from support.local import run
 
-STRATEGIES = ("mean", "weighted_mean", "best_only", "reset_weights")
 #: Steps within which a rank of these small populations must have been replaced; rounds take about ten.
 PLENTY = 400
 

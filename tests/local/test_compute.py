@@ -1,0 +1,122 @@
+"""``world.compute``: a function in a thread, while the loop goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from typing import Any
+
+import pytest
+import torch
+from support.local import yields
+
+import asyncdist as ad
+from asyncdist.errors import BusyError
+
+
+async def test_compute_runs_in_a_thread_while_the_loop_goes_on() -> None:
+    async with ad.open_world(transport="local", strict=True) as world:
+        release = threading.Event()
+
+        def work(a: int, *, b: int) -> tuple[int, bool]:
+            assert release.wait(60)
+            return a + b, threading.current_thread() is threading.main_thread()
+
+        task = asyncio.ensure_future(world.compute(work, 1, b=2))
+        await yields(10)
+        assert world.is_computing
+        with pytest.raises(BusyError, match="one compute at a time"):
+            await world.compute(work, 1, b=2)
+        assert world.is_computing
+        release.set()
+        assert await task == (3, False)
+        assert not world.is_computing
+        with pytest.raises(ZeroDivisionError):
+            await world.compute(lambda: 1 // 0)
+        assert await world.compute(lambda: 5) == 5
+
+
+async def test_compute_carries_the_torch_modes_over() -> None:
+    def modes() -> tuple[bool, bool, bool, torch.dtype]:
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+        return (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            product.dtype,
+        )
+
+    async with ad.open_world(transport="local") as world:
+        assert await world.compute(modes) == (True, False, False, torch.float32)
+        with torch.no_grad():
+            assert await world.compute(modes) == (False, False, False, torch.float32)
+        with torch.inference_mode():
+            assert await world.compute(modes) == (False, True, False, torch.float32)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert await world.compute(modes) == (True, False, True, torch.bfloat16)
+        assert await world.compute(modes) == (True, False, False, torch.float32)
+
+
+class End(StopIteration):
+    pass
+
+
+@pytest.mark.parametrize("simulated", [False, True])
+def test_an_exception_of_a_computation_reaches_its_caller(simulated: bool) -> None:
+    """StopIteration cannot be set on a future, so that ``await world.compute(next, batches)`` never ended."""
+
+    async def main(world: ad.World) -> list[Any]:
+        batches = iter([1])
+        assert await world.compute(next, batches) == 1
+        for error in (StopAsyncIteration(), GeneratorExit(), SystemExit(3), concurrent.futures.CancelledError()):
+            with pytest.raises(type(error)) as caught:
+                await world.compute(_raise, error)
+            assert caught.value is error
+        for stop in (StopIteration(), End(3)):
+            with pytest.raises(RuntimeError, match="StopIteration") as converted:
+                await world.compute(_raise, stop)
+            assert converted.value.__cause__ is stop
+        with pytest.raises(RuntimeError) as ended:
+            await world.compute(next, batches)
+        assert "world.compute(next, iterator, None)" in ended.value.__notes__[0]
+        return await world.compute(list, batches)
+
+    if simulated:
+        assert ad.simulate(main, ranks=1).results == ([],)
+    else:
+        assert ad.run(main, transport="local") == []
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+async def test_a_cancelled_compute_waits_for_its_thread_however_often_it_is_cancelled() -> None:
+    async with ad.open_world(transport="local") as world:
+        release, ended = threading.Event(), threading.Event()
+
+        def work() -> None:
+            assert release.wait(60)
+            ended.set()
+
+        task = asyncio.ensure_future(world.compute(work))
+        await yields(5)
+        for _ in range(3):
+            task.cancel()
+            await yields(5)
+            assert not task.done()
+            assert world.is_computing, "it may be writing weights"
+        release.set()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert ended.is_set()
+        assert not world.is_computing
+
+
+async def test_sleep_and_time_go_by_the_loops_clock() -> None:
+    async with ad.open_world(transport="local") as world:
+        began_at = world.time()
+        await world.sleep(0.02)
+        assert world.time() - began_at >= 0.015
+        assert world.time() == pytest.approx(asyncio.get_running_loop().time(), abs=60)

@@ -1,0 +1,263 @@
+"""Who is replaced, by whom and with which weights: exact tables, laws, and the defects it must not have again."""
+
+import math
+import typing
+from dataclasses import FrozenInstanceError, fields, is_dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from support.selective import STRATEGIES, rules
+
+from protocols.ranking import order_worst_first, replacer_count
+from protocols.selective import messages
+from protocols.selective.messages import Applied
+from protocols.selective.rules import Decision, SelectiveRules, averaging_weights, decide
+
+LAWS = settings(deadline=None, derandomize=True, max_examples=200)
+NAN, INF = math.nan, math.inf
+
+values = st.floats(allow_nan=True, allow_infinity=True)
+all_metrics = st.lists(values, max_size=9).map(lambda listed: dict(enumerate(listed)))
+all_rules = st.builds(
+    SelectiveRules,
+    replacement_ratio=st.floats(0.0, 1.0),
+    averaging_strategy=st.sampled_from(STRATEGIES),
+    metric_mode=st.sampled_from(("max", "min")),
+)
+
+
+# ------------------------------------------------------------------------------------------------ messages
+
+
+@pytest.mark.parametrize("kind", messages.METRIC_TYPES + messages.CONTROL_TYPES)
+def test_messages_are_frozen_flat_and_packable(kind: type) -> None:
+    assert is_dataclass(kind)
+    allowed = {int, float, str, bool, tuple[int, ...], tuple[float, ...]}
+    hints = typing.get_type_hints(kind)
+    assert set(hints) == {part.name for part in fields(kind)}
+    assert set(hints.values()) <= allowed
+    assert hasattr(kind, "__slots__")
+    assert "round" not in hints, "the round travels in the header"
+    with pytest.raises((FrozenInstanceError, TypeError)):
+        Applied(3).iteration = 4  # type: ignore[misc]
+
+
+def test_every_control_message_is_in_the_union() -> None:
+    assert set(typing.get_args(messages.ControlMessage)) == set(messages.CONTROL_TYPES)
+
+
+# ------------------------------------------------------------------------------------------------ rules
+
+
+@pytest.mark.parametrize(
+    ("option", "bad"),
+    [
+        *(
+            (name, bad)
+            for name in ("replacement_ratio", "quorum")
+            for bad in (-0.1, 1.1, NAN, INF, True, "0.5", None, 1j)
+        ),
+        *(("grace_s", bad) for bad in (-1, NAN, INF, False, "1", None)),
+        *(("round_timeout_s", bad) for bad in (0, -1, NAN, INF, True, "1", None)),
+        *(("max_report_age_s", bad) for bad in (0, -1, NAN, True, "1", None)),
+        *(("threshold", bad) for bad in (NAN, INF, -INF, True, "1")),
+        *(("cooldown", bad) for bad in (-1, 1.5, NAN, True, "1", None)),
+        *(("averaging_strategy", bad) for bad in ("median", "", None, 1)),
+        *(("metric_mode", bad) for bad in ("maximum", None, True)),
+    ],
+)
+def test_rules_refuse_and_name_option_value_and_range(option: str, bad: object) -> None:
+    with pytest.raises(ValueError, match="allowed") as caught:
+        SelectiveRules(**{option: bad})  # type: ignore[arg-type]
+    assert str(caught.value).startswith(f"{option} is {bad!r}; allowed: ")
+
+
+def test_rules_accept_their_edges_as_plain_floats() -> None:
+    edge = SelectiveRules(replacement_ratio=1, quorum=0, grace_s=0, max_report_age_s=INF, threshold=-3, cooldown=0)
+    assert type(edge.replacement_ratio) is float
+    assert type(edge.threshold) is float
+
+
+# ------------------------------------------------------------------------------------------------ decide
+
+
+@pytest.mark.parametrize(
+    ("count", "ratio", "expected"),
+    [
+        (4, 0.25, 1),
+        (4, 0.2, 1),
+        (4, 0.01, 1),
+        (4, 0.375, 2),
+        (4, 0.37, 1),
+        (4, 0.99, 3),
+        (2, 0.5, 1),
+        (3, 0.5, 2),
+        (10, 0.45, 5),
+        (50, 0.29, 15),
+        (1, 0.5, 0),
+        (0, 0.5, 0),
+        (1, 1.0, 0),
+    ],
+)
+def test_replacer_count_rounds_half_up(count: int, ratio: float, expected: int) -> None:
+    assert replacer_count(count, ratio) == expected
+
+
+def test_defect_11_ratio_0_replaces_nobody() -> None:
+    assert replacer_count(8, 0.0) == 0
+    assert decide(dict(enumerate([1.0, 2.0, 3.0])), rules(replacement_ratio=0.0)) is None
+
+
+@pytest.mark.parametrize("strategy", ["mean", "weighted_mean", "best_only"])
+def test_defect_11_ratio_1_leaves_a_donor(strategy: str) -> None:
+    assert replacer_count(8, 1.0) == 7
+    decision = decide(dict(enumerate([1.0, 3.0, 2.0])), rules(replacement_ratio=1.0, averaging_strategy=strategy))
+    assert decision is not None
+    assert (decision.donors, decision.replacers, decision.best) == ((1,), (0, 2), 1)
+    assert sum(decision.weights) > 0
+
+
+def test_order_is_total_and_puts_what_is_not_finite_first() -> None:
+    metrics = {5: 2.0, 0: 1.0, 3: NAN, 1: INF, 4: 1.0, 2: -INF}
+    assert order_worst_first(metrics, "max") == (1, 2, 3, 0, 4, 5)
+    assert order_worst_first(metrics, "min") == (1, 2, 3, 5, 0, 4)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("mode", ["max", "min"])
+@pytest.mark.parametrize("strategy", ["mean", "weighted_mean", "best_only"])
+def test_defect_13_nan_is_never_taken_as_best(bad: float, mode: str, strategy: str) -> None:
+    decision = decide({0: 1.0, 1: bad, 2: 2.0}, rules(metric_mode=mode, averaging_strategy=strategy))
+    assert decision is not None
+    assert decision.replacers == (1,)
+    assert decision.best == (2 if mode == "max" else 0)
+    assert all(map(math.isfinite, decision.weights))
+
+
+def test_more_diverged_ranks_than_replacers_have_no_role() -> None:
+    decision = decide({0: NAN, 1: INF, 2: 5.0, 3: 4.0}, rules())
+    assert decision == Decision(donors=(2, 3), replacers=(0,), weights=(1.0, 1.0), best=2)
+
+
+def test_nobody_to_give_or_to_take_is_no_action() -> None:
+    assert decide({}, rules()) is None
+    assert decide({0: 1.0}, rules()) is None
+    assert decide({0: NAN, 1: INF}, rules()) is None
+    assert decide({0: NAN}, rules(averaging_strategy="reset_weights")) is None
+
+
+def test_reset_needs_no_donor() -> None:
+    reset = rules(averaging_strategy="reset_weights")
+    assert decide({0: 2.0, 1: 1.0}, reset) == Decision((), (1,), (), -1)
+    assert decide({0: NAN, 1: NAN}, reset) == Decision((), (0,), (), -1)
+
+
+def test_mean_of_ranks_1_2_3_weighs_them_exactly_evenly() -> None:
+    assert decide(dict(enumerate([0.0, 1.0, 2.0, 3.0])), rules()) == Decision((1, 2, 3), (0,), (1.0, 1.0, 1.0), 3)
+
+
+def test_defect_06_weighted_mean_favours_the_best() -> None:
+    metrics = {0: 0.0, 1: 1.0, 2: 2.0, 3: 4.0}
+    for mode, listed in (("max", metrics), ("min", {rank: -value for rank, value in metrics.items()})):
+        decision = decide(listed, rules(averaging_strategy="weighted_mean", metric_mode=mode))
+        assert decision == Decision(donors=(1, 2, 3), replacers=(0,), weights=(1.0, 2.0, 4.0), best=3)
+
+
+def test_weighted_mean_is_uniform_when_nobody_gains() -> None:
+    decision = decide(dict.fromkeys(range(4), 7.0), rules(averaging_strategy="weighted_mean"))
+    assert decision == Decision((1, 2, 3), (0,), (1.0, 1.0, 1.0), 3)
+
+
+def test_weighted_mean_measures_from_the_worst_finite_participant() -> None:
+    decision = decide({0: NAN, 1: 1.0, 2: 2.0, 3: 4.0}, rules(averaging_strategy="weighted_mean"))
+    assert decision == Decision(donors=(2, 3), replacers=(0,), weights=(1.0, 3.0), best=3), "rank 1 would weigh 0"
+
+
+def test_weighted_mean_survives_metrics_of_any_size() -> None:
+    weighted = rules(averaging_strategy="weighted_mean")
+    for worst, middle, best in ((-1.7e308, 0.0, 1.7e308), (0.0, 5e-324, 1e-323), (0.0, 1e40, 2e40)):
+        decision = decide({0: worst, 1: middle, 2: best}, weighted)
+        assert decision is not None
+        assert decision.donors == (1, 2)
+        assert decision.weights[1] == 2 * decision.weights[0]
+        assert 0.25 <= decision.weights[1] <= 1.0
+
+
+def test_best_only_has_one_donor() -> None:
+    decision = decide({0: 1.0, 1: 9.0, 2: 3.0, 3: 9.0}, rules(averaging_strategy="best_only", replacement_ratio=0.5))
+    assert decision == Decision(donors=(3,), replacers=(0, 2), weights=(1.0,), best=3)
+
+
+def test_threshold_must_be_crossed_by_the_worst() -> None:
+    metrics = {0: 1.0, 1: 2.0}
+    assert decide(metrics, rules(threshold=1.0)) is None
+    assert decide(metrics, rules(threshold=1.5)) is not None
+    assert decide(metrics, rules(threshold=2.0, metric_mode="min")) is None
+    assert decide(metrics, rules(threshold=1.5, metric_mode="min")) is not None
+    assert decide({0: NAN, 1: 2.0}, rules(threshold=-100.0)) is not None
+
+
+@pytest.mark.slow
+@LAWS
+@given(all_metrics, all_rules)
+def test_law_decisions_are_sound(metrics: dict[int, float], options: SelectiveRules) -> None:
+    decision = decide(metrics, options)
+    if decision is None:
+        return
+    assert len(decision.replacers) == replacer_count(len(metrics), options.replacement_ratio)
+    assert 1 <= len(decision.replacers) <= len(metrics) - 1
+    assert list(decision.donors) == sorted(set(decision.donors))
+    assert list(decision.replacers) == sorted(set(decision.replacers))
+    assert not set(decision.donors) & set(decision.replacers)
+    assert len(decision.weights) == len(decision.donors)
+    if options.averaging_strategy == "reset_weights":
+        assert (decision.donors, decision.best) == ((), -1)
+        return
+    assert all(math.isfinite(metrics[rank]) for rank in decision.donors)
+    assert all(0 < weight < INF for weight in decision.weights)
+    assert 0 < sum(decision.weights) < INF
+    assert decision.best in decision.donors
+    assert max(decision.weights) == decision.weights[decision.donors.index(decision.best)]
+    finite = [value for value in metrics.values() if math.isfinite(value)]
+    assert metrics[decision.best] == (max(finite) if options.metric_mode == "max" else min(finite))
+
+
+@pytest.mark.slow
+@LAWS
+@given(st.lists(values, min_size=1, max_size=9, unique=True), st.data(), all_rules)
+def test_law_permuting_ranks_permutes_the_decision(listed: list[float], data: Any, options: SelectiveRules) -> None:
+    finite = [value for value in listed if math.isfinite(value)]  # what is not finite is tied
+    renamed = data.draw(st.permutations(range(len(finite))))
+    one = decide(dict(enumerate(finite)), options)
+    other = decide({renamed[rank]: value for rank, value in enumerate(finite)}, options)
+    if one is None or other is None:
+        assert one is other
+        return
+    assert {renamed[rank] for rank in one.replacers} == set(other.replacers)
+    assert {renamed[rank]: weight for rank, weight in zip(one.donors, one.weights, strict=True)} == dict(
+        zip(other.donors, other.weights, strict=True)
+    )
+    assert other.best == (renamed[one.best] if one.best >= 0 else -1)
+
+
+@pytest.mark.slow
+@LAWS
+@given(all_metrics, all_rules)
+def test_law_min_mirrors_max(metrics: dict[int, float], options: SelectiveRules) -> None:
+    mirrored = SelectiveRules(
+        replacement_ratio=options.replacement_ratio,
+        averaging_strategy=options.averaging_strategy,
+        metric_mode="min" if options.metric_mode == "max" else "max",
+    )
+    assert decide(metrics, options) == decide({rank: -value for rank, value in metrics.items()}, mirrored)
+
+
+@pytest.mark.slow
+@LAWS
+@given(st.dictionaries(st.integers(0, 50), st.floats(-1e6, 1e6), min_size=1), st.sampled_from(STRATEGIES))
+def test_law_weights_sum_to_something(metrics: dict[int, float], strategy: str) -> None:
+    weights = averaging_weights(metrics, sorted(metrics), averaging_strategy=strategy)
+    assert len(weights) == len(metrics)
+    assert min(weights) >= 0
+    assert sum(weight / sum(weights) for weight in weights) == pytest.approx(1.0)
