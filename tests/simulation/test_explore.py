@@ -1,24 +1,19 @@
-"""explore: it finds the first seed that fails, repeats it, shrinks its plan, and leaves no process behind."""
+"""explore: it finds the first seed that fails, repeats it, and tells failures apart."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import os
 import random
 import shlex
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
 
 import asyncdist as ad
 from asyncdist import RankLostError
@@ -37,9 +32,7 @@ from asyncdist.simulation import (
     explore,
     simulate,
 )
-from asyncdist.simulation.exploration.explore import signature_of
 from asyncdist.simulation.exploration.repro_command import repeat_line
-from asyncdist.simulation.exploration.shrink import minimize, shrink, simplify
 
 # ------------------------------------------------------------------------------------------------ a protocol with a bug
 
@@ -356,83 +349,6 @@ def test_what_cannot_be_repeated_or_shrunk_is_said() -> None:
     assert "given as the argument faults, it does not fail in the same way" in texts[2]
 
 
-# ------------------------------------------------------------------------------------------------------------ shrinking
-
-
-def plan_of(numbers: Sequence[int]) -> tuple[Fault, ...]:
-    return tuple(Stall(number, 0.0, 1.0) for number in numbers)
-
-
-@pytest.mark.slow
-@given(st.integers(1, 40), st.data())
-def test_shrinking_finds_the_faults_that_are_needed_together(size: int, data: st.DataObject) -> None:
-    needed = data.draw(st.sets(st.integers(0, size - 1), min_size=1))
-    tried: list[Sequence[Fault]] = []
-
-    def fails(plan: Sequence[Fault]) -> bool:
-        tried.append(plan)
-        return needed <= {fault.rank for fault in plan if isinstance(fault, Stall)}
-
-    assert minimize(plan_of(range(size)), fails) == plan_of(sorted(needed))
-    # Zeller's bound for the worst case, with a margin for rounding.
-    assert len(tried) <= size * size + 3 * size + 10
-
-
-@pytest.mark.parametrize(
-    ("fault", "limits", "simplest"),
-    [
-        (Kill(1, at_s=0.45678), {}, Kill(1, at_s=0.0)),
-        (Kill(1, at_s=0.45678), {"at_s": 0.4}, Kill(1, at_s=0.5)),
-        (Kill(1, at_s=0.44321), {"at_s": 0.441}, Kill(1, at_s=0.443)),
-        (Kill(1, at_turn=137), {}, Kill(1, at_turn=1)),
-        (Kill(1, at_turn=137), {"at_turn": 131}, Kill(1, at_turn=140)),
-        (Kill(3, at_message=137), {"at_message": 90}, Kill(3, at_message=100)),
-        (SlowRank(2, 0.1234, 3.14159), {}, SlowRank(2, 0.0, 3.0)),
-        (Partition((1, 2), 0.1234, 0.5678), {"at_s": 0.12}, Partition((1, 2), 0.12, 0.6)),
-        (Delay(1, 2, 57, 0.777), {"number": 55, "duration_s": 0.5}, Delay(1, 2, 60, 0.8)),
-    ],
-)
-def test_numbers_are_simplified_as_far_as_it_still_fails(
-    fault: Fault, limits: dict[str, float], simplest: Fault
-) -> None:
-    def fails(plan: Sequence[Fault]) -> bool:
-        return all(getattr(plan[0], name) >= limit for name, limit in limits.items())
-
-    assert simplify([fault], fails) == (simplest,)
-
-
-def test_a_fault_that_is_needless_once_the_others_are_simple_is_left_out() -> None:
-    """The first one makes up for the odd time of the second."""
-
-    def fails(plan: Sequence[Fault]) -> bool:
-        stalls = [fault for fault in plan if isinstance(fault, Stall)]
-        found = next((stall.duration_s for stall in stalls if stall.rank == 2), 0.0)
-        return found == 1.0 or (found > 1.0 and len(stalls) > 1)
-
-    plan = [Stall(1, 0.0, 3.0), Stall(2, 0.0, 1.04)]
-    assert simplify(minimize(plan, fails), fails) == (Stall(1, 0.0, 0.0), Stall(2, 0.0, 1.0))
-    assert shrink(plan, fails) == (Stall(2, 0.0, 1.0),)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "same"),
-    [
-        (AssertionError("rank 3 holds 2 roles"), AssertionError("rank 12 holds 7 roles"), True),
-        (AssertionError("lost: [1, 2, 3]"), AssertionError("lost: [7]"), True),
-        (AssertionError("at 0.25 s\nassert 1 == 2"), AssertionError("at 1e-06 s\nassert 4 == 5"), True),
-        (AssertionError("one story"), AssertionError("another story"), False),
-        (AssertionError("one story"), ValueError("one story"), False),
-        (ValueError("one story"), ValueError("another story"), True),
-        (ExceptionGroup("a", [ValueError(), KeyError()]), ExceptionGroup("b", [KeyError(), ValueError()]), True),
-        (ExceptionGroup("a", [ValueError()]), ExceptionGroup("a", [KeyError()]), False),
-    ],
-)
-def test_two_failures_are_the_same_by_class_and_an_assertion_by_its_words(
-    one: Exception, other: Exception, same: bool
-) -> None:
-    assert (signature_of(one) == signature_of(other)) == same
-
-
 # ------------------------------------------------------------------------------------------------------------ repeating
 
 
@@ -512,160 +428,6 @@ def test_seeds_of_an_iterator_are_taken_as_they_are_needed() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ processes
-
-
-def dies(seed: int) -> ad.SimReport:
-    os._exit(3)
-
-
-@pytest.mark.workers
-def test_a_process_that_dies_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match=r"died, in one of the seeds 0 to 3.*processes=1"):
-        explore(dies, range(4), processes=2)
-
-
-UNGUARDED = """
-from asyncdist.simulation import explore, simulate
-
-async def main(world):
-    return world.rank
-
-def scenario(seed):
-    return simulate(main, ranks=2, seed=seed)
-
-explore(scenario, range(4), processes=2)
-"""
-
-
-@pytest.mark.workers
-def test_a_script_without_a_main_guard_is_one_clear_error(tmp_path: Path) -> None:
-    """Each of its processes would start the exploration again; Python itself says so at length, in each of them."""
-    script = tmp_path / "unguarded.py"
-    script.write_text(UNGUARDED)
-    environ = {**os.environ, "PYTHONPATH": str(Path(ad.__file__).parents[1])}
-    ended = subprocess.run(
-        [sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert ended.returncode == 1
-    assert ended.stderr.count("Traceback") == 1, ended.stderr
-    assert "needs an if __name__ == '__main__'" in ended.stderr
-
-
-def endless_but_for_one(seed: int) -> ad.SimReport:
-    if seed == 0:
-        raise ValueError("seed 0")
-    return simulate(for_ever, ranks=1, seed=seed)
-
-
-async def for_ever(world: ad.World) -> None:
-    while True:
-        await world.safe_point()
-
-
-@pytest.mark.workers
-def test_a_failure_does_not_wait_for_seeds_behind_it() -> None:
-    report = explore(endless_but_for_one, range(100), processes=2, quiet=True)
-    assert report.failure is not None
-    assert (report.failure.message, report.failure.minimal_faults, report.seed_count) == ("seed 0", (), 1)
-
-
-ENDLESS = """
-import itertools, os, pathlib, sys
-import asyncdist as ad
-from asyncdist.simulation import explore
-
-async def main(world):
-    while True:
-        await world.safe_point()
-
-def scenario(seed):
-    pathlib.Path(sys.argv[1], f"{os.getpid()}.pid").touch()
-    return ad.simulate(main, ranks=2, seed=seed)
-
-if __name__ == "__main__":
-    explore(scenario, itertools.count(), processes=int(sys.argv[2]))
-"""
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie that nobody has reaped does not."""
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except ProcessLookupError:
-        return False
-    except FileNotFoundError:
-        return Path("/proc/self").exists() is False
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
-
-
-@pytest.mark.workers
-@pytest.mark.parametrize(("processes", "number"), [(1, signal.SIGINT), (2, signal.SIGINT), (2, signal.SIGKILL)])
-def test_no_process_outlives_a_signal(tmp_path: Path, processes: int, number: signal.Signals) -> None:
-    script = tmp_path / "endless.py"
-    script.write_text(ENDLESS)
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path), str(processes)], stderr=subprocess.PIPE, text=True, process_group=0
-    )
-    try:
-        assert wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == processes)
-        pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
-        # The terminal sends its signal to all of them.
-        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
-        _, error = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == -number
-    assert wait_until(lambda: not any(map(is_alive, pids)))
-    if number == signal.SIGINT:
-        assert error.count("Traceback") == 1, "that of the process itself"
-
-
-BEGUN: list[int] = []
-
-
-def interrupted(seed: int) -> ad.SimReport:
-    BEGUN.append(seed)
-    return simulate(interrupts, ranks=3, seed=seed)
-
-
-async def interrupts(world: ad.World) -> str:
-    """Would go on for ever after a signal that it took for an error of its own."""
-    with contextlib.suppress(BaseException):
-        if world.rank == 1:
-            signal.raise_signal(signal.SIGINT)
-    while not HANDLED:
-        await world.safe_point()
-    return "went on"
-
-
-HANDLED: list[int] = []
-
-
-def test_an_interrupt_ends_a_simulation_between_two_events() -> None:
-    BEGUN.clear()
-    HANDLED.clear()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with pytest.raises(KeyboardInterrupt):
-        explore(interrupted, [5, 6], processes=1)
-    assert BEGUN == [5]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_a_handler_of_interrupts_stays_in_place() -> None:
-    HANDLED.clear()
-    own = signal.signal(signal.SIGINT, lambda number, _: HANDLED.append(number))
-    try:
-        assert interrupted(5).results == ("went on",) * 3
-    finally:
-        signal.signal(signal.SIGINT, own)
-    assert HANDLED == [signal.SIGINT]
 
 
 def test_random_numbers_of_the_outside_are_left_alone() -> None:

@@ -1,0 +1,32 @@
+"""Fixtures that several files of this folder share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from support.local import worlds
+from support.scripted import ScriptedTransport
+
+from asyncdist import World
+from asyncdist.messaging.engine import Engine
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[list[World]]:
+    async with worlds(2) as made:
+        yield made
+
+
+@pytest.fixture
+async def transport() -> ScriptedTransport:
+    return ScriptedTransport()
+
+
+@pytest.fixture
+async def engine(transport: ScriptedTransport) -> AsyncIterator[Engine]:
+    """Not started: nothing happens but what the test does."""
+    made = Engine(transport, asyncio.get_running_loop())  # type: ignore[arg-type]
+    yield made
+    made.stop()

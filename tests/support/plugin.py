@@ -1,0 +1,47 @@
+"""Runs pytest on small test files with the plugin, and reads what it says of simulations."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import textwrap
+
+import pytest
+
+import asyncdist.simulation  # noqa: F401 before any inner session: what that imports first, it takes back
+
+HEAD = """
+import asyncio
+import dataclasses
+import pytest
+import torch
+import asyncdist as ad
+from asyncdist.simulation import Compute, Interrupt, Kill, Link, Network, Stall
+
+"""
+
+
+def run_tests(pytester: pytest.Pytester, source: str, *options: str, ini: str = "") -> pytest.RunResult:
+    """Run these tests; the module has what HEAD imports."""
+    pytester.makeini(f"[pytest]\naddopts = --strict-markers\nasyncio_default_fixture_loop_scope = function\n{ini}")
+    pytester.makepyfile(test_it=HEAD + textwrap.dedent(source))
+    return pytester.runpytest_inprocess(*options)
+
+
+def sections(result: pytest.RunResult) -> list[str]:
+    """The sections ``simulation`` of the output, one for each test that failed."""
+    return re.findall(r"^-+ simulation -+\n(.*?^repeat: [^\n]*)$", result.stdout.str(), re.MULTILINE | re.DOTALL)
+
+
+def section(result: pytest.RunResult) -> list[str]:
+    """The lines of the only one."""
+    found = sections(result)
+    assert len(found) == 1, result.stdout.str()
+    return found[0].splitlines()
+
+
+def repeat_options(result: pytest.RunResult) -> list[str]:
+    """The arguments on the line that repeats a failure."""
+    line = section(result)[-1]
+    assert line.startswith("repeat: pytest ")
+    return shlex.split(line)[2:]
