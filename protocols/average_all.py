@@ -86,7 +86,7 @@ class AverageAllPolicy(SpawnPolicy):
         members = self._group.ranks
         await self._agree()
         left_s = self._joint_start.left_s(self._start_timeout_s)
-        self._own_group = await self._world.new_group(members, timeout_s=left_s)
+        self._own_group = await self._world.peers.groups.new_group(members, left_s, part_of=self._joint_start)
         self._subject = f"averaging of policy {self._own_group.number}"
         self._own_group.lease.subjects.append(self._subject)
 

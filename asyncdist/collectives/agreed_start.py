@@ -23,6 +23,7 @@ from typing import Any, Final, Generic, TypeVar
 from asyncdist.collectives.agreement import MEMBER_PATIENCE_S, Agreements
 from asyncdist.collectives.agreement_messages import Agreed, Meeting
 from asyncdist.errors import AsyncdistError, StartTimeoutError
+from asyncdist.messaging import wire
 from asyncdist.messaging.engine import Engine, yield_to_loop
 from asyncdist.messaging.services import Services
 
@@ -53,6 +54,12 @@ class Start(Generic[T]):
         self._outcome: asyncio.Future[T] = self._loop.create_future()
         self._has_come = False
         self._is_on = False
+
+    @property
+    def name(self) -> str:
+        """A name that no other start of this rank has, the same on all members."""
+        key = self.meeting.key
+        return f"{key.subject} {wire.scope_of(self.meeting.ranks, key.subject, key.occurrence):x}"
 
     async def agree(self, values: Mapping[str, str], **options: Any) -> Agreed:
         """Agree as :meth:`Agreements.meet` does; the work begins with this. After go the work is done in any case."""

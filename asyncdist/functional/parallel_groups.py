@@ -140,7 +140,8 @@ async def new_parallel_groups(
     async def make(start: Start[list[Group]]) -> list[Group]:
         await start.agree(numbers, timeout_s=_TIMEOUT_S)
         # A rank is in three groups. All ranks make them in one order, so none waits for a rank that waits elsewhere.
-        return await world.new_groups(layout.ranks_of(world.rank), timeout_s=start.left_s(_TIMEOUT_S))
+        lists = layout.ranks_of(world.rank)
+        return await world.peers.groups.new_groups(lists, start.left_s(_TIMEOUT_S), part_of=start)
 
     model, pipeline, data = await start_together(
         world.services, world.agreements, everybody, _SUBJECT, make, _free, name=_SUBJECT

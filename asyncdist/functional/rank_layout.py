@@ -326,7 +326,7 @@ async def initialize_distributed_compute(
             plan = RankLayout.arithmetic(world.size, num_remote_buffers, num_agent_groups, coordinator=coordinator)
         lists = sorted({plan.training_ranks, plan.buffer_ranks, *plan.agent_groups})
         own = [ranks for ranks in lists if world.rank in ranks]
-        groups = await world.new_groups(own, timeout_s=start.left_s(_TIMEOUT_S))
+        groups = await world.peers.groups.new_groups(own, start.left_s(_TIMEOUT_S), part_of=start)
         return DistributedContext(world, plan, dict(zip(own, groups, strict=True)))
 
     return await start_together(

@@ -8,7 +8,8 @@ other (:mod:`asyncdist.collectives.turns`): two at once would be given one tag.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
 from asyncdist import validation
 from asyncdist.collectives.agreed_start import Start, assemble, start_together
@@ -19,8 +20,11 @@ from asyncdist.collectives.membership import MembershipLog
 from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.collectives.turns import Turns
 from asyncdist.errors import RankLostError
+from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
+
+_SUBJECT: Final = "new group"
 
 
 class GroupCreation:
@@ -54,8 +58,33 @@ class GroupCreation:
         self._system = system
         self._turns = turns
 
-    async def new_group(self, ranks: Sequence[int], timeout_s: float) -> Group:
-        """Make a group of ``ranks``; see :meth:`asyncdist.World.new_group`."""
+    async def new_groups(
+        self, lists: Iterable[Sequence[int]], timeout_s: float, *, part_of: Start[Any] | None = None
+    ) -> list[Group]:
+        """Make several groups; see :meth:`asyncdist.World.new_groups`, and :meth:`new_group` for ``part_of``."""
+        made: list[Group] = []
+        now = self._services.time
+        give_up_at = now() + timeout_s
+        try:
+            for ranks in lists:
+                left_s = max(round(give_up_at - now(), 3), 0.001)
+                made += [await self.new_group(ranks, left_s, part_of=part_of)]
+        except BaseException:  # a cancellation too, and a list that is refused
+            for group in made:
+                await group.free()
+            raise
+        return made
+
+    async def new_group(self, ranks: Sequence[int], timeout_s: float, *, part_of: Start[Any] | None = None) -> Group:
+        """Make a group of ``ranks``; see :meth:`asyncdist.World.new_group`.
+
+        Args:
+            ranks, timeout_s: as there.
+            part_of: the start that needs the group, which its members have agreed on. When that asks for the group is
+                not up to the user, and may be before or after a call for a group of the same ranks by another task: the
+                group of each is another one.
+        """
+        subject = _SUBJECT if part_of is None else f"{_SUBJECT} for {part_of.name}"
         services = self._services
         members = check_ranks(ranks, rank=services.rank, size=services.size)
         validation.seconds("timeout_s", timeout_s)
@@ -68,10 +97,15 @@ class GroupCreation:
                 if transport.capabilities.native_collectives:
                     await assemble(self._agreements, members, "new communicator")
                     native = transport.new_group(members, tag)
-                return self.ledger.open(members, services.rank, tag, agreed.time, native)
+                # The serial tells apart all groups of these ranks, of all subjects.
+                serial = agreed.time if part_of is None else wire.scope_of(members, subject, agreed.time)
+                group = self.ledger.open(members, services.rank, tag, serial, native)
+                if part_of is not None:
+                    group.lease.subjects.append(subject)
+                return group
 
         name = f"new group of {len(members)} ranks"
-        return await start_together(services, self._agreements, members, "new group", make, Group.free, name=name)
+        return await start_together(services, self._agreements, members, subject, make, Group.free, name=name)
 
     async def _free(self, group: Group) -> None:
         """Free a group, in the background where the caller is cancelled."""

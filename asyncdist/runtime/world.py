@@ -343,16 +343,7 @@ class World:
 
         **Cancellation**: as of :meth:`new_group`; the groups that have been made are freed.
         """
-        made: list[Group] = []
-        give_up_at = self.time() + timeout_s
-        try:
-            for ranks in lists:
-                made += [await self.new_group(ranks, timeout_s=max(round(give_up_at - self.time(), 3), 0.001))]
-        except BaseException:  # a cancellation too, and a list that is refused
-            for group in made:
-                await group.free()
-            raise
-        return made
+        return await self.peers.groups.new_groups(lists, timeout_s)
 
     def statistics(self) -> WorldStatistics:
         """Return the counts since the world was opened."""

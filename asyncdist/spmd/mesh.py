@@ -249,7 +249,7 @@ async def new_mesh(
         for size, stride in zip(sizes.values(), strides, strict=True):
             first = group.index - group.index // stride % size * stride
             lines.append([group.ranks[first + place * stride] for place in range(size)])
-        groups = await world.new_groups(lines, timeout_s=start.left_s(timeout_s))
+        groups = await world.peers.groups.new_groups(lines, start.left_s(timeout_s), part_of=start)
         made = {name: Axis(name, world, line, _Turn()) for name, line in zip(sizes, groups, strict=True)}
         for axis in made.values():
             axis.group.lease.subjects.append(axis.subject)

@@ -130,3 +130,56 @@ def test_an_error_of_the_other_start_ends_a_start_that_was_postponed_behind_it()
 
     first, second, _ = ad.simulate(main, ranks=3, strict=True).results
     assert first == second[::-1]
+
+
+def test_a_group_is_the_same_one_on_all_ranks_where_tasks_ask_for_several_of_the_same_ranks() -> None:
+    """The group of a policy on one rank was that of a mesh, or of a task that had asked for one, on another rank."""
+
+    async def main(world: World, order: list[list[int]]) -> dict[str, str]:
+        async def late(i: int, start: Any) -> Any:
+            await world.sleep(0.0003 * order[world.rank][i])
+            return await start()
+
+        async def policy() -> AverageAllPolicy:
+            model = torch.nn.Linear(1, 1)
+            made = AverageAllPolicy(model, torch.optim.SGD(model.parameters()), average_every=1)
+            return await made.__aenter__()
+
+        starts = [
+            lambda: ad.new_mesh({"POP": 2, "DP": 2}),
+            lambda: ad.new_parallel_groups(2),
+            lambda: ad.new_group(range(4)),
+            policy,
+        ]
+        mesh, parallel, group, average = await asyncio.gather(*(late(i, one) for i, one in enumerate(starts)))
+        found = {
+            "DP": mesh.axis("DP").group,
+            "model": parallel.model,
+            "POP": mesh.axis("POP").group,
+            "data": parallel.data,
+            "group": group,
+            "policy": average._own_group,
+        }
+        assert len({one.key for one in found.values()}) == len(found)
+        await average.__aexit__(None, None, None)
+        for one in (mesh, group, parallel.model, parallel.pipeline, parallel.data):
+            await one.free()
+        await ad.barrier()
+        await world.sleep(1)
+        assert nothing_is_kept(world) and not world.peers.groups.ledger.taken()
+        assert not [key for key in world.agreements._counts if key.subject.startswith("new group for")]
+        return {name: one.number for name, one in found.items()}
+
+    for seed in range(12):
+        order = [[(seed * 7 + rank * 3 + i * (rank + 1)) % 5 for i in range(5)] for rank in range(4)]
+        results = ad.simulate(main, order, ranks=4, seed=seed, strict=True).results
+        for name, pairs in {
+            "DP": (0, 1, 2, 3),
+            "model": (0, 1, 2, 3),
+            "POP": (0, 2, 1, 3),
+            "data": (0, 2, 1, 3),
+        }.items():
+            numbers = [results[rank][name] for rank in pairs]
+            assert numbers[::2] == numbers[1::2], (seed, name)
+        for name in ("group", "policy"):
+            assert len({found[name] for found in results}) == 1, (seed, name)
