@@ -3,16 +3,17 @@
     asyncdist run -n 4 tests/support/warm.py SOCKET script.py arguments...     what support.mpi starts
     python tests/support/warm.py SOCKET script.py arguments...                 a rank that support.torchrun starts
 
-Importing torch takes 1.5 s of a core, for each rank of each job: nearly all that a short job costs. What mpirun (or a
-test) starts in a rank's place asks the *server* for a child, hands over its arguments, environment, directory and open
-files, passes signals on to it, and ends as it ends. The child runs the script as ``asyncdist run`` does, by ``launch``.
+Importing torch takes 1.5 s of a core, and making the first optimizer as much again, for each rank of each job: nearly
+all that a short job costs. What mpirun (or a test) starts in a rank's place asks the *server* for a child, hands over
+its arguments, environment, directory and open files, passes signals on to it, and ends as it ends. The child runs the
+script as ``asyncdist run`` does, by ``launch``.
 
 - mpi4py, MPI, process groups and event loops are nothing that the server knows of: each rank starts its own.
 - Who lives with whom: a rank dies with what mpirun has started for it, and with the server; the server with the test
   session, whose pipe is its standard input.
 - What is not as in a process of its own: ranks share one seed of ``hash``, and what is asked at torch's import has been
   asked before. Jobs with such variables start cold (``command``), as do all that start ``asyncdist run``, mpirun or
-  torchrun by themselves: worlds, benchmarks and the demo.
+  torchrun by themselves, such as benchmarks and the demo.
 - Linux only. Elsewhere every rank starts cold.
 """
 
@@ -133,6 +134,7 @@ def _receive(connection: socket.socket, nbytes: int) -> bytes:
 def serve(path: str) -> dict[str, Any]:
     """Fork a child for everybody who asks. Returns in the children: what to be."""
     import optree  # noqa: F401
+    import torch._dynamo  # the first optimizer of a process imports it, which takes 1.4 s of a core
     import torch.distributed  # noqa: F401
 
     import asyncdist as ad
