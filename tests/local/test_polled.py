@@ -84,6 +84,13 @@ def two_ranks() -> tuple[pollable_backends.PolledTransport, pollable_backends.Po
     return sender, receiver, cables
 
 
+def bulk_planes(hub: LocalHub, cable: Cable) -> list[pollable_backends.PolledBulk]:
+    return [
+        pollable_backends.PolledBulk(hub.transport(rank), ENTRIES_TAG, "cable", CablePairs(cable, rank))
+        for rank in range(2)
+    ]
+
+
 @pytest.mark.parametrize("closes", [False, True])
 def test_a_large_message_is_received_although_its_sender_has_said_goodbye(
     closes: bool, monkeypatch: pytest.MonkeyPatch
@@ -142,10 +149,7 @@ def test_a_large_message_of_which_nothing_came_is_lost_with_its_sender(monkeypat
 
 def test_a_large_message_on_the_bulk_plane_is_received_although_control_has_lost_its_sender() -> None:
     hub, cable = LocalHub(2), Cable()
-    sender, receiver = (
-        pollable_backends.PolledBulk(hub.transport(rank), ENTRIES_TAG, "cable", CablePairs(cable, rank))
-        for rank in range(2)
-    )
+    sender, receiver = bulk_planes(hub, cable)
     buffer = bytearray(NBYTES)
     send, receive = sender.isend(DATA, 1, TAG), receiver.irecv(buffer, 0, TAG)
     assert not receive.test()
@@ -156,6 +160,44 @@ def test_a_large_message_on_the_bulk_plane_is_received_although_control_has_lost
     assert buffer == DATA
     with pytest.raises(RankLostError, match="rank 0 is gone"):
         later.test()
+
+
+@pytest.mark.parametrize("asks_for_more", [False, True])
+def test_a_large_message_on_the_bulk_plane_that_its_senders_end_overtakes_is_received(
+    asks_for_more: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control loses the sender first, and a message that is sent to it then finds that out as well."""
+    monkeypatch.setattr(pollable_backends, "GOODBYE_S", 3600.0)
+    hub, cable = LocalHub(2), Cable()
+    sender, receiver = bulk_planes(hub, cable)
+    buffer = bytearray(NBYTES)
+    send, receive = sender.isend(DATA, 1, TAG), receiver.irecv(buffer, 0, TAG)
+    assert not receive.test()
+    send.test()
+    on_its_way = cable.arrived.pop((0, 1))
+    hub.lose(0)
+    if asks_for_more:
+        with pytest.raises(RankLostError, match="rank 0 is gone"):
+            receiver.isend(b"more", 0, TAG).test()
+    assert not receive.test()
+    assert not receiver.lost_ranks()
+    cable.arrived[0, 1] = on_its_way
+    assert receive.test()
+    assert buffer == DATA
+    with pytest.raises(RankLostError, match="rank 0 is gone"):
+        receiver.irecv(bytearray(1), 0, TAG).test()
+    assert receiver.lost_ranks() == {0}
+
+
+def test_a_large_message_on_the_bulk_plane_that_does_not_come_is_lost_with_its_sender() -> None:
+    hub = LocalHub(2)
+    sender, receiver = bulk_planes(hub, Cable())
+    sender.isend(bytes(NBYTES), 1, TAG)
+    receive = receiver.irecv(bytearray(NBYTES), 0, TAG)
+    assert not receive.test()
+    hub.lose(0)
+    with pytest.raises(RankLostError, match="rank 0 is gone"):
+        receive.test()
 
 
 def test_an_answer_read_from_a_peer_that_has_closed_fails_its_send() -> None:

@@ -194,6 +194,7 @@ class PolledBulk(MatchedTransport):
         self._pairs = pairs
         self._exchange = Exchange(pairs, self._matcher, self._tell, self._break)
         self._leaving: list[tuple[int, Request, Send | None]] = []
+        self._lost_at: dict[int, float] = {}  # when a rank that control has lost counts as lost here at the latest
         self._entry = memoryview(bytearray(ENTRY_NBYTES_MAX))
         self._receive = control.persistent_receive(self._entry, tag)
         self._receive.start()
@@ -204,8 +205,7 @@ class PolledBulk(MatchedTransport):
     def _tell(self, peer: int, entry: bytes, send: Send | None) -> None:
         try:
             request = self._control.start_send(entry, peer, self._tag)
-        except RankLostError as error:
-            self._exchange.lose(peer, error)
+        except RankLostError as error:  # the peer is lost in `_poll`: a large message may be on its way from it still
             if send is not None:
                 send.error = error
             return
@@ -222,15 +222,23 @@ class PolledBulk(MatchedTransport):
             self._exchange.hear(peer, entry)
         self._leaving = [entry for entry in self._leaving if not self._has_left(*entry)]
         for rank in self._control.lost_ranks() - self._exchange.lost.keys():
-            self._exchange.lose(rank, gone(rank, f"{self._control.name} (control) has lost it"))
+            if self._has_all_of(rank):
+                self._exchange.lose(rank, gone(rank, f"{self._control.name} (control) has lost it"))
         self._exchange.poll()
+
+    def _has_all_of(self, peer: int) -> bool:
+        """Return whether what ``peer``, which control has lost, had sent has come, or its time is over.
+
+        A large message may be on its way still: it takes another connection than the peer's goodbye to control.
+        """
+        now = time.monotonic()
+        return now >= self._lost_at.setdefault(peer, now + GOODBYE_S) or not self._exchange.is_receiving(peer)
 
     def _has_left(self, peer: int, request: Request, send: Send | None) -> bool:
         try:
             if not request.test():
                 return False
         except RankLostError as error:
-            self._exchange.lose(peer, error)
             if send is not None:
                 send.error = error
             return True
