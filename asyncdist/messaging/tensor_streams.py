@@ -76,8 +76,7 @@ class _Outgoing:
         """Send the rest; return whether ``dest`` took it all. Raises as :meth:`asyncdist.World.send_stream`."""
         if self.stream is not None:
             return await self.stream.run()
-        if self.refused is None:
-            raise RankLostError(f"rank {dest} left before it received", rank=dest)
+        assert self.refused is not None, f"rank {dest} has not answered"
         nbytes = len(self.view)
         raise LocalProtocolError(
             f"rank {dest} receives {self.refused.nbytes} bytes, this rank sends {nbytes}", dest=dest, nbytes=nbytes
@@ -189,6 +188,9 @@ class UserStreams:
             await self._engine.until(
                 lambda: outgoing.is_answered or dest in services.gone, f"rank {dest} to receive a stream"
             )
+            if not outgoing.is_answered:
+                ended = "was lost" if dest in services.lost_ranks() else "left"
+                raise RankLostError(f"rank {dest} {ended} before it received", rank=dest)
             complete = await outgoing.run(dest)
         finally:
             if not outgoing.is_answered and outgoing in waiting:

@@ -284,7 +284,8 @@ class World:
 
         Raises:
             LocalProtocolError: the receiver expects another size.
-            RankLostError: the receiver is gone.
+            ClosedError: the receiver gave up.
+            RankLostError: the receiver is gone: it has returned, or is lost.
         """
         await self._streams.send(tensor, dest)
 

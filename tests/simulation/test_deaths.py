@@ -94,6 +94,19 @@ def test_who_waits_for_a_replay_buffer_whose_rank_is_killed_is_told_so() -> None
     )
 
 
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_stream_that_nobody_received_says_whether_its_receiver_returned_or_died(returns: bool) -> None:
+    async def main(world: ad.World) -> None:
+        if world.rank == 1:
+            await asyncio.sleep(1.0 if returns else 5.0)
+        else:
+            await world.send_stream(torch.zeros(1 << 20), 1)
+
+    report = simulate(main, ranks=2, network=STEADY, faults=[] if returns else [Kill(rank=1, at_s=2.0)])
+    assert isinstance(report.results[0], ad.RankLostError) and report.results[0].rank == 1
+    assert report.results[0].args[0] == f"rank 1 {'left' if returns else 'was lost'} before it received"
+
+
 def test_what_a_dead_rank_leaves_behind_runs_when_all_is_over() -> None:
     """Its ``finally`` blocks, to release what is not simulated, with nobody to talk to."""
     story: list[str] = []
