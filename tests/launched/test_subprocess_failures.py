@@ -1,0 +1,449 @@
+"""How jobs of ``launch_subprocesses`` fail: which rank is told, which processes end, and what is refused before."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from support import mpi
+from support.processes import is_alive
+from support.subprocesses import METHODS, TIMEOUT_S, config, launch_here, note_rank, reports
+
+import asyncdist as ad
+from asyncdist import local_host, rank_program
+from asyncdist.errors import RankLostError, TransportError
+from asyncdist.launch import guardians, local_ranks, rank_process, spawn
+from asyncdist.launch.config import MultiprocessConfig
+
+# ------------------------------------------------------------------------------------------------------------ failures
+
+
+def note_pid(folder: str) -> None:
+    Path(folder, f"{os.getpid()}.pid").touch()
+
+
+def fail_on_rank_1(folder: str, how: str) -> None:
+    note_pid(folder)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        if how == "raise":
+            raise RuntimeError("story of rank 1")
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        sys.exit(7)
+    if how == "raise":
+        dist.barrier()  # fails, for rank 1 has gone: not the story that the caller needs
+    time.sleep(600)
+
+
+def wait_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while left := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < deadline, f"{left} are left"
+        time.sleep(0.02)
+
+
+def pids_in(folder: Path, count: int) -> list[int]:
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(found := list(folder.glob("*.pid"))) < count:
+        assert time.monotonic() < deadline, f"{len(found)} of {count} ranks have started"
+        time.sleep(0.02)
+    return [int(path.stem) for path in found]
+
+
+@pytest.mark.parametrize(
+    ("method", "how", "words"),
+    [
+        ("forkserver", "raise", ["rank 1 failed:", "story of rank 1", "in fail_on_rank_1"]),
+        ("spawn", "raise", ["rank 1 failed:", "story of rank 1", "in fail_on_rank_1"]),
+        ("forkserver", "kill", ["rank 1 was killed by SIGKILL"]),
+        ("spawn", "kill", ["rank 1 was killed by SIGKILL"]),
+        ("forkserver", "exit", ["rank 1 exited with code 7"]),
+    ],
+)
+def test_a_failing_rank_is_the_error_and_the_others_are_stopped(
+    tmp_path: Path, method: str, how: str, words: list[str]
+) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        launch_here(fail_on_rank_1, config(3, launch_method=method), str(tmp_path), how)
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert [pid for pid in pids_in(tmp_path, 3) if is_alive(pid)] == []
+
+
+class Stop(BaseException):
+    """Derives from BaseException alone, as asyncio.CancelledError does."""
+
+
+def stop(code: int | None) -> None:
+    if code is not None:
+        sys.exit(code)
+    raise Stop("story")
+
+
+@pytest.mark.parametrize(("code", "words"), [(None, "Stop: story"), (256, "rank 0 exited with 256")])
+def test_an_end_that_is_no_exception_or_looks_like_success_is_told(code: int | None, words: str) -> None:
+    """It was "exited with code 1" in place of the traceback, and 256 is 0 to the system."""
+    with pytest.raises(RuntimeError, match=words):
+        launch_here(stop, config(1), code)
+
+
+@pytest.mark.parametrize(("code", "expected"), [(None, 0), (0, 0), (3, 3), (256, 1), (-1, 255), (2**40, 1), ("no", 1)])
+def test_no_exit_code_of_a_failure_is_0(code: object, expected: int) -> None:
+    assert rank_program.exit_code(code) == expected
+
+
+def start_children(folder: str, how: str) -> None:
+    """Two that live on: in the rank's process group, where it holds all its files, and in a session of its own."""
+    if os.fork() == 0:
+        note_pid(folder)
+        time.sleep(600)
+    Path(folder, f"{subprocess.Popen(['sleep', '600'], start_new_session=True).pid}.pid").touch()
+    pids_in(Path(folder), 2)
+    if how == "raise":
+        raise ValueError("story")
+
+
+@pytest.mark.skipif(not guardians.ARE_HERE, reason="elsewhere only its process group ends with a rank")
+@pytest.mark.parametrize(("method", "how"), [("forkserver", "return"), ("spawn", "raise")])
+def test_what_a_rank_has_started_ends_with_it(tmp_path: Path, method: str, how: str) -> None:
+    launching = pytest.raises(RuntimeError, match="story") if how == "raise" else contextlib.nullcontext()
+    with launching:
+        launch_here(start_children, config(1, launch_method=method), str(tmp_path), how)
+    assert [pid for pid in pids_in(tmp_path, 2) if is_alive(pid)] == []
+
+
+def die_beside_a_child(folder: str) -> None:
+    if os.fork() == 0:
+        note_pid(folder)
+        time.sleep(600)
+    pids_in(Path(folder), 1)
+    os.kill(os.getpid(), 9)
+
+
+def test_a_killed_rank_is_told_though_its_child_lives(tmp_path: Path) -> None:
+    """With "spawn" the child held what tells of the rank's end, and the launcher waited for it."""
+    with pytest.raises(RuntimeError, match="rank 0 was killed by SIGKILL"):
+        launch_here(die_beside_a_child, config(1, launch_method="spawn"), str(tmp_path))
+    wait_gone(pids_in(tmp_path, 1))
+
+
+def vanish(folder: str) -> None:
+    note_pid(folder)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os._exit(0)
+    dist.barrier()
+
+
+async def vanish_from_a_world(world: ad.World, folder: str) -> None:
+    note_pid(folder)
+    await ad.barrier()
+    if world.rank == 1:
+        os._exit(0)
+    await ad.barrier()
+
+
+def test_a_rank_that_failed_is_told_where_sigchld_is_ignored() -> None:
+    """With "spawn" the launcher waited for ever: the kernel keeps no exit codes then."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with pytest.raises(RuntimeError, match="rank 0 exited with code 3"):
+            launch_here(os._exit, config(1, launch_method="spawn"), 3)
+        assert signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+        with pytest.raises(RuntimeError, match="SIGCHLD is ignored in this process"):
+            asyncio.run(asyncio.to_thread(launch_here, os._exit, config(1), 3))
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.parametrize("func", [vanish, vanish_from_a_world])
+def test_a_rank_that_left_with_0_is_named_by_whom_its_absence_ends(tmp_path: Path, func: Callable[..., Any]) -> None:
+    """What the others say of it was the error, "connection reset by peer": the launcher knows which peer.
+
+    What comes from torch is told too, since it may have another cause; that a world has lost the rank is not.
+    """
+    with pytest.raises(RuntimeError, match=r"^rank 1 ended with exit code 0 before its function had ret") as caught:
+        launch_here(func, config(3), str(tmp_path))
+    told = str(caught.value).partition(" returned")[2]
+    if func is vanish:
+        assert re.match(r"; rank [02] failed:\n.*Error: .*gloo", told, re.DOTALL), told
+    else:
+        assert told == ""
+    assert [pid for pid in pids_in(tmp_path, 3) if is_alive(pid)] == []
+
+
+def leave_early(folder: str) -> None:
+    note_pid(folder)
+    if dist.get_rank() == 1:
+        sys.exit(0)
+
+
+def test_a_rank_that_calls_exit_with_0_has_returned(tmp_path: Path) -> None:
+    launch_here(leave_early, config(2), str(tmp_path))
+    assert len(pids_in(tmp_path, 2)) == 2
+
+
+def lose(folder: str) -> None:
+    """Rank 0 tells first that it lost rank 1, which tells why later."""
+    note_pid(folder)
+    if dist.get_rank() == 0:
+        raise RankLostError("rank 1 is lost", rank=1)
+    pids_in(Path(folder), 2)
+    time.sleep(0.5)
+    raise ValueError("the cause")
+
+
+def test_the_rank_that_failed_by_itself_is_named_and_not_one_that_lost_it(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed:.*ValueError: the cause"):
+        launch_here(lose, config(), str(tmp_path))
+
+
+def die(folder: str, how: str) -> None:
+    """Rank 1 dies; rank 0 hears of it from gloo, and tells that first."""
+    note_pid(folder)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        pids_in(Path(folder), 3)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        sys.exit("no data here")
+    Path(folder, f"{-1 - dist.get_rank()}.pid").touch()
+    raise RuntimeError("Connection closed by peer")
+
+
+@pytest.mark.parametrize(("how", "words"), [("kill", "was killed by SIGKILL"), ("exit", "exited with 'no data here'")])
+def test_the_rank_that_died_is_named_and_not_one_that_lost_its_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, words: str
+) -> None:
+    monkeypatch.setitem(spawn._PATIENCE_S, spawn.PERHAPS, TIMEOUT_S)
+    with pytest.raises(RuntimeError, match=f"^rank 1 {words}$"):
+        launch_here(die, config(), str(tmp_path), how)
+
+
+def nothing() -> None:
+    raise AssertionError("it was called")
+
+
+def test_a_host_of_rank_0_that_does_not_answer_is_named_in_time(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Torch's own patience is half an hour."""
+    for name in local_ranks.rank_variables(0, 1, local_rank=0, local_size=1, address="", port=1, run_id=""):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(rank_process, "START_TIMEOUT_S", 1.0)
+    port = local_host.find_free_port()
+    cfg = MultiprocessConfig(rank=1, world_size=2, local_world_size=1, master_port=port)
+    with pytest.raises(TransportError, match=f"rank 1 did not meet the other 1 at 127.0.0.1:{port} within 1 s: "):
+        ad.init_and_run(nothing, cfg)
+    assert not dist.is_initialized()
+    assert capfd.readouterr().err == "", "torch prints the stack of each try"
+    with pytest.raises(ValueError, match="timeout_s is 0; it must be above 0 seconds"):
+        ad.init_dist(0, 0, 1, 1, "127.0.0.1", port, timeout_s=0)
+
+
+def test_a_master_port_that_is_taken_is_named_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spawn, "_start_all", lambda *_: pytest.fail("a rank was started"))
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(ValueError, match=f"master_port is {port}, where rank 0 of this host cannot listen"):
+            launch_here(note_rank, config(master_port=port), "folder")
+    local_host.probe_port(port)
+
+
+def ignore_signals(folder: str) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    note_pid(folder)
+    if dist.get_rank() == 0:
+        pids_in(Path(folder), 2)
+        raise ValueError("story")
+    time.sleep(600)
+
+
+def test_a_rank_that_does_not_stop_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spawn, "STOP_S", 0.2)
+    with pytest.raises(RuntimeError, match="story"):
+        launch_here(ignore_signals, config(), str(tmp_path))
+    assert [pid for pid in pids_in(tmp_path, 2) if is_alive(pid)] == []
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_cannot_travel_is_refused_before_a_rank_starts(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spawn, "_wait_for_all", lambda *_: pytest.fail("a rank was started"))
+    with pytest.raises(TypeError, match=r"<lambda>.*must be taken to another process.*can be imported by name"):
+        launch_here(lambda: None, config(launch_method=method))
+    with pytest.raises(TypeError, match=r"note_rank.*must be taken to another process.*arguments that can be pickled"):
+        launch_here(note_rank, config(launch_method=method), threading.Lock())
+
+
+@pytest.mark.parametrize(
+    ("func", "cfg", "offset", "words"),
+    [
+        ("name", config(), 0, "func is 'name'; it must be a function"),
+        (note_rank, config(rank=1), 0, "rank is 1; every child is given its own"),
+        (note_rank, config(), 1, "rank_offset is 1; with world_size=2 and local_world_size=2 allowed are 0..0"),
+        (note_rank, config(), -1, "rank_offset is -1"),
+        (note_rank, config(), 0.0, "rank_offset is 0.0"),
+        (note_rank, 4, 0, "cfg is 4; it must be a MultiprocessConfig"),
+        (note_rank, {"world_size": 2}, 0, "cfg is {'world_size': 2}; it must be a MultiprocessConfig"),
+    ],
+)
+def test_a_launch_that_cannot_be_is_refused(func: Any, cfg: MultiprocessConfig, offset: Any, words: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        ad.launch_subprocesses(func, cfg, None, offset)
+    assert words in str(caught.value)
+
+
+def test_arguments_in_the_place_of_setup_are_told_where_they_belong() -> None:
+    with pytest.raises(TypeError, match=r"setup is 100; .* what is for func comes after setup and rank_offset"):
+        ad.launch_subprocesses(note_rank, config(), 100)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("func", "cfg", "words"),
+    [(note_rank, None, "cfg is None; it must be a MultiprocessConfig"), ("x", config(), "func is 'x'; it must be")],
+)
+def test_a_rank_that_cannot_be_is_refused(func: Any, cfg: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        ad.init_and_run(func, cfg)
+
+
+# -------------------------------------------------------------------------------------------- from a script of its own
+
+
+SCRIPT = """
+import pathlib, os, subprocess, sys, time
+import asyncdist as ad
+from asyncdist.launch import spawn
+
+{top}
+
+def work(folder):
+    inside = subprocess.Popen(["sleep", "600"]).pid
+    outside = subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+    for name in (f"{{inside}}.pid", f"{{outside}}.session", f"{{os.getpid()}}.pid"):
+        pathlib.Path(folder, name).touch()
+    time.sleep(600)
+
+{guard}
+    spawn.START_TIMEOUT_S = {timeout_s}
+    ad.launch_subprocesses(work, ad.MultiprocessConfig(world_size=2, launch_method={method!r}), None, 0, sys.argv[1])
+"""
+GUARD = 'if __name__ == "__main__":'
+
+
+def start_script(
+    tmp_path: Path, *, top: str = "", guard: str = GUARD, timeout_s: float = 300.0, method: str = "forkserver"
+) -> subprocess.Popen[str]:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(top=top, guard=guard, timeout_s=timeout_s, method=method))
+    root = str(Path(ad.__file__).resolve().parents[1])
+    return subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": root},
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("to", ["terminal", "launcher", "launcher, killed"])
+def test_no_rank_outlives_its_launcher(tmp_path: Path, method: str, to: str) -> None:
+    """Nor does what it has started. Ctrl-C reaches all in the terminal's foreground, or the launcher alone."""
+    process = start_script(tmp_path, method=method)
+    try:
+        pids = pids_in(tmp_path, 4)
+        outside = [int(path.stem) for path in tmp_path.glob("*.session")]
+        if to == "terminal":
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            process.send_signal(signal.SIGKILL if "killed" in to else signal.SIGINT)
+        if "killed" in to:
+            wait_gone(pids)
+            for pid in outside:  # nothing is left that knows of them
+                os.kill(pid, signal.SIGKILL)
+        _, error = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode != 0
+        assert "killed" in to or "KeyboardInterrupt" in error
+        wait_gone(pids + outside)
+    finally:
+        mpi._kill_session(process.pid)
+        process.communicate(timeout=TIMEOUT_S)
+
+
+def test_a_function_under_the_main_guard_is_refused(tmp_path: Path) -> None:
+    """No child found it, and the launcher asked whether it was itself called under such a guard."""
+    guard = f"{GUARD}\n    def inside():\n        pass\n\n    ad.launch_subprocesses(inside)\n"
+    _, error = start_script(tmp_path, guard=guard).communicate(timeout=TIMEOUT_S)
+    assert 'is defined under if __name__ == "__main__":, where no other process finds it: define it above' in error
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"top": "if __name__ != '__main__': time.sleep(600)", "timeout_s": 1.0}, "rank 0, 1 did not start within 1 s"),
+        ({"top": "if __name__ != '__main__': sys.exit(3)"}, "exited with code 3 before it ran"),
+        ({"guard": "if True:"}, "exited with code 1 before it ran: is launch_subprocesses called under if __name__"),
+    ],
+    ids=["hangs", "exits", "no guard"],
+)
+def test_a_rank_that_never_starts_is_explained(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    process = start_script(tmp_path, method="spawn", **options)
+    try:
+        _, error = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    assert words in error
+
+
+def test_nothing_of_this_is_imported_with_the_package() -> None:
+    source = (
+        "import sys, asyncdist as ad\n"
+        "heavy = {'torch', 'multiprocessing', 'asyncdist.launch.spawn', 'asyncdist.launch.rank_process'}\n"
+        "print(sorted(heavy & set(sys.modules)), 'launch_subprocesses' in dir(ad))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+    )
+    assert ended.stdout == "[] True\n"
+
+
+def test_a_function_of_an_interactive_session_is_refused() -> None:
+    source = (
+        "import asyncdist as ad\n"
+        "def work(): pass\n"
+        "try: ad.launch_subprocesses(work, ad.MultiprocessConfig(world_size=2))\n"
+        "except TypeError as error: print(error)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-"], input=source, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+    )
+    assert "was defined in an interactive session" in ended.stdout
+
+
+def test_an_event_loop_may_run_while_ranks_do(tmp_path: Path) -> None:
+    """From a thread of a running program, where no signal arrives."""
+
+    async def main() -> None:
+        await asyncio.to_thread(ad.launch_subprocesses, note_rank, config(), None, 0, str(tmp_path))
+
+    asyncio.run(main())
+    assert len(reports(tmp_path)) == 2

@@ -1,0 +1,458 @@
+"""How ranks of the torch transport meet: beside process groups, under torchrun, late, missing, twice; and backends."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from support.torchrun import free_port, rank_environment, run_ranks, run_source, run_torchrun, run_torchruns
+from torch import distributed as dist
+
+import asyncdist as ad
+from asyncdist import environment
+from asyncdist.errors import TransportError
+from asyncdist.transports.torch_distributed import rendezvous
+from asyncdist.transports.torch_distributed.rendezvous import _Gathering as Gathering
+
+# ------------------------------------------------------------------------------------------------------------ the start
+
+
+BESIDE_A_GROUP = """
+    import os, sys
+    import torch
+    from torch import distributed as dist
+    from support.mpi import report
+    import asyncdist as ad
+
+    sums = []
+
+    def users_sum():
+        tensor = torch.tensor([float(os.environ["RANK"])])
+        dist.all_reduce(tensor)
+        sums.append(tensor.item())
+
+    async def main(world):
+        for step in ("ours", "init", "users", "ours", "destroy", "ours", "init", "users", "ours", "destroy"):
+            if sys.argv[1] == "inside" and step == "init":
+                dist.init_process_group("gloo")
+            elif sys.argv[1] == "inside" and step == "users":
+                users_sum()
+            elif sys.argv[1] in ("inside", "destroyed inside") and step == "destroy" and dist.is_initialized():
+                dist.destroy_process_group()
+            elif step == "ours":
+                tensor = await ad.all_reduce(torch.tensor([float(world.rank)]))
+                sums.append(tensor.item())
+        return world.describe()
+
+    def around():
+        dist.init_process_group("gloo")
+        users_sum()
+        ad.run(main)
+        users_sum()
+        dist.destroy_process_group()
+
+    def destroyed():
+        dist.init_process_group("gloo")
+        users_sum()
+        ad.run(main)
+
+    def after():
+        ad.run(main)
+        dist.init_process_group("gloo")
+        users_sum()
+        ad.run(main)
+        dist.destroy_process_group()
+        ad.run(main)
+
+    {"around": around, "destroyed inside": destroyed, "inside": lambda: ad.run(main), "after": after}[sys.argv[1]]()
+    report(int(os.environ["RANK"]), sums)
+"""
+SUM_COUNTS = {"around": 6, "destroyed inside": 5, "inside": 6, "after": 13}
+
+
+@pytest.mark.parametrize("order", SUM_COUNTS)
+def test_beside_a_process_group_of_the_user(order: str) -> None:
+    """Both use the same MASTER_PORT."""
+    result = run_source(2, BESIDE_A_GROUP, order).check()
+    assert result.reports == dict.fromkeys(range(2), [1.0] * SUM_COUNTS[order])
+
+
+@pytest.mark.parametrize("order", ["around", "after"])
+def test_beside_a_process_group_of_the_user_under_torchrun(order: str) -> None:
+    result = run_torchrun(2, BESIDE_A_GROUP, order).check()
+    assert result.reports == dict.fromkeys(range(2), [1.0] * SUM_COUNTS[order])
+
+
+def test_beside_distributed_data_parallel() -> None:
+    """The script computes with plain torch what either model must be."""
+    reports = run_ranks(3, "tests/scripts/beside_ddp.py").check().reports
+    for refusals, averages, kept, off, apart, weights in reports.values():
+        assert refusals == [
+            "ValueError: model is wrapped in DistributedDataParallel",
+            "LocalProtocolError: model is inside DistributedDataParallel",
+        ]
+        assert averages == 3 and kept
+        assert off < 1e-12 < 1e-5 < apart
+        assert weights == reports[0][5]
+
+
+def test_a_group_without_variables_is_enough() -> None:
+    source = """
+        import os, sys
+        from torch import distributed as dist
+        from support.mpi import report
+        import asyncdist as ad
+
+        rank, size = int(os.environ.pop("RANK")), int(os.environ.pop("WORLD_SIZE"))
+        address = "tcp://127.0.0.1:" + os.environ.pop("MASTER_PORT")
+        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
+
+        async def main(world):
+            await ad.barrier()
+            return [world.rank, world.size, world.transport_name]
+
+        report(rank, ad.run(main, transport="torch"))
+    """
+    assert run_source(2, source).check().reports == {0: [0, 2, "torch"], 1: [1, 2, "torch"]}
+
+
+def test_a_group_of_the_users_that_no_launcher_made_is_found() -> None:
+    """Started by torch.multiprocessing.spawn, each rank trained alone, and said nothing."""
+    source = """
+        import socket, sys
+        import torch
+        from torch import distributed as dist
+        from support.mpi import report
+        import asyncdist as ad
+
+        async def main(world):
+            total = await ad.all_reduce(torch.tensor([1.0]))
+            return [world.transport_name, world.rank, world.size, total.item()]
+
+        def work(rank, address, size):
+            dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
+            report(rank, ad.run(main))
+            dist.destroy_process_group()
+
+        if __name__ == "__main__":
+            torch.multiprocessing.spawn(work, (sys.argv[1], 2), nprocs=2)
+    """
+    unset = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "")
+    result = run_source(1, source, f"tcp://127.0.0.1:{free_port()}", env=unset).check()
+    assert result.reports == {rank: ["torch", rank, 2, 2.0] for rank in range(2)}
+
+
+def test_torchrun_starts_workers_again_as_another_job() -> None:
+    """The first time rank 1 dies while messages of that job are under way."""
+    source = """
+        import os
+        import asyncdist as ad
+        from support.mpi import report
+
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+        async def main(world):
+            await ad.barrier()
+            peer = 1 - world.rank
+            if attempt == 0:
+                world.services.engine.watch(world.services.engine.transport.isend(b"old", peer, 1), "old")
+                world.services.engine.watch(world.services.engine.transport.isend(bytearray(1 << 20), peer, 1), "old")
+                if world.rank == 1:
+                    os._exit(7)
+                await world.services.engine.receive(bytearray(1), peer, 2)
+            buffer = bytearray(3)
+            await world.services.engine.send(b"new", peer, 1)
+            await world.services.engine.receive(buffer, peer, 1)
+            report(world.rank, [attempt, buffer.decode()])
+
+        ad.run(main)
+    """
+    result = run_torchrun(2, source, options=("--max-restarts", "1")).check()
+    assert result.reports == {0: [1, "new"], 1: [1, "new"]}
+
+
+FAILS_ONCE = """
+    import os, pathlib, sys
+    import asyncdist as ad
+    from support.mpi import report
+
+    told, when = pathlib.Path(sys.argv[1]), sys.argv[2]
+
+    def fail_once():
+        if os.environ["RANK"] == "1" and not told.exists():
+            told.touch()
+            os._exit(7)
+
+    async def main(world):
+        await ad.barrier()
+        if when == "late":
+            fail_once()
+        await ad.barrier()
+        return world.size
+
+    if when == "early":
+        fail_once()
+    values = [ad.run(main), ad.run(main)]
+    report(int(os.environ["RANK"]), [os.environ["TORCHELASTIC_RESTART_COUNT"], values])
+"""
+
+
+@pytest.mark.parametrize(("when", "unshared"), [("early", "0"), ("late", "1")])
+def test_two_agents_that_count_restarts_differently_meet_again(tmp_path: Path, when: str, unshared: str) -> None:
+    """An agent counts its own failures: one said 0, the other 1, and ranks that went by that never met."""
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": unshared}
+    told = tmp_path / "told"
+    result = run_torchruns(2, FAILS_ONCE, told, when, options=("--max-restarts", "2"), **env).check()
+    assert told.exists(), "rank 1 has not failed"
+    if when == "early":  # later both fail, or one is stopped before it does
+        assert sorted(count for count, _ in result.reports.values()) == ["0", "1"]
+    assert [values for _, values in result.reports.values()] == [[2, 2], [2, 2]]
+
+
+def test_a_rank_that_comes_late_is_awaited_in_silence() -> None:
+    """The store's own wait printed two lines a second."""
+    source = """
+        import os, time
+        import asyncdist as ad
+
+        async def main(world):
+            await ad.barrier()
+
+        if os.environ["RANK"] == "1":
+            time.sleep(6)
+        ad.run(main)
+    """
+    result = run_source(3, source).check()
+    assert (result.stdout, result.stderr) == ("", "")
+
+
+SHORT_START = """
+    from asyncdist.transports.torch_distributed import transport as transport
+    transport.START_TIMEOUT_S = 3.0
+    import asyncdist as ad
+
+    async def main(world):
+        await ad.barrier()
+
+    ad.run(main, transport="torch")
+"""
+
+
+def test_ranks_that_never_come_are_named() -> None:
+    result = run_source(4, SHORT_START, missing=(1, 3)).check(1, 1)
+    for rank in (0, 2):
+        assert f"rank {rank} waits for ranks [1, 3], which did not come" in result.stderr
+
+
+def test_ranks_that_never_come_are_named_by_those_who_outwait_the_store() -> None:
+    """Rank 0 gave up a moment before rank 2, whose error then was the store's, not the missing ranks."""
+    patient = SHORT_START.replace("= 3.0", "= 3.0 if os.environ['RANK'] == '0' else 60.0")
+    result = run_source(4, "\n    import os" + patient, missing=(1, 3)).check(1, 1)
+    assert "rank 0 waits for ranks [1, 3], which did not come" in result.stderr
+    assert "rank 2 waits for ranks [1, 3], which did not come" in result.stderr
+    assert "before the store closed: " in result.stderr
+
+
+def test_a_missing_rank_0_is_named() -> None:
+    result = run_source(2, SHORT_START, missing=(0,)).check(1)
+    assert "rank 1 waits for rank 0, but nobody serves a store at 127.0.0.1:" in result.stderr
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        result = run_source(2, SHORT_START, missing=(1,), env={"MASTER_PORT": str(port)}).check(1)
+    assert f"rank 0 cannot serve a store at 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT)" in result.stderr
+    assert "address already in use" in result.stderr.lower()
+
+
+def test_two_processes_of_one_rank_are_named() -> None:
+    """They waited in silence, and then were told that another rank was missing."""
+    source = """
+        import os
+        if os.environ["RANK"] == "2":
+            os.environ["RANK"] = "1"
+        import asyncdist as ad
+
+        async def main(world):
+            await ad.barrier()
+
+        ad.run(main)
+    """
+    result = run_source(3, source)
+    assert result.returncodes == (1, 1, 1)
+    assert "rank 1 has come twice: two processes were started as this rank (RANK)" in result.stderr
+
+
+def test_sizes_that_differ_are_named() -> None:
+    source = """
+    import os
+    if os.environ["RANK"] == "1":
+        os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = "2"
+    """
+    result = run_source(3, source + SHORT_START)
+    assert result.returncodes == (1, 1, 1)
+    assert "rank 1 is one of 2 ranks (WORLD_SIZE), rank 0 one of 3" in result.stderr
+
+
+def test_a_store_that_has_gone_is_not_tried_for_longer_than_the_ranks_wait() -> None:
+    """Two minutes passed where rank 0 failed between another rank's look for a listener and its connection."""
+    port = free_port()
+    place = environment.TorchRendezvous(1, 2, "127.0.0.1", port, False)
+    with pytest.raises(TransportError, match=rf"rank 1 cannot use the store at 127\.0\.0\.1:{port}"):
+        rendezvous._reach(place, port, deadline=time.monotonic())
+
+
+def test_an_address_that_leads_to_no_host_is_named_at_once() -> None:
+    """It was asked for again and again, for 300 s."""
+    result = run_source(2, SHORT_START.replace("= 3.0", "= 300.0"), env={"MASTER_ADDR": "no host.invalid"}).check(1, 1)
+    assert result.stderr.count("ValueError: MASTER_ADDR='no host.invalid' leads to no host (") == 2
+
+
+def test_one_rank_needs_no_store() -> None:
+    source = SHORT_START.replace("await ad.barrier()", "await ad.barrier(); print(world)")
+    result = run_source(1, source, env={"MASTER_PORT": "1"}).check()
+    assert result.stdout.startswith("<World rank 0 of 1, torch")
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"MASTER_PORT": ""}, "unset: MASTER_PORT"),
+        ({"RANK": "", "MASTER_ADDR": ""}, "unset: RANK, MASTER_ADDR"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT='http' is not a whole number"),
+        ({"MASTER_PORT": "65536"}, r"MASTER_PORT=65536 is no port; 1\.\.65535 are"),
+        ({"RANK": "4"}, r"RANK=4 is outside 0\.\.3, which WORLD_SIZE=4 allows"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 is not a number of ranks"),
+    ],
+)
+def test_variables_that_make_no_sense_are_named(changes: dict[str, str], match: str) -> None:
+    environ = {**rank_environment(1, 4, 29500), **changes}
+    with pytest.raises(ValueError, match=match):
+        environment.torch_rendezvous(environ)
+
+
+def test_the_rendezvous_is_what_torchrun_says() -> None:
+    environ = rank_environment(1, 4, 29500)
+    assert environment.torch_rendezvous(environ) == environment.TorchRendezvous(1, 4, "127.0.0.1", 29500, False)
+    assert environment.torch_rendezvous({**environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}).is_store_served
+
+
+# -------------------------------------------------------------------------------------------------------- the handshake
+
+
+def gather(store: Any, ranks: Sequence[int], size: int, timeout_s: float = 100.0) -> list[str]:
+    """What becomes of these ranks, a thread each: the token of their world, or why there is none."""
+
+    def come(rank: int) -> str:
+        gathering = Gathering(store, rank, size, time.monotonic() + timeout_s)
+        try:
+            gathering.come()
+            gathering.let_go()
+        except TransportError as error:
+            return str(error)
+        return bytes(gathering.world.get("whose")).decode() if rank else whose(gathering)
+
+    def whose(gathering: Gathering) -> str:
+        token = f"{time.monotonic_ns()}"
+        gathering.world.set("whose", token)
+        return token
+
+    with concurrent.futures.ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(come, ranks))
+
+
+def test_ranks_gather_again_and_again_where_others_have_said_hello() -> None:
+    store = dist.HashStore()
+    for rank in range(4):
+        store.set(f"asyncdist/hello/{rank}", "of somebody dead")
+    worlds = [set(gather(store, range(size), size)) for size in (4, 4, 2, 3)]
+    assert [len(tokens) for tokens in worlds] == [1, 1, 1, 1], "ranks of one gathering are in one world"
+    assert len(set.union(*worlds)) == 4, "and not in that of another one"
+
+
+def test_a_rank_that_is_started_again_while_others_gather_is_answered_again() -> None:
+    store = dist.HashStore()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        others = pool.submit(gather, store, (0, 1), 3)
+        dead = dist.PrefixStore("asyncdist", store)
+        dead.set("hello/2", "of somebody who is answered, and dies")
+        dead.wait(["answer/of somebody who is answered, and dies"], timedelta(seconds=100))
+        assert len({*gather(store, (2,), 3), *others.result()}) == 1
+
+
+@pytest.mark.parametrize("ranks", [(0, 0), (0, 1, 1)])
+def test_a_process_that_comes_as_a_rank_that_is_there_is_named_by_both_and_by_rank_0(ranks: tuple[int, ...]) -> None:
+    for text in gather(dist.HashStore(), ranks, 3):
+        assert text.startswith(f"rank {ranks[-1]} has come twice: ")
+
+
+def test_a_rank_beyond_those_that_rank_0_counts_on_is_told_and_so_is_rank_0() -> None:
+    store = dist.HashStore()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        stray = pool.submit(gather, store, (3,), 4)
+        told = [*gather(store, (0,), 2), *stray.result()]
+    assert told == ["rank 3 is one of 4 ranks (WORLD_SIZE), rank 0 one of 2 [rank=3]"] * 2
+
+
+def test_a_stray_that_is_no_more_holds_nobody_up() -> None:
+    store = dist.HashStore()
+    store.set("asyncdist/unanswered", "3 of somebody dead")
+    assert len(set(gather(store, (0, 1), 2))) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ backends
+
+
+NOT_THESE = [
+    ("nccl", "NCCL ignores tags"),
+    ("tcp", "this torch has registered gloo, nccl"),
+    ("mpi", "this torch was built without"),
+]
+
+
+@pytest.mark.parametrize(("backend", "words"), NOT_THESE)
+def test_a_backend_that_carries_no_messages_is_refused(
+    backend: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main(world: ad.World) -> None:
+        raise AssertionError
+
+    with pytest.raises(ValueError, match=f"transport is 'torch:{backend}'.*{words}.*messages is gloo") as caught:
+        ad.run(main, transport=cast("Any", f"torch:{backend}"))
+    monkeypatch.setenv("ASYNCDIST_TRANSPORT", f"torch:{backend}")
+    with pytest.raises(ValueError, match=words) as by_variable:
+        ad.run(main)
+    assert str(by_variable.value) == str(caught.value)
+
+
+@pytest.mark.parametrize(("backend", "words"), NOT_THESE)
+def test_the_command_refuses_it_before_anything_starts(backend: str, words: str) -> None:
+    command = [sys.executable, "-m", "asyncdist", "run", "--transport", f"torch:{backend}", "-n", "2", "missing.py"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert words in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "launched"), [("torch", "torch"), ("torch:gloo", "torch"), ("mpi", "mpi"), ("local", "local")]
+)
+def test_torch_means_gloo(name: str, launched: str) -> None:
+    for found in (environment.detect({}, wanted=name), environment.detect({environment.TRANSPORT_VARIABLE: name})):
+        assert (found.transport, found.backend) == (launched, "gloo")
+
+
+@pytest.mark.parametrize("name", ["torch:", "mpi:gloo", "local:gloo", ":gloo"])
+def test_a_backend_of_nothing_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"transport is '{name}'; allowed are"):
+        environment.detect({}, wanted=name)
