@@ -106,10 +106,11 @@ class AverageAllPolicy(SpawnPolicy):
         world, members = self._world, self._group.ranks
         try:
             await world.safe_point()
-        except asyncio.CancelledError:  # the step counts: the others would meet a later one of this rank
-            world.agreements.stay_away(world.agreements.next_meeting(members, self._subject))
+            self._flat.tensors(self._layout)  # raises where the model has been changed since
+        except (asyncio.CancelledError, ValueError) as error:  # the step counts: else the others met a later one
+            why = error if isinstance(error, ValueError) else None
+            world.agreements.stay_away(world.agreements.next_meeting(members, self._subject), why)
             raise
-        self._flat.tensors(self._layout)  # raises where the model has been changed since
         # A member that stopped after go would leave the others in the average, and be out of step with them for good.
         name = "average of all"
         return await start_together(

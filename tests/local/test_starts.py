@@ -345,3 +345,24 @@ def test_a_policy_whose_leaving_is_cancelled_keeps_nothing_of_its_model(moment: 
         return len(world.scratch._kept)
 
     assert simulate(main, ranks=2, seed=moment, strict=True).results == (0, 0)
+
+
+def test_members_stay_in_step_with_one_whose_model_was_changed_in_a_step() -> None:
+    """They waited for its next step, and were one behind it from then on."""
+
+    async def main(world: World) -> list[str]:
+        model = torch.nn.Linear(2, 2)
+        weight, found = model.weight, []
+        async with AverageAllPolicy(model, torch.optim.SGD(model.parameters()), average_every=1) as policy:
+            for i in range(3):
+                is_changed = world.rank == 1 and i == 1
+                model.weight = torch.nn.Parameter(torch.zeros(3, 2)) if is_changed else weight
+                try:
+                    found.append(str(bool(await policy.step())))
+                except (ValueError, RemoteError) as error:
+                    found.append(type(error).__name__)
+        return found
+
+    results = simulate(main, ranks=3, strict=True).results
+    assert results[1] == ["True", "ValueError", "True"]
+    assert results[0] == results[2] == ["True", "RemoteError", "True"]
