@@ -65,6 +65,17 @@ def whole_numbers(values: Iterable[Any]) -> tuple[int, ...]:
         return ()
 
 
+def ranks(name: str, values: Any) -> tuple[int, ...]:
+    """Return ``values`` as ranks, each once. Raises TypeError for what is no sequence of whole numbers, ValueError."""
+    allowed = "a sequence of ranks, each once"
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        refuse(name, values, allowed, TypeError)
+    numbers = tuple(count(f"{name}[{place}]", value, least=0) for place, value in enumerate(values))
+    if len(set(numbers)) != len(numbers):
+        refuse(name, values, allowed)
+    return numbers
+
+
 def real(name: str, value: Any, allowed: str, *, low: float, high: float = LARGEST) -> float:
     """Return a number from ``low`` to ``high``; ``allowed`` says the same in words. Raises ValueError for another."""
     is_real = isinstance(value, Real) and not isinstance(value, bool)

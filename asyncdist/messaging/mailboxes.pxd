@@ -58,7 +58,7 @@ cdef class Inbox:
     cdef unsigned long long _sequence
 
     @cython.locals(rank=Py_ssize_t)
-    cdef bint deliver(self, object decode, FrameReader frame, object source) except -1
+    cpdef bint deliver(self, object decode, FrameReader frame, object source) except -1
     cdef bint _fill(self, object envelope) except -1
     cpdef object take(self, Py_ssize_t test_count)
     cpdef void wake_one(self)

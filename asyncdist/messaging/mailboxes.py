@@ -155,6 +155,13 @@ class Outbox:
             )
         self._dest = dest
 
+    def use_routes(self, routes: list[bytes]) -> None:
+        """Send messages with these routes from now on. A prepared send of the old ones ends with its message."""
+        self.routes = routes
+        self._writers = [None] * len(routes)
+        self._prepared = {}
+        self._last = None
+
     def look_again(self) -> None:
         """Check the rank of the next message, even if it is that of the last one: a rank has left."""
         self._dest = None

@@ -17,7 +17,8 @@ from typing import Any, Final, TypeVar
 from asyncdist import tags
 from asyncdist.errors import AsyncdistError, LocalProtocolError, RemoteProtocolError
 from asyncdist.messaging import streams, wire
-from asyncdist.messaging.channels import Channel, Envelope, Overflow, TagDemultiplexer
+from asyncdist.messaging.channels import Channel, Envelope, Overflow
+from asyncdist.messaging.demultiplexer import TagDemultiplexer
 from asyncdist.messaging.engine import Engine
 
 logger = logging.getLogger("asyncdist.messaging.services")
@@ -96,6 +97,8 @@ class Services:
         overflow: Overflow = "error",
         peer_scope: int | None = None,
         handler: Callable[[Envelope[Any]], None] | None = None,
+        epoch: int | None = None,
+        earlier_handler: Callable[[Envelope[Any]], None] | None = None,
     ) -> Channel[Any]:
         """Open a protocol's channel, on any tag.
 
@@ -109,6 +112,8 @@ class Services:
             peer_scope: what the messages sent here are addressed to, where two roles talk to each other; ``scope`` by
                 default.
             handler: called with each message as it arrives, inside a pass, in place of a mailbox.
+            epoch: of the first messages, where the protocol has epochs; see :meth:`Channel.enter_epoch`.
+            earlier_handler: called with each message of an earlier epoch; without it these are only counted.
         """
         codec = wire.Codec(message_types)
         demultiplexer = self._demultiplexer(tag, is_users=overflow == "stall")
@@ -122,6 +127,8 @@ class Services:
             peer_scope=peer_scope,
             handler=handler,
             left=self._returned if demultiplexer.is_users else (),
+            epoch=epoch,
+            earlier_handler=earlier_handler,
         )
 
     def open_user_channel(

@@ -70,8 +70,8 @@ class Route(NamedTuple):
         kind: index of the message type among those of its channel.
         reserved: zero.
         nonce: drawn once per job, so that frames of another job are refused.
-        epoch: of the coordinator: the number of times that it has been replaced, so that frames of an earlier one are
-            refused. Zero today, since coordinators are not replaced; failover will need the field in every frame.
+        epoch: of the protocol: it grows with each change of the coordinator, so that frames of an earlier one are
+            refused. Zero where coordinators are not replaced.
         scope: of the channel: group, name and creation index, hashed.
     """
 

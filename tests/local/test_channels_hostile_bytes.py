@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from support.channels import TAG, Number, both, dropped
 from support.local import NONCE, worlds
 
-from asyncdist import World
+from asyncdist import World, tags
 from asyncdist.errors import ClosedError
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
@@ -63,7 +63,7 @@ async def test_hostile_frames_are_counted_logged_once_per_peer_and_harm_nothing(
         raw_frame(a, b"no msgpack", sequence=2),
         bytes(wire.FRAME_NBYTES_MAX + 1),  # does not even fit
     ]
-    with caplog.at_level(logging.WARNING, "asyncdist.messaging.channels"):
+    with caplog.at_level(logging.WARNING, "asyncdist.messaging.demultiplexer"):
         for frame in bad:
             send_raw(pair[0], frame, 1)
             send_raw(pair[1], frame, 1)
@@ -137,12 +137,52 @@ async def test_a_frame_is_taken_once_and_in_order_only(pair: list[World]) -> Non
     assert sum(dropped(pair[1]).values()) == 3
 
 
-async def test_frames_of_another_epoch_are_counted(pair: list[World]) -> None:
+async def test_a_frame_with_an_epoch_is_dropped_by_a_channel_without(pair: list[World]) -> None:
     a, b = both(pair)
     send_raw(pair[0], frame_for(a, Number(1), epoch=1), 1)
     pair[1].services.engine.poll()
     assert b.receive_nowait() is None
-    assert dropped(pair[1]) == {"other epoch": 1}
+    assert dropped(pair[1]) == {"no epochs": 1}
+
+
+async def test_messages_of_an_earlier_epoch_are_dropped_and_those_of_a_later_one_wait(pair: list[World]) -> None:
+    a, b = (world.services.open_channel(Number, tag=tags.CONTROL, scope=7, name="numbers", epoch=0) for world in pair)
+    a.send_nowait(Number(1), 1)
+    pair[1].services.engine.poll()
+    assert b.is_ready
+    b.enter_epoch(2)
+    assert not b.is_ready, "a message of epoch 0 outlived it"
+    a.send_nowait(Number(2), 1)
+    a.enter_epoch(3)
+    a.send_nowait(Number(3), 1)
+    pair[1].services.engine.poll()
+    assert b.receive_nowait() is None
+    assert dropped(pair[1]) == {"earlier epoch": 2}
+    b.enter_epoch(3)
+    assert (await b.receive()).message == Number(3)
+    a.enter_epoch(4)
+    a.send_nowait(Number(4), 1)
+    pair[1].services.engine.poll()
+    b.close()
+    assert not pair[1].services.leftovers(), "a message of an epoch that was never entered"
+
+
+async def test_messages_of_an_earlier_epoch_can_be_answered(pair: list[World]) -> None:
+    heard: list[Number] = []
+    a = pair[0].services.open_channel(Number, tag=tags.CONTROL, scope=7, name="numbers", epoch=0)
+    b = pair[1].services.open_channel(
+        Number,
+        tag=tags.CONTROL,
+        scope=7,
+        name="numbers",
+        epoch=1,
+        earlier_handler=lambda envelope: heard.append(envelope.message),
+    )
+    for value in (1, 2):
+        a.send_nowait(Number(value), 1)
+    pair[1].services.engine.poll()
+    assert heard == [Number(1), Number(2)]
+    assert not b.is_ready
 
 
 async def test_frames_for_a_closed_scope_are_counted_and_forgotten(pair: list[World]) -> None:

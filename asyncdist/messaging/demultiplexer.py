@@ -1,0 +1,244 @@
+"""Receives the frames of one tag and hands each to the channel of its scope.
+
+A :class:`TagDemultiplexer` has one persistent wildcard receive for its tag. It checks the frames and finds their
+channel by the route in the header. Frames for a scope that is not open here yet, or for an epoch that its channel has
+not entered, wait within a bound (:mod:`asyncdist.messaging.early_frames`). Frames for a closed scope are dropped and
+counted; so are those of an earlier epoch, unless the channel takes them. Frames that do not decode are counted and
+logged once per peer, and never raise here. Reasons for drops are few, so their counts take no memory; the last example
+of each is kept.
+
+A rank whose main has returned receives nothing more on its user's channels: messages that still come are dropped and
+counted, so no sender waits for it, and a send that starts when the sender has heard of it raises ClosedError.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy
+
+from asyncdist.errors import AsyncdistError, LocalProtocolError
+from asyncdist.messaging import wire
+from asyncdist.messaging.early_frames import EarlyFrames
+from asyncdist.messaging.engine import Engine
+from asyncdist.messaging.mailboxes import FrameReceiver, Inbox
+
+logger = logging.getLogger("asyncdist.messaging.demultiplexer")
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelStatistics:
+    """Counts since the channel was opened."""
+
+    sent_count: int
+    received_count: int
+    waiting_count: int
+    sending_count: int
+
+
+class ReceivingChannel(Protocol):
+    """Names what a demultiplexer needs of a channel; :class:`asyncdist.messaging.channels.Channel` has it."""
+
+    name: str
+    scope: int
+    epoch: int
+    has_epochs: bool
+    inbox: Inbox
+    dropped_count: int
+
+    @property
+    def kind_count(self) -> int:
+        """Number of message types."""
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a user's task waits for a message."""
+
+    @property
+    def unread_count(self) -> int:
+        """Number of messages that were not received."""
+
+    def known_by(self) -> list[tuple[tuple[int, int], wire.Decode]]:
+        """Return, for each kind, the key and stamp of its frames, and how to decode them."""
+
+    def deliver_earlier(self, kind: int, frame: wire.FrameReader, source: int) -> None:
+        """Take a message of an earlier epoch."""
+
+    def on_left(self) -> None:
+        """Note that a rank has left."""
+
+    def statistics(self) -> ChannelStatistics:
+        """Return the counts since the channel was opened."""
+
+
+class TagDemultiplexer:
+    """Receives the frames of one tag on this rank, and hands each to its channel.
+
+    Args:
+        engine: polls it.
+        tag: the tag.
+        nonce: identifies the job; a frame of another job is dropped.
+        is_users: whether its channels are a user's, which lose nothing, in place of a protocol's.
+
+    Attributes:
+        early: frames for scopes that are not open yet.
+        dropped: number of frames that were not delivered, by reason.
+        drop_examples: the last one of each reason, in words.
+        under_way_count: number of messages that have not left yet.
+        receiver: takes the frames.
+        slow_dests: ranks to which some message did not leave at once.
+    """
+
+    def __init__(self, engine: Engine, tag: int, nonce: int, *, is_users: bool) -> None:
+        self.engine = engine
+        self.tag = tag
+        self.nonce = nonce
+        self.is_users = is_users
+        self.dropped: Counter[str] = Counter()
+        self.drop_examples: dict[str, str] = {}
+        self.under_way_count = 0
+        self.slow_dests: set[int] = set()
+        self._has_left = False
+        self._never_opened_count = 0  # frames that came for such scopes after main had returned
+        self._channels: dict[int, ReceivingChannel] = {}
+        self._closed_scopes: set[int] = set()
+        self.early = EarlyFrames(tag, engine.loop, self._awaited_names)
+        self._complained_about: set[int] = set()
+        self._closed_sent_count = self._closed_received_count = 0
+        # Not cleared, as a bytearray is: most frames take its first hundred bytes, and simulations have thousands.
+        buffer = numpy.empty(wire.FRAME_NBYTES_MAX, dtype=numpy.uint8).data
+        request = engine.transport.persistent_receive(buffer, tag)
+        self.receiver = FrameReceiver(request, buffer, drop=self.drop, explain=self._explain, ring=engine.ring)
+        engine.add_pollable(self.receiver)
+
+    def _explain(self, frame: wire.FrameReader, source: int) -> bool:
+        """Drop or keep a frame that is for no open channel; return whether nothing more is to be taken."""
+        route = frame.route()
+        channel = self._channels.get(route.scope)
+        if route.version != wire.VERSION:
+            self.drop(source, "another version", f"version {route.version}, not {wire.VERSION}")
+        elif route.nonce != self.nonce:
+            self.drop(source, "another job")
+        elif channel is not None and route.kind >= channel.kind_count:
+            self.drop(source, "unknown kind", f"{channel.name}: kind {route.kind}, of {channel.kind_count} known")
+        elif channel is not None and not channel.has_epochs and route.epoch:
+            self.drop(source, "no epochs", f"{channel.name}: epoch {route.epoch} of a channel without epochs")
+        elif channel is not None and route.epoch < channel.epoch:
+            self.dropped["earlier epoch"] += 1
+            channel.deliver_earlier(route.kind, frame, source)
+        elif route.scope in self._closed_scopes:
+            self.dropped["closed scope"] += 1
+        elif self._has_left:
+            self._drop_late(channel)
+        elif not self.early.is_full or self.is_users:
+            self.early.keep(source, frame)
+            return self.is_users and self.early.is_full
+        else:
+            self.drop(source, "too many frames for scopes that nobody has opened")
+        return False
+
+    def _drop_late(self, channel: ReceivingChannel | None) -> None:
+        self.dropped["main had returned"] += 1
+        if channel is None:
+            self._never_opened_count += 1
+        else:
+            channel.dropped_count += 1
+
+    def leave(self) -> None:
+        """Drop what still comes for a user's channels, so no sender waits: main has returned on this rank."""
+        if self.is_users:
+            self._has_left = True
+            for channel in self._channels.values():
+                for (key, _), _ in channel.known_by():
+                    self.receiver.close(key)
+            self.receiver.resume(self.receiver.stalled_on)
+
+    def on_left(self, rank: int) -> bool:
+        """Note that ``rank`` reads users' messages no more; return whether messages for it may still be under way."""
+        for channel in self._channels.values():
+            channel.on_left()
+        return self.is_users and rank in self.slow_dests
+
+    def _awaited_names(self) -> list[str]:
+        return [channel.name for channel in self._channels.values() if channel.is_awaited]
+
+    def drop(self, source: int, reason: str, particulars: str = "") -> None:
+        """Count a frame that is not delivered; the first one of each peer is logged, unless its sender is lost.
+
+        Args:
+            source: the sender's rank.
+            reason: one of a few.
+            particulars: what is wrong with this frame.
+        """
+        what = particulars or reason
+        self.dropped[reason] += 1
+        self.drop_examples[reason] = f"tag {self.tag}, rank {source}: {what}"
+        if source not in self._complained_about and reason != "RankLostError":  # a loss is told for itself
+            self._complained_about.add(source)
+            text = "tag %d: dropped a frame from rank %d: %s (further ones are only counted)"
+            logger.warning(text, self.tag, source, what)
+
+    def attach(self, channel: ReceivingChannel) -> None:
+        """Hand the frames of a channel's scope to it from now on, those that came early first."""
+        if channel.scope in self._channels:
+            raise LocalProtocolError(f"tag {self.tag}: {channel.name} is open already", tag=self.tag)
+        self._channels[channel.scope] = channel
+        self.route_to(channel)
+
+    def route_to(self, channel: ReceivingChannel) -> None:
+        """Deliver the frames of a channel's scope and epoch to it, those that came early first."""
+        for (key, stamp), decode in channel.known_by():
+            self.receiver.close(key)  # to those who came before, see detach
+            self.receiver.routes[key] = stamp, channel.inbox, decode
+        early = self.early.take_all()
+        self.receiver.resume(self.receiver)
+        for source, frame in early:
+            self.receiver.deliver(frame, frame.nbytes, source)
+
+    def detach(self, channel: ReceivingChannel, *, keeps_routes: bool) -> None:
+        """Close the scope: frames that still come for it are dropped and counted, or go to the channel's handler."""
+        if self._channels.pop(channel.scope, None) is not None:
+            counts = channel.statistics()
+            self._closed_sent_count += counts.sent_count
+            self._closed_received_count += counts.received_count
+            for (key, _), _ in () if keeps_routes else channel.known_by():
+                self.receiver.close(key)
+        self._closed_scopes.add(channel.scope)
+        self.receiver.resume(channel.inbox)
+        for source, frame in self.early.take_all() if self.early else ():  # of an epoch that it has not entered
+            self.receiver.deliver(frame, frame.nbytes, source)
+
+    def channels(self) -> tuple[ReceivingChannel, ...]:
+        """Return the channels that are open."""
+        return tuple(self._channels.values())
+
+    def close(self) -> None:
+        """Cancel the receive. A message that comes in this very moment is dropped and counted."""
+        self.engine.remove_pollable(self.receiver)
+        self.early.close()
+        if self.receiver.is_posted:
+            self.receiver.request.cancel()
+            self.engine.watch(self.receiver.request, f"closing tag {self.tag}", self._on_closed)
+
+    def _on_closed(self, error: AsyncdistError | None) -> None:
+        if error is None and not self.receiver.request.cancelled:
+            self.dropped["closed lane"] += 1
+
+    @property
+    def sent_count(self) -> int:
+        """Number of messages sent on this tag."""
+        return self._closed_sent_count + sum(channel.statistics().sent_count for channel in self._channels.values())
+
+    @property
+    def received_count(self) -> int:
+        """Number of messages received on this tag."""
+        of_closed = self._closed_received_count + self.receiver.received_late_count
+        return of_closed + sum(channel.statistics().received_count for channel in self._channels.values())
+
+    @property
+    def early_count(self) -> int:
+        """Number of frames for scopes that are not open: those that wait, and those dropped at the end."""
+        return len(self.early) + self._never_opened_count
