@@ -8,8 +8,8 @@ from protocols.policy import SpawnPolicy
 from protocols.replay.client import ReplayBuffer
 from protocols.replay.server import serve_replay_buffer
 from protocols.replay.values import ReplayStatistics, Sample
-from protocols.selective.coordinator import coordinate
 from protocols.selective.policy import AsyncSelectiveAveragingPolicy
+from protocols.selective.reserved import coordinate
 from protocols.selective.rules import SelectiveRules
 from protocols.selective.statistics import CoordinatorStatistics, SelectiveStatistics
 from protocols.step_info import AverageApplied, PolicyEvent, SnapshotTaken, StepInfo

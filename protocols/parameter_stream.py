@@ -90,13 +90,14 @@ class SnapshotServer:
     Args:
         services: of this rank.
         scope: of the policy's members.
+        has_epochs: whether the policy's coordinator may change; see :meth:`enter_epoch`.
 
     Attributes:
         channel: carries grants and cancels, both ways.
         sent_nbytes: streamed so far.
     """
 
-    def __init__(self, services: Services, scope: int) -> None:
+    def __init__(self, services: Services, scope: int, *, has_epochs: bool = False) -> None:
         self._services = services
         self._offers: list[Offer] = []
         self._chunks: WeakKeyDictionary[FlatBuffers, dict[tuple[int, int], list[memoryview]]] = WeakKeyDictionary()
@@ -104,7 +105,13 @@ class SnapshotServer:
         self._over: float = 0
         self.sent_nbytes = 0
         self.channel: Channel[StreamMessage] = services.open_channel(
-            StreamMessage, tag=tags.PARAM, scope=scope, name="parameter streams", handler=self._on_message
+            StreamMessage,
+            tag=tags.PARAM,
+            scope=scope,
+            name="parameter streams",
+            handler=self._on_message,
+            epoch=0 if has_epochs else None,
+            earlier_handler=self._on_earlier if has_epochs else None,
         )
 
     def offer(self, round: int, snapshot: FlatBuffers, on_free: Callable[[FlatBuffers], None]) -> Offer:
@@ -135,6 +142,12 @@ class SnapshotServer:
             del self._early[key]
             self._refuse(key)
 
+    def enter_epoch(self, epoch: int) -> None:
+        """Answer requests of earlier epochs by the abort: their rounds are over, and later ones have their numbers."""
+        while self._early:
+            self._refuse(self._early.popitem()[0])
+        self.channel.enter_epoch(epoch)
+
     @property
     def is_idle(self) -> bool:
         """Whether every snapshot has been given back."""
@@ -145,6 +158,12 @@ class SnapshotServer:
             self._offers.remove(offer)
             offer.on_free(offer.snapshot)
             self._services.engine.recheck()
+
+    def _on_earlier(self, envelope: Envelope[StreamMessage]) -> None:
+        if isinstance(envelope.message, Cancel):
+            self._on_message(envelope)
+        else:
+            self._refuse((envelope.source, envelope.message.slot))
 
     def _on_message(self, envelope: Envelope[StreamMessage]) -> None:
         message, key = envelope.message, (envelope.source, envelope.message.slot)

@@ -26,8 +26,8 @@ LASTING    leaves, with its snapshot    the end of the round
 OUT        takes no part any more       nothing
 ========== ============================ ==================================================
 
-A newer assignment and `End` take any role away; the loss of the coordinator leads to OUT from everywhere. A message of
-the coordinator that does not fit the state is late, and has no effect.
+A newer assignment, `End` and the loss of the coordinator take any role away. A message of the coordinator that does not
+fit the state is late, and has no effect.
 """
 
 import math
@@ -44,8 +44,10 @@ from protocols.selective.messages import (
     ControlMessage,
     Decline,
     Frozen,
+    Joined,
     Leave,
     Ready,
+    Report,
 )
 
 
@@ -79,7 +81,7 @@ class Event(Enum):
     APPLIED = auto()
     ROLE_ENDED = auto()
     LEAVE = auto()
-    GONE = auto()
+    LEFT = auto()
 
 
 _GIVING_STATES: Final = frozenset({State.CHOSEN, State.COPYING, State.GIVING, State.LASTING})
@@ -101,7 +103,7 @@ TRANSITIONS: Final[Mapping[tuple[State, Event], State]] = {
     (State.LASTING, Event.ROLE_ENDED): State.LEAVING,
     **{(state, Event.LEAVE): State.LEAVING for state in (State.IDLE, State.CHOSEN, State.COPYING)},
     (State.GIVING, Event.LEAVE): State.LASTING,
-    **{(state, Event.GONE): State.OUT for state in State if state is not State.OUT},
+    (State.LEAVING, Event.LEFT): State.OUT,
 }
 
 
@@ -184,6 +186,7 @@ class RoundMember:
     __slots__ = (
         "_applied_iteration",
         "_frozen",
+        "_judged_iteration",
         "abandoned",
         "declined",
         "last_round",
@@ -202,13 +205,14 @@ class RoundMember:
         self.abandoned: Counter[str] = Counter()
         self.unapplied_count = 0
         self._frozen: Frozen | None = None
-        self._applied_iteration = -1
+        self._applied_iteration = self._judged_iteration = -1
 
     # ---------------------------------------------------------------- what the coordinator says
 
     def on_assign(self, assign: Assign, round: int) -> Instructions:
         """Take a role in a new round; the role in the last one ends."""
         self.last_round = max(self.last_round, round)
+        self._judged_iteration = max(self._judged_iteration, assign.judged_iteration)
         if self.state is State.OUT:
             return ()
         before = (*self._end_giving(), RefuseUpTo(round - 1), *self._end_taking(f"round {round} began"))
@@ -238,13 +242,17 @@ class RoundMember:
         giving = self._end_giving() if self.round == round else ()
         return (*giving, RefuseUpTo(round), *(self._end_taking(reason) if self.round == round else ()))
 
-    def on_gone(self, why: str) -> Instructions:
-        """Take no part any more: the coordinator is lost, or has stopped, as ``why`` says."""
+    def on_coordinator_gone(self, why: str) -> Instructions:
+        """Give the role up: the coordinator is lost, has stopped or is replaced, as ``why`` says."""
         if self.state is State.OUT:
             return ()
-        instructions = (*self._end_giving(), RefuseUpTo(math.inf), *self._end_taking(f"the coordinator {why}"))
-        self._go(Event.GONE)
-        return instructions
+        return (*self._end_giving(), RefuseUpTo(self.last_round), *self._end_taking(f"the coordinator {why}"))
+
+    def joined(self, newest: Report | None) -> Tell:
+        """Return what a coordinator that has taken over has to know; ``newest`` is this member's newest report."""
+        report = newest or Report(-1, 0.0, 0.0)
+        facts = self.last_round, self._applied_iteration, self._judged_iteration
+        return Tell(Joined(*facts, report.iteration, report.value, report.step_time_s))
 
     # ---------------------------------------------------------------- what the member does
 
@@ -306,7 +314,7 @@ class RoundMember:
         if self.state is State.OUT:
             return ()
         instructions = (*self._end_giving(), Tell(Leave()))
-        self._go(Event.GONE)
+        self._go(Event.LEFT)
         return instructions
 
     # ---------------------------------------------------------------- helpers

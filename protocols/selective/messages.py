@@ -111,7 +111,34 @@ class Leave:
     """Member to coordinator: this rank ends its part in the policy for good. A coordinator that stops says it too."""
 
 
-ControlMessage = Assign | Ready | Decline | Frozen | Applied | Abandoned | End | Leave
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Member to a coordinator that has taken over: what that one has to know of it before it takes part in a round.
+
+    Attributes:
+        last_round: The newest round that this rank was named in; the coordinator goes on with higher numbers.
+        applied_iteration: Where it took its last average, -1 for none; its reports up to then are void.
+        judged_iteration: That of its newest report which an acting decision used, -1 for none.
+        iteration, value, step_time_s: Its newest report; the iteration is -1 if there is none.
+    """
+
+    last_round: int
+    applied_iteration: int
+    judged_iteration: int
+    iteration: int
+    value: float
+    step_time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoin:
+    """Coordinator to a member that reports and whose `Joined` has not come: say it again."""
+
+
+ControlMessage = Assign | Ready | Decline | Frozen | Applied | Abandoned | End | Leave | Joined | Rejoin
 
 METRIC_TYPES: Final[tuple[type, ...]] = (Report,)
-CONTROL_TYPES: Final[tuple[type, ...]] = (Assign, Ready, Decline, Frozen, Applied, Abandoned, End, Leave)
+CONTROL_TYPES: Final[tuple[type, ...]] = (
+    *(Assign, Ready, Decline, Frozen, Applied, Abandoned, End, Leave),
+    *(Joined, Rejoin),
+)

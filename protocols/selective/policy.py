@@ -22,23 +22,23 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal, Self, assert_never
 
 import torch
 from torch import nn
 
-from asyncdist import AsyncdistError, BusyError, Group, RankLostError, World, current_world, tags, validation
-from asyncdist.messaging.channels import Channel
+from asyncdist import AsyncdistError, Group, World, current_world, validation
 from asyncdist.tensors.flat_state import FlatBuffers, SnapshotPool
 from protocols.applier import Applier, NewWeights
 from protocols.options import AveragingOptions, AveragingStrategy, ModelBuilder, Timing
 from protocols.own_state import OwnState
-from protocols.parameter_stream import Offer, SnapshotServer, safe_point_count
+from protocols.parameter_stream import Offer, safe_point_count
 from protocols.policy import Metric, MetricSource, SpawnPolicy
-from protocols.selective.coordinator import Coordinator, PolicyScopes
+from protocols.selective.coordinator import PolicyScopes
 from protocols.selective.exchange import Exchange, ExchangeBuffers
+from protocols.selective.leadership import Leadership
 from protocols.selective.member import (
     Apply,
     Ask,
@@ -53,7 +53,8 @@ from protocols.selective.member import (
     Tell,
     Withdraw,
 )
-from protocols.selective.messages import Assign, ControlMessage, End, Frozen, Leave, Report
+from protocols.selective.member_channels import MemberChannels
+from protocols.selective.messages import Assign, End, Frozen, Leave, Rejoin, Report
 from protocols.selective.rules import SelectiveRules
 from protocols.selective.statistics import SelectiveStatistics
 from protocols.step_info import NOTHING, PolicyEvent, SnapshotTaken, StepInfo
@@ -103,6 +104,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         drain_timeout_s: how long leaving waits for streams under way.
         start_timeout_s: how long the start waits for the last member.
         coordinator: the rank that runs :func:`protocols.coordinate`; the group's first member by default.
+        successors: members that take over when the coordinator is lost or stops, the first one first; after these, and
+            by default, the others in the group's order.
         on_event: told of each snapshot and each application, inside ``step``; of the snapshot of a model in CUDA memory
             when it has been copied, at one of the next safe points.
         timing: collects seconds by name (``snapshot``, ``apply``), in the form of torchgfn's option.
@@ -134,6 +137,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         drain_timeout_s: float = 10.0,
         start_timeout_s: float = 60.0,
         coordinator: int | None = None,
+        successors: Sequence[int] = (),
         on_event: Callable[[PolicyEvent], None] | None = None,
         timing: dict[str, list[float]] | None = None,
         name: str = "",
@@ -174,6 +178,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._coordinator_rank = (
             None if coordinator is None else validation.count("coordinator", coordinator, least=0, besides=", or None")
         )
+        self._successors = validation.ranks("successors", successors)
         self._timing = Timing(timing)
         self._snapshots = SnapshotPool(self._flat)
         self._applier = Applier(self._flat, self._own, self._snapshots, on_event)
@@ -183,7 +188,9 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._offer: Offer | None = None
         self._exchange: Exchange | None = None
         self._given_up = NOTHING
-        self._coordinator: Coordinator | None = None
+        self._leadership: Leadership
+        self._channels: MemberChannels
+        self._newest_report: Report | None = None
         self._counts: Counter[str] = Counter()
         self._reported_at = 0.0
         self._reported_iteration = -1
@@ -203,9 +210,11 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             declined=dict(self._member.declined),
             unapplied_count=self._member.unapplied_count,
             last_round=self._member.last_round,
-            sent_nbytes=self._snapshot_server.sent_nbytes if has_started else 0,
+            sent_nbytes=self._channels.server.sent_nbytes if has_started else 0,
             received_nbytes=self._buffers.received_nbytes,
-            coordinator=self._coordinator.statistics() if self._coordinator is not None else None,
+            epoch=self._leadership.epoch if has_started else 0,
+            coordinator_rank=self._leadership.coordinator if has_started else None,
+            coordinator=self._leadership.statistics() if has_started else None,
         )
 
     # -- starting and leaving ---------------------------------------------------------------------------------------
@@ -217,13 +226,17 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             **self._averaging.agreed(),
             "stream_safe_points": safe_point_count(self._flat.nbytes),
             "coordinator": self._coordinator_rank,
+            "successors": self._successors,
         }
 
     async def __aenter__(self) -> Self:
-        """As :class:`SpawnPolicy`. Raises ValueError, also on one rank, for a coordinator that is no rank."""
-        size = (self._given_world or current_world()).size
-        if self._coordinator_rank is not None and self._coordinator_rank >= size:
-            validation.refuse("coordinator", self._coordinator_rank, f"a rank from 0 to {size - 1}")
+        """As :class:`SpawnPolicy`. Raises ValueError, also on one rank, for a coordinator or successor out of range."""
+        world = self._given_world or current_world()
+        if self._coordinator_rank is not None and self._coordinator_rank >= world.size:
+            validation.refuse("coordinator", self._coordinator_rank, f"a rank from 0 to {world.size - 1}")
+        members = (self._given_group or world.group).ranks
+        if not set(self._successors) <= set(members):
+            validation.refuse("successors", self._successors, f"members of the policy's group, {list(members)}")
         return await super().__aenter__()
 
     def _has_company(self) -> bool:
@@ -237,24 +250,20 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         world, services, members = self._world, self._services, self._group.ranks
         self._own.begin()
         meeting = self._joint_start.meeting
-        self._leader = meeting.leader
         scopes = PolicyScopes(meeting.ranks, await self._agree())
-        if world.rank == self._leader:
-            safe_points = safe_point_count(self._flat.nbytes)
-            self._coordinator = Coordinator(services, members, self._rules, scopes, stream_safe_points=safe_points)
-            services.spawn_service(self._coordinator.serve(), name="coordinator")
-        self._reports: Channel[Report] = services.open_channel(
-            Report,
-            tag=tags.METRIC,
-            scope=scopes.to_members,
-            peer_scope=scopes.to_coordinator,
-            name="metric reports, out",
+        self._channels = MemberChannels(services, scopes)
+        self._leadership = Leadership(
+            services,
+            members,
+            tuple(dict.fromkeys((*self._successors, *members))),
+            meeting.leader,
+            self._rules,
+            scopes,
+            stream_safe_points=safe_point_count(self._flat.nbytes),
+            on_gone=self._on_coordinator_gone,
+            on_new=self._on_new_coordinator,
         )
-        self._control: Channel[ControlMessage] = services.open_channel(
-            ControlMessage, tag=tags.CONTROL, scope=scopes.to_members, peer_scope=scopes.to_coordinator, name="control"
-        )
-        self._snapshot_server = SnapshotServer(services, scopes.to_members)
-        services.on_gone(self._on_gone)
+        self._leadership.begin()
         services.leftover_probes.append(self._leftovers)
         self._reported_at = world.time()
         self._listener = services.spawn_service(self._listen(), name="policy member")
@@ -270,9 +279,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
                 await self._services.engine.until(self._is_quiet, "the end of its part in a round", deadline=deadline)
         finally:  # cancelled or not: the others must hear of it
             self._carry_out(self._member.on_left())
-            self._control.close()
-            self._reports.close()
-            self._services.off_gone(self._on_gone)
+            self._channels.close()
+            self._leadership.leave()
             if not self._leftovers():  # it would keep model and buffers for the life of the world
                 self._services.leftover_probes.remove(self._leftovers)
 
@@ -280,7 +288,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         """Whether nothing of a round is left: no role, no stream of ours, nothing being discarded."""
         if self._member.state is State.OUT:
             return True
-        is_giving = self._member.state is State.LASTING or not self._snapshot_server.is_idle
+        is_giving = self._member.state is State.LASTING or not self._channels.server.is_idle
         return not is_giving and not self._services.slots.discarding_count
 
     def _leftovers(self) -> list[str]:
@@ -318,16 +326,15 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         steps = max(1, self.iteration - self._reported_iteration)
         report = Report(self.iteration, value, (now - self._reported_at) / steps)
         self._reported_at, self._reported_iteration = now, self.iteration
+        self._newest_report = report
         self._counts["reports"] += 1
         if not math.isfinite(value):
             self._counts["nonfinite"] += 1
-        if self._member.state is not State.OUT:
-            try:
-                self._reports.send_nowait(report, self._leader)
-            except RankLostError:
-                self._on_gone(self._leader)
-            except BusyError:  # thousands of reports are unheard: a newer one will count when the coordinator listens
-                self._counts["skipped reports"] += 1
+        if self._leadership.coordinator is None:
+            self._leadership.look()
+        coordinator = self._leadership.coordinator
+        if coordinator is not None and not self._channels.report(report, coordinator):
+            self._counts["skipped reports"] += 1
 
     def _take_snapshot(self, round: int) -> None:
         """Copy the weights of this moment. A GPU copies them during the next steps; the engine sees when it is done."""
@@ -384,7 +391,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     async def _listen(self) -> None:
         """Hand the coordinator's messages to the state machine."""
         member = self._member
-        async for envelope in self._control:
+        async for envelope in self._channels.control:
             match envelope.message:
                 case Assign() as assign:
                     self._carry_out(member.on_assign(assign, envelope.round))
@@ -393,36 +400,37 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
                 case End(reason):
                     self._carry_out(member.on_end(reason, envelope.round))
                 case Leave():
-                    self._go_on_alone("has stopped")
+                    self._leadership.note_stopped(envelope.source)
+                case Rejoin():
+                    self._carry_out((member.joined(self._newest_report),))
                 case other:
                     logger.debug("the coordinator sent a %s", type(other).__name__)
 
-    def _on_gone(self, rank: int) -> None:
-        """Train on without averaging when the coordinator is lost."""
-        if rank == self._leader and rank not in self._services.left:
-            self._go_on_alone("is gone")
+    def _on_coordinator_gone(self, why: str) -> None:
+        self._carry_out(self._member.on_coordinator_gone(why))
 
-    def _go_on_alone(self, why: str) -> None:
-        """Train on without averaging; ``why`` says what the coordinator has done."""
-        if self._member.state is not State.OUT and self._stage != "closed":
-            logger.warning("rank %d, the coordinator, %s: this rank trains on without averaging", self._leader, why)
-        self._carry_out(self._member.on_gone(why))
+    def _on_new_coordinator(self, epoch: int, rank: int) -> None:
+        """End what an earlier coordinator has begun, and take part in what the new one decides."""
+        self._carry_out(self._member.on_coordinator_gone("is replaced"))
+        self._channels.enter_epoch(epoch)
+        self._carry_out((self._member.joined(self._newest_report),))
 
     def _carry_out(self, instructions: Instructions) -> None:
         for instruction in instructions:
             match instruction:
                 case Tell(message, round):
-                    self._tell(message, round)
+                    if self._leadership.coordinator is not None:
+                        self._channels.tell(message, self._leadership.coordinator, round)
                 case RefuseUpTo(round):
-                    self._snapshot_server.end_rounds(round)
+                    self._channels.server.end_rounds(round)
                 case Give(round, iteration):
                     self._give(round, iteration)
                 case Withdraw():
                     offer, self._offer = self._offer, None
                     if offer is not None:
-                        self._snapshot_server.withdraw(offer)
+                        self._channels.server.withdraw(offer)
                 case Ask(round, donors, best):
-                    self._exchange = Exchange(self._services, self._snapshot_server.channel, self._buffers, round)
+                    self._exchange = Exchange(self._services, self._channels.server.channel, self._buffers, round)
                     if donors:
                         self._exchange.ask_early(donors, best)
                 case Read(_, frozen):
@@ -434,19 +442,11 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
                 case unknown:
                     assert_never(unknown)
 
-    def _tell(self, message: ControlMessage, round: int) -> None:
-        if self._services.engine.failure is not None:
-            return
-        try:
-            self._control.send_nowait(message, self._leader, round=round)
-        except RankLostError:
-            self._on_gone(self._leader)
-
     def _give(self, round: int, iteration: int) -> None:
         """Offer the snapshot that has just been copied."""
         assert self._copied is not None, f"round {round} is to be given no snapshot"
         (snapshot, began_at), self._copied = self._copied, None
-        self._offer = self._snapshot_server.offer(round, snapshot, self._snapshots.release)
+        self._offer = self._channels.server.offer(round, snapshot, self._snapshots.release)
         self._counts["snapshots"] += 1
         self._timing.add("snapshot", self._world.time() - began_at)
         if self._averaging.on_event is not None:

@@ -11,68 +11,19 @@ always has a deadline. Nothing that a peer sends can raise here: what does not f
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from decimal import ROUND_CEILING, Decimal
-from typing import Final, NamedTuple
+from typing import Final
 
 from protocols.ranking import order_worst_first
-from protocols.selective.messages import DONOR, REPLACER, Assign, ControlMessage, End, Frozen, Leave
+from protocols.selective.messages import DONOR, REPLACER, Assign, End, Frozen, Joined, Leave, Rejoin
+from protocols.selective.round_state import Member, ReportRecord, Round, Send, step_s
 from protocols.selective.rules import Decision, SelectiveRules, decide
 from protocols.selective.statistics import CoordinatorStatistics, LeftOut, Straggler
 
-_STEP_TIME_LIMIT_S: Final = 3600.0  # a longer reported step is not believed: every deadline stays finite
 _STORY_LENGTH: Final = 32
 _HISTORY_LENGTH: Final = 64
 _REASON_LIMIT: Final = 32  # reasons come from peers: beyond this many different ones they are counted together
-
-
-class Send(NamedTuple):  # a frozen dataclass takes twice as long to make, and there are twenty in a round
-    """One message that the coordinator's coroutine has to send; `round` goes into the frame header."""
-
-    dest: int
-    round: int
-    message: ControlMessage
-
-
-class _Report(NamedTuple):  # a frozen dataclass takes a microsecond, once for each report
-    """Holds a member's newest report, and when it came."""
-
-    iteration: int
-    value: float
-    step_time_s: float
-    received_at: float
-
-
-@dataclass(slots=True)
-class _Member:
-    """Holds what the coordinator knows about one rank. `fresh`: it has reported since the last decision."""
-
-    live: bool = True
-    report: _Report | None = None
-    fresh: bool = False
-    applied_iteration: int | None = None
-    report_count: int = 0
-    applied_count: int = 0
-    decline_count: int = 0
-
-
-@dataclass(slots=True)
-class _Round:
-    """Tracks the round under way. The sets say which ranks still owe an answer; `released` have had their `End`."""
-
-    number: int
-    decision: Decision
-    judged: dict[int, _Report]
-    deadline: float
-    waiting_donors: set[int]
-    waiting_replacers: set[int]
-    ready: dict[int, int] = field(default_factory=dict)
-    released: set[int] = field(default_factory=set)
-    frozen: bool = False
-
-    @property
-    def named(self) -> list[int]:
-        return sorted(self.decision.donors + self.decision.replacers)
 
 
 class RoundCoordinator:
@@ -83,7 +34,9 @@ class RoundCoordinator:
     coordinator was busy. All methods take `now`, in seconds of any clock that does not run backwards.
     """
 
-    def __init__(self, members: Iterable[int], rules: SelectiveRules, *, stream_safe_points: int = 1) -> None:
+    def __init__(
+        self, members: Iterable[int], rules: SelectiveRules, *, stream_safe_points: int = 1, have_joined: bool = True
+    ) -> None:
         """Start with all members live and no report.
 
         Args:
@@ -91,6 +44,8 @@ class RoundCoordinator:
             rules: The options.
             stream_safe_points: Safe points that each end of one donor's stream needs when a message progresses only
                 inside its owner's calls; in practice chunks per stream over chunks in flight, rounded up.
+            have_joined: Whether nothing has happened yet that this coordinator does not know. One that takes over
+                names no member in a round before its `Joined` has come.
 
         Raises:
             ValueError: No members, a member twice, or fewer than one safe point.
@@ -102,11 +57,12 @@ class RoundCoordinator:
             raise ValueError(f"stream_safe_points is {stream_safe_points}; allowed: 1 or more")
         self._rules = rules
         self._stream_safe_points = stream_safe_points
-        self._members = {rank: _Member() for rank in ranks}
+        self._members = {rank: Member(joined=have_joined) for rank in ranks}
+        self._last_number = 0
         self._live_count = len(self._members)
         self._fresh_count = 0
         self._quorum = Decimal(repr(rules.quorum))
-        self._round: _Round | None = None
+        self._round: Round | None = None
         self._overdue: dict[int, deque[int]] = {}  # replacer to the rounds whose time was up before it answered
         self._quorum_count = self._count_quorum()
         self._quorum_since: float | None = None
@@ -128,6 +84,9 @@ class RoundCoordinator:
         member = self._live(rank, "Report")
         if member is None:
             return ()
+        if not member.joined:
+            self._ignore("Report from a rank that has not joined")
+            return (Send(rank, 0, Rejoin()),)
         self._tell("{:.6f} rank {} reports {} at iteration {}", now, rank, value, iteration)
         member.report_count += 1
         self._nonfinite_count += not math.isfinite(value)
@@ -138,13 +97,29 @@ class RoundCoordinator:
         if member.applied_iteration is not None and iteration <= member.applied_iteration:
             self._ignore("Report from before the average was applied")
             return ()
-        member.report = _Report(iteration, value, step_time_s, now)
+        member.report = ReportRecord(iteration, value, step_time_s, now)
         if member.fresh:  # a newer one before the next decision, which was not due, and is not for this
             return ()
         self._mark(member, fresh=True)
         if self._window_start is None:
             self._window_start = now
         return self._advance(now)
+
+    def on_joined(self, rank: int, joined: Joined, now: float) -> tuple[Send, ...]:
+        """Take what a coordinator that has taken over has to know of a member, and the newest report of that one."""
+        member = self._live(rank, "Joined")
+        if member is None:
+            return ()
+        self._tell("{:.6f} rank {} joins: {}", now, rank, joined)
+        member.joined = True
+        self._last_number = max(self._last_number, joined.last_round)
+        if joined.applied_iteration >= 0:
+            member.applied_iteration = max(joined.applied_iteration, member.applied_iteration or 0)
+        if joined.judged_iteration >= 0:
+            self._acted_at_iteration = max(joined.judged_iteration, self._acted_at_iteration or 0)
+        if joined.iteration < 0:
+            return ()
+        return self.on_report(rank, joined.iteration, joined.value, joined.step_time_s, now)
 
     def on_ready(self, rank: int, round: int, iteration: int, now: float) -> tuple[Send, ...]:
         """Take a donor's word that its snapshot waits; the last one freezes the round."""
@@ -319,7 +294,7 @@ class RoundCoordinator:
         """Judge the newest reports and start a round if they call for one; either way the reports are spent."""
         self._decision_count += 1
         start = now if self._window_start is None else self._window_start
-        usable: dict[int, _Report] = {}
+        usable: dict[int, ReportRecord] = {}
         for rank in self._live_ranks():
             member = self._members[rank]
             if not member.fresh:
@@ -341,16 +316,17 @@ class RoundCoordinator:
             return False
         return self._largest_iteration - self._acted_at_iteration < self._rules.cooldown
 
-    def _start(self, sends: list[Send], decision: Decision, judged: dict[int, _Report], now: float) -> None:
+    def _start(self, sends: list[Send], decision: Decision, judged: dict[int, ReportRecord], now: float) -> None:
         """Open the round. Donors get their longest step plus a quarter of the timeout to take their snapshots."""
         assert self._round is None, self._broken("a round starts before the last one ended")
         assert decision.replacers, self._broken(f"{decision} replaces no rank")
         assert not set(decision.donors) & set(decision.replacers), self._broken(f"{decision} gives a rank two roles")
         assert sum(decision.weights) > 0 or not decision.donors, self._broken(f"{decision} has no weight")
         self._rounds_decided += 1
-        patience_s = max((_step_s(judged[rank]) for rank in decision.donors), default=0.0)
-        self._round = state = _Round(
-            number=self._rounds_decided,
+        self._last_number += 1
+        patience_s = max((step_s(judged[rank]) for rank in decision.donors), default=0.0)
+        self._round = state = Round(
+            number=self._last_number,
             decision=decision,
             judged=judged,
             deadline=now + patience_s + self._rules.round_timeout_s / 4,
@@ -363,7 +339,7 @@ class RoundCoordinator:
             assign = Assign(role, decision.donors, decision.replacers, judged[rank].iteration, decision.best)
             sends.append(Send(rank, state.number, assign))
 
-    def _freeze(self, sends: list[Send], state: _Round, now: float) -> None:
+    def _freeze(self, sends: list[Send], state: Round, now: float) -> None:
         """Fix the donors. Those not ready are let go; the others' weights stay what their metrics gave them."""
         for rank in sorted(state.waiting_donors):
             self._leave_out(state, rank, "not ready in time")
@@ -380,23 +356,23 @@ class RoundCoordinator:
         timeouts = {rank: self._timeout_s(state, donors, rank) for rank in sorted(state.waiting_replacers)}
         for rank, timeout_s in timeouts.items():  # the donors need not know: they answer every replacer that asks
             sends.append(Send(rank, state.number, Frozen(donors, weights, iterations, best, timeout_s)))
-        margin_s = max(2 * _step_s(state.judged[rank]) for rank in timeouts) + self._rules.round_timeout_s / 4
+        margin_s = max(2 * step_s(state.judged[rank]) for rank in timeouts) + self._rules.round_timeout_s / 4
         state.deadline = now + max(timeouts.values()) + margin_s
         self._tell("{:.6f} round {}: frozen with donors {}, best {}", now, state.number, donors, best)
 
-    def _timeout_s(self, state: _Round, donors: Sequence[int], replacer: int) -> float:
+    def _timeout_s(self, state: Round, donors: Sequence[int], replacer: int) -> float:
         """Return how long one replacer may take from the moment it reads `Frozen`.
 
         Added to `round_timeout_s` are the safe points that messages may have to wait for, as if the replacer asked one
         donor after the other (as with a large state) and only now (as when a donor was left out). For each donor: one
         of its steps until it reads the grant, then `stream_safe_points` steps of either end. Last, a step to apply.
         """
-        own_s = _step_s(state.judged[replacer])
+        own_s = step_s(state.judged[replacer])
         count = self._stream_safe_points
-        streams_s = sum((1 + count) * _step_s(state.judged[donor]) + count * own_s for donor in donors)
+        streams_s = sum((1 + count) * step_s(state.judged[donor]) + count * own_s for donor in donors)
         return self._rules.round_timeout_s + streams_s + own_s
 
-    def _end(self, sends: list[Send], state: _Round, reason: str, now: float) -> None:
+    def _end(self, sends: list[Send], state: Round, reason: str, now: float) -> None:
         """Close the round: every named rank that is still live is told, once."""
         for rank in sorted(state.waiting_replacers):
             if state.frozen:  # it may have applied already, with its answer under way
@@ -411,13 +387,13 @@ class RoundCoordinator:
         assert self._rounds_ended == self._rounds_decided, self._broken("rounds overlap")
         self._tell("{:.6f} round {}: ended, {}", now, state.number, reason)
 
-    def _release(self, sends: list[Send], state: _Round, rank: int, reason: str) -> None:
+    def _release(self, sends: list[Send], state: Round, rank: int, reason: str) -> None:
         """Send `End` to one rank, unless it has had it or is gone."""
         if rank not in state.released and self._members[rank].live:
             state.released.add(rank)
             sends.append(Send(rank, state.number, End(reason)))
 
-    def _leave_out(self, state: _Round, rank: int, reason: str) -> bool:
+    def _leave_out(self, state: Round, rank: int, reason: str) -> bool:
         """Take a donor out of a round that is not frozen; False if it is no donor of it, or no longer."""
         if state.frozen or (rank not in state.waiting_donors and rank not in state.ready):
             return False
@@ -426,7 +402,7 @@ class RoundCoordinator:
         self._left_out.append(LeftOut(state.number, rank, reason))
         return True
 
-    def _abandon(self, state: _Round, rank: int, reason: str) -> None:
+    def _abandon(self, state: Round, rank: int, reason: str) -> None:
         """Stop waiting for a replacer, and count the reason."""
         state.waiting_replacers.discard(rank)
         known = reason in self._abandoned or len(self._abandoned) < _REASON_LIMIT
@@ -452,7 +428,7 @@ class RoundCoordinator:
 
     # ---------------------------------------------------------------- helpers
 
-    def _mark(self, member: _Member, *, fresh: bool) -> None:
+    def _mark(self, member: Member, *, fresh: bool) -> None:
         """Set whether a member has reported since the last decision. The sum is kept: there may be thousands."""
         self._fresh_count += fresh - member.fresh
         member.fresh = fresh
@@ -460,7 +436,7 @@ class RoundCoordinator:
     def _live_ranks(self) -> list[int]:
         return [rank for rank, member in self._members.items() if member.live]
 
-    def _live(self, rank: int, kind: str) -> _Member | None:
+    def _live(self, rank: int, kind: str) -> Member | None:
         """Return the member that a message came from; None, with a count, if that rank is no member or gone."""
         member = self._members.get(rank)
         if member is None or not member.live:
@@ -468,7 +444,7 @@ class RoundCoordinator:
             return None
         return member
 
-    def _round_of(self, rank: int, number: int, kind: str) -> _Round | None:
+    def _round_of(self, rank: int, number: int, kind: str) -> Round | None:
         """Return the round that a message is about; None, with a count, if it is not the one under way."""
         if self._live(rank, kind) is None:
             return None
@@ -492,9 +468,3 @@ class RoundCoordinator:
 
     def _broken(self, fact: str) -> str:
         return "\n  ".join((fact, "the story so far:", *self.story()))
-
-
-def _step_s(report: _Report) -> float:
-    """Return a step time that deadlines can be made of: a report may claim anything."""
-    step_s = report.step_time_s
-    return min(step_s, _STEP_TIME_LIMIT_S) if math.isfinite(step_s) and step_s > 0 else 0.0

@@ -82,7 +82,10 @@ class SelectiveStatistics:
         last_round: the newest round this rank was named in.
         sent_nbytes: bytes streamed as a donor.
         received_nbytes: bytes streamed as a replacer, abandoned rounds included.
-        coordinator: on the coordinator's rank what it has decided, else None.
+        epoch: 0 under the first coordinator; it grows whenever another rank takes over.
+        coordinator_rank: the rank that coordinates, as far as this rank knows; None before the start and where it is
+            gone.
+        coordinator: on a rank that coordinates, or has coordinated, what it has decided there; else None.
     """
 
     iteration: int
@@ -96,4 +99,6 @@ class SelectiveStatistics:
     last_round: int
     sent_nbytes: int
     received_nbytes: int
+    epoch: int
+    coordinator_rank: int | None
     coordinator: CoordinatorStatistics | None

@@ -32,8 +32,10 @@ from protocols.selective.messages import (
     Assign,
     Decline,
     Frozen,
+    Joined,
     Leave,
     Ready,
+    Report,
 )
 
 TO_GIVE = Assign(DONOR, (1, 2), (0,), 9, 2)
@@ -63,7 +65,8 @@ def member_in(state: State) -> RoundMember:
     if state in (State.LEAVING, State.LASTING):
         member.on_leave()
     if state is State.OUT:
-        member.on_gone("is gone")
+        member.on_leave()
+        member.on_left()
     assert member.state is state
     return member
 
@@ -152,19 +155,29 @@ def test_a_newer_round_takes_any_role_away(state: State) -> None:
 
 
 @pytest.mark.parametrize("state", [state for state in State if state is not State.OUT])
-def test_without_a_coordinator_nothing_is_left(state: State) -> None:
+def test_without_a_coordinator_no_role_is_left(state: State) -> None:
     member = member_in(state)
-    instructions = member.on_gone("has stopped")
-    assert RefuseUpTo(math.inf) in instructions and member.state is State.OUT
+    instructions = member.on_coordinator_gone("has stopped")
+    assert member.state is (State.LEAVING if state in (State.LEAVING, State.LASTING) else State.IDLE)
+    assert RefuseUpTo(member.last_round) in instructions
     assert (Withdraw() in instructions) == (state in (State.GIVING, State.LASTING))
     discarded = Discard(3, "the coordinator has stopped") in instructions
     assert discarded == (state in (State.ASKING, State.READING, State.COMPLETE))
     assert not [told for told in instructions if isinstance(told, Tell)], "there is nobody to be told"
 
 
+def test_a_new_coordinator_is_told_what_the_last_one_knew() -> None:
+    member = member_in(State.COMPLETE)
+    member.on_step()
+    member.on_applied(10)
+    member.on_coordinator_gone("is gone")
+    assert member.joined(Report(11, 0.5, 2.0)) == Tell(Joined(3, 10, TO_TAKE.judged_iteration, 11, 0.5, 2.0))
+    assert RoundMember().joined(None) == Tell(Joined(0, -1, -1, -1, 0.0, 0.0))
+
+
 def test_a_member_that_is_out_hears_nothing() -> None:
     member = member_in(State.OUT)
-    assert member.on_gone("is gone") == () == member.on_leave() == member.on_left()
+    assert member.on_coordinator_gone("is gone") == () == member.on_leave() == member.on_left()
     assert member.on_assign(TO_GIVE, 5) == () == member.on_end("late", 5)
     assert member.state is State.OUT and member.last_round == 5 and not member.wants_step
 
@@ -237,7 +250,7 @@ def call(member: RoundMember, name: str, number: int) -> Instructions:
         case "failed":
             return member.on_failed(number, "failed")
         case _:
-            return member.on_gone("is gone")
+            return member.on_coordinator_gone("is gone")
 
 
 @LAWS

@@ -1,0 +1,72 @@
+"""Coordinates a policy on a rank that is no member and trains nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from asyncdist import World, current_world, validation
+from protocols.policy import START
+from protocols.selective.coordinator import PolicyScopes
+from protocols.selective.leadership import Leadership
+from protocols.selective.rules import SelectiveRules
+from protocols.selective.statistics import CoordinatorStatistics
+
+
+async def coordinate(
+    members: Sequence[int], *, world: World | None = None, start_timeout_s: float = 60.0
+) -> CoordinatorStatistics:
+    """Coordinate one policy on a reserved rank, which is no member and trains nothing.
+
+    The members name this rank as ``coordinator=`` of their policy. Returns when all of them have left, or when one of
+    them has taken over, which does not happen as long as this rank answers.
+
+    Args:
+        members: the ranks of the policy's group, in the group's order.
+        world: the current one by default.
+        start_timeout_s: how long the start waits for the last member.
+
+    Raises:
+        TypeError, ValueError: ``members`` is no list of ranks, names one twice or this one, or is empty; the timeout is
+            out of range.
+        StartTimeoutError, DisagreementError: as the policy's start on the members.
+
+    **Cancellation**: the members are told, and one of them takes over; each of them warns of it.
+    """
+    world = world or current_world()
+    _check_members(members, world)
+    validation.seconds("start_timeout_s", start_timeout_s)
+    ranks = (*members, world.rank)
+    agreed = await world.agreements.agree(ranks, START, {}, leader=world.rank, timeout_s=start_timeout_s)
+    options = {
+        key.removeprefix("option "): json.loads(value)
+        for key, value in agreed.values.items()
+        if key.startswith("option ")
+    }
+    rules = SelectiveRules(**{entry.name: options[entry.name] for entry in fields(SelectiveRules)})
+    scopes = PolicyScopes(ranks, agreed)
+    leadership = Leadership(
+        world.services,
+        members,
+        members,
+        world.rank,
+        rules,
+        scopes,
+        stream_safe_points=int(options["stream_safe_points"]),
+        on_gone=lambda _: None,
+        on_new=lambda *_: None,
+        is_reserved=True,
+    )
+    leadership.begin()
+    return await leadership.serve_reserved()
+
+
+def _check_members(members: Any, world: World) -> None:
+    others = f"the ranks of a policy's group, from 0 to {world.size - 1}, each once and without rank {world.rank}"
+    if isinstance(members, str) or not isinstance(members, Sequence):
+        validation.refuse("members", members, others, TypeError)
+    wrong = [rank for rank in members if type(rank) is not int or not 0 <= rank < world.size or rank == world.rank]
+    if wrong or not members or len(set(members)) != len(members):
+        validation.refuse("members", members, others)

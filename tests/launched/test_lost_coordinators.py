@@ -1,0 +1,16 @@
+"""Real kills: a population on torch goes on averaging when the ranks that coordinate it are killed."""
+
+from __future__ import annotations
+
+from scripts.lost_coordinators import KILLED_AFTER
+from support import torchrun
+
+
+def test_two_coordinators_are_killed_one_after_the_other() -> None:
+    result = torchrun.run_ranks(4, "tests/scripts/lost_coordinators.py", timeout_s=100).check(-9, -9, 0, 0)
+    found = [result.reports[rank] for rank in (2, 3)]
+    assert [each["coordinator"] for each in found] == [2, 2]
+    assert [each["decided"] for each in found] == [True, False]
+    rounds = found[0]["rounds"]
+    assert rounds == sorted(set(rounds)) and max(rounds) > KILLED_AFTER[1] + 2, "the worst rank goes on taking averages"
+    assert "this rank coordinates now, after rank 1, which is gone" in result.stderr

@@ -1,0 +1,262 @@
+"""Another rank takes over where a coordinator is lost, stops or was only slow, and averaging goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import asyncdist as ad
+import protocols
+from asyncdist.simulation import Fault, Kill, Partition, SimReport, Stall, simulate
+from protocols import AsyncSelectiveAveragingPolicy, AverageApplied, PolicyEvent, SelectiveStatistics, SnapshotTaken
+from protocols.selective import leadership
+from protocols.selective.leadership import Leadership
+from protocols.selective.member_channels import MemberChannels
+from protocols.selective.messages import Joined
+
+STEP_S = 0.01
+EVERY = 5
+CADENCE_S = STEP_S * EVERY
+
+
+@dataclass
+class Story:
+    """What happened on one rank: when it took an average and of which round, and its statistics at the end."""
+
+    rounds: list[tuple[float, int]] = field(default_factory=list)
+    snapshots: list[tuple[int, int]] = field(default_factory=list)
+    statistics: SelectiveStatistics | None = None
+
+    def note(self, world: ad.World) -> Callable[[PolicyEvent], None]:
+        def listen(event: PolicyEvent) -> None:
+            if isinstance(event, AverageApplied):
+                self.rounds.append((world.time(), event.round))
+            elif isinstance(event, SnapshotTaken):
+                self.snapshots.append((event.round, event.iteration))
+
+        return listen
+
+
+async def train(world: ad.World, steps: int = 120, **options: Any) -> Story:
+    """Train under the policy; a rank is as good as its number is large."""
+    torch.manual_seed(world.rank)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    story = Story()
+    async with AsyncSelectiveAveragingPolicy(
+        model, optimizer, average_every=EVERY, on_event=story.note(world), **options
+    ) as policy:
+        for _ in range(steps):
+            await asyncio.sleep(STEP_S)
+            await policy.step(float(world.rank))
+    story.statistics = policy.statistics()
+    return story
+
+
+def population(ranks: int, faults: Sequence[Fault] = (), *, seed: int = 1, **options: Any) -> list[Story | None]:
+    """Simulate it; a killed rank has no story."""
+
+    async def main(world: ad.World) -> Story:
+        return await train(world, **options)
+
+    report: SimReport[Story] = simulate(main, ranks=ranks, seed=seed, faults=faults, strict=True)
+    return list(report.results)
+
+
+def living(stories: Sequence[Story | None]) -> list[Story]:
+    return [story for story in stories if story is not None]
+
+
+def check_rounds(stories: Sequence[Story | None]) -> None:
+    """No rank takes an average or a snapshot twice in a round, and numbers grow."""
+    for story in living(stories):
+        numbers = [number for _, number in story.rounds]
+        assert numbers == sorted(set(numbers))
+        given = [number for number, _ in story.snapshots]
+        assert given == sorted(set(given))
+
+
+def check_goes_on(stories: Sequence[Story | None], since_s: float) -> None:
+    """A round completes within three cadences after the last fault."""
+    check_rounds(stories)
+    later = [at_s for story in living(stories) for at_s, _ in story.rounds if at_s > since_s]
+    assert later and min(later) <= since_s + 3 * CADENCE_S, f"the next average came at {min(later, default=None)}"
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 7])
+def test_the_next_member_takes_over_when_the_coordinator_is_killed(
+    ranks: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "protocols"):
+        stories = population(ranks, [Kill(0, 0.31)])
+    check_goes_on(stories, 0.31)
+    for story in living(stories):
+        assert story.statistics is not None
+        assert (story.statistics.coordinator_rank, story.statistics.epoch) == (1, 2)
+        assert (story.statistics.coordinator is None) == (story is not stories[1])
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert told == ["this rank coordinates now, after rank 0, which is gone"], "one line, on one rank"
+
+
+def test_round_numbers_go_on() -> None:
+    stories = population(4, [Kill(0, 0.31)])
+    numbers = sorted({number for story in living(stories) for _, number in story.rounds})
+    assert numbers == list(range(numbers[0], numbers[-1] + 1)) and numbers[-1] > 15
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [Kill(0, 0.31), Kill(1, 0.31)],
+        [Kill(0, 0.31), Kill(1, 0.3101)],
+        [Kill(0, 0.31), Kill(1, 0.3105), Kill(2, 0.3106)],
+        [Kill(1, 0.2), Kill(0, 0.31), Kill(2, 0.5), Kill(3, 0.7)],
+    ],
+    ids=["both", "the successor, next", "three", "one after the other"],
+)
+def test_successors_are_killed_too(faults: list[Fault]) -> None:
+    stories = population(6, faults)
+    check_goes_on(stories, max(fault.at_s for fault in faults if isinstance(fault, Kill)))
+    assert len(living(stories)) == 6 - len(faults)
+
+
+def test_a_rank_may_be_killed_at_any_moment_of_a_takeover() -> None:
+    for nth in range(20):
+        at_s = 0.31 + nth * 0.001
+        check_goes_on(population(5, [Kill(0, 0.31), Kill(1 + nth % 2, at_s)], seed=nth), at_s)
+
+
+def test_the_user_names_the_successors() -> None:
+    stories = population(4, [Kill(0, 0.31), Kill(3, 0.6)], successors=[3, 2])
+    check_goes_on(stories, 0.6)
+    survivors = [story.statistics for story in living(stories)]
+    assert [statistics.coordinator_rank for statistics in survivors if statistics] == [2, 2]
+
+
+def test_successors_must_be_members() -> None:
+    async def main(world: ad.World, successors: Any) -> None:
+        await train(world, successors=successors)
+
+    for successors, error in (([1, 7], ValueError), ([1, 1], ValueError), ("12", TypeError), ([-1], ValueError)):
+        for result in simulate(main, successors, ranks=3).results:
+            assert isinstance(result, error) and str(result).startswith("successors")
+
+
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "cancelled"])
+def test_a_member_takes_over_from_a_reserved_coordinator(is_killed: bool) -> None:
+    async def main(world: ad.World) -> Any:
+        if world.rank == 3:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(protocols.coordinate([0, 1, 2]), 0.31)
+            return None
+        group = await ad.new_group([0, 1, 2])
+        return await train(world, group=group, coordinator=3)
+
+    faults = [Kill(3, 0.3)] if is_killed else []
+    report = simulate(main, ranks=4, seed=2, faults=faults, strict=True)
+    check_goes_on(report.results, 0.33)
+    for story in living(report.results):
+        assert story.statistics is not None and story.statistics.coordinator_rank == 0
+
+
+def test_a_member_that_has_left_the_policy_is_passed_over() -> None:
+    """Only the coordinator knew that it had left."""
+
+    async def main(world: ad.World) -> Story:
+        story = await train(world, 20 if world.rank in (1, 2) else 120)
+        await asyncio.sleep(2)
+        return story
+
+    stories = simulate(main, ranks=5, seed=3, faults=[Kill(0, 0.6)], strict=True).results
+    check_goes_on(stories, 0.6)
+    assert [story.statistics.coordinator_rank for story in living(stories)[2:] if story.statistics] == [3, 3]
+
+
+def test_a_coordinator_whose_policy_has_ended_is_replaced_too() -> None:
+    """It serves the others until they have left, and is killed meanwhile."""
+
+    async def main(world: ad.World) -> Story:
+        return await train(world, 20 if world.rank == 0 else 120)
+
+    stories = simulate(main, ranks=4, seed=3, faults=[Kill(0, 0.6)], strict=True).results
+    check_goes_on(stories, 0.6)
+
+
+@pytest.mark.parametrize("nth", range(6))
+def test_a_message_of_the_takeover_that_is_lost_is_said_again(nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A nomination, a claim, or what a member tells the new coordinator: there are five and more."""
+    said: list[str] = []
+    send, tell = leadership._Board.send, MemberChannels.tell
+
+    def lossy_send(board: Any, message: Any, dest: int) -> None:
+        said.append(f"{type(message).__name__} to {dest}")
+        if len(said) != nth + 1:
+            send(board, message, dest)
+
+    def lossy_tell(channels: MemberChannels, message: Any, coordinator: int, round: int) -> None:
+        if isinstance(message, Joined):
+            said.append(f"Joined to {coordinator}")
+        if not isinstance(message, Joined) or len(said) != nth + 1:
+            tell(channels, message, coordinator, round)
+
+    monkeypatch.setattr(leadership._Board, "send", lossy_send)
+    monkeypatch.setattr(MemberChannels, "tell", lossy_tell)
+    stories = population(4, [Kill(0, 0.31)])
+    assert {"TakeOver to 2", "TakeOver to 3", "Joined to 1"} <= set(said)
+    assert len(said) >= 5
+    check_rounds(stories)
+    for story in living(stories):
+        assert story.statistics is not None and story.statistics.coordinator_rank == 1
+        assert story.statistics.last_round >= 18, "it takes part in rounds of the new coordinator"
+
+
+def test_a_successor_that_does_not_answer_is_passed_over_and_follows_later() -> None:
+    stories = population(4, [Kill(0, 0.31), Stall(1, 0.305, 1.0)], steps=200, grace_s=0.02)
+    check_rounds(stories)
+    later = [at_s for story in living(stories) for at_s, _ in story.rounds if 0.31 < at_s < 1.0]
+    assert later and min(later) < 0.31 + 8 * CADENCE_S, "the others went on without it"
+    assert len({story.statistics.epoch for story in living(stories) if story.statistics}) == 1
+
+
+def test_a_coordinator_that_was_only_slow_becomes_a_member() -> None:
+    """Rank 1 claims although rank 0 lives."""
+
+    async def main(world: ad.World) -> Story:
+        if world.rank == 1:
+            asyncio.get_running_loop().call_later(0.31, claim)
+        return await train(world)
+
+    opened: list[Leadership] = []
+    begin = Leadership.begin
+
+    def claim() -> None:
+        found = next(each for each in opened if each._services.rank == 1)
+        found._carry_out(found._succession.on_hand_over(0, 0))
+
+    def note(self: Leadership) -> None:
+        opened.append(self)
+        begin(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Leadership, "begin", note)
+        stories = simulate(main, ranks=4, seed=5, strict=True).results
+    check_goes_on(stories, 0.31)
+    statistics = [story.statistics for story in living(stories) if story.statistics]
+    assert [(each.coordinator_rank, each.epoch) for each in statistics] == [(1, 2)] * 4
+    assert all(each.coordinator is not None for each in statistics[:2]), "both have coordinated"
+    assert stories[0].rounds[-1][0] > 0.8, "the worst rank, which coordinated, takes averages as before"
+
+
+def test_a_partition_that_heals_leaves_one_coordinator() -> None:
+    """The transport loses nobody: messages are late."""
+    faults = [Partition((0,), 0.3, 0.6)]
+    stories = population(4, faults, steps=200)
+    check_goes_on(stories, 0.8)
+    assert len({(s.statistics.coordinator_rank, s.statistics.epoch) for s in living(stories) if s.statistics}) == 1
