@@ -1,26 +1,25 @@
 """Carries the donors' snapshots into one replacer's accumulator: the parameter-stream protocol.
 
 The replacer asks (:class:`asyncdist.messaging.streams.Grant`, with the round in the frame's header) and names the bytes
-that it expects: the averaged tensors, or those and the exact ones. The donor answers with exactly these bytes or with
-the abort. Tensors travel as they are stored, dtype after dtype in the order of the flat state, each cut into chunks of
-its own.
+that it expects: the averaged tensors, or those and the exact ones. The donor answers with these bytes or with the
+abort. Tensors travel as they are stored, dtype after dtype as in the flat state, each cut into chunks of its own.
 
-It asks as soon as it knows the donors, before they are ready: a grant waits at its donor for the snapshot, which then
-leaves in the very step that takes it. Of what comes nothing is added before the round is frozen, so no more comes than
-the window holds; if it is frozen without some donor, all is asked for anew. A round took 5.8 steps of each rank where
-the replacer asked when it was frozen, and takes 4.8 (eight ranks, a report in each step).
+It asks as soon as it knows the donors: a grant waits at its donor for the snapshot, which leaves in the step that takes
+it. Nothing is added before the round is frozen, so no more comes than the window holds; if it is frozen without some
+donor, all is asked for anew. A round takes 4.8 steps of each rank, and 5.8 where the replacer asks when it is frozen
+(eight ranks, a report in each step).
 
-All chunks of an exchange, of one donor after the other, pass through one window of ``WINDOW_COUNT`` pages of
-``CHUNK_NBYTES`` each, and are added in that order, whichever comes first. So a replacer holds one accumulator and one
-window, however many donors there are, and a donor one snapshot, however many replacers. The first donor's chunks land
-in the accumulator itself, where its dtype is the stored one.
+All chunks of an exchange, donor after donor, pass through one window of ``WINDOW_COUNT`` pages of ``CHUNK_NBYTES``
+each, and are added in that order. So a replacer holds one accumulator and one window, for any number of donors, and a
+donor one snapshot. The first donor's chunks land in the accumulator itself, where its dtype is the stored one.
 
-Small states share a page, so many donors may be under way at once, and an exchange takes one answer's time instead of
-one per donor. Of large ones the next donor is asked while the last chunks of the one before it are under way.
+Small states share a page, so many donors may be under way at once. Of large ones the next donor is asked while the
+last chunks of the one before it are under way.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -45,8 +44,7 @@ StreamMessage = Grant | Cancel
 
 #: Donors that a replacer has asked and not yet taken: each posted receive is tested in every pass.
 ASKED_COUNT_MAX: Final = 16
-#: Grants that wait at a donor for its snapshot; further ones get the abort.
-EARLY_COUNT_MAX: Final = 4096
+EARLY_COUNT_MAX: Final = 4096  #: Grants that wait at a donor for its snapshot; further ones get the abort.
 #: Shares of donors that a layout keeps: of as many as a replacer asks at once, with the exact tensors and without.
 SHARE_COUNT_MAX: Final = 2 * ASKED_COUNT_MAX
 #: Places in a page begin at multiples of the widest element.
@@ -83,21 +81,19 @@ class Offer:
 class SnapshotServer:
     """Answers every grant at the donor's end, by the snapshot on offer for its round or by the abort.
 
-    A grant of a round to come is answered when there is an offer for it, or when the round is over for this rank. The
-    server outlives its policy, since a replacer may ask late and must not wait for an answer that never comes; once
-    its offer is withdrawn it holds no tensors.
+    A grant of a round to come is answered when there is an offer for it, or when the round is over. The server outlives
+    its policy, since a replacer may ask late; without an offer it holds no tensors.
 
     Args:
         services: of this rank.
         scope: of the policy's members.
-        has_epochs: whether the policy's coordinator may change; see :meth:`enter_epoch`.
 
     Attributes:
         channel: carries grants and cancels, both ways.
         sent_nbytes: streamed so far.
     """
 
-    def __init__(self, services: Services, scope: int, *, has_epochs: bool = False) -> None:
+    def __init__(self, services: Services, scope: int) -> None:
         self._services = services
         self._offers: list[Offer] = []
         self._chunks: WeakKeyDictionary[FlatBuffers, dict[tuple[int, int], list[memoryview]]] = WeakKeyDictionary()
@@ -110,8 +106,8 @@ class SnapshotServer:
             scope=scope,
             name="parameter streams",
             handler=self._on_message,
-            epoch=0 if has_epochs else None,
-            earlier_handler=self._on_earlier if has_epochs else None,
+            epoch=0,
+            earlier_handler=self._on_earlier,
         )
 
     def offer(self, round: int, snapshot: FlatBuffers, on_free: Callable[[FlatBuffers], None]) -> Offer:
@@ -160,10 +156,9 @@ class SnapshotServer:
             self._services.engine.recheck()
 
     def _on_earlier(self, envelope: Envelope[StreamMessage]) -> None:
-        if isinstance(envelope.message, Cancel):
-            self._on_message(envelope)
-        else:
-            self._refuse((envelope.source, envelope.message.slot))
+        if not isinstance(envelope.message, Cancel):
+            return self._refuse((envelope.source, envelope.message.slot))
+        return self._on_message(envelope)
 
     def _on_message(self, envelope: Envelope[StreamMessage]) -> None:
         message, key = envelope.message, (envelope.source, envelope.message.slot)
@@ -199,7 +194,7 @@ class SnapshotServer:
             return
         stream = OutboundStream(self._services.slots, chunks, *key)
         if stream.start():
-            self._count(stream)
+            self.sent_nbytes += stream.sent_nbytes
             return
         offer.streams[stream] = key
         self._services.spawn_service(self._send(offer, stream), name=f"stream to rank {key[0]}")
@@ -210,18 +205,13 @@ class SnapshotServer:
         except RankLostError as error:
             logger.info("round %d: %s", offer.round, error)
         finally:
-            self._count(stream)
+            self.sent_nbytes += stream.sent_nbytes
             del offer.streams[stream]
             self._free(offer)
 
-    def _count(self, stream: OutboundStream) -> None:
-        self.sent_nbytes += stream.sent_nbytes
-
     async def _abort(self, stream: OutboundStream) -> None:
-        try:
+        with contextlib.suppress(RankLostError):
             await stream.abort()
-        except RankLostError as error:
-            logger.debug("no rank to answer: %s", error)
 
 
 def stream_nbytes(buffers: FlatBuffers, *, exact: bool) -> int:
@@ -246,7 +236,7 @@ def safe_point_count(nbytes: int) -> int:
 class ChunkRing:
     """Keeps ``WINDOW_COUNT`` buffers of one chunk each, allocated when first needed.
 
-    Accumulators are used again, too: the ring remembers the layouts of those that were used with it.
+    The ring remembers the layouts of the accumulators that were used with it.
 
     Args:
         chunk_nbytes: of each; those of a parameter stream by default.
@@ -316,7 +306,7 @@ class _Share(NamedTuple):
 class _Layout:
     """Says where streams into one accumulator are received: in its tensors, or in pages of the ring that made this.
 
-    Small states lie in the same places in each round, so the first shares that fit into the ring are kept.
+    The first shares that fit into the ring are kept: small states lie in the same places in each round.
     """
 
     def __init__(self, accumulator: FlatBuffers) -> None:

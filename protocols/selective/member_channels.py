@@ -44,7 +44,7 @@ class MemberChannels:
             name="control",
             epoch=0,
         )
-        self.server = SnapshotServer(services, scopes.to_members, has_epochs=True)
+        self.server = SnapshotServer(services, scopes.to_members)
 
     def report(self, report: Report, coordinator: int) -> bool:
         """Send a report; return False if thousands are unheard: a newer one will count when the coordinator listens."""
