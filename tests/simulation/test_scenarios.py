@@ -18,7 +18,8 @@ import pytest
 
 from asyncdist.simulation import Fault, Interrupt, SimReport, explore
 from protocols.ranking import STRATEGIES
-from simulation.scenarios import Recorder, draw_plan, examine, scenario
+from simulation.population_plan import draw_plan
+from simulation.scenarios import Recorder, examine, scenario
 
 pytestmark = pytest.mark.timeout(900)  # all seeds run in the first test that asks for what was seen in them
 

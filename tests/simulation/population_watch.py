@@ -1,0 +1,417 @@
+"""Checks what each member of a simulated population does, and what the whole of it comes to."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import math
+import random
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from scripts.population import State, expected_average, kept_part, same_bits
+from torch import nn
+
+import asyncdist as ad
+from asyncdist.messaging.streams import WINDOW_COUNT
+from asyncdist.simulation import (
+    Kill,
+)
+from protocols import (
+    AsyncSelectiveAveragingPolicy,
+    AverageApplied,
+    PolicyEvent,
+    SnapshotTaken,
+    SpawnPolicy,
+    StepInfo,
+)
+from simulation.population_plan import Plan, PolicyPlan
+
+#: Members looked at after each event; in larger populations they take turns.
+_LOOKED_AT_COUNT: Final = 8
+_OUTSTANDING_COUNT_MAX: Final = 64
+#: A step that waits for nobody takes some turns of the loop; anything on the network takes longer than this.
+_STEP_MAX_S: Final = 1e-3
+#: A deadline is judged after everything that has arrived is taken in, which a rank that trains does between its steps.
+_LATE_SAFE_POINT_COUNT: Final = 10
+#: One of this round, and one that the last round's streams have not let go yet.
+_SNAPSHOT_COUNT_MAX: Final = 2
+_FRESH: Final = 64.0
+
+
+# -- what a rank trains -----------------------------------------------------------------------------------------------
+
+
+class Tiny(nn.Module):
+    """Three floating widths, tied weights, an integer and a bool buffer. Made of raw parameters: cheap to build."""
+
+    counts: torch.Tensor
+    flags: torch.Tensor
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.embed = nn.Parameter(torch.full((2, 3), value))
+        self.head = self.embed
+        self.wide = nn.Parameter(torch.full((5,), value, dtype=torch.float64))
+        self.low = nn.Parameter(torch.full((3,), value, dtype=torch.bfloat16))
+        self.bias = nn.Parameter(torch.full((4,), value))
+        self.register_buffer("counts", torch.full((2,), int(value), dtype=torch.int64))
+        self.register_buffer("flags", torch.full((3,), bool(int(value) % 2), dtype=torch.bool))
+
+
+class Replica:
+    """A model, its optimizer, and its memory seen past torch."""
+
+    def __init__(self, value: float) -> None:
+        self.model = model = Tiny(value)
+        self.optimizer = torch.optim.SGD([model.embed, model.wide], lr=0.1, momentum=0.9)
+        self.tensors: dict[str, tuple[torch.Tensor, ...]] = {
+            "float32": (model.embed, model.bias),
+            "float64": (model.wide,),
+            "bfloat16": (model.low,),
+            "int64": (model.counts,),
+            "bool": (model.flags,),
+        }
+        self._memory = [
+            (tensor.detach().view(torch.int16) if name == "bfloat16" else tensor.detach()).numpy()
+            for name, tensors in self.tensors.items()
+            for tensor in tensors
+        ]
+
+    def train(self, rng: random.Random) -> None:
+        """One optimizer's step, so to speak: other numbers everywhere, all of them exact."""
+        embed, bias, wide, half, counts, flags = self._memory
+        if not self.is_finite:
+            return  # diverged; an average may save it
+        embed += rng.randint(-3, 3)
+        bias *= 0.5
+        wide += 0.25
+        half[rng.randrange(3)] = 0x3F80 + rng.randrange(64)  # 1 to 1.5
+        counts += 1
+        flags ^= True
+        self.optimizer.state[self.model.embed]["momentum_buffer"] = 1
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether it has not diverged."""
+        return math.isfinite(self._memory[0][0, 0])
+
+    def diverge(self) -> None:
+        """NaN, as after a bad batch."""
+        self._memory[0].fill(math.nan)
+
+    def to_bytes(self) -> bytes:
+        """The weights, all of them."""
+        return b"".join([memory.tobytes() for memory in self._memory])
+
+    def flat(self) -> State:
+        """As policies tell it: by dtype, each memory once."""
+        return {
+            name: torch.cat([tensor.detach().flatten() for tensor in tensors]) for name, tensors in self.tensors.items()
+        }
+
+
+# -- what is checked --------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One rank's part in one policy, watched."""
+
+    watch: Watch
+    number: int
+    plan: PolicyPlan
+    rank: int
+    replica: Replica
+    policy: SpawnPolicy
+    world: ad.World
+    selective: AsyncSelectiveAveragingPolicy | None = None
+    in_step: bool = False
+    last_round: int = 0
+    before: State | None = None
+    event: AverageApplied | None = None
+    weights: bytes = b""
+    trained_count: int = 0
+    fresh_count: int = 0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, policy {self.number} ({self.plan.kind} on {list(self.plan.members)})"
+
+    def on_event(self, event: PolicyEvent) -> None:
+        """Told by the policy, inside its step."""
+        check, watch = self.watch.check, self.watch
+        check(self.in_step, f"{self} told of {type(event).__name__} outside its step")
+        state = {name: tensor.clone() for name, tensor in event.state.items()}
+        now = self.replica.flat()
+        key = (self.number, event.round, self.rank)
+        for name, tensor in state.items():
+            if not same_bits(tensor, now[name]):
+                check(False, f"{self} tells of the {name} state {tensor}, and its model's is {now[name]}")
+        if isinstance(event, SnapshotTaken):
+            check(key not in watch.snapshots, f"{self} took two snapshots in round {event.round}")
+            check(event.round > self.last_round, f"{self} donates in round {event.round} after {self.last_round}")
+            watch.snapshots[key] = state
+            watch.seen["snapshots"] += 1
+        else:
+            check(event.round > self.last_round, f"{self} applied round {event.round} after {self.last_round}")
+            check(key not in watch.snapshots, f"{self} gave and took in round {event.round}")
+            check(self.event is None, f"{self} applied twice in one step")
+            self.event = event
+            if self.plan.kind == "selective":
+                self._verify(event, state)
+            else:
+                self._verify_all(event, state)
+            watch.seen["applied"] += 1
+        self.last_round = event.round
+
+    def _verify(self, event: AverageApplied, state: State) -> None:
+        """The weights are exactly the rank-ordered average of one snapshot of each donor."""
+        check, options = self.watch.check, self.plan.options
+        check(event.donors == tuple(sorted(set(event.donors))), f"{self}: donors {event.donors} out of order")
+        check(self.rank not in event.donors, f"{self} is its own donor")
+        self.watch.seen[f"strategy {options['averaging_strategy']}"] += 1
+        if options["averaging_strategy"] == "reset_weights":
+            check(not event.donors, f"{self}: fresh weights from donors {event.donors}")
+            fresh = Replica(_FRESH + self.fresh_count).flat()
+            check(all(same_bits(state[name], fresh[name]) for name in fresh), f"{self}: not the fresh weights")
+            return
+        check(bool(event.donors), f"{self}: an average of nobody")
+        if options["averaging_strategy"] == "best_only":
+            check(event.donors == (event.best,), f"{self}: {event.donors} in place of the best one, {event.best}")
+        if options["averaging_strategy"] == "mean":
+            check(set(event.weights) == {1.0}, f"{self}: a mean with weights {event.weights}")
+        given = {}
+        for donor in event.donors:
+            found = self.watch.snapshots.get((self.number, event.round, donor))
+            check(found is not None, f"{self}: donor {donor} took no snapshot in round {event.round}")
+            given[donor] = found or {}
+        check(event.best in given, f"{self}: the best donor {event.best} is not among {event.donors}")
+        momentum = kept_part(self.before, options["momentum"])
+        self.watch.seen["applied with momentum"] += bool(momentum)
+        for name, tensor in state.items():
+            own = None if self.before is None else self.before[name]
+            expected = expected_average(name, given, event.weights, event.best, own, momentum)
+            if momentum == 1.0 and own is not None and own.is_floating_point():
+                expected = own
+            if not same_bits(tensor, expected):
+                check(
+                    False,
+                    f"{self}, round {event.round}, {name}: {tensor.tolist()} is not {expected.tolist()}, the average "
+                    f"of {event.donors} with weights {event.weights} and momentum {momentum}",
+                )
+
+    def _verify_all(self, event: AverageApplied, state: State) -> None:
+        """The weights are the average of what all members had when they entered this step, in the group's order."""
+        members = self.plan.members
+        self.watch.check(event.donors == members, f"{self}: averaged {event.donors}")
+        given = {place: self.watch.entered[self.number, event.round, rank] for place, rank in enumerate(members)}
+        self.watch.seen["applied by average_all"] += 1
+        for name, tensor in state.items():
+            expected = expected_average(name, given, (1.0,) * len(members), 0, None, 0.0)
+            if not same_bits(tensor, expected):
+                self.watch.check(False, f"{self}, round {event.round}, {name}: {tensor} is not {expected}")
+
+    def build_fresh(self) -> nn.Module:
+        """``model_builder``: other weights each time."""
+        self.fresh_count += 1
+        return Tiny(_FRESH + self.fresh_count)
+
+    def train(self, rng: random.Random) -> None:
+        """The user's own change of weights."""
+        self.replica.train(rng)
+        self.trained_count += 1
+        self.weights = self.replica.to_bytes()
+
+    async def step(self, metric: Any) -> StepInfo:
+        """One ``policy.step``, watched."""
+        check, watch, replica = self.watch.check, self.watch, self.replica
+        if self.plan.options.get("momentum"):
+            self.before = replica.flat()
+        elif self.plan.kind == "all":
+            watch.entered[self.number, self.last_round + 1, self.rank] = replica.flat()
+        before = replica.to_bytes()
+        had_diverged, had_state = not replica.is_finite, bool(replica.optimizer.state)
+        self.event = None
+        loop: Any = asyncio.get_running_loop()
+        began_at, busy_s = self.world.time(), loop.busy_s
+        self.in_step = True
+        try:
+            info = await self.policy.step(metric)
+        finally:
+            self.in_step = False
+            self.weights = replica.to_bytes()
+        waited_s = self.world.time() - began_at - (loop.busy_s - busy_s)
+        if self.plan.kind == "selective" and waited_s > _STEP_MAX_S * loop.slowness:
+            check(False, f"{self} waited {waited_s} s inside its step")
+        event: AverageApplied | None = self.event
+        if event is not None:
+            told = (event.round, event.donors)
+            check(bool(info) and (info.round, info.donors) == told, f"{self} says {info}, and told {told}")
+            check(not info.weights or abs(sum(info.weights) - 1.0) < 1e-9, f"{self}: weights {info.weights}")
+            check(info.staleness_steps >= 0 and info.seconds >= 0.0, f"{self} says {info!r}")
+            check(bool(info.nbytes) == bool(info.donors), f"{self} says {info!r}")
+            self._check_optimizer(info, had_diverged=had_diverged, had_state=had_state)
+        elif info or self.weights != before:
+            check(False, f"{self} told nothing, says {info}, and its weights changed: {self.weights != before}")
+        if info.abandoned:
+            check(info.round > 0 and not info, f"{self}: {info!r}")
+            watch.seen[f"abandoned: {reason_kind(info.abandoned)}"] += 1
+        return info
+
+    def _check_optimizer(self, info: StepInfo, *, had_diverged: bool, had_state: bool) -> None:
+        """What is reset, and that nothing of a rank that has diverged survives an average."""
+        options = self.plan.options
+        resets = options["optimizer_state"] == "reset" or options.get("averaging_strategy") == "reset_weights"
+        keeps = bool(options.get("momentum")) or (had_state and not resets)
+        recovers = self.plan.kind == "selective" and had_diverged and keeps and bool(info.donors)
+        self.watch.check(bool(info.recovered) == recovers, f"{self} had diverged: {had_diverged}, and says {info!r}")
+        self.watch.seen["recovered"] += recovers
+        state = self.replica.optimizer.state
+        if resets or recovers:
+            self.watch.check(not state, f"{self}: the optimizer's state survived")
+        elif self.trained_count:
+            self.watch.check(bool(state), f"{self}: the optimizer's state is gone")
+
+    def check_untouched(self, when: str) -> None:
+        """Outside step nobody but the training code changes weights."""
+        if self.weights and not self.in_step and self.replica.to_bytes() != self.weights:
+            self.watch.check(False, f"{self}: weights changed {when}")
+
+    def look(self) -> None:
+        """What holds between any two events. Called after each of them, so it asks no method."""
+        policy = self.selective
+        if policy is None:
+            return
+        if policy._offer is not None and policy._exchange is not None:
+            self.watch.check(False, f"{self} gives in {policy._offer} and takes in {policy._exchange}")
+        if len(policy._snapshots._used) > _SNAPSHOT_COUNT_MAX or len(policy._buffers.accumulators._used) > 1:
+            self.watch.check(
+                False,
+                f"{self}: {policy._snapshots.in_use} snapshots and {policy._buffers.accumulators.in_use} accumulators",
+            )
+
+
+class Watch:
+    """What one simulation has shown so far; all ranks share it, since they share the process.
+
+    Attributes:
+        seen: how often each thing happened.
+        snapshots: (policy number, round, donor) to the state that it gave.
+        entered: (policy number, round, member) to the state with which it came to a synchronous average.
+        heard_at: by rank, the times of its safe points.
+        members: at work.
+        past: members whose policy has ended.
+        violation: the first thing that did not hold.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.seen: Counter[str] = Counter()
+        self.snapshots: dict[tuple[int, int, int], State] = {}
+        self.entered: dict[tuple[int, int, int], State] = {}
+        self.members: list[Member] = []
+        self.past: list[Member] = []
+        self.heard_at: list[list[float]] = [[] for _ in range(plan.ranks)]
+        self.violation: AssertionError | None = None
+        self._loops: dict[int, asyncio.AbstractEventLoop] = {}
+        self._may_die = [fault.rank for fault in plan.faults if isinstance(fault, Kill)]
+        self._first = 0
+        self._turn = 0
+        self._is_thorough = plan.seed % 8 == 0
+        self._outstanding_count_max = _OUTSTANDING_COUNT_MAX * plan.ranks
+
+    def check(self, holds: bool, what: str) -> None:
+        """Raise, here and after this event, if it does not."""
+        if not holds:
+            self.violation = self.violation or AssertionError(f"seed {self.plan.seed}: {what}")
+            raise self.violation
+
+    def open(self, world: ad.World) -> None:
+        """A rank's main begins."""
+        self._loops[world.rank] = asyncio.get_running_loop()
+        clock = world.virtual_clock
+        assert clock is not None, "not in a simulation"
+        world.virtual_clock = _StopWatch(clock, world, self.heard_at[world.rank])
+
+    def check_in_time(self, deadline: float, now: float, what: str) -> None:
+        """The coordinator that acts now had no chance to do so when it was time: a few safe points, and no more."""
+        loop: Any = asyncio.get_running_loop()
+        rank = loop.rank
+        chances = bisect.bisect(self.heard_at[rank], now) - bisect.bisect(self.heard_at[rank], deadline)
+        stalled_until = deadline + loop.busy_s + _STEP_MAX_S * loop.slowness  # of a coordinator that computes nothing
+        late = chances > _LATE_SAFE_POINT_COUNT or (not self.heard_at[rank] and now > stalled_until)
+        if late:
+            self.check(False, f"{what} at {now}, {now - deadline} s and {chances} safe points after its time")
+
+    def after_event(self) -> None:
+        """The whole population, or a part of it."""
+        if self.violation is not None:
+            raise self.violation
+        members = self.members
+        if len(members) > _LOOKED_AT_COUNT:
+            self._first = first = (self._first + _LOOKED_AT_COUNT) % len(members)
+            members = members[first : first + _LOOKED_AT_COUNT]
+        for member in members:
+            member.look()
+        if self._is_thorough and members:
+            self._turn += 1
+            member = members[self._turn % len(members)]
+            member.check_untouched("in an event that is no step")
+            count = member.world.services.engine.statistics().outstanding_count
+            if count > self._outstanding_count_max:
+                self.check(False, f"{member}: {count} requests outstanding")
+            ring = member.selective._buffers.ring.nbytes if member.selective is not None else 0
+            if ring > WINDOW_COUNT * self.plan.chunk_nbytes:
+                self.check(False, f"{member}: {ring} bytes of received chunks")
+        if self._may_die:
+            self._note_deaths()
+
+    def _note_deaths(self) -> None:
+        for rank in list(self._may_die):
+            loop = self._loops.get(rank)
+            if loop is not None and getattr(loop, "dead", False):
+                self._may_die.remove(rank)
+                for role in self._roles(rank):
+                    self.seen[f"killed {role}"] += 1
+
+    def _roles(self, rank: int) -> set[str]:
+        """What a rank is in this moment, in all its policies."""
+        lead = {plan.members[0] if plan.reserved is None else plan.reserved for plan in self.plan.policies}
+        roles = {"anybody", *(["coordinator"] if rank in lead else [])}
+        for member in self.members:
+            policy = member.selective
+            if member.rank == rank and policy is not None:
+                if policy._offer is not None and policy._offer.streams:
+                    roles.add("donor mid-stream")
+                if policy._exchange is not None and policy._exchange.task is not None:
+                    roles.add("replacer mid-exchange")
+        return roles
+
+
+class _StopWatch:
+    """Notes when a rank comes to its safe points."""
+
+    def __init__(self, clock: Any, world: ad.World, heard_at: list[float]) -> None:
+        self._clock = clock
+        self._world = world
+        self._heard_at = heard_at
+
+    async def before_safe_point(self) -> None:
+        await self._clock.before_safe_point()
+        self._heard_at.append(self._world.time())
+
+    def run_beside(self, call: Any) -> Any:
+        return self._clock.run_beside(call)
+
+
+def reason_kind(reason: str) -> str:
+    """A reason without its numbers."""
+    for start in ("the stream from rank", "round", "replaced at iteration"):
+        if reason.startswith(start):
+            tail = reason.partition("did not complete: ")[2]
+            words = {"gave up": "aborted", "is gone": "donor lost", "in time": "timed out", "slots": "no slot"}
+            kind = next((name for text, name in words.items() if text in tail), tail)
+            return f"{start} ...{kind and ' ' + kind}"
+    return reason
