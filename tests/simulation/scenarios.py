@@ -341,6 +341,8 @@ def _count(watch: Watch, report: SimReport) -> None:
             seen[f"declined: {reason_kind(reason)}"] += count
         if statistics.coordinator is not None:
             seen["rounds"] += statistics.coordinator.rounds_decided
+            if statistics.epoch:
+                seen["rounds after a takeover"] += statistics.coordinator.rounds_ended
             for left in statistics.coordinator.left_out:
                 seen[f"left out: {reason_kind(left.reason)}"] += 1
     for statistics_ in report.statistics:

@@ -84,6 +84,7 @@ GATES = tuple(f"gate {name}" for name in ("threshold", "cooldown", "quorum", "gr
 ABANDONED = (
     "abandoned: the policy ended",
     "abandoned: the coordinator is gone",
+    "abandoned: the coordinator is replaced",
     "abandoned: no donor was ready",
     "abandoned: time is up",
     "abandoned: the stream from rank ... aborted",
@@ -107,6 +108,7 @@ OTHER = (
     "recovered",
     "member gone from average_all",
     "starts that a loss ended",
+    "rounds after a takeover",
     "dropped: CRC mismatch",
     "dropped: closed scope",
 )
