@@ -24,6 +24,7 @@ class NewWeights:
         average: the mean; None for fresh weights.
         began_at: when the rank learnt that it was to be replaced.
         nbytes: received for it.
+        coordinator: the rank that coordinated the round; -1 where none did.
     """
 
     round: int
@@ -35,6 +36,7 @@ class NewWeights:
     average: FlatBuffers | None
     began_at: float
     nbytes: int
+    coordinator: int = -1
 
 
 class Applier:
@@ -79,6 +81,7 @@ class Applier:
             seconds=clock() - new.began_at,
             nbytes=new.nbytes,
             recovered=recovered,
+            coordinator=new.coordinator,
         )
 
     def announce(self, new: NewWeights, iteration: int) -> None:

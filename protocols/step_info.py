@@ -24,6 +24,7 @@ class StepInfo:
         abandoned: why a round that this rank was to apply came to nothing, else "".
         recovered: what of this rank's own state was not finite, where the average was therefore taken whole and the
             optimizer's state reset, whatever the options say; else "".
+        coordinator: the rank that coordinated the round; -1 where none did.
     """
 
     averaged_this_iteration: bool = False
@@ -35,6 +36,7 @@ class StepInfo:
     nbytes: int = 0
     abandoned: str = ""
     recovered: str = ""
+    coordinator: int = -1
 
     def __bool__(self) -> bool:
         return self.averaged_this_iteration

@@ -138,6 +138,10 @@ class Coordinator:
         self._left.append(rank)
         self._services.engine.recheck()
 
+    def quicker_member(self, step_time_s: float, since: float) -> int | None:
+        """Return the quickest other member that has reported since then, if its steps are shorter than that."""
+        return self._core.quicker_member(self._services.rank, step_time_s, since)
+
     def statistics(self) -> CoordinatorStatistics:
         """Return what has been decided so far."""
         return self._core.statistics()

@@ -49,9 +49,10 @@ class Exchange:
         channel: of the policy's parameter streams.
         buffers: the policy's.
         round: the round's number.
+        coordinator: the rank that coordinates it.
 
     Attributes:
-        round: as given.
+        round, coordinator: as given.
         assigned_at: when this rank was named a replacer, on the loop's clock.
         task: runs :meth:`run`; None before the round is frozen, and when the task ends by itself.
         average: the whole average; None until there is one, and where fresh weights are made.
@@ -59,12 +60,18 @@ class Exchange:
     """
 
     def __init__(
-        self, services: Services, channel: Channel[StreamMessage], buffers: ExchangeBuffers, round: int
+        self,
+        services: Services,
+        channel: Channel[StreamMessage],
+        buffers: ExchangeBuffers,
+        round: int,
+        coordinator: int,
     ) -> None:
         self._services = services
         self._channel = channel
         self._buffers = buffers
         self.round = round
+        self.coordinator = coordinator
         self.assigned_at = services.time()
         self.task: asyncio.Task[None] | None = None
         self.average: FlatBuffers | None = None

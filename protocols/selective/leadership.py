@@ -10,6 +10,7 @@ after it has left the policy: it answers that it has, for which it keeps a numbe
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -60,6 +61,11 @@ class Declined:
 
 
 SuccessionMessage: TypeAlias = Nomination | TakeOver | HandOver | Declined
+
+#: A coordinator whose step takes longer hands over to a member that is quicker by this factor. Less delays no round
+#: noticeably, and one long step, as for a checkpoint, is no reason where the others take as long.
+SLOW_STEP_S: Final = 0.05
+SLOWNESS: Final = 4.0
 
 #: One board for each rank.
 _boards: Final[WeakKeyDictionary[Services, _Board]] = WeakKeyDictionary()
@@ -146,6 +152,8 @@ class Leadership:
         self._has_left = self._is_reserved = is_reserved
         self._is_closed = False
         self._predecessor = f"after rank {coordinator}, which has asked it to"
+        self._stepped_at = math.inf
+        self._handed_over_in = -1  # the epoch
         self._serving: Coordinator | None = None
         self._served: CoordinatorStatistics | None = None
         self._board = _boards.get(services) or _boards.setdefault(services, _Board(services))
@@ -168,6 +176,27 @@ class Leadership:
     def epoch(self) -> int:
         """Of the coordinator; it grows whenever another rank takes over."""
         return self._succession.epoch
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether this rank coordinates."""
+        return self._serving is not None
+
+    def note_step(self) -> None:
+        """Note that this rank, which coordinates, comes to the next step of its training.
+
+        A coordinator answers at the safe points of its rank. If a step was so long that other members have come round
+        in it, their rounds wait for this rank, and one of them takes over.
+        """
+        began_at, now = self._stepped_at, self._services.time()
+        self._stepped_at = now
+        if self._serving is None or now - began_at < SLOW_STEP_S or self.epoch == self._handed_over_in:
+            return
+        rank = self._serving.quicker_member((now - began_at) / SLOWNESS, began_at)
+        if rank is not None:
+            logger.info("a step of this rank took %.3g s: rank %d is asked to coordinate", now - began_at, rank)
+            self._handed_over_in = self.epoch
+            self._board.send(HandOver(self._scopes.policy, self.epoch), rank)
 
     def statistics(self) -> CoordinatorStatistics | None:
         """Return what has been decided here; None where this rank has never coordinated."""
@@ -225,6 +254,7 @@ class Leadership:
             return
         match message:
             case Declined():
+                self._handed_over_in = -1
                 if self._serving is not None:
                     self._serving.note_left(source)
                 self._carry_out(self._succession.on_left(source))
@@ -274,10 +304,12 @@ class Leadership:
         for rank in self._everybody:
             if rank != services.rank and rank not in services.gone:
                 self._board.send(TakeOver(self._scopes.policy, epoch, services.rank), rank)
-        logger.warning("this rank coordinates now, %s", self._predecessor)
+        is_asked = self._predecessor.endswith("has asked it to")
+        logger.log(logging.INFO if is_asked else logging.WARNING, "this rank coordinates now, %s", self._predecessor)
         self._on_new(epoch, services.rank)
 
     def _serve(self, *, epoch: int, members: Sequence[int]) -> None:
+        self._stepped_at = math.inf
         self._serving = Coordinator(
             self._services,
             members,

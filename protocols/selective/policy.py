@@ -305,6 +305,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             await self._world.safe_point()
             return NOTHING
         await self._world.progress()
+        if self._leadership.is_serving:
+            self._leadership.note_step()
         info = self._act() if self._member.wants_step else NOTHING
         if self._is_due():
             self._report(local_metric)
@@ -375,6 +377,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             average=exchange.average,
             began_at=exchange.assigned_at,
             nbytes=exchange.nbytes,
+            coordinator=exchange.coordinator,
         )
         info = self._applier.apply(new, self.iteration, self._world.time)
         if exchange.average is not None:
@@ -430,7 +433,10 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
                     if offer is not None:
                         self._channels.server.withdraw(offer)
                 case Ask(round, donors, best):
-                    self._exchange = Exchange(self._services, self._channels.server.channel, self._buffers, round)
+                    coordinator = self._leadership.coordinator
+                    assert coordinator is not None, f"round {round} has no coordinator"
+                    channel = self._channels.server.channel
+                    self._exchange = Exchange(self._services, channel, self._buffers, round, coordinator)
                     if donors:
                         self._exchange.ask_early(donors, best)
                 case Read(_, frozen):
@@ -485,4 +491,6 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         exchange, self._exchange = self._exchange, None
         assert exchange is not None, f"round {round} is given up without an exchange"
         exchange.discard()
-        self._given_up = StepInfo(round=round, abandoned=reason, nbytes=exchange.nbytes)
+        self._given_up = StepInfo(
+            round=round, abandoned=reason, nbytes=exchange.nbytes, coordinator=exchange.coordinator
+        )

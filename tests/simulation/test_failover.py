@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -260,3 +263,48 @@ def test_a_partition_that_heals_leaves_one_coordinator() -> None:
     stories = population(4, faults, steps=200)
     check_goes_on(stories, 0.8)
     assert len({(s.statistics.coordinator_rank, s.statistics.epoch) for s in living(stories) if s.statistics}) == 1
+
+
+def compute(step_s: float) -> None:
+    """Block the loop, as training does."""
+    time.sleep(step_s)
+
+
+def slow_rank_0(step_s: float, *, is_all: bool = False) -> list[Story]:
+    """Rank 0 coordinates, and its steps take so long; the others train for 30 s."""
+
+    async def main(world: ad.World) -> Story:
+        torch.manual_seed(world.rank)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        story = Story()
+        async with AsyncSelectiveAveragingPolicy(
+            model, optimizer, average_every=EVERY, on_event=story.note(world), grace_s=0.05
+        ) as policy:
+            while world.time() < 30:
+                compute(step_s if is_all or world.rank == 0 else 0.05)
+                await policy.step(float(world.rank))
+        story.statistics = policy.statistics()
+        return story
+
+    stories = living(simulate(main, ranks=4, seed=6, strict=True).results)
+    check_rounds(stories)
+    return stories
+
+
+def rounds_of(stories: list[Story]) -> int:
+    return max(story.statistics.last_round for story in stories if story.statistics)
+
+
+def test_a_coordinator_whose_steps_are_long_hands_its_task_to_a_quicker_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds wait for a slow rank that takes part in them, but not for every answer of a slow coordinator."""
+    stories = slow_rank_0(4.0)
+    assert {story.statistics.coordinator_rank for story in stories if story.statistics} < {1, 2, 3}
+    served = next(s.statistics.coordinator for s in stories[1:] if s.statistics and s.statistics.coordinator)
+    assert Counter(straggler.rank for straggler in served.stragglers).most_common(1)[0][0] == 0, "it is named"
+    monkeypatch.setattr(leadership, "SLOW_STEP_S", math.inf)
+    assert rounds_of(stories) > 10 * rounds_of(slow_rank_0(4.0))
+
+
+def test_a_coordinator_whose_peers_are_as_slow_keeps_its_task() -> None:
+    assert [s.statistics.epoch for s in slow_rank_0(1.0, is_all=True) if s.statistics] == [0] * 4
