@@ -77,7 +77,7 @@ class _Board:
     def __init__(self, services: Services) -> None:
         self._policies: dict[int, Callable[[SuccessionMessage, int], None]] = {}
         self._left: set[int] = set()
-        self._early: dict[int, list[tuple[SuccessionMessage, int]]] = {}
+        self._loop = services.engine.loop
         self._channel: Channel[SuccessionMessage] = services.open_channel(
             SuccessionMessage,
             tag=tags.CONTROL,
@@ -103,7 +103,10 @@ class _Board:
             logger.debug("%s to rank %d: %s", type(message).__name__, dest, error)
 
     def _on_message(self, envelope: Envelope[Any]) -> None:
-        message, source = envelope.message, envelope.source
+        """Take a message in the loop's next turn: a pass may run while a policy carries out what it was told."""
+        self._loop.call_soon(self._handle, envelope.message, envelope.source)
+
+    def _handle(self, message: SuccessionMessage, source: int) -> None:
         handler = self._policies.get(message.policy)
         if handler is not None:
             handler(message, source)
@@ -165,7 +168,7 @@ class Leadership:
     def begin(self) -> None:
         """Take note of the ranks that have gone since the start was agreed on."""
         for rank in sorted(self._services.gone.intersection(self._everybody)):
-            self._on_peer(rank)
+            self._note_peer(rank)
 
     @property
     def coordinator(self) -> int | None:
@@ -231,8 +234,11 @@ class Leadership:
     # -- news -------------------------------------------------------------------------------------------------------
 
     def _on_peer(self, rank: int) -> None:
+        self._services.engine.loop.call_soon(self._note_peer, rank)
+
+    def _note_peer(self, rank: int) -> None:
         """Note that a rank is lost, or that its main has returned; a coordinator goes on serving after that."""
-        if rank not in self._everybody:
+        if rank not in self._everybody or self._is_closed:
             return
         if rank in self._services.left:
             self._carry_out(self._succession.on_left(rank))

@@ -36,6 +36,10 @@ FOUND: dict[int, tuple[str, tuple[str, ...]]] = {
         (),
     ),
     13: ("a coordinator whose last member was lost slept on", ("fault Kill", "killed anybody")),
+    104: (
+        "news of another coordinator came while a member carried out what the last one had assigned",
+        ("killed coordinator", "abandoned: the coordinator is gone", "rounds after a takeover"),
+    ),
     159: (
         "one spoiled frame, a rank's last, made a peer wait at the end for ever",
         ("fault Corrupt", "dropped: CRC mismatch"),
