@@ -37,15 +37,14 @@ from asyncdist.collectives.agreement_messages import (
     Runs,
     Verdict,
     Withdraw,
-    first_free,
     ranks_of,
     runs_of,
 )
 from asyncdist.collectives.agreement_verdicts import (
     Absentees,
     LateVerdicts,
-    first_difference,
     is_go,
+    judge,
     raise_refusal,
     start_timeout_error,
 )
@@ -320,17 +319,7 @@ class Agreements:
         del self._joins[key]
         missing = tuple(rank for rank in ranks if rank not in joins)
         said = [rank for rank in ranks if rank in joins and joins[rank].values] or [self._rank]
-        name, refusal = first_difference(joins, said)
-        verdict = Verdict(
-            subject=join.subject,
-            difference=name,
-            refusal="" if missing else refusal,
-            missing=missing,
-            waited_s=timeout_s or 0.0,
-            gone=gone.ranks(),
-            lost=tuple(rank for rank in gone.ranks() if rank in self._lost),
-            agreed=first_free(entry.taken for entry in joins.values()),
-        )
+        verdict = judge(joins, said, missing, gone.ranks(), self._lost, timeout_s or 0.0)
         for rank in joins:
             if rank != self._rank:
                 self._send(verdict, rank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from asyncdist.collectives.agreement_messages import AgreementKey, Join, Verdict
+from asyncdist.collectives.agreement_messages import AgreementKey, Join, Verdict, first_free
 from asyncdist.errors import ClosedError, DisagreementError, RankLostError, StartTimeoutError, remote_error
 
 
@@ -74,6 +74,37 @@ class Absentees:
         if not self._left and not self._withdrawn:
             return ()
         return tuple(rank for rank in self._ranks if rank in self._left or rank in self._withdrawn)
+
+
+def judge(
+    joins: Mapping[int, Join],
+    said: Sequence[int],
+    missing: tuple[int, ...],
+    gone: tuple[int, ...],
+    lost: set[int],
+    waited_s: float,
+) -> Verdict:
+    """Decide about an agreement to which some members have come.
+
+    Args:
+        joins: what these members said, by rank.
+        said: those of them whose values are compared, in the group's order; at least one.
+        missing: the other members.
+        gone: the members that will not come.
+        lost: all ranks that are lost.
+        waited_s: for how long they were waited for.
+    """
+    name, refusal = first_difference(joins, said)
+    return Verdict(
+        subject=joins[said[0]].subject,
+        difference=name,
+        refusal="" if missing else refusal,
+        missing=missing,
+        waited_s=waited_s,
+        gone=gone,
+        lost=tuple(rank for rank in gone if rank in lost),
+        agreed=first_free(entry.taken for entry in joins.values()),
+    )
 
 
 def first_difference(joins: Mapping[int, Join], ranks: Sequence[int]) -> tuple[str, str]:
