@@ -340,17 +340,9 @@ class _Server:
             )
 
     async def _receive(self, client: Client, message: Add | Update) -> None:
-        if not client.is_open:  # it has left meanwhile, and its successor has requests of the same numbers
-            return
-        cancel = functools.partial(self._cancel, client.rank)
         try:
-            buffer = np.empty(message.nbytes, np.uint8)
-            targets = split(buffer.data, CHUNK_NBYTES)
-            with self._services.slots.inbound(client.rank, targets, cancel) as stream:
-                grant = Grant(stream.slot, message.nbytes, CHUNK_NBYTES)
-                self._channel.send_nowait(grant, client.rank, round=message.request)
-                await stream.whole()
-            self._store_received(client, message, buffer)
+            if client.is_open:  # else it has left meanwhile, and its successor has requests of the same numbers
+                self._store_received(client, message, await self._receive_payload(client, message))
         except StreamAborted:
             self._fail(client, message.request, "withdrawn")
         except (BusyError, MemoryError) as error:
@@ -363,7 +355,16 @@ class _Server:
         finally:
             client.is_receiving = False
         self._receive_next(client)
-        self._answer_all()
+        self._answer_all()  # other clients' draws may have waited for these items
+
+    async def _receive_payload(self, client: Client, message: Add | Update) -> npt.NDArray[np.uint8]:
+        buffer = np.empty(message.nbytes, np.uint8)
+        targets = split(buffer.data, CHUNK_NBYTES)
+        with self._services.slots.inbound(client.rank, targets, functools.partial(self._cancel, client.rank)) as stream:
+            grant = Grant(stream.slot, message.nbytes, CHUNK_NBYTES)
+            self._channel.send_nowait(grant, client.rank, round=message.request)
+            await stream.whole()
+        return buffer
 
     def _store_received(self, client: Client, message: Add | Update, buffer: npt.NDArray[np.uint8]) -> None:
         """Store what has come as a stream. What ``score`` raises ends the server: this task is not awaited."""

@@ -194,6 +194,27 @@ def test_a_large_add_of_a_client_that_has_left_keeps_nobody_waiting() -> None:
     assert ad.run_local(main, ranks=3, strict=True)[0] == 0
 
 
+def test_a_draw_does_not_wait_for_a_large_add_whose_client_left_before_it_was_granted() -> None:
+    """The server hears of the add and of the leaving in one pass; it once took the add to be under way for ever."""
+
+    async def main(world: ad.World) -> Any:
+        if world.rank == 0:
+            return (await serve_replay_buffer([1, 2], capacity=100)).size
+        with contextlib.suppress(TimeoutError):
+            async with ReplayBuffer(0) as buffer:
+                if world.rank == 1:
+                    async with asyncio.timeout(0):
+                        await buffer.add(torch.zeros(1, 30_000))
+                await world.sleep(0.1)
+                with pytest.raises(ad.BusyError, match="holds 0 items, and those who added have left"):
+                    await buffer.sample(10)
+        return None
+
+    for seed in range(5):
+        ad.simulate(main, ranks=3, seed=seed, strict=True, until_s=60).value()
+    assert ad.run_local(main, ranks=3, strict=True)[0] == 0
+
+
 @pytest.mark.slow
 def test_a_draw_that_a_server_grants_no_more_is_told_that_it_has_ended() -> None:
     """The client's grant comes when the server has been cancelled; the client once waited for its items for ever."""
