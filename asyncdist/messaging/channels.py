@@ -270,8 +270,7 @@ class Channel(Generic[MessageT]):
             epoch: a larger number than before.
         """
         assert self.has_epochs and epoch > self.epoch, f"{self.name}: epoch {epoch} after {self.epoch}"
-        self.has_epochs = epoch is not None
-        self.epoch = epoch or 0
+        self.epoch = epoch
         self.demultiplexer.dropped["earlier epoch"] += len(self.inbox.mailbox)
         self.inbox.mailbox.clear()
         self._outbox.use_routes(self._routes_of(self._peer_scope))

@@ -83,6 +83,7 @@ class Services:
         self._gone_listeners: list[Callable[[int], None]] = []
         self._defect_listeners: list[Callable[[BaseException], None]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._shared: dict[Callable[[Services], Any], Any] = {}
 
     # -- channels ---------------------------------------------------------------------------------------------------
 
@@ -157,6 +158,13 @@ class Services:
         found = self._demultiplexers.get(tag)
         if found is None:
             found = self._demultiplexers[tag] = TagDemultiplexer(self.engine, tag, self._nonce, is_users=is_users)
+        return found
+
+    def shared(self, make: Callable[[Services], T]) -> T:
+        """Return what ``make(self)`` has returned the first time: an object that this rank has once."""
+        if make not in self._shared:
+            self._shared[make] = make(self)
+        found: T = self._shared[make]
         return found
 
     # -- tasks ------------------------------------------------------------------------------------------------------

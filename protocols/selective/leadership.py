@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
-from weakref import WeakKeyDictionary
 
 from asyncdist import BusyError, Envelope, RankLostError, tags
 from asyncdist.messaging import wire
@@ -67,12 +66,12 @@ SuccessionMessage: TypeAlias = Nomination | TakeOver | HandOver | Declined
 SLOW_STEP_S: Final = 0.05
 SLOWNESS: Final = 4.0
 
-#: One board for each rank.
-_boards: Final[WeakKeyDictionary[Services, _Board]] = WeakKeyDictionary()
-
 
 class _Board:
-    """Hands the messages about coordinators to the policies of one rank, and answers for those that it has left."""
+    """Hands the messages about coordinators to the policies of one rank, and answers for those that it has left.
+
+    There is one for each rank.
+    """
 
     def __init__(self, services: Services) -> None:
         self._policies: dict[int, Callable[[SuccessionMessage, int], None]] = {}
@@ -159,7 +158,7 @@ class Leadership:
         self._handed_over_in = -1  # the epoch
         self._serving: Coordinator | None = None
         self._served: CoordinatorStatistics | None = None
-        self._board = _boards.get(services) or _boards.setdefault(services, _Board(services))
+        self._board = services.shared(_Board)
         self._board.open(scopes.policy, self._on_message)
         services.on_gone(self._on_peer)
         if services.rank == coordinator:
@@ -222,6 +221,9 @@ class Leadership:
     def leave(self) -> None:
         """Take part no longer. A coordinator that runs here serves the others until they have left."""
         self._has_left = True
+        self._succession.leave()
+        self._on_gone = lambda _: None  # it was the policy's, which has the model
+        self._on_new = lambda *_: None
         if self._serving is None:
             self._close()
 
@@ -264,7 +266,7 @@ class Leadership:
                 if self._serving is not None:
                     self._serving.note_left(source)
                 self._carry_out(self._succession.on_left(source))
-            case Nomination() | HandOver() if self._has_left and self._serving is None:
+            case Nomination(_, epoch) | HandOver(_, epoch) if self._has_left and not self._serves_in(epoch):
                 self._board.send(Declined(self._scopes.policy), source)
             case Nomination(_, epoch):
                 self._carry_out(self._succession.on_nomination(source, epoch))
@@ -272,6 +274,10 @@ class Leadership:
                 self._carry_out(self._succession.on_hand_over(source, epoch))
             case TakeOver(_, epoch, coordinator):
                 self._carry_out(self._succession.on_claim(epoch, coordinator, source))
+
+    def _serves_in(self, epoch: int) -> bool:
+        """Whether this rank coordinates, in this epoch or a later one."""
+        return self._serving is not None and epoch <= self.epoch
 
     def _carry_out(self, steps: Steps) -> None:
         policy = self._scopes.policy

@@ -85,6 +85,10 @@ class Succession:
         self._unavailable.add(rank)
         return self._seek() if self.coordinator is None else ()
 
+    def leave(self) -> None:
+        """Claim nothing from now on: this rank leaves the policy. As the coordinator it goes on."""
+        self._unavailable.add(self.rank)
+
     def on_cadence(self) -> Steps:
         """Go on looking, while there is no coordinator: a message may have been lost, or the next rank may be busy."""
         if self.coordinator is not None:
@@ -92,7 +96,8 @@ class Succession:
         self._nomination_count += 1
         if self._nomination_count >= NOMINATION_COUNT_MAX:
             self._nomination_count = 0
-            self._passed_over.add(self._next())
+            if (passed_over := self._next()) is not None:
+                self._passed_over.add(passed_over)
         return self._seek()
 
     def on_nomination(self, source: int, epoch: int) -> Steps:
@@ -130,15 +135,17 @@ class Succession:
 
     # ---------------------------------------------------------------- helpers
 
-    def _next(self) -> int:
-        """Return the rank whose turn it is to take over."""
+    def _next(self) -> int | None:
+        """Return the rank whose turn it is to take over; None when no rank is left that can, as far as is known."""
         for rank in self._order:
-            if rank == self.rank or not (rank in self._unavailable or rank in self._passed_over):
+            if rank not in self._unavailable and (rank == self.rank or rank not in self._passed_over):
                 return rank
-        raise AssertionError(f"rank {self.rank} is no member and looks for a coordinator")
+        return None
 
     def _seek(self) -> Steps:
         rank = self._next()
+        if rank is None:
+            return ()
         return self._claim() if rank == self.rank else (Nominate(rank),)
 
     def _claim(self) -> Steps:

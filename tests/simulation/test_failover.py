@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import logging
 import math
 import time
+import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +94,28 @@ def check_goes_on(stories: Sequence[Story | None], since_s: float) -> None:
     check_rounds(stories)
     later = [at_s for story in living(stories) for at_s, _ in story.rounds if at_s > since_s]
     assert later and min(later) <= since_s + 3 * CADENCE_S, f"the next average came at {min(later, default=None)}"
+
+
+@contextlib.contextmanager
+def leaderships() -> Iterator[dict[int, Leadership]]:
+    """Collect those of each rank's newest policy."""
+    opened: dict[int, Leadership] = {}
+    begin = Leadership.begin
+
+    def note(leadership: Leadership) -> None:
+        opened[leadership._services.rank] = leadership
+        begin(leadership)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Leadership, "begin", note)
+        yield opened
+
+
+def claim(leadership: Leadership) -> None:
+    """Let this rank coordinate, although the coordinator lives."""
+    succession = leadership._succession
+    assert succession.coordinator is not None
+    leadership._carry_out(succession.on_hand_over(succession.coordinator, succession.epoch))
 
 
 @pytest.mark.parametrize("ranks", [3, 4, 7])
@@ -233,28 +258,57 @@ def test_a_coordinator_that_was_only_slow_becomes_a_member() -> None:
 
     async def main(world: ad.World) -> Story:
         if world.rank == 1:
-            asyncio.get_running_loop().call_later(0.31, claim)
+            asyncio.get_running_loop().call_later(0.31, lambda: claim(opened[1]))
         return await train(world)
 
-    opened: list[Leadership] = []
-    begin = Leadership.begin
-
-    def claim() -> None:
-        found = next(each for each in opened if each._services.rank == 1)
-        found._carry_out(found._succession.on_hand_over(0, 0))
-
-    def note(self: Leadership) -> None:
-        opened.append(self)
-        begin(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Leadership, "begin", note)
+    with leaderships() as opened:
         stories = simulate(main, ranks=4, seed=5, strict=True).results
     check_goes_on(stories, 0.31)
     statistics = [story.statistics for story in living(stories) if story.statistics]
     assert [(each.coordinator_rank, each.epoch) for each in statistics] == [(1, 2)] * 4
     assert all(each.coordinator is not None for each in statistics[:2]), "both have coordinated"
     assert stories[0].rounds[-1][0] > 0.8, "the worst rank, which coordinated, takes averages as before"
+
+
+def test_a_policy_that_is_left_is_freed_where_its_rank_coordinates_still_or_has_coordinated() -> None:
+    """Ranks 0 to 2 coordinate one after the other, and rank 0 leaves the policy before its turn is over."""
+    freed: dict[int, bool] = {}
+
+    async def use(world: ad.World) -> weakref.ref[nn.Module]:
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=EVERY) as policy:
+            if world.rank in (1, 2):
+                asyncio.get_running_loop().call_later(0.3 * world.rank, claim, opened[world.rank])
+            for _ in range(20 if world.rank == 0 else 100):
+                await asyncio.sleep(STEP_S)
+                await policy.step(float(world.rank))
+        assert (policy.statistics().coordinator is not None) == (world.rank < 3)
+        return weakref.ref(model)
+
+    async def main(world: ad.World) -> None:
+        model = await use(world)
+        await asyncio.sleep(0.05)
+        gc.collect()
+        freed[world.rank] = model() is None
+        await asyncio.sleep(2)
+
+    with leaderships() as opened:
+        simulate(main, ranks=4, strict=True).value()
+    assert freed == dict.fromkeys(range(4), True)
+
+
+@pytest.mark.parametrize("faults", [[], [Kill(0, 0.31)]], ids=["all live", "one is killed"])
+def test_nothing_of_a_population_is_kept_when_it_has_ended(faults: Sequence[Fault]) -> None:
+    kept: list[weakref.ref[Any]] = []
+
+    async def main(world: ad.World) -> None:
+        kept.append(weakref.ref(world.services))
+        await train(world, 40)
+
+    simulate(main, ranks=3, faults=faults)
+    gc.collect()
+    assert len(kept) == 3 and not any(services() for services in kept)
 
 
 def test_a_partition_that_heals_leaves_one_coordinator() -> None:

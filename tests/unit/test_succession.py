@@ -96,6 +96,21 @@ def test_a_reserved_coordinator_that_was_replaced_seeks_none() -> None:
     assert view.on_claim(1, 0, 0) == (Follow(1, 0),)
 
 
+def test_a_rank_that_has_left_the_policy_claims_nothing() -> None:
+    """It coordinates still, and hears of a later coordinator that is gone."""
+    view = Succession(0, ORDER, 0)
+    view.leave()
+    assert view.coordinator == 0
+    assert view.on_nomination(3, 2) == (Nominate(1),)
+
+
+def test_a_rank_that_knows_of_no_other_seeks_no_more() -> None:
+    view = Succession(9, (0,), 9)
+    view.on_lost(0)
+    assert view.on_claim(1, 0, 0) == (), "a reserved coordinator, whose only member died after its claim"
+    assert view.on_cadence() == () == view.on_cadence() == view.on_cadence()
+
+
 class Population:
     """Ranks whose messages arrive in order between each two of them, and otherwise at any time."""
 
