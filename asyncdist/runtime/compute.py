@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, Protocol, TypeVar, cast
+from typing import Final, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
@@ -19,6 +19,25 @@ from asyncdist.errors import BusyError
 T = TypeVar("T")
 
 _AT_THE_END: Final = "no coroutine can raise StopIteration; await world.compute(next, iterator, None) gives None"
+_AUTOCAST_DEVICE_KINDS: Final = ("cpu", "cuda")
+
+
+class TorchModes(NamedTuple):
+    """Holds the modes that torch keeps per thread.
+
+    Attributes:
+        grad: whether gradients are recorded.
+        inference: whether it is inference mode.
+        autocast: kind of device, whether autocast is enabled for it, and the dtype that it casts to.
+        default_device: where new tensors lie.
+        cuda_device: the index of the GPU that "cuda" means; None where this process uses none.
+    """
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    default_device: torch.device
+    cuda_device: int | None
 
 
 class VirtualClock(Protocol):
@@ -114,22 +133,29 @@ def caught(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return None, error
 
 
-def torch_modes() -> tuple[bool, bool, bool, torch.dtype]:
+def torch_modes() -> TorchModes:
     """Return the caller's modes that torch keeps per thread."""
-    return (
+    return TorchModes(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
+        tuple(
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCAST_DEVICE_KINDS
+        ),
+        torch.get_default_device(),
+        torch.cuda.current_device() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
     )
 
 
-def call_in_modes(modes: tuple[bool, bool, bool, torch.dtype], fn: Callable[[], T]) -> T:
+def call_in_modes(modes: TorchModes, fn: Callable[[], T]) -> T:
     """Call ``fn`` in the modes that ``torch_modes`` has found in another thread."""
-    grad, inference, autocast, dtype = modes
-    with (
-        torch.inference_mode(inference),
-        torch.set_grad_enabled(grad and not inference),
-        torch.autocast("cpu", dtype=dtype, enabled=autocast),
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(modes.inference))
+        stack.enter_context(torch.set_grad_enabled(modes.grad and not modes.inference))
+        for kind, is_enabled, dtype in modes.autocast:
+            if kind == "cpu" or is_enabled or torch.is_autocast_enabled(kind):  # torch may warn where no GPU is
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_enabled))
+        if modes.default_device != torch.get_default_device():  # a device's context slows every operator down
+            stack.enter_context(modes.default_device)
+        if modes.cuda_device is not None:
+            stack.enter_context(torch.cuda.device(modes.cuda_device))
         return fn()

@@ -186,9 +186,9 @@ class World:
     async def compute(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``fn`` in a worker thread while the loop goes on; torch gives up the GIL inside its operators.
 
-        The caller's grad, inference and CPU autocast modes hold in the thread. Meanwhile ``policy.step`` raises
-        BusyError, since ``fn`` may be changing weights. A simulation starts no thread: it calls ``fn`` at a moment that
-        it draws, within the time that this takes there.
+        The caller's grad, inference and autocast modes, torch's default device and the current GPU hold in the thread.
+        Meanwhile ``policy.step`` raises BusyError, since ``fn`` may be changing weights. A simulation starts no thread:
+        it calls ``fn`` at a moment that it draws, within the time that this takes there.
 
         **Cancellation**: waits for ``fn`` all the same; a thread cannot be stopped, and it may be writing weights.
 

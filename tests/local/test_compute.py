@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
+import functools
 import threading
 from typing import Any
 
@@ -56,6 +58,39 @@ async def test_compute_carries_the_torch_modes_over() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert await world.compute(modes) == (True, False, True, torch.bfloat16)
         assert await world.compute(modes) == (True, False, False, torch.float32)
+
+
+@pytest.mark.parametrize("simulated", [False, True])
+def test_compute_makes_tensors_where_its_caller_does(simulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They differ from thread to thread: the default device, the current GPU, and whether GPUs cast."""
+    entered: list[tuple[str, Any]] = []
+
+    def context(kind: str, value: Any) -> contextlib.AbstractContextManager[None]:
+        entered.append((kind, value))
+        return contextlib.nullcontext()
+
+    async def main(world: ad.World) -> None:
+        def device() -> str:
+            return torch.ones(1).device.type
+
+        assert await world.compute(device) == device() == "meta"
+        with torch.device("cpu"):
+            assert await world.compute(device) == "cpu"
+        torch.set_autocast_enabled("cuda", True)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_initialized", lambda: True)
+            patch.setattr(torch.cuda, "current_device", lambda: 1)
+            patch.setattr(torch.cuda, "device", functools.partial(context, "gpu"))
+            patch.setattr(torch, "autocast", lambda kind, *, dtype, enabled: context(f"{kind} {dtype}", enabled))
+            assert await world.compute(device) == "meta"
+        torch.set_autocast_enabled("cuda", False)
+        assert entered == [("cpu torch.bfloat16", False), ("cuda torch.float16", True), ("gpu", 1)]
+
+    torch.set_default_device("meta")
+    try:
+        ad.simulate(main, ranks=1).value() if simulated else ad.run_local(main, ranks=1)
+    finally:
+        torch.set_default_device(None)
 
 
 class End(StopIteration):

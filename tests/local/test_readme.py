@@ -42,7 +42,7 @@ def test_the_first_program_averages_in_both_rounds(capsys: pytest.CaptureFixture
 def test_the_channel_example_ends_when_every_rank_has_trained() -> None:
     main = block("class Progress", train_step=lambda: 0.5)["main"]
     assert ad.run_local(main, ranks=3, strict=True) == [None] * 3
-    ad.simulate(main, ranks=3, seed=1, strict=True)
+    ad.simulate(main, ranks=3, seed=1, strict=True).value()
 
 
 @pytest.mark.slow
