@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncdist import validation
 from asyncdist.errors import ClosedError, LocalProtocolError
 from asyncdist.transports.base import GroupHandle
 
@@ -144,7 +145,8 @@ def check_ranks(ranks: Sequence[int], *, rank: int, size: int) -> tuple[int, ...
     Raises:
         LocalProtocolError: it is empty, names a rank twice or one that does not exist, or leaves this rank out.
     """
-    members = tuple(ranks)
+    given = tuple(ranks)
+    members = validation.whole_numbers(given) or given
     wrong = [member for member in members if type(member) is not int or not 0 <= member < size]
     if wrong:
         raise LocalProtocolError(f"a group holds ranks from 0 to {size - 1}, not {wrong[0]!r}")

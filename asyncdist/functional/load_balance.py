@@ -180,7 +180,7 @@ def _balance(step: str, timings: Sequence[Mapping[str, Sequence[float]]]) -> Ste
     for seconds in zip(*rows, strict=False):  # up to the shortest
         mean = sum(seconds) / len(seconds)
         useful_s += mean
-        waiting_s += max(seconds) - mean
+        waiting_s += max(0.0, max(seconds) - mean)  # a mean of equal numbers may be rounded to above them
     lengths = [len(row) for row in rows]
     return StepBalance(step, useful_s, waiting_s, min(lengths), max(lengths), ranks, missing)
 

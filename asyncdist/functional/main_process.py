@@ -20,6 +20,7 @@ from typing import Any, Final, TypeVar, overload
 import numpy as np
 import torch
 
+from asyncdist import validation
 from asyncdist.collectives.error_exchange import (
     Call,
     LocalResult,
@@ -395,7 +396,8 @@ async def _exchange(world: World, group: Group, outcome: LocalResult, call: Call
 
 def _place(world: World | None, group: Group | None, root: int | None) -> tuple[World, Group, int]:
     world, group = place(world, group)
-    return world, group, group.ranks[0] if root is None else root
+    (root,) = validation.whole_numbers((group.ranks[0] if root is None else root,)) or (root,)
+    return world, group, root
 
 
 def _checks(group: Group, root: Any, world_size: Any, **functions: Any) -> list[Callable[[], None]]:

@@ -17,6 +17,7 @@ import functools
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, Final
 
 import numpy as np
@@ -327,7 +328,7 @@ class _Server:
         value: object = None if self._score is None else self._score(self._layout.unpack(rows))
         if value is None:
             return None
-        if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        if isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1):
             return float(value)
         raise TypeError(f"score returned a {type(value).__name__}; allowed: a number, a tensor of one element, or None")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 import asyncdist as ad
@@ -72,3 +73,16 @@ def test_a_rank_that_dies_in_the_middle_fails_the_others_and_hangs_nobody() -> N
     report = ad.simulate(main, ranks=3, seed=3, faults=[ad.simulation.faults.Kill(rank=0, at_s=1.0)])
     report.check_faults()
     assert report.results[1:] == ("lost", "lost")
+
+
+def test_ranks_may_be_numbers_of_numpy() -> None:
+    """Those that ``argsort`` gives, say: "root is 1; the group has ranks [0, 1]", the error once said."""
+
+    async def main(world: ad.World) -> tuple[int, tuple[int, ...]]:
+        order = np.argsort([1.0, 0.0])
+        found = await ad.compute_and_broadcast(lambda: world.rank, root=order[0])
+        async with await ad.new_group(order) as group:
+            assert all(type(rank) is int for rank in group.ranks)
+            return found, group.ranks
+
+    assert ad.run_local(main, ranks=2, strict=True) == [(1, (1, 0))] * 2

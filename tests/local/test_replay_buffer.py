@@ -396,6 +396,13 @@ def test_a_server_that_never_serves_is_named() -> None:
     ad.run_local(main, ranks=2)
 
 
+def test_a_score_may_be_a_number_of_numpy() -> None:
+    async def client(world: ad.World, buffer: ReplayBuffer) -> None:
+        assert await buffer.add(torch.ones(2)) == 0.5
+
+    run(2, client, score=lambda _: np.float32(0.5))
+
+
 def test_a_score_that_is_no_number_ends_the_job() -> None:
     async def client(world: ad.World, buffer: ReplayBuffer) -> None:
         await buffer.add(torch.ones(2))

@@ -62,6 +62,12 @@ def test_steps_that_some_ranks_lack_and_unequal_lengths_are_said() -> None:
     assert "not on ranks 2, 3" in str(times)
 
 
+def test_equal_times_are_no_waiting() -> None:
+    """The mean of three times 0.1 is above 0.1; the table once had -0.0000."""
+    (row,) = ad.report_load_imbalance([{"train": 0.1}] * 3).steps
+    assert (row.waiting_s, row.imbalance) == (0.0, 0.0)
+
+
 def test_no_iterations() -> None:
     row = ad.report_load_imbalance([{"a": []}, {"a": [1.0]}]).steps[0]
     assert (row.useful_s, row.waiting_s, row.imbalance) == (0.0, 0.0, 0.0)
