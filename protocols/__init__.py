@@ -1,4 +1,4 @@
-"""Policies for a population of training ranks, one file per algorithm, on top of :mod:`asyncdist`."""
+"""Policies for a population of training ranks, one file or folder for each algorithm, on top of :mod:`asyncdist`."""
 
 from protocols.average_all import AverageAllPolicy
 from protocols.one_sided.policy import OneSidedSelectiveAveragingPolicy

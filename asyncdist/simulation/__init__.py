@@ -4,10 +4,11 @@ from asyncdist import compiled
 
 __path__[:0] = compiled.search_path("simulation")  # before any of its modules is imported
 
+from asyncdist.simulation.arguments import Compute
 from asyncdist.simulation.distributions import Duration, Exponential, LogNormal, Uniform
 from asyncdist.simulation.exploration.explore import ExploreReport, Failure, Scenario, explore
 from asyncdist.simulation.faults import Corrupt, Delay, Fault, Interrupt, Kill, Partition, SlowLink, SlowRank, Stall
-from asyncdist.simulation.models import Compute, Link, Network
+from asyncdist.simulation.links import Link, Network
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.simulate import simulate
 from asyncdist.simulation.trace import TraceEvent

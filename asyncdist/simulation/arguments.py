@@ -1,13 +1,81 @@
-"""Checks the arguments that decide a simulation: its ranks, its seed, its models and its faults."""
+"""Describes how long user code computes, and checks the arguments that decide a simulation.
+
+These are its ranks, its seed, its network, its computing times and its faults.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from asyncdist import validation
+from asyncdist.simulation.distributions import Duration, LogNormal, check_duration, check_number, sampler
 from asyncdist.simulation.faults import Fault, check_plan
-from asyncdist.simulation.models import Compute, Network
+from asyncdist.simulation.links import Network, check_ranks
+
+#: A computation that overruns a timer lasts at most this many times as long as it would have taken.
+OVERRUN_STEP_COUNT: Final = 1000
+#: How far past the timer it lasts, in seconds.
+OVERRUN_S: Final = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """Describes how long user code computes before each safe point (``policy.step``, ``progress``, ``safe_point``).
+
+    Attributes:
+        step_s: the computing time before a safe point, on every rank.
+        factors: slower (or faster) ranks: rank to the factor on ``step_s``, and on the time of its turns as
+            :class:`SlowRank` has it.
+        pause_probability: chance, per safe point, of a pause.
+        pause_s: how long such a pause takes.
+        overrun_probability: chance, per safe point, that the computation lasts until just past a timer of the rank's
+            own that is due within :data:`OVERRUN_STEP_COUNT` times as long. So what has arrived and the deadline for it
+            meet when it ends. None is 0 where ``step_s`` is a number, and else 0.05 in one simulation of eight, drawn.
+    """
+
+    step_s: Duration = LogNormal(1e-3, 0.2)
+    factors: Mapping[int, float] = field(default_factory=dict)
+    pause_probability: float = 0.0
+    pause_s: Duration = 1.0
+    overrun_probability: float | None = None
+
+    def __post_init__(self) -> None:
+        check_duration("step_s", self.step_s)
+        check_duration("pause_s", self.pause_s)
+        validation.fraction("pause_probability", self.pause_probability)
+        if self.overrun_probability is not None:
+            validation.fraction("overrun_probability", self.overrun_probability)
+        factors: Any = self.factors
+        if not isinstance(factors, Mapping):
+            validation.refuse("factors", factors, "a dict from a rank to its factor", TypeError)
+        for rank, factor in self.factors.items():
+            check_number(f"the compute factor of rank {rank}", factor)
+
+    def check_ranks(self, size: int) -> None:
+        """Refuse factors of ranks that do not exist."""
+        check_ranks("Compute.factors", list(self.factors), size)
+
+    def draw_overrun_probability(self, rng: random.Random) -> float:
+        """Draw the probability of an overrun for one simulation."""
+        if self.overrun_probability is not None:
+            return self.overrun_probability
+        return 0.05 if not isinstance(self.step_s, (float, int)) and rng.random() < 1 / 8 else 0.0
+
+    def sampler(self, rank: int, rng: random.Random) -> Callable[[], float]:
+        """Return a function that draws the seconds before a safe point of ``rank``."""
+        draw_step_s, draw_pause_s = sampler(self.step_s, rng), sampler(self.pause_s, rng)
+        factor, probability = self.factors.get(rank, 1.0), self.pause_probability
+        if not probability:
+            return draw_step_s if factor == 1.0 else lambda: draw_step_s() * factor
+
+        def draw_s() -> float:
+            seconds = draw_step_s() * factor
+            return seconds + draw_pause_s() if rng.random() < probability else seconds
+
+        return draw_s
 
 
 @dataclass(frozen=True, slots=True)

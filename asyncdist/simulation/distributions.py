@@ -1,6 +1,6 @@
 """Draws the durations of a simulation: the latency of every message on a link, and the time of every step.
 
-:class:`asyncdist.simulation.models.Link` says which distribution a link's latency has, and
+:class:`asyncdist.simulation.links.Link` says which distribution a link's latency has, and
 :mod:`asyncdist.simulation.fabric` asks for a draw for each message. The module is compiled where that can be done; see
 :mod:`asyncdist.compiled`.
 """

@@ -3,7 +3,7 @@
 It may delay, reorder across sources and tags, complete requests late, choose among the senders that a wildcard receive
 could take, and make a send eager or rendezvous. It may not overtake within one (source, tag), nor lose or duplicate a
 message between live ranks. All choices are drawn from the seed, in the order of virtual time, so a run is a function of
-its arguments. :mod:`asyncdist.simulation.models` describes the links whose latencies are drawn here.
+its arguments. :mod:`asyncdist.simulation.links` describes the links and draws their latencies.
 
 Faults of messages and links are in :mod:`asyncdist.simulation.message_faults`, and one rank's end of the network in
 :mod:`asyncdist.simulation.transport`. The module is compiled where that can be done; see :mod:`asyncdist.compiled`.
@@ -19,10 +19,10 @@ from typing import Final
 
 from asyncdist.collectives.call_checker import CollectiveChecker
 from asyncdist.errors import AsyncdistError, RankLostError, TruncationError
-from asyncdist.simulation.distributions import draw, sampler
+from asyncdist.simulation.distributions import draw
 from asyncdist.simulation.faults import Fault
+from asyncdist.simulation.links import Link, Network
 from asyncdist.simulation.message_faults import MessageFaults
-from asyncdist.simulation.models import Link, Network
 from asyncdist.simulation.scheduler import Scheduler
 from asyncdist.simulation.trace import Trace
 from asyncdist.simulation.turns import Turns
@@ -155,7 +155,7 @@ class _Path:
     __slots__ = ("bandwidth", "draw_latency_s", "free_at", "last_arrival")
 
     def __init__(self, link: Link, rng: random.Random) -> None:
-        self.draw_latency_s = sampler(link.latency_s, rng)
+        self.draw_latency_s = link.latency_sampler(rng)
         self.bandwidth = link.bandwidth_nbytes_per_s
         self.free_at = 0.0
         self.last_arrival: dict[int, float] = {}

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from asyncdist import validation
 from asyncdist.simulation.distributions import check_number
-from asyncdist.simulation.models import check_ranks
+from asyncdist.simulation.links import check_ranks
 
 
 @dataclass(frozen=True, slots=True)

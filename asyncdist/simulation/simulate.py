@@ -31,7 +31,7 @@ from asyncdist.runtime.run import RankResult, host_rank
 from asyncdist.runtime.signals import Interrupts
 from asyncdist.runtime.watchdogs import what_awaits
 from asyncdist.runtime.world import World, refuse_inside_a_world
-from asyncdist.simulation.arguments import Arguments
+from asyncdist.simulation.arguments import OVERRUN_S, OVERRUN_STEP_COUNT, Arguments, Compute
 from asyncdist.simulation.determinism.clocks import virtual_clocks
 from asyncdist.simulation.determinism.generators import Generators, collecting_at_fixed_points
 from asyncdist.simulation.determinism.one_at_a_time import one_at_a_time
@@ -42,7 +42,7 @@ from asyncdist.simulation.distributions import check_number
 from asyncdist.simulation.event_loop import RankLoop
 from asyncdist.simulation.fabric import Fabric
 from asyncdist.simulation.faults import Fault, Interrupt, Kill, SlowRank, Stall
-from asyncdist.simulation.models import OVERRUN_S, OVERRUN_STEP_COUNT, Compute, Network
+from asyncdist.simulation.links import Network
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.scheduler import EndlessLoopError, Scheduler
 from asyncdist.simulation.trace import Trace

@@ -1,4 +1,4 @@
-"""Transports: one contract (:mod:`asyncdist.transports.base`) and one module per backend."""
+"""Transports: one contract (:mod:`asyncdist.transports.base`) and one module or folder for each backend."""
 
 from asyncdist import compiled
 

@@ -1,9 +1,8 @@
-"""Describes a simulated network and computing times as plain data, checked when made.
+"""Describes a simulated network as plain data, checked when made, and draws the latencies of its links.
 
-A :class:`Link` has the latency and the bandwidth between two ranks, a :class:`Network` all links, and :class:`Compute`
-the times of user code. Times are virtual seconds, sizes bytes, rates bytes per second. Where a duration is asked for, a
-number is a constant, and a :class:`Uniform`, :class:`Exponential` or :class:`LogNormal` is drawn afresh each time, from
-the simulation's seed.
+A :class:`Link` has the latency and the bandwidth between two ranks, a :class:`Network` all links. Times are virtual
+seconds, sizes bytes, rates bytes per second. Where a duration is asked for, a number is a constant, and a
+:class:`Uniform`, :class:`Exponential` or :class:`LogNormal` is drawn afresh each time, from the simulation's seed.
 """
 
 from __future__ import annotations
@@ -11,15 +10,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from asyncdist import validation
 from asyncdist.simulation.distributions import Duration, LogNormal, Uniform, check_duration, check_number, sampler
-
-#: A computation that overruns a timer lasts at most this many times as long as it would have taken.
-OVERRUN_STEP_COUNT: Final = 1000
-#: How far past the timer it lasts, in seconds.
-OVERRUN_S: Final = 1e-5
 
 
 def check_ranks(what: str, ranks: Sequence[int], size: int) -> None:
@@ -44,6 +38,10 @@ class Link:
     def __post_init__(self) -> None:
         check_duration("latency_s", self.latency_s)
         check_number("bandwidth_nbytes_per_s", self.bandwidth_nbytes_per_s, above_zero=True)
+
+    def latency_sampler(self, rng: random.Random) -> Callable[[], float]:
+        """Return a function that draws the latency of one message, in seconds."""
+        return sampler(self.latency_s, rng)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,60 +97,3 @@ class Network:
     def host_of(self, rank: int) -> int:
         """Return the number of the host that ``rank`` is on, counted from 0."""
         return 0 if self.ranks_per_host is None else rank // self.ranks_per_host
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compute:
-    """Describes how long user code computes before each safe point (``policy.step``, ``progress``, ``safe_point``).
-
-    Attributes:
-        step_s: the computing time before a safe point, on every rank.
-        factors: slower (or faster) ranks: rank to the factor on ``step_s``, and on the time of its turns as
-            :class:`SlowRank` has it.
-        pause_probability: chance, per safe point, of a pause.
-        pause_s: how long such a pause takes.
-        overrun_probability: chance, per safe point, that the computation lasts until just past a timer of the rank's
-            own that is due within :data:`OVERRUN_STEP_COUNT` times as long. So what has arrived and the deadline for it
-            meet when it ends. None is 0 where ``step_s`` is a number, and else 0.05 in one simulation of eight, drawn.
-    """
-
-    step_s: Duration = LogNormal(1e-3, 0.2)
-    factors: Mapping[int, float] = field(default_factory=dict)
-    pause_probability: float = 0.0
-    pause_s: Duration = 1.0
-    overrun_probability: float | None = None
-
-    def __post_init__(self) -> None:
-        check_duration("step_s", self.step_s)
-        check_duration("pause_s", self.pause_s)
-        validation.fraction("pause_probability", self.pause_probability)
-        if self.overrun_probability is not None:
-            validation.fraction("overrun_probability", self.overrun_probability)
-        factors: Any = self.factors
-        if not isinstance(factors, Mapping):
-            validation.refuse("factors", factors, "a dict from a rank to its factor", TypeError)
-        for rank, factor in self.factors.items():
-            check_number(f"the compute factor of rank {rank}", factor)
-
-    def check_ranks(self, size: int) -> None:
-        """Refuse factors of ranks that do not exist."""
-        check_ranks("Compute.factors", list(self.factors), size)
-
-    def draw_overrun_probability(self, rng: random.Random) -> float:
-        """Draw the probability of an overrun for one simulation."""
-        if self.overrun_probability is not None:
-            return self.overrun_probability
-        return 0.05 if not isinstance(self.step_s, (float, int)) and rng.random() < 1 / 8 else 0.0
-
-    def sampler(self, rank: int, rng: random.Random) -> Callable[[], float]:
-        """Return a function that draws the seconds before a safe point of ``rank``."""
-        draw_step_s, draw_pause_s = sampler(self.step_s, rng), sampler(self.pause_s, rng)
-        factor, probability = self.factors.get(rank, 1.0), self.pause_probability
-        if not probability:
-            return draw_step_s if factor == 1.0 else lambda: draw_step_s() * factor
-
-        def draw_s() -> float:
-            seconds = draw_step_s() * factor
-            return seconds + draw_pause_s() if rng.random() < probability else seconds
-
-        return draw_s
