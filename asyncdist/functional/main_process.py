@@ -396,8 +396,9 @@ async def _exchange(world: World, group: Group, outcome: LocalResult, call: Call
 
 def _place(world: World | None, group: Group | None, root: int | None) -> tuple[World, Group, int]:
     world, group = place(world, group)
-    (root,) = validation.whole_numbers((group.ranks[0] if root is None else root,)) or (root,)
-    return world, group, root
+    given = group.ranks[0] if root is None else root
+    (number,) = validation.whole_numbers((given,)) or (given,)
+    return world, group, number
 
 
 def _checks(group: Group, root: Any, world_size: Any, **functions: Any) -> list[Callable[[], None]]:
