@@ -8,8 +8,8 @@ ranks. A member that cannot start, for example because of a wrong argument, obje
 Members that name different groups cannot be compared. But among starts that a rank makes one after the other
 (``alone``), groups above all, two ranks that wait for each other in different ones would wait for ever. A leader
 therefore reminds the missing members every second. A member that is about to start that one too, in another task, does
-it first where that is its place in the order of all agreements (:mod:`asyncdist.collectives.turns`); a member that is
-not reports the cycle.
+it first where that is its place in the order of all agreements (:mod:`asyncdist.collectives.turns`); a member that has
+no other start to make reports the cycle.
 
 A member that gives up tells the leader, and cannot know what the leader has decided meanwhile: each member that has
 come gets one verdict, and if that says go, the others count on it. :mod:`asyncdist.collectives.agreed_start` therefore
@@ -95,7 +95,7 @@ class Agreements:
         # By the key for all occurrences.
         self._counts: Counter[AgreementKey] = Counter()
         self._withdrawn: dict[AgreementKey, set[int]] = {}
-        self._ahead: set[AgreementKey] = set()  # meetings that this rank has counted, and has not come to
+        self._ahead: dict[AgreementKey, Meeting] = {}  # those that this rank has counted, and has not come to
         self._gone: set[int] = set()
         self._lost: set[int] = set()
         self._alone: Alone | None = None
@@ -147,8 +147,9 @@ class Agreements:
         given up meanwhile has the same number on all ranks.
         """
         key = self._next_occurrence(AgreementKey.of(subject, ranks))
-        self._ahead.add(key)
-        return Meeting(key, tuple(ranks), ranks[0] if leader is None else leader, self._engine.loop.time())
+        leader = ranks[0] if leader is None else leader
+        meeting = self._ahead[key] = Meeting(key, tuple(ranks), leader, self._engine.loop.time())
+        return meeting
 
     async def meet(
         self,
@@ -174,13 +175,13 @@ class Agreements:
             Postponed: ``alone`` only: this rank is to make another start first, and then to meet again.
         """
         key, ranks, leader = meeting.key, meeting.ranks, meeting.leader
-        self._ahead.discard(key)
+        self._ahead.pop(key, None)
         join = Join(key.text, tuple(sorted(values.items())), taken)
         if caller is not None:
             caller.on_asked()
         gone = Absentees(ranks, self._gone, self._withdrawn.setdefault(key.of_all_occurrences, set()))
         try:
-            with self._starting_alone(key, ranks) if alone else contextlib.nullcontext() as start:
+            with self._starting_alone(meeting) if alone else contextlib.nullcontext() as start:
                 if self._rank == leader:
                     verdict, first = await self._lead(meeting, join, gone, timeout_s)
                 else:
@@ -195,7 +196,7 @@ class Agreements:
         if verdict.objector == self._rank:
             if start is None or start.behind is None or verdict.difference != POSTPONED:
                 raise asyncio.CancelledError
-            self._ahead.add(key)
+            self._ahead[key] = meeting
             if caller is not None:
                 caller.on_postponed()
             raise Postponed(start.behind)
@@ -203,15 +204,16 @@ class Agreements:
         return Agreed(verdict.agreed, dict(first.values), key.occurrence)
 
     @contextlib.contextmanager
-    def _starting_alone(self, key: AgreementKey, ranks: Sequence[int]) -> Iterator[Alone]:
-        assert self._alone is None, f"{key.text} is started beside {self._alone}"
-        alone = self._alone = Alone(key, ranks)
+    def _starting_alone(self, meeting: Meeting) -> Iterator[Alone]:
+        assert self._alone is None, f"{meeting.key.text} is started beside {self._alone}"
+        alone = self._alone = Alone(meeting, self._engine.loop.time())
         self._remind_later(alone)
         try:
             yield alone
         finally:
             alone.reminds.cancel()
             self._alone = None
+            meeting.waited_s += self._engine.loop.time() - alone.since
 
     def _remind_later(self, alone: Alone) -> None:
         alone.reminds = self._engine.loop.call_later(REMIND_AFTER_S, self._remind, alone)
@@ -219,15 +221,17 @@ class Agreements:
     def _remind(self, alone: Alone) -> None:
         """Remind the members that have not come to ``alone``, and this rank of those that wait for it elsewhere."""
         self._engine.poll()  # some may have come while something blocked the loop
-        is_leader = alone.ranks[0] == self._rank
+        ranks = alone.meeting.ranks
+        is_leader = ranks[0] == self._rank
         if is_leader:
             joins = self._joins.get(alone.key, {})
             reminder = Reminder(alone.key.of_all_occurrences.text, alone.key.ranks, runs_of(tuple(sorted(joins))))
-            for rank in [rank for rank in alone.ranks if rank not in joins][:_REMINDED_COUNT_MAX]:
+            for rank in [rank for rank in ranks if rank not in joins][:_REMINDED_COUNT_MAX]:
                 self._send(reminder, rank)
         for key, joins in list(self._joins.items()):
             if key in self._ahead or (not is_leader and key.subject == alone.key.subject):
                 self.on_reminder(Reminder(key.of_all_occurrences.text, key.ranks, runs_of(tuple(sorted(joins)))))
+        self._object_alone(alone, *alone.on_round(self._rank, self._engine.loop.time(), self._ahead.values()))
         self._remind_later(alone)
         self._engine.recheck()
 
@@ -238,7 +242,7 @@ class Agreements:
 
     def stay_away(self, meeting: Meeting, error: Exception | None = None) -> None:
         """Tell the others, in place of :meth:`meet`, that this rank does not come: ``error``, or it was cancelled."""
-        self._ahead.discard(meeting.key)
+        self._ahead.pop(meeting.key, None)
         self._ask_to_go(meeting, words_of(error) if error is not None else _CANCELLED)
 
     @contextlib.contextmanager
@@ -440,13 +444,13 @@ class Agreements:
 
     def on_reminder(self, reminder: Reminder) -> None:
         """Postpone what this rank waits in, or object to it, where others wait for this rank in another agreement."""
-        alone = self._alone
-        if alone is None:
-            return
-        is_ahead = any(ahead.of_all_occurrences == reminder.key for ahead in self._ahead)
-        kind, text = alone.on_reminder(reminder, self._rank, self._engine.loop.time(), is_ahead=is_ahead)
+        alone, now = self._alone, self._engine.loop.time()
+        if alone is not None:
+            self._object_alone(alone, *alone.on_reminder(reminder, self._rank, now, self._ahead.values()))
+
+    def _object_alone(self, alone: Alone, kind: str, text: str) -> None:
         if text:
-            self._object(Objection(alone.key.text, alone.key.ranks, kind, text), alone.ranks[0])
+            self._object(Objection(alone.key.text, alone.key.ranks, kind, text), alone.meeting.leader)
 
     def _object_to_rival(self, key: AgreementKey, members: Runs, text: str, verdict: Verdict) -> None:
         """Tell the members of the rival agreement too, unless the one that this rank waited in came about after all."""

@@ -200,7 +200,7 @@ class Withdraw(_Keyed):
     subject: str
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Meeting:
     """One start of this rank, which must either come to it or stay away from it.
 
@@ -209,12 +209,14 @@ class Meeting:
         ranks: its members.
         leader: the rank that decides.
         began_at: when the start was asked for, on the loop's clock.
+        waited_s: how long this rank has waited in it, each time before it postponed it.
     """
 
     key: AgreementKey
     ranks: tuple[int, ...]
     leader: int
     began_at: float
+    waited_s: float = 0.0
 
     def __str__(self) -> str:
         return repr(str(self.key))

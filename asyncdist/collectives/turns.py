@@ -6,8 +6,9 @@ one of them at a time, and carries it out before it agrees to the next one.
 
 Tasks may ask for starts in another order on each rank, for example when each of them begins to train a model of its own
 in a group of its own. Two ranks then wait for each other, each in the start that is behind on the other one. The starts
-have an order that is the same on all ranks (:meth:`Agreements.on_reminder`): a rank that is in the later one is told
-after a second, postpones it, and makes the earlier one first.
+have an order that is the same on all ranks (:mod:`asyncdist.collectives.agreement_alone`): a rank that is in the later
+one is told after a second, postpones it, and makes the earlier one first. A start that waits for a rank which is late
+does not hold up the others for long: after some seconds it is postponed, too.
 """
 
 from __future__ import annotations

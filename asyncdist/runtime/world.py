@@ -313,8 +313,8 @@ class World:
         ``await group.free()``, or the group as an asynchronous context manager, gives them back.
 
         **Ordering**: a rank makes one group after the other, those that its tasks ask for together in the order in
-        which they do. Ranks that are in several of them make these in the same order; where tasks have asked for them
-        together, another order costs a second.
+        which they do. Ranks that are in several of them make these in the same order; where several tasks ask for
+        them, another order costs some seconds for each.
 
         Args:
             ranks: the members, this rank among them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -118,6 +119,42 @@ def test_policies_that_tasks_enter_in_overlapping_groups_are_all_started() -> No
     for seed in range(20):
         results = ad.simulate(main, ranks=3, seed=seed).results
         assert results == ([1.0, 0.5], [1.0, 1.5, 0.5], [1.0, 1.5]), seed
+
+
+def test_tasks_that_each_make_groups_one_after_the_other_do_not_wait_for_each_other() -> None:
+    """In a third of these runs ranks were told that each waits for the other, or their time was up.
+
+    A rank was in a group that the others were to make after another one, and for that one they waited for this rank.
+    """
+
+    def sequences(rng: random.Random) -> list[list[tuple[int, ...]]]:
+        lists = {tuple(sorted(rng.sample(range(4), rng.randint(2, 4)))) for _ in range(10)}
+        order = rng.sample(sorted(lists), len(lists))
+        return [order[first::3] for first in range(3)]
+
+    async def main(world: World, seed: int) -> dict[tuple[int, ...], str]:
+        made = {}
+        delays = random.Random(f"{seed} {world.rank}")
+
+        async def task(lists: list[tuple[int, ...]]) -> None:
+            for ranks in lists:
+                if world.rank in ranks:
+                    await world.sleep(delays.random() / 1000)
+                    group = await world.new_group(ranks)
+                    await ad.barrier(group=group)
+                    made[ranks] = group.number
+
+        await asyncio.gather(*map(task, sequences(random.Random(seed))))
+        await ad.barrier()
+        assert nothing_is_kept(world)
+        return made
+
+    for seed in range(20):
+        report = ad.simulate(main, seed, ranks=4, seed=seed, strict=True)
+        numbers: dict[Any, str] = {}
+        for made in report.results:
+            assert all(numbers.setdefault(ranks, number) == number for ranks, number in made.items())
+        assert report.virtual_time_s < 40, seed
 
 
 def test_an_error_of_the_other_start_ends_a_start_that_was_postponed_behind_it() -> None:
