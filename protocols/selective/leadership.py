@@ -164,6 +164,11 @@ class Leadership:
         if services.rank == coordinator:
             self._serve(epoch=0, members=self._members)
 
+    @staticmethod
+    def listen(services: Services) -> None:
+        """Take messages about coordinators from now on: others may have started where this rank's start fails."""
+        services.shared(_Board)
+
     def begin(self) -> None:
         """Take note of the ranks that have gone since the start was agreed on."""
         for rank in sorted(self._services.gone.intersection(self._everybody)):

@@ -249,6 +249,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     async def _start(self) -> None:
         world, services, members = self._world, self._services, self._group.ranks
         self._own.begin()
+        Leadership.listen(services)
         meeting = self._joint_start.meeting
         scopes = PolicyScopes(meeting.ranks, await self._agree())
         self._channels = MemberChannels(services, scopes)
@@ -395,6 +396,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         """Hand the coordinator's messages to the state machine."""
         member = self._member
         async for envelope in self._channels.control:
+            if envelope.source != self._leadership.coordinator:
+                continue  # its loss was known before its last messages were read
             match envelope.message:
                 case Assign() as assign:
                     self._carry_out(member.on_assign(assign, envelope.round))

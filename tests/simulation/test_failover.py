@@ -25,7 +25,7 @@ from protocols import AsyncSelectiveAveragingPolicy, AverageApplied, PolicyEvent
 from protocols.selective import leadership
 from protocols.selective.leadership import Leadership
 from protocols.selective.member_channels import MemberChannels
-from protocols.selective.messages import Joined
+from protocols.selective.messages import REPLACER, Assign, Joined
 
 STEP_S = 0.01
 EVERY = 5
@@ -309,6 +309,22 @@ def test_nothing_of_a_population_is_kept_when_it_has_ended(faults: Sequence[Faul
     simulate(main, ranks=3, faults=faults)
     gc.collect()
     assert len(kept) == 3 and not any(services() for services in kept)
+
+
+def test_an_assignment_that_is_read_after_its_coordinator_was_lost_is_no_role() -> None:
+    async def main(world: ad.World) -> str:
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=1000) as policy:
+            if world.rank == 2:
+                inbox = policy._channels.control.inbox
+                inbox.mailbox.append(ad.Envelope(Assign(REPLACER, (1,), (2,), 5, 1), 0, 1))
+                inbox.wake_one()
+                policy._leadership._lose("is gone", 0)
+            await asyncio.sleep(2.0)
+            return policy._member.state.name
+
+    assert simulate(main, ranks=3, seed=1, strict=True).results == ("IDLE", "IDLE", "IDLE")
 
 
 def test_a_partition_that_heals_leaves_one_coordinator() -> None:
