@@ -61,9 +61,11 @@ class Declined:
 
 SuccessionMessage: TypeAlias = Nomination | TakeOver | HandOver | Declined
 
-#: A coordinator whose step takes longer hands over to a member that is quicker by this factor. Less delays no round
-#: noticeably, and one long step, as for a checkpoint, is no reason where the others take as long.
-SLOW_STEP_S: Final = 0.05
+#: A coordinator hands over after so many steps in a row that took longer than this and longer by this factor than those
+#: of a member which has reported meanwhile. Less delays rounds little; one long step may be a checkpoint, or a process
+#: that the host did not run.
+SLOW_STEP_COUNT: Final = 2
+SLOW_STEP_S: Final = 0.5
 SLOWNESS: Final = 4.0
 
 
@@ -155,6 +157,7 @@ class Leadership:
         self._is_closed = False
         self._predecessor = f"after rank {coordinator}, which has asked it to"
         self._stepped_at = math.inf
+        self._slow_step_count = 0  # in a row
         self._handed_over_in = -1  # the epoch
         self._serving: Coordinator | None = None
         self._served: CoordinatorStatistics | None = None
@@ -192,15 +195,17 @@ class Leadership:
     def note_step(self) -> None:
         """Note that this rank, which coordinates, comes to the next step of its training.
 
-        A coordinator answers at the safe points of its rank. If a step was so long that other members have come round
-        in it, their rounds wait for this rank, and one of them takes over.
+        A coordinator answers at the safe points of its rank. If its steps are so long that other members come round in
+        one, their rounds wait for this rank, and one of them takes over.
         """
         began_at, now = self._stepped_at, self._services.time()
         self._stepped_at = now
         if self._serving is None or now - began_at < SLOW_STEP_S or self.epoch == self._handed_over_in:
+            self._slow_step_count = 0
             return
         rank = self._serving.quicker_member((now - began_at) / SLOWNESS, began_at)
-        if rank is not None:
+        self._slow_step_count = 0 if rank is None else self._slow_step_count + 1
+        if rank is not None and self._slow_step_count == SLOW_STEP_COUNT:
             logger.info("a step of this rank took %.3g s: rank %d is asked to coordinate", now - began_at, rank)
             self._handed_over_in = self.epoch
             self._board.send(HandOver(self._scopes.policy, self.epoch), rank)
