@@ -2,7 +2,8 @@
 
 A :class:`Link` has the latency and the bandwidth between two ranks, a :class:`Network` all links. Times are virtual
 seconds, sizes bytes, rates bytes per second. Where a duration is asked for, a number is a constant, and a
-:class:`Uniform`, :class:`Exponential` or :class:`LogNormal` is drawn afresh each time, from the simulation's seed.
+:class:`Uniform`, :class:`Exponential` or :class:`LogNormal` is drawn afresh each time, from the simulation's seed
+(:mod:`asyncdist.simulation.distributions` has the arithmetic).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Decides who replaces whom in selective averaging: the options that matter for it, and the decision on given metrics.
 
 Pure functions on plain values: no asyncio, no transport, no clock, no torch, no randomness, so thousands of tests run
-in milliseconds. `protocols.selective.rounds` decides when to judge and carries each round to its end.
+in milliseconds. `protocols.selective.rounds` decides when to judge and carries each round to its end;
+`protocols.ranking` has the order of the ranks, ties and NaN included, and how many are replaced.
 """
 
 import math
