@@ -146,7 +146,9 @@ class Leadership:
     ) -> None:
         self._services = services
         self._members = tuple(members)
-        self._everybody = dict.fromkeys((*members, coordinator))
+        # Of all ranks of the world no list is made: each of thousands of ranks would have one.
+        is_world = len(members) == services.size
+        self._everybody = range(services.size) if is_world else dict.fromkeys((*members, coordinator))
         self._rules = rules
         self._scopes = scopes
         self._stream_safe_points = stream_safe_points
@@ -174,7 +176,7 @@ class Leadership:
 
     def begin(self) -> None:
         """Take note of the ranks that have gone since the start was agreed on."""
-        for rank in sorted(self._services.gone.intersection(self._everybody)):
+        for rank in sorted(self._services.gone):
             self._note_peer(rank)
 
     @property

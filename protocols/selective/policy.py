@@ -235,7 +235,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         if self._coordinator_rank is not None and self._coordinator_rank >= world.size:
             validation.refuse("coordinator", self._coordinator_rank, f"a rank from 0 to {world.size - 1}")
         members = (self._given_group or world.group).ranks
-        if not set(self._successors) <= set(members):
+        if self._successors and not set(self._successors) <= set(members):
             validation.refuse("successors", self._successors, f"members of the policy's group, {list(members)}")
         return await super().__aenter__()
 
@@ -256,7 +256,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._leadership = Leadership(
             services,
             members,
-            tuple(dict.fromkeys((*self._successors, *members))),
+            tuple(dict.fromkeys((*self._successors, *members))) if self._successors else members,
             meeting.leader,
             self._rules,
             scopes,
