@@ -1,0 +1,35 @@
+"""Requests for snapshots are answered whatever epoch they are of: a replacer waits for each answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support.local import worlds
+
+from asyncdist.messaging.streams import Grant
+from protocols.parameter_stream import SnapshotServer
+from protocols.selective.coordinator import PolicyScopes
+from protocols.selective.member_channels import MemberChannels
+
+
+async def test_requests_of_an_earlier_epoch_get_the_abort(monkeypatch: Any) -> None:
+    async with worlds(2) as made:
+        refused: list[tuple[int, int]] = []
+        monkeypatch.setattr(SnapshotServer, "_refuse", lambda server, key: refused.append(key))
+        scopes = PolicyScopes.__new__(PolicyScopes)
+        scopes.policy, scopes.to_members, scopes.to_coordinator = 1, 2, 3
+        donor, replacer = (MemberChannels(world.services, scopes) for world in made)
+
+        def ask(slot: int) -> None:
+            replacer.server.channel.send_nowait(Grant(slot, 64, 64), 0, round=5)
+            made[0].services.engine.poll()
+
+        ask(1)
+        assert not refused, "it waits for the snapshot of a round to come"
+        donor.enter_epoch(1)
+        assert refused == [(1, 1)], "that round never comes"
+        ask(2)
+        assert refused == [(1, 1), (1, 2)], "of the earlier epoch"
+        replacer.enter_epoch(1)
+        ask(3)
+        assert refused == [(1, 1), (1, 2)], "round 5 of this epoch may come"
