@@ -29,6 +29,8 @@ from torch import Tensor
 
 #: Elements that are handled at once: 256 KiB of float32 stay in a core's own cache from one pass to the next.
 _PIECE_COUNT: Final = 1 << 16
+#: Elements for which a mean of equal values is computed at once: all that it takes beside the tensors given.
+_STRETCH_COUNT: Final = 12 << 10
 _SCALE: Final = 2.0**-64
 _LARGEST: Final = {dtype: torch.finfo(dtype).max for dtype in (torch.float32, torch.float64)}
 #: Sums of up to 2^20 values of this size stay finite.
@@ -217,16 +219,22 @@ def _prefer_last(mean: Tensor, last: Tensor, weights: Sequence[float], *, is_car
     """
     if len(weights) == 2 and weights[0] == weights[1] == 1.0:  # (x + x) / 2 is exact
         return
+    for its_mean, its_last in zip(torch.split(mean, _STRETCH_COUNT), torch.split(last, _STRETCH_COUNT), strict=True):
+        _prefer_last_here(its_mean, its_last, weights, is_careful=is_careful)
+
+
+def _prefer_last_here(mean: Tensor, last: Tensor, weights: Sequence[float], *, is_careful: bool) -> None:
     if is_careful:
         of_equal = torch.empty_like(last)
         _mean_one_by_one(of_equal, [last] * len(weights), weights, WeightedMean(keeps_equal=False))
     else:
         of_equal = _mean_of_equal(last, weights)
     bits, last_bits = mean.view(_INTEGERS[mean.dtype]), last.view(_INTEGERS[mean.dtype])
-    of_equal_bits = of_equal.view(bits.dtype)
-    is_equal = torch.eq(bits, of_equal_bits, out=of_equal_bits)
-    if is_equal.max():
-        bits += is_equal.mul_(last_bits - bits)
+    differs = of_equal.view(bits.dtype)
+    torch.ne(bits, differs, out=differs)
+    if not differs.min():
+        bits *= differs
+        bits -= differs.sub_(1).mul_(last_bits)  # -1 times the last one's, where they are equal
 
 
 def _mean_of_equal(values: Tensor, weights: Sequence[float]) -> Tensor:

@@ -26,7 +26,8 @@ class Generators:
 
     def __init__(self) -> None:
         # By their addresses: when the collector finalises one, a weak reference does not lead to it any more.
-        self._begun: dict[int, tuple[RankLoop, weakref.ref[AsyncGenerator[Any, Any]]]] = {}
+        self._owners: dict[int, RankLoop] = {}
+        self._begun: dict[RankLoop, dict[int, weakref.ref[AsyncGenerator[Any, Any]]]] = {}
         self._swept_count = 0
 
     @contextlib.contextmanager
@@ -38,27 +39,40 @@ class Generators:
             yield
         finally:
             sys.set_asyncgen_hooks(*hooks)
+            self._owners.clear()
             self._begun.clear()
 
     def of(self, loop: RankLoop) -> list[AsyncGenerator[Any, Any]]:
         """Return the generators that ``loop`` has begun and that still exist, in the order of their beginnings."""
-        alive = ((owner, reference()) for owner, reference in self._begun.values())
-        return [generator for owner, generator in alive if owner is loop and generator is not None]
+        begun = [reference() for reference in self._begun.get(loop, {}).values()]
+        return [generator for generator in begun if generator is not None]
 
     def _on_first(self, generator: AsyncGenerator[Any, Any]) -> None:
         loop = asyncio._get_running_loop()
         if not isinstance(loop, RankLoop):
             return
-        self._begun.pop(id(generator), None)  # of one that has ended, and had the same address
-        self._begun[id(generator)] = loop, weakref.ref(generator)
-        if len(self._begun) > 2 * self._swept_count + 100:
-            self._begun = {key: entry for key, entry in self._begun.items() if entry[1]() is not None}
-            self._swept_count = len(self._begun)
+        self._forget(id(generator))  # one that has ended, and had the same address
+        self._owners[id(generator)] = loop
+        self._begun.setdefault(loop, {})[id(generator)] = weakref.ref(generator)
+        if len(self._owners) > 2 * self._swept_count + 100:
+            self._sweep()
 
     def _on_last(self, generator: AsyncGenerator[Any, Any]) -> None:
-        loop, _ = self._begun.pop(id(generator), (None, None))
+        loop = self._forget(id(generator))
         if loop is not None and not loop.dead:
             loop.create_task(generator.aclose(), context=loop.context.copy())
+
+    def _forget(self, address: int) -> RankLoop | None:
+        loop = self._owners.pop(address, None)
+        if loop is not None:
+            del self._begun[loop][address]
+        return loop
+
+    def _sweep(self) -> None:
+        for begun in self._begun.values():
+            for address in [address for address, reference in begun.items() if reference() is None]:
+                self._forget(address)
+        self._swept_count = len(self._owners)
 
 
 @contextlib.contextmanager
