@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from asyncdist import tags
 from asyncdist.errors import AsyncdistError, TruncationError
 from asyncdist.messaging.polling import PendingRequest, Poller, resolve_waiter
 from asyncdist.transports.base import Buffer, Request, Transport
@@ -310,12 +311,16 @@ class Engine(Poller):
     # -- reports -----------------------------------------------------------------------------------------------------
 
     def outstanding(self) -> tuple[str, ...]:
-        """Describe what is under way, abandoned receives included, for reports and for the check at the end."""
+        """Describe what is under way, abandoned receives included, for reports and for the check at the end.
+
+        A collective that ended by a loss leaves messages that others had sent in it; these are not named.
+        """
+        has_losses = bool(self.transport.lost_ranks())
         stashed = (
             f"message from {source}, tag {tag}, for nobody"
             for (source, tag), stash in self._abandoned.items()
             for entry in stash
-            if entry.resolved
+            if entry.resolved and not (has_losses and tags.COLLECTIVE_FIRST <= tag <= tags.COLLECTIVE_LAST)
         )
         return (*(operation.what for operation in self._operations), *stashed)
 

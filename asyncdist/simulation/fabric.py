@@ -436,6 +436,8 @@ class Fabric:
 
     def set_loss_listener(self, rank: int, listen: Callable[[int], object]) -> None:
         self._listeners[rank] = listen
+        for lost in sorted(self._known_lost[rank]):
+            listen(lost)
 
     def lost_ranks(self, observer: int) -> frozenset[int]:
         return self._all_ranks if self._muted else frozenset(self._known_lost[observer])

@@ -258,7 +258,10 @@ class Transport(abc.ABC):
         del ring
 
     def set_loss_listener(self, listen: Callable[[int], None]) -> None:
-        """Have ``listen(rank)`` called once for each rank that is found to be lost, if the transport detects it."""
+        """Have ``listen(rank)`` called once for each lost rank, if the transport detects that.
+
+        It is called at once for those that are lost already: a rank may be lost before others have opened their world.
+        """
         del listen
 
     def describe(self) -> str:

@@ -60,8 +60,10 @@ class LocalHub:
         return send
 
     def set_loss_listener(self, rank: int, listen: Callable[[int], None]) -> None:
-        """Have ``listen`` called on ``rank`` when another rank is lost."""
+        """Have ``listen`` called on ``rank`` for each rank that is lost; at once for those that are lost already."""
         self._loss_listeners[rank] = listen
+        for lost in sorted(self._lost):
+            listen(lost)
 
     def forget(self, rank: int) -> None:
         """Drop what ``rank`` has posted and asked to be told, since it closed its transport."""

@@ -7,7 +7,7 @@ import itertools
 from typing import Any
 
 import pytest
-from support.local import worlds, yields
+from support.local import NONCE, worlds, yields
 
 import asyncdist as ad
 from asyncdist import World, tags
@@ -18,11 +18,15 @@ from asyncdist.errors import (
     ClosedError,
     DisagreementError,
     LocalProtocolError,
+    RankLostError,
     RemoteError,
     StartTimeoutError,
 )
+from asyncdist.messaging.engine import Engine
+from asyncdist.messaging.services import Services
 from asyncdist.runtime.peers import Leave
 from asyncdist.simulation import Delay, Kill, Network, simulate
+from asyncdist.transports.local import LocalHub
 
 NOBODY_COMES_S = 0.05
 
@@ -488,6 +492,19 @@ def test_a_verdict_that_is_late_is_no_disagreement() -> None:
 
 
 @pytest.mark.slow
+async def test_a_rank_that_was_lost_before_another_opened_its_world_is_known_there() -> None:
+    hub = LocalHub(2)
+    hub.lose(0)
+    engine = Engine(hub.transport(1), asyncio.get_running_loop())
+    engine.start()
+    services = Services(engine, engine.loop, NONCE)
+    world = World(services, engine.loop, nonce=NONCE, group=Group((0, 1), 1, tags.COLLECTIVE_FIRST, None))
+    with pytest.raises(RankLostError, match="rank 0 is lost"):
+        async with asyncio.timeout(60):
+            await world.new_group([0, 1])
+    engine.stop()
+
+
 def test_a_rank_that_is_lost_at_any_moment_of_a_start_is_named_in_one_way() -> None:
     """Who sent to it before the world had heard of its loss got the transport's own error, a leader's verdict too."""
 

@@ -38,7 +38,7 @@ FOUND: dict[int, tuple[str, tuple[str, ...]]] = {
     13: ("a coordinator whose last member was lost slept on", ("fault Kill", "killed anybody")),
     104: (
         "news of another coordinator came while a member carried out what the last one had assigned",
-        ("killed coordinator", "abandoned: the coordinator is gone", "rounds after a takeover"),
+        ("killed coordinator", "rounds after a takeover"),
     ),
     159: (
         "one spoiled frame, a rank's last, made a peer wait at the end for ever",
@@ -55,6 +55,14 @@ FOUND: dict[int, tuple[str, tuple[str, ...]]] = {
     3864: (
         "an average applied after its round's time was up did not count once a second round was overdue",
         ("fault Partition", "applied", "declined: replaced at iteration ..."),
+    ),
+    3706: (
+        "what others had sent in an average that a loss ended was told as left over, and strict refused it",
+        ("fault Kill", "member gone from average_all"),
+    ),
+    6018: (
+        "a rank that opened its world after a peer had died did not hear of that, and waited for it for ever",
+        ("fault Kill", "killed coordinator"),
     ),
     217200: (
         "a grant took minutes over a slowed link: the rank ends after its bound, and says what is left over",
