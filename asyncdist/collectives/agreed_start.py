@@ -75,22 +75,8 @@ class Start(Generic[T]):
         """Note that this rank says that it comes."""
         self._has_come = True
 
-    def on_postponed(self) -> None:
-        """Note that this rank comes later: the others do not count on it yet."""
-        self._has_come = False
-
-    def check_wanted(self) -> None:
-        """Stay away from a start that was postponed if its caller has given it up meanwhile.
-
-        Raises:
-            CancelledError: it has.
-        """
-        if self._outcome.done():
-            self._agreements.stay_away(self.meeting)
-            raise asyncio.CancelledError
-
     def on_time_up(self, error: StartTimeoutError) -> None:
-        """Raise ``error`` in the caller, whose time is up; the work goes on until the leader has decided."""
+        """Raise ``error`` in the caller, whose time is up; the work goes on, and its result is given back."""
         if not self._outcome.done():
             self._outcome.set_exception(error)
 

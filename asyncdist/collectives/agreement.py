@@ -5,11 +5,9 @@ leader compares them and answers all members with one verdict. So a collective i
 known to enter it, and a program that would hang elsewhere gets an error that names the first difference or the missing
 ranks. A member that cannot start, for example because of a wrong argument, objects: the others raise its exception.
 
-Members that name different groups cannot be compared. But among starts that a rank makes one after the other
-(``alone``), groups above all, two ranks that wait for each other in different ones would wait for ever. A leader
-therefore reminds the missing members every second. A member that is about to start that one too, in another task, does
-it first where that is its place in the order of all agreements (:mod:`asyncdist.collectives.turns`); a member that has
-no other start to make reports the cycle.
+Members that name different groups cannot be compared. In some starts, of groups above all, they find out that they wait
+for each other in different ones (:mod:`asyncdist.collectives.rivals`). Of the starts that block, or take a number, a
+rank makes one at a time (:mod:`asyncdist.collectives.turns`): it may ask the leader to let it come later.
 
 A member that gives up tells the leader, and cannot know what the leader has decided meanwhile: each member that has
 come gets one verdict, and if that says go, the others count on it. :mod:`asyncdist.collectives.agreed_start` therefore
@@ -20,12 +18,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from asyncdist.collectives.agreement_alone import POSTPONED, REMIND_AFTER_S, Alone, Postponed
 from asyncdist.collectives.agreement_messages import (
     Agreed,
     AgreementKey,
@@ -33,12 +31,10 @@ from asyncdist.collectives.agreement_messages import (
     Join,
     Meeting,
     Objection,
-    Reminder,
     Runs,
     Verdict,
     Withdraw,
     ranks_of,
-    runs_of,
 )
 from asyncdist.collectives.agreement_verdicts import (
     Absentees,
@@ -48,6 +44,7 @@ from asyncdist.collectives.agreement_verdicts import (
     raise_refusal,
     start_timeout_error,
 )
+from asyncdist.collectives.rivals import Rivals
 from asyncdist.errors import AsyncdistError, BusyError, RankLostError, StartTimeoutError
 from asyncdist.tensors.serialization import words_of
 
@@ -57,10 +54,14 @@ if TYPE_CHECKING:
 
 #: How much longer a member waits for the leader's verdict, so that the leader is the one that names the missing ranks.
 MEMBER_PATIENCE_S: Final = 5.0
-#: A leader reminds at most this many of the missing ranks: one that sees what is wrong suffices.
-_REMINDED_COUNT_MAX: Final = 16
 #: The reason that the other members are told when this rank was cancelled.
 _CANCELLED: Final = ("CancelledError", "it was cancelled while it waited for the others")
+#: What the objection of a rank says that comes later, and the verdict that answers it.
+_POSTPONED: Final = "(postponed)"
+
+
+class Postponed(Exception):
+    """This rank is to meet again, later: see :meth:`Agreements.postpone`."""
 
 
 class Caller(Protocol):
@@ -68,9 +69,6 @@ class Caller(Protocol):
 
     def on_asked(self) -> None:
         """This rank has told the leader that it has come, or is about to."""
-
-    def on_postponed(self) -> None:
-        """The leader does not wait for this rank's verdict any more: it comes to the start again, later."""
 
     def on_time_up(self, error: StartTimeoutError) -> None:
         """The leader has not answered in time. This rank goes on waiting, since the answer may have been go."""
@@ -83,6 +81,9 @@ class Agreements:
         engine: this rank's.
         channel: sends the messages; the world receives from it and calls the ``on_`` methods.
         rank: this rank.
+
+    Attributes:
+        rivals: finds starts in which ranks wait for each other.
     """
 
     def __init__(self, engine: Engine, channel: Channel[Any], rank: int) -> None:
@@ -95,10 +96,10 @@ class Agreements:
         # By the key for all occurrences.
         self._counts: Counter[AgreementKey] = Counter()
         self._withdrawn: dict[AgreementKey, set[int]] = {}
-        self._ahead: dict[AgreementKey, Meeting] = {}  # those that this rank has counted, and has not come to
+        self._ahead: set[AgreementKey] = set()  # those that this rank has counted, and has not come to
         self._gone: set[int] = set()
         self._lost: set[int] = set()
-        self._alone: Alone | None = None
+        self.rivals = Rivals(engine, rank, self._joins, self._send, self._object)
         self._forsaken: set[AgreementKey] = set()
         self._is_failing = False
         self.is_interrupted: Callable[[], bool] = lambda: False
@@ -148,8 +149,14 @@ class Agreements:
         """
         key = self._next_occurrence(AgreementKey.of(subject, ranks))
         leader = ranks[0] if leader is None else leader
-        meeting = self._ahead[key] = Meeting(key, tuple(ranks), leader, self._engine.loop.time())
-        return meeting
+        self._ahead.add(key)
+        return Meeting(key, tuple(ranks), leader, self._engine.loop.time())
+
+    def second_meeting(self, meeting: Meeting) -> Meeting:
+        """Return another one for the start of ``meeting``, to which all have come: none of them may stay away."""
+        return Meeting(
+            dataclasses.replace(meeting.key, is_second=True), meeting.ranks, meeting.leader, self._engine.loop.time()
+        )
 
     async def meet(
         self,
@@ -158,7 +165,6 @@ class Agreements:
         *,
         timeout_s: float | None,
         taken: Runs = (),
-        alone: bool = False,
         hold_s: float = 0.0,
         caller: Caller | None = None,
     ) -> Agreed:
@@ -167,72 +173,45 @@ class Agreements:
         Args:
             meeting: of :meth:`next_meeting`.
             values, timeout_s, taken, hold_s: see :meth:`agree`.
-            alone: no rank starts anything else with ``alone`` meanwhile; the caller sees to that.
             caller: told how far it has come.
 
         Raises:
             AsyncdistError: as :meth:`agree`.
-            Postponed: ``alone`` only: this rank is to make another start first, and then to meet again.
+            Postponed: the leader has let this rank go, which is to meet again.
         """
         key, ranks, leader = meeting.key, meeting.ranks, meeting.leader
-        self._ahead.pop(key, None)
+        self._ahead.discard(key)
         join = Join(key.text, tuple(sorted(values.items())), taken)
         if caller is not None:
             caller.on_asked()
         gone = Absentees(ranks, self._gone, self._withdrawn.setdefault(key.of_all_occurrences, set()))
         try:
-            with self._starting_alone(meeting) if alone else contextlib.nullcontext() as start:
-                if self._rank == leader:
-                    verdict, first = await self._lead(meeting, join, gone, timeout_s)
-                else:
-                    verdict, first = await self._follow(meeting, join, gone, timeout_s, hold_s, caller), join
+            if self._rank == leader:
+                verdict, first = await self._lead(meeting, join, gone, timeout_s)
+            else:
+                verdict, first = await self._follow(meeting, join, gone, timeout_s, hold_s, caller), join
         except asyncio.CancelledError:
             if self._verdicts.pop(key, None) is None:
                 self._forsaken.add(key)
                 self._ask_to_go(meeting)
             raise
-        if start is not None and start.rival is not None:
-            self._object_to_rival(*start.rival, verdict)
+        rival = self.rivals.rival_of(key, verdict.refusal)
+        if rival is not None:
+            its_key = self._next_occurrence(rival.key)
+            self._object(Objection(its_key.text, rival.members, "", rival.text), rival.members[0][0])
         if verdict.objector == self._rank:
-            if start is None or start.behind is None or verdict.difference != POSTPONED:
-                raise asyncio.CancelledError
-            self._ahead[key] = meeting
-            if caller is not None:
-                caller.on_postponed()
-            raise Postponed(start.behind)
+            raise Postponed if verdict.difference == _POSTPONED else asyncio.CancelledError
         raise_refusal(verdict)
         return Agreed(verdict.agreed, dict(first.values), key.occurrence)
 
-    @contextlib.contextmanager
-    def _starting_alone(self, meeting: Meeting) -> Iterator[Alone]:
-        assert self._alone is None, f"{meeting.key.text} is started beside {self._alone}"
-        alone = self._alone = Alone(meeting, self._engine.loop.time())
-        self._remind_later(alone)
-        try:
-            yield alone
-        finally:
-            alone.reminds.cancel()
-            self._alone = None
-            meeting.waited_s += self._engine.loop.time() - alone.since
+    def postpone(self, meeting: Meeting) -> None:
+        """Ask the leader to let this rank go, which waits in ``meeting`` and is to meet again: then that one raises.
 
-    def _remind_later(self, alone: Alone) -> None:
-        alone.reminds = self._engine.loop.call_later(REMIND_AFTER_S, self._remind, alone)
-
-    def _remind(self, alone: Alone) -> None:
-        """Remind the members that have not come to ``alone``, and this rank of those that wait for it elsewhere."""
-        self._engine.poll()  # some may have come while something blocked the loop
-        ranks = alone.meeting.ranks
-        is_leader = ranks[0] == self._rank
-        if is_leader:
-            joins = self._joins.get(alone.key, {})
-            reminder = Reminder(alone.key.of_all_occurrences.text, alone.key.ranks, runs_of(tuple(sorted(joins))))
-            for rank in [rank for rank in ranks if rank not in joins][:_REMINDED_COUNT_MAX]:
-                self._send(reminder, rank)
-        for key, joins in list(self._joins.items()):
-            if key in self._ahead or (not is_leader and key.subject == alone.key.subject):
-                self.on_reminder(Reminder(key.of_all_occurrences.text, key.ranks, runs_of(tuple(sorted(joins)))))
-        self._object_alone(alone, *alone.on_round(self._rank, self._engine.loop.time(), self._ahead.values()))
-        self._remind_later(alone)
+        The leader does nothing where all members have come.
+        """
+        key = meeting.key
+        text = f"rank {self._rank} comes to another start first"
+        self._object(Objection(key.text, key.ranks, _POSTPONED, text), meeting.leader)
         self._engine.recheck()
 
     def object(self, ranks: Sequence[int], subject: str, error: BaseException) -> None:
@@ -242,7 +221,7 @@ class Agreements:
 
     def stay_away(self, meeting: Meeting, error: Exception | None = None) -> None:
         """Tell the others, in place of :meth:`meet`, that this rank does not come: ``error``, or it was cancelled."""
-        self._ahead.pop(meeting.key, None)
+        self._ahead.discard(meeting.key)
         self._ask_to_go(meeting, words_of(error) if error is not None else _CANCELLED)
 
     @contextlib.contextmanager
@@ -413,11 +392,11 @@ class Agreements:
         key, subject = objection.key, objection.subject
         if self._over.hear(key, source) is not None:
             return  # another member has objected first
-        if source != self._rank and self._has_led(key):
-            return  # all had come; its verdict is under way
-        if objection.kind == POSTPONED:
+        if objection.kind == _POSTPONED:
             self._postpone(objection, source)
             return
+        if source != self._rank and self._has_led(key):
+            return  # all had come; its verdict is under way
         if objection.kind:
             verdict = Verdict(subject, difference=objection.kind, refusal=objection.text, objector=source)
         else:
@@ -433,7 +412,7 @@ class Agreements:
             del joins[source]
             if not joins:
                 del self._joins[objection.key]
-            self._tell([source], Verdict(objection.subject, difference=POSTPONED, objector=source))
+            self._tell([source], Verdict(objection.subject, difference=_POSTPONED, objector=source))
 
     def _tell(self, ranks: Iterable[int], verdict: Verdict) -> None:
         for rank in ranks:
@@ -441,21 +420,6 @@ class Agreements:
                 self.on_verdict(verdict)
             else:
                 self._send(verdict, rank)
-
-    def on_reminder(self, reminder: Reminder) -> None:
-        """Postpone what this rank waits in, or object to it, where others wait for this rank in another agreement."""
-        alone, now = self._alone, self._engine.loop.time()
-        if alone is not None:
-            self._object_alone(alone, *alone.on_reminder(reminder, self._rank, now, self._ahead.values()))
-
-    def _object_alone(self, alone: Alone, kind: str, text: str) -> None:
-        if text:
-            self._object(Objection(alone.key.text, alone.key.ranks, kind, text), alone.meeting.leader)
-
-    def _object_to_rival(self, key: AgreementKey, members: Runs, text: str, verdict: Verdict) -> None:
-        """Tell the members of the rival agreement too, unless the one that this rank waited in came about after all."""
-        if verdict.refusal == text:
-            self._object(Objection(self._next_occurrence(key).text, members, "", text), members[0][0])
 
     def _has_led(self, key: AgreementKey) -> bool:
         """Whether this rank has come to a meeting that it leads, and gone on."""

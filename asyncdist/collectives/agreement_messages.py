@@ -19,6 +19,7 @@ Runs: TypeAlias = tuple[tuple[int, int], ...]
 
 _ON_RANKS: Final = " on ranks "
 _TIME: Final = ", time "
+_SECOND: Final = ", their turn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +30,13 @@ class AgreementKey:
         subject: names what the ranks start.
         ranks: the members, in their order.
         occurrence: attempt number of these ranks at this subject, counted from 1; 0 stands for all attempts.
+        is_second: whether it is the attempt's second agreement (:mod:`asyncdist.collectives.turns`).
     """
 
     subject: str
     ranks: Runs
     occurrence: int = 0
+    is_second: bool = False
 
     def __hash__(self) -> int:
         # The first run only: there may be thousands, and each message that arrives is looked up by its key.
@@ -46,7 +49,8 @@ class AgreementKey:
     @property
     def text(self) -> str:
         """The key as it travels in messages: ``barrier on ranks 0-3, time 2``."""
-        return f"{self}{_TIME}{self.occurrence}" if self.occurrence else str(self)
+        time = f"{_TIME}{self.occurrence}" if self.occurrence else ""
+        return f"{self}{time}{_SECOND if self.is_second else ''}"
 
     @property
     def of_all_occurrences(self) -> AgreementKey:
@@ -75,14 +79,15 @@ def _in_words(runs: Runs) -> str:
 
 @functools.lru_cache(64)
 def _parse(text: str) -> AgreementKey:
-    subject, _, rest = text.rpartition(_ON_RANKS)
+    first = text.removesuffix(_SECOND)
+    subject, _, rest = first.rpartition(_ON_RANKS)
     ranks, _, occurrence = rest.partition(_TIME)
     runs = []
     try:
         for run in ranks.split(","):
-            first, _, last = run.partition("-")
-            runs.append((int(first), int(last or first)))
-        return AgreementKey(subject, tuple(runs), int(occurrence or 0))
+            begin, _, end = run.partition("-")
+            runs.append((int(begin), int(end or begin)))
+        return AgreementKey(subject, tuple(runs), int(occurrence or 0), first != text)
     except ValueError as error:
         raise RemoteProtocolError(f"{text!r:.200} is not the key of an agreement") from error
 
@@ -200,7 +205,7 @@ class Withdraw(_Keyed):
     subject: str
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Meeting:
     """One start of this rank, which must either come to it or stay away from it.
 
@@ -209,14 +214,12 @@ class Meeting:
         ranks: its members.
         leader: the rank that decides.
         began_at: when the start was asked for, on the loop's clock.
-        waited_s: how long this rank has waited in it, each time before it postponed it.
     """
 
     key: AgreementKey
     ranks: tuple[int, ...]
     leader: int
     began_at: float
-    waited_s: float = 0.0
 
     def __str__(self) -> str:
         return repr(str(self.key))

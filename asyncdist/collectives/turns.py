@@ -1,27 +1,54 @@
 """Makes the starts of one rank take turns that take a number, or enter a call that blocks until all members enter it.
 
 A rank that is in two such starts at once could block in one of them while another rank blocks in the other one, in
-MPI_Win_allocate and MPI_Comm_create_group for example, and each would wait for the other for ever. So a rank agrees to
-one of them at a time, and carries it out before it agrees to the next one.
+MPI_Win_allocate and MPI_Comm_create_group for example, and each would wait for the other for ever. So a rank is in one
+of them at a time. But tasks may ask for starts in another order on each rank, for example when each of them begins to
+train a model of its own in a group of its own, and a start may wait for a rank that is late. Hence two agreements:
 
-Tasks may ask for starts in another order on each rank, for example when each of them begins to train a model of its own
-in a group of its own. Two ranks then wait for each other, each in the start that is behind on the other one. The starts
-have an order that is the same on all ranks (:mod:`asyncdist.collectives.agreement_alone`): a rank that is in the later
-one is told after a second, postpones it, and makes the earlier one first. A start that waits for a rank which is late
-does not hold up the others for long: after some seconds it is postponed, too.
+1. **All members have asked for it.** A rank may be in any number of these at once, so none of them waits for another
+   start. Their leader gives the start a number that is larger than those of all starts that a member has heard of
+   before (Lamport, "Time, clocks, and the ordering of events in a distributed system", 1978). Numbers, and keys where
+   two of them are equal, put all starts into one order, which is the same on all ranks.
+2. **All members have their turn.** A rank comes to this agreement for the first start in that order among those for
+   which all members have asked. When an earlier one turns up, the rank asks the leader to wait for it later, unless all
+   have come, and comes to the earlier one.
+
+This always ends: of all starts whose members have all asked, each member comes to the first one as soon as it hears
+that all have asked, and the one start that may keep it back has all of its members.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from asyncdist.collectives.agreed_start import Start
-from asyncdist.collectives.agreement_alone import Postponed
-from asyncdist.collectives.agreement_messages import Agreed, AgreementKey, Runs
+from asyncdist.collectives.agreement import Agreements, Postponed
+from asyncdist.collectives.agreement_messages import Agreed, Meeting, Runs
 from asyncdist.errors import StartTimeoutError
 from asyncdist.messaging.services import Services
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """A start of this rank for which all members have asked.
+
+    Attributes:
+        number: that it was given.
+        meeting: of its second agreement.
+    """
+
+    number: int
+    meeting: Meeting
+
+    def place(self) -> tuple[int, Runs, str, int]:
+        """Return its place in the order of all starts."""
+        key = self.meeting.key
+        return self.number, key.ranks, key.subject, key.occurrence
 
 
 class Turns:
@@ -29,11 +56,15 @@ class Turns:
 
     Args:
         services: of this rank.
+        agreements: of this rank.
     """
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, agreements: Agreements) -> None:
         self._services = services
-        self._starts: list[Start[Any]] = []  # the first one has its turn
+        self._agreements = agreements
+        self._number = 0  # the largest that this rank has heard of
+        self._waiting: list[_Waiting] = []  # in their order; the first one comes next
+        self._current: _Waiting | None = None  # this rank has come to its second agreement, or is in its body
 
     @contextlib.asynccontextmanager
     async def turn(
@@ -43,44 +74,55 @@ class Turns:
 
         Args:
             start: of this rank.
-            timeout_s: how long to wait for the turn and for the last member, since the start was asked for.
+            timeout_s: how long to wait for the last member, and after that for the turn, since the start was asked for.
             taken: returns the numbers that are in use on this rank; see :meth:`Agreements.agree`.
 
         Raises:
-            StartTimeoutError: another start of this rank has not ended in time, or some members did not come.
+            StartTimeoutError: some members did not come in time.
             AsyncdistError: as :meth:`Agreements.agree`.
         """
-        self._starts.append(start)
-        try:
-            yield await self._agree(start, timeout_s, taken)
-        finally:
-            self._starts.remove(start)
-            self._services.engine.recheck()
-
-    async def _agree(self, start: Start[Any], timeout_s: float, taken: Callable[[], Runs]) -> Agreed:
-        while True:
-            await self._until_first(start, timeout_s)
+        with self._agreements.rivals.starting(start.meeting) as open_start:
+            asked = await start.agree({}, timeout_s=timeout_s, taken=((0, self._number),))
+            open_start.have_all_come = True
+            self._number = max(self._number, asked.number)
+            meeting = self._agreements.second_meeting(start.meeting)
             try:
-                return await start.agree({}, timeout_s=timeout_s, taken=taken(), alone=True)
-            except Postponed as postponed:
-                start.check_wanted()
-                self._bring_forward(postponed.behind)
+                with self._limited(start, timeout_s):
+                    agreed = await self._agree(asked.number, meeting, taken)
+                yield dataclasses.replace(agreed, time=asked.time)
+            finally:
+                if self._current is not None and self._current.meeting is meeting:
+                    self._current = None
+                    self._services.engine.recheck()
 
-    async def _until_first(self, start: Start[Any], timeout_s: float) -> None:
-        starts, engine = self._starts, self._services.engine
-        what = f"the turn of {start.meeting}, behind {starts[0].meeting}"
+    @contextlib.contextmanager
+    def _limited(self, start: Start[Any], timeout_s: float) -> Iterator[None]:
+        """Raise in the caller of ``start`` when its time is up; the body goes on, since the others count on it."""
+        text = f"{start.meeting}: all ranks came, but some had not finished other starts after {timeout_s:g} s"
         deadline = start.meeting.began_at + timeout_s
-        if not await engine.until(lambda: starts[0] is start, what, deadline=deadline):
-            raise StartTimeoutError(
-                f"{start.meeting}: rank {self._services.rank} waited for {timeout_s:g} s to finish "
-                f"{starts[0].meeting} first",
-                missing=(),
-            )
+        error = StartTimeoutError(text, missing=())
+        timer = self._services.engine.loop.call_at(deadline, start.on_time_up, error)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
-    def _bring_forward(self, key: AgreementKey) -> None:
-        """Give the turn to the first start with this key for all occurrences, unless it was given up meanwhile."""
-        for index, start in enumerate(self._starts):
-            if start.meeting.key.of_all_occurrences == key:
-                self._starts.insert(0, self._starts.pop(index))
-                self._services.engine.recheck()
-                return
+    async def _agree(self, number: int, meeting: Meeting, taken: Callable[[], Runs]) -> Agreed:
+        """Agree that all members have their turn; this rank's is the current one from then on."""
+        engine, waiting = self._services.engine, self._waiting
+        entry = _Waiting(number, meeting)
+        bisect.insort(waiting, entry, key=_Waiting.place)
+        if self._current is not None and waiting[0] is entry and entry.place() < self._current.place():
+            self._agreements.postpone(self._current.meeting)
+        try:
+            while True:
+                what = f"the turn of {meeting}"
+                await engine.until(lambda: self._current is None and waiting[0] is entry, what)
+                self._current = entry
+                try:
+                    return await self._agreements.meet(meeting, {}, timeout_s=None, taken=taken())
+                except Postponed:
+                    self._current = None
+                    engine.recheck()
+        finally:
+            waiting.remove(entry)

@@ -84,7 +84,7 @@ class Peers:
         attendance: counts the collectives that each rank takes part in.
         agreements: what the ranks agree on before they do it together.
         collectives: of this rank.
-        turns: lets this rank agree to one start at a time among those that block or take a number.
+        turns: lets this rank make one start at a time among those that block or take a number.
         groups: makes and frees groups.
 
     Args:
@@ -118,7 +118,7 @@ class Peers:
         )
         self.agreements = Agreements(services.engine, self._system, services.rank)
         self.collectives = Collectives(services.engine, services.rank, services.spawn_service, self.attendance)
-        self.turns = Turns(services)
+        self.turns = Turns(services, self.agreements)
         self.groups = GroupCreation(
             services, self.agreements, self.collectives, self.attendance, self._system, self.turns
         )
@@ -162,7 +162,7 @@ class Peers:
             case Objection() as objection:
                 self.agreements.on_objection(objection, source)
             case Reminder() as reminder:
-                self.agreements.on_reminder(reminder)
+                self.agreements.rivals.on_reminder(reminder)
             case Inquiry() as inquiry:
                 self.agreements.on_inquiry(inquiry)
             case Withdraw(subject):

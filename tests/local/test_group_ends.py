@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +14,8 @@ import asyncdist as ad
 from asyncdist import World
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.membership import MembershipLog
-from asyncdist.errors import ClosedError, LocalProtocolError, RemoteError, StartTimeoutError
+from asyncdist.errors import ClosedError, LocalProtocolError, StartTimeoutError
+from asyncdist.runtime.group_creation import GroupCreation
 from asyncdist.runtime.peers import Leave
 from asyncdist.tensors.model_cache import MODEL_COUNT_MAX, Scratch
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy
@@ -70,22 +71,21 @@ async def test_what_was_freed_leaves_nothing() -> None:
 def test_where_the_second_of_several_groups_cannot_be_made_the_first_is_given_back(
     start: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Else rank 1 would postpone what it makes elsewhere.
-    monkeypatch.setattr("asyncdist.collectives.agreement.REMIND_AFTER_S", 1e6)
+    new_group = GroupCreation.new_group
+
+    async def or_none(groups: GroupCreation, ranks: Sequence[int], *args: Any, **kwargs: Any) -> ad.Group:
+        if groups._services.rank == 1:
+            raise StartTimeoutError("rank 1 makes none", missing=())
+        return await new_group(groups, ranks, *args, **kwargs)
+
+    monkeypatch.setattr(GroupCreation, "new_group", or_none)
 
     async def main(world: World) -> tuple[str, bool]:
-        elsewhere = asyncio.ensure_future(world.new_group([1, 2], timeout_s=500)) if world.rank == 1 else None
-        await world.sleep(1)
         try:
             await start()
             came_to = "made"
         except StartTimeoutError as error:
             came_to = f"waited for {error.missing}"
-        except RemoteError:
-            came_to = "waited for rank 1, which waited for its turn"
-        if elsewhere is not None:
-            with pytest.raises(StartTimeoutError):
-                await elsewhere
         await world.sleep(2000 - world.time())
         return came_to, bool(world.peers.groups.ledger.taken())
 
@@ -243,7 +243,7 @@ def test_a_group_whose_start_was_cancelled_after_go_is_freed() -> None:
             await ad.barrier(group=group)
         return str(caught.value.message)
 
-    faults = [ad.simulation.Delay(source=0, dest=1, number=1, duration_s=20)]
+    faults = [ad.simulation.Delay(source=0, dest=1, number=2, duration_s=20)]
     said = ad.simulate(main, ranks=2, faults=faults, strict=True).results[0]
     assert said.startswith(("rank 1 has freed the group [0, 1]", "rank 1 has left")), said
 

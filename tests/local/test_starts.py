@@ -64,23 +64,23 @@ def late_verdict(main: Callable[[World], Any]) -> Any:
     return report.results
 
 
-def test_a_member_whose_time_is_up_before_it_hears_go_is_told_in_time_and_makes_the_group_all_the_same() -> None:
-    """It went away, and rank 0 was alone in a collective start."""
+def test_members_whose_time_is_up_before_one_hears_go_are_told_in_time_and_make_the_group_all_the_same() -> None:
+    """The one went away, and rank 0 was alone in a collective start."""
 
     async def main(world: World) -> tuple[str, float]:
         try:
             await world.new_group([0, 1], timeout_s=1)
             came_to = "made"
         except StartTimeoutError as error:
-            came_to = str(error.missing)
+            came_to = str(error)
         after_s = world.time()
         await world.new_group([0, 1])
         assert world.time() > 20, "the first one is made first"
         return came_to, after_s
 
-    made, gave_up = late_verdict(main)
-    assert made[0] == "made" and made[1] < 1
-    assert gave_up[0] == "(0,)" and 1 < gave_up[1] < 10
+    leader, gave_up = late_verdict(main)
+    assert "all ranks came, but some had not finished other starts after 1 s" in leader[0] and 1 <= leader[1] < 1.1
+    assert "rank 0 did not come within 1 s" in gave_up[0] and 1 < gave_up[1] < 10
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -106,8 +106,8 @@ def test_a_step_of_average_all_that_is_cancelled_before_it_hears_go_averages_fir
                 values.append(model.weight.item())
         return was_cancelled, values
 
-    # The first two verdicts are of the policy's start and of its group.
-    report = simulate(main, ranks=2, faults=[Delay(source=0, dest=1, number=3, duration_s=60)], strict=True)
+    # The first verdict is of the policy's start, and the next two are of its group.
+    report = simulate(main, ranks=2, faults=[Delay(source=0, dest=1, number=4, duration_s=60)], strict=True)
     report.check_faults()
     assert report.results == ((False, [0.5, 1.5, 2.5]), (True, [0.5, 1.5, 2.5]))
 
@@ -187,55 +187,50 @@ def test_what_main_waits_for_in_a_start_is_said() -> None:
 # -- starts that are given up before this rank has come ----------------------------------------------------------------
 
 
-def test_the_wait_for_another_start_of_the_rank_counts_in_the_timeout_and_the_others_are_told() -> None:
-    """Rank 1 was called back when rank 0 had come, 18 s later, and rank 2 waited for a minute."""
+def test_a_start_that_waits_for_a_late_rank_holds_up_no_other_one() -> None:
+    """Rank 1 finished the first one before it came to the second, and rank 2 waited for a minute."""
 
-    async def main(world: World) -> tuple[str, float]:
+    async def main(world: World) -> float:
         if world.rank == 0:
             await world.sleep(18)
         first = asyncio.ensure_future(world.new_group([0, 1])) if world.rank < 2 else None
-        came_to, at_s = "", 0.0
+        at_s = 0.0
         if world.rank > 0:
             await asyncio.sleep(0)
-            with pytest.raises((StartTimeoutError, RemoteError)) as caught:
-                await world.new_group([1, 2], timeout_s=2 if world.rank == 1 else 60)
-            came_to, at_s = str(caught.value), world.time()
+            assert (await world.new_group([1, 2], timeout_s=2)).ranks == (1, 2)
+            at_s = world.time()
         if first is not None:
             assert (await first).ranks == (0, 1)
-        if world.rank > 0:
-            assert (await world.new_group([1, 2])).ranks == (1, 2)
-        return came_to, at_s
+        return at_s
 
-    _, (here, here_s), (there, there_s) = simulate(main, ranks=3, strict=True).results
-    words = "'new group on ranks 1-2': rank 1 waited for 2 s to finish 'new group on ranks 0-1' first"
-    assert words in here and f"rank 1 failed: asyncdist.errors.StartTimeoutError: {words}" in there
-    assert 2 <= here_s < 2.1 and 2 <= there_s < 2.1
+    _, here_s, there_s = simulate(main, ranks=3, strict=True).results
+    assert here_s < 0.01 and there_s < 0.01
 
 
 @pytest.mark.parametrize("gives_up", [0, 1, 2])
 @pytest.mark.parametrize("how", ["cancelled", "time is up"])
-def test_a_start_that_is_given_up_in_the_queue_is_the_same_one_on_all_ranks(gives_up: int, how: str) -> None:
+def test_a_start_that_is_given_up_among_others_is_the_same_one_on_all_ranks(gives_up: int, how: str) -> None:
     """Rank 1, which leads in one case and follows in the other, makes three groups of a kind; one is given up."""
 
     async def main(world: World, ranks: list[int]) -> list[str]:
         if world.rank == 0:
-            await world.sleep(18)
-            await world.new_group([0, 1])
             return []
-        starts = [asyncio.ensure_future(world.new_group([0, 1]))] if world.rank == 1 else []
+        if world.rank == 2:
+            await world.sleep(18)
+        starts = []
         for i in range(3):
             timeout_s = 3 if how == "time is up" and i == gives_up and world.rank == 1 else 60
             starts += [asyncio.ensure_future(world.new_group(ranks, timeout_s=timeout_s))]
             await world.safe_point()
         if how == "cancelled" and world.rank == 1:
-            starts[1 + gives_up].cancel()
+            starts[gives_up].cancel()
         found = await asyncio.gather(*starts, return_exceptions=True)
-        return [group.number if isinstance(group, Group) else type(group).__name__ for group in found[-3:]]
+        return [group.number if isinstance(group, Group) else type(group).__name__ for group in found]
 
     for ranks in ([1, 2], [2, 1]):
         _, here, there = simulate(main, ranks, ranks=3, strict=True).results
         assert here.pop(gives_up) == ("CancelledError" if how == "cancelled" else "StartTimeoutError")
-        assert there.pop(gives_up) == "RemoteError"
+        assert there.pop(gives_up) in ("RemoteError", "StartTimeoutError")
         assert here == there and len(set(here)) == 2 and all("." in number for number in here)
 
 
@@ -260,8 +255,8 @@ async def pair(world: World) -> Group:
 
 
 @pytest.mark.parametrize("start", [enter_average_all, enter_mesh])
-def test_a_start_that_needs_a_group_ends_in_time_where_another_group_waits_for_a_rank(start: Any) -> None:
-    """It waited behind that group until its time was up; before that, its time did not run meanwhile."""
+def test_a_start_that_needs_a_group_does_not_wait_for_another_group_which_waits_for_a_rank(start: Any) -> None:
+    """It waited behind that group until its time was up."""
 
     async def main(world: World) -> float:
         if world.rank == 0:
@@ -272,7 +267,7 @@ def test_a_start_that_needs_a_group_ends_in_time_where_another_group_waits_for_a
         return world.time()
 
     report = simulate(main, ranks=3, strict=True)
-    assert max(report.results) < 8.5 and report.virtual_time_s > 40
+    assert max(report.results) < 0.2 and report.virtual_time_s > 40
 
 
 def test_a_policy_is_not_entered_again_while_a_start_of_it_that_was_given_up_still_waits() -> None:

@@ -38,7 +38,7 @@ def test_groups_that_tasks_ask_for_in_any_order_are_made() -> None:
     for seed in range(60):
         chosen = [orders[(seed * 251 * (rank + 1) + rank * 97) % len(orders)] for rank in range(3)]
         report = ad.simulate(main, chosen, ranks=3, seed=seed, strict=True)
-        assert report.virtual_time_s < 20
+        assert report.virtual_time_s < 0.1
         numbers: dict[Any, set[str]] = {}
         for ranks, number in itertools.chain(*report.results):
             numbers.setdefault(ranks, set()).add(number)
@@ -55,7 +55,7 @@ def test_ranks_that_wait_for_a_leader_that_has_not_come_go_on(leaders: tuple[lis
         return world.time()
 
     report = ad.simulate(main, ranks=2, strict=True)
-    assert report.virtual_time_s < 5
+    assert report.virtual_time_s < 0.1
 
 
 def test_lists_that_differ_are_told_where_each_rank_waits_for_the_leader() -> None:
@@ -149,12 +149,12 @@ def test_tasks_that_each_make_groups_one_after_the_other_do_not_wait_for_each_ot
         assert nothing_is_kept(world)
         return made
 
-    for seed in range(20):
+    for seed in range(40):
         report = ad.simulate(main, seed, ranks=4, seed=seed, strict=True)
         numbers: dict[Any, str] = {}
         for made in report.results:
             assert all(numbers.setdefault(ranks, number) == number for ranks, number in made.items())
-        assert report.virtual_time_s < 40, seed
+        assert report.virtual_time_s < 0.5, seed
 
 
 def test_an_error_of_the_other_start_ends_a_start_that_was_postponed_behind_it() -> None:

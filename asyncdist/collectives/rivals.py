@@ -1,0 +1,168 @@
+"""Finds starts in which ranks wait for each other, each in a different one.
+
+Members that name different groups cannot be compared: each of their agreements waits for the others, for ever. So a
+leader reminds those that have not come. A rank that is reminded of one start, and waits in another one for a rank that
+has come to the first, objects to both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from asyncdist.collectives.agreement_messages import AgreementKey, Meeting, Objection, Reminder, Runs, ranks_of, runs_of
+
+if TYPE_CHECKING:
+    from asyncdist.messaging.engine import Engine
+
+#: How long a leader waits for a member before it sends a reminder, and between two of them. Most have come long before.
+REMIND_AFTER_S: Final = 1.0
+#: A leader reminds at most this many of the missing ranks: one that sees what is wrong suffices.
+_REMINDED_COUNT_MAX: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """A start for which a member waits while this rank waits for that member in another one.
+
+    Attributes:
+        key: of the rival's agreement, for all occurrences.
+        members: its ranks.
+        text: a sentence about both.
+    """
+
+    key: AgreementKey
+    members: Runs
+    text: str
+
+
+@dataclass(slots=True, eq=False)
+class OpenStart:
+    """A start of this rank that is not over.
+
+    Attributes:
+        meeting: of its agreement.
+        have_all_come: whether all members have: it waits for nobody's word any more.
+        rival: set when this rank has objected to it.
+        doubted_since: when this rank was first reminded of another start, on the loop's clock, by that one's key.
+        timer: for the next reminders.
+    """
+
+    meeting: Meeting
+    have_all_come: bool = False
+    rival: Rival | None = None
+    doubted_since: dict[AgreementKey, float] = field(default_factory=dict)
+    timer: asyncio.TimerHandle | None = None
+
+
+class Rivals:
+    """Sends the reminders of one rank, and judges those of others.
+
+    Args:
+        engine: of this rank.
+        rank: this rank.
+        joins: by agreement that this rank leads, the members that have come so far; it changes meanwhile.
+        send: sends a reminder to a rank.
+        object_to: objects to an agreement that the given rank leads.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        rank: int,
+        joins: Mapping[AgreementKey, Mapping[int, Any]],
+        send: Callable[[Reminder, int], None],
+        object_to: Callable[[Objection, int], None],
+    ) -> None:
+        self._engine = engine
+        self._rank = rank
+        self._joins = joins
+        self._send = send
+        self._object_to = object_to
+        self._starts: dict[AgreementKey, OpenStart] = {}
+
+    @contextlib.contextmanager
+    def starting(self, meeting: Meeting) -> Iterator[OpenStart]:
+        """Look for rivals of ``meeting`` in the body, which sets ``have_all_come`` when they have."""
+        start = self._starts[meeting.key] = OpenStart(meeting)
+        self._remind_later(start)
+        try:
+            yield start
+        finally:
+            del self._starts[meeting.key]
+            if start.timer is not None:
+                start.timer.cancel()
+
+    def rival_of(self, key: AgreementKey, refusal: str) -> Rival | None:
+        """Return the rival because of which ``key`` was refused with these words, if this rank has found it."""
+        rival = self._starts[key].rival if key in self._starts else None
+        return rival if rival is not None and rival.text == refusal else None
+
+    def on_reminder(self, reminder: Reminder) -> None:
+        """Object to a start of this rank, if others wait for this rank in another one and it would wait for them."""
+        start = find_rival(reminder, self._rank, self._engine.loop.time(), self._starts.values())
+        if start is not None and start.rival is not None:
+            key = start.meeting.key
+            self._object_to(Objection(key.text, key.ranks, "", start.rival.text), start.meeting.leader)
+
+    def _remind_later(self, start: OpenStart) -> None:
+        start.timer = self._engine.loop.call_later(REMIND_AFTER_S, self._remind, start)
+
+    def _remind(self, start: OpenStart) -> None:
+        """Remind the members that have not come to ``start``, and this rank of those that wait for it elsewhere."""
+        if start.have_all_come:
+            return
+        self._engine.poll()  # some may have come while something blocked the loop
+        meeting = start.meeting
+        if meeting.leader == self._rank:
+            joins = self._joins.get(meeting.key, {})
+            reminder = _reminder(meeting.key, joins)
+            for rank in [rank for rank in meeting.ranks if rank not in joins][:_REMINDED_COUNT_MAX]:
+                self._send(reminder, rank)
+        else:
+            for key, joins in list(self._joins.items()):
+                if self._rank not in joins and key.subject == meeting.key.subject:
+                    self.on_reminder(_reminder(key, joins))
+        self._remind_later(start)
+        self._engine.recheck()
+
+
+def find_rival(reminder: Reminder, rank: int, now: float, starts: Collection[OpenStart]) -> OpenStart | None:
+    """Judge a reminder of a start that this rank has perhaps not come to.
+
+    An objection waits for a second reminder: the first may have crossed a word of this rank, or a task of it may be
+    just about to start that one. Nor does a rank object that is in several starts, since it may come to that one after
+    any of these.
+
+    Args:
+        reminder: of the other members.
+        rank: this rank.
+        now: on the loop's clock.
+        starts: of this rank.
+
+    Returns:
+        The start that has a rival now; None where there is none.
+    """
+    match list(starts):
+        case [OpenStart(have_all_come=False, rival=None) as mine] if (
+            mine.meeting.key.of_all_occurrences != reminder.key
+        ):
+            pass
+        case _:
+            return None
+    entangled = ranks_of(reminder.present).intersection(mine.meeting.ranks)
+    if not entangled or now - mine.doubted_since.setdefault(reminder.key, now) < REMIND_AFTER_S / 2:
+        return None
+    text = (
+        f"rank {min(entangled)} starts {reminder.subject!r}, rank {rank} {str(mine.meeting.key)!r}, "
+        "and each waits for the other; allowed: equal ranks, in one order, on all of them"
+    )
+    mine.rival = Rival(reminder.key, reminder.members, text)
+    return mine
+
+
+def _reminder(key: AgreementKey, joins: Iterable[int]) -> Reminder:
+    return Reminder(key.of_all_occurrences.text, key.ranks, runs_of(tuple(sorted(joins))))
