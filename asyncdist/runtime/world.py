@@ -312,9 +312,8 @@ class World:
         There is room for some 900 groups at a time, and each takes a communicator where the backend has them:
         ``await group.free()``, or the group as an asynchronous context manager, gives them back.
 
-        **Ordering**: a rank makes one group after the other, those that its tasks ask for together in the order in
-        which they do. Ranks that are in several of them make these in the same order; where several tasks ask for
-        them, another order costs some seconds for each.
+        **Ordering**: tasks of a rank may ask for groups of different ranks at once, in any order. Of groups of equal
+        ranks, in equal order, the first one that a rank asks for is the first one of every rank.
 
         Args:
             ranks: the members, this rank among them.
