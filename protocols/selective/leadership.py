@@ -160,7 +160,6 @@ class Leadership:
         self._predecessor = f"after rank {coordinator}, which has asked it to"
         self._stepped_at = math.inf
         self._slow_step_count = 0  # in a row
-        self._handed_over_in = -1  # the epoch
         self._serving: Coordinator | None = None
         self._served: CoordinatorStatistics | None = None
         self._board = services.shared(_Board)
@@ -202,14 +201,14 @@ class Leadership:
         """
         began_at, now = self._stepped_at, self._services.time()
         self._stepped_at = now
-        if self._serving is None or now - began_at < SLOW_STEP_S or self.epoch == self._handed_over_in:
+        if self._serving is None or now - began_at < SLOW_STEP_S:
             self._slow_step_count = 0
             return
         rank = self._serving.quicker_member((now - began_at) / SLOWNESS, began_at)
         self._slow_step_count = 0 if rank is None else self._slow_step_count + 1
         if rank is not None and self._slow_step_count == SLOW_STEP_COUNT:
             logger.info("a step of this rank took %.3g s: rank %d is asked to coordinate", now - began_at, rank)
-            self._handed_over_in = self.epoch
+            self._slow_step_count = 0  # a rank that does not take over is lost or busy: another one is asked later
             self._board.send(HandOver(self._scopes.policy, self.epoch), rank)
 
     def statistics(self) -> CoordinatorStatistics | None:
@@ -274,7 +273,6 @@ class Leadership:
             return
         match message:
             case Declined():
-                self._handed_over_in = -1
                 if self._serving is not None:
                     self._serving.note_left(source)
                 self._carry_out(self._succession.on_left(source))

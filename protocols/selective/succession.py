@@ -111,6 +111,8 @@ class Succession:
 
     def on_hand_over(self, source: int, epoch: int) -> Steps:
         """Take the task over from a coordinator that cannot attend to it."""
+        if epoch < self.epoch:
+            return () if self.coordinator is None else (Inform(source),)
         return self._claim() if source == self.coordinator and epoch == self.epoch else ()
 
     def on_claim(self, epoch: int, coordinator: int, source: int) -> Steps:

@@ -376,5 +376,24 @@ def test_a_coordinator_whose_steps_are_long_hands_its_task_to_a_quicker_member(m
     assert rounds_of(stories) > 10 * rounds_of(slow_rank_0(4.0))
 
 
+def test_a_slow_coordinator_asks_again_when_the_member_that_it_has_asked_does_not_take_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was killed, or is busy: it does not get what it was sent."""
+    asked: list[int] = []
+    send = leadership._Board.send
+
+    def lossy_send(board: Any, message: Any, dest: int) -> None:
+        if isinstance(message, leadership.HandOver):
+            asked.append(dest)
+        if not isinstance(message, leadership.HandOver) or len(asked) > 1:
+            send(board, message, dest)
+
+    monkeypatch.setattr(leadership._Board, "send", lossy_send)
+    stories = slow_rank_0(4.0)
+    assert len(asked) == 2
+    assert {story.statistics.coordinator_rank for story in stories if story.statistics} == {asked[1]}
+
+
 def test_a_coordinator_whose_peers_are_as_slow_keeps_its_task() -> None:
     assert [s.statistics.epoch for s in slow_rank_0(1.0, is_all=True) if s.statistics] == [0] * 4

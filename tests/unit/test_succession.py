@@ -76,6 +76,7 @@ def test_who_has_missed_a_claim_is_told() -> None:
     view.on_lost(0)
     assert view.on_nomination(3, 0) == (Inform(3),)
     assert view.on_claim(1, 0, 0) == (Inform(0),), "a coordinator that was only slow"
+    assert view.on_hand_over(0, 0) == (Inform(0),), "it does not know that it was replaced, and hands over"
     assert view.on_nomination(3, 2) == ()
     leaderless = Succession(3, ORDER, 0)
     leaderless.on_lost(0)
