@@ -153,10 +153,11 @@ async def open_versioned_window(
         nbytes: size of one version; each rank keeps two.
         scope: one that these members alone use.
         chunk_nbytes: size of the chunks in which versions are read.
-        timeout_s: how long to wait for the other members, and for other starts of this rank.
+        timeout_s: how long to wait for the other members, and for other starts of theirs and of this rank.
 
     Raises:
-        StartTimeoutError: a member, or another start of this rank, took longer; a RemoteError on the others.
+        StartTimeoutError: a member, or another start of a member, took longer. Where all members had come the others
+            may have the window.
     """
     native = group.native
     if native is not None and services.engine.transport.capabilities.one_sided_reads:

@@ -19,6 +19,7 @@ that all have asked, and the one start that may keep it back has all of its memb
 
 from __future__ import annotations
 
+import asyncio
 import bisect
 import contextlib
 import dataclasses
@@ -74,7 +75,8 @@ class Turns:
 
         Args:
             start: of this rank.
-            timeout_s: how long to wait for the last member, and after that for the turn, since the start was asked for.
+            timeout_s: how long to wait for the last member, and after that for the turn, since the start was asked for;
+                for the turn at least 5 s.
             taken: returns the numbers that are in use on this rank; see :meth:`Agreements.agree`.
 
         Raises:
@@ -97,11 +99,23 @@ class Turns:
 
     @contextlib.contextmanager
     def _limited(self, start: Start[Any], timeout_s: float) -> Iterator[None]:
-        """Raise in the caller of ``start`` when its time is up; the body goes on, since the others count on it."""
-        text = f"{start.meeting}: all ranks came, but some had not finished other starts after {timeout_s:g} s"
-        deadline = start.meeting.began_at + timeout_s
+        """Raise in the caller of ``start`` when its time is up; the body goes on, since the others count on it.
+
+        Its time is :meth:`Start.left_s`, counted from now: a rank that hears go late, since something blocked its loop,
+        would otherwise raise although the others are about to make what it has asked for.
+        """
+        engine = self._services.engine
+        left_s = start.left_s(timeout_s)
+        text = f"{start.meeting}: all ranks came, but {left_s:g} s later some were still in other starts, or computing"
         error = StartTimeoutError(text, missing=())
-        timer = self._services.engine.loop.call_at(deadline, start.on_time_up, error)
+        timer: asyncio.Handle
+
+        def on_time_up() -> None:
+            nonlocal timer
+            engine.poll()  # the word may have come while something blocked the loop: then the task goes on first
+            timer = engine.loop.call_soon(start.on_time_up, error)
+
+        timer = engine.loop.call_later(left_s, on_time_up)
         try:
             yield
         finally:

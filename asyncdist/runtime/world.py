@@ -317,14 +317,15 @@ class World:
 
         Args:
             ranks: the members, this rank among them.
-            timeout_s: how long to wait for this rank's turn and for the last member.
+            timeout_s: how long to wait for the last member, and for the turn of this group on all of them; for the turn
+                at least 5 s.
 
         Raises:
             LocalProtocolError: the list is not a group, or this rank is not in it.
             ValueError: the timeout is not a finite number of seconds above 0.
             DisagreementError: two ranks wait for each other with different lists, or in another order.
-            StartTimeoutError: some members did not come in time, or this rank was still making another group; then the
-                others get RemoteError.
+            StartTimeoutError: some members did not come in time. Or all came, and one of them was still making another
+                group, or blocked its loop; then the others may have the group, and this rank has freed it.
 
         **Cancellation**: while members are missing, the others get RemoteError. Once all have come the group is made,
         and given back, before the cancellation is raised.

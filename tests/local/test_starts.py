@@ -79,7 +79,8 @@ def test_members_whose_time_is_up_before_one_hears_go_are_told_in_time_and_make_
         return came_to, after_s
 
     leader, gave_up = late_verdict(main)
-    assert "all ranks came, but some had not finished other starts after 1 s" in leader[0] and 1 <= leader[1] < 1.1
+    assert "all ranks came, but 5 s later some were still in other starts, or computing" in leader[0]
+    assert 5 <= leader[1] < 5.1
     assert "rank 0 did not come within 1 s" in gave_up[0] and 1 < gave_up[1] < 10
 
 

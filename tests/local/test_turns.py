@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import time
 from typing import Any
 
 import pytest
@@ -93,6 +94,24 @@ def test_a_start_that_is_postponed_may_be_given_up_at_any_moment(rank: int, how:
         report = ad.simulate(main, at_s, ranks=3, seed=seed, strict=True)
         assert report.results[0][1] == report.results[1][1]
         assert report.results[2][0] == ["Group"]
+
+
+@pytest.mark.parametrize("blocked_s", [2, 20])
+def test_a_rank_whose_loop_is_blocked_until_its_time_is_up_gets_what_the_others_have_made(blocked_s: float) -> None:
+    """It was told that some had not finished other starts, and the others had a group without it."""
+
+    async def main(world: World, moment_s: float) -> str:
+        if world.rank == 0:
+            await world.sleep(0.5)
+            return (await world.new_group([0, 1])).number
+        start = asyncio.ensure_future(world.new_group([0, 1], timeout_s=1))
+        await world.sleep(moment_s)
+        time.sleep(blocked_s)  # noqa: ASYNC251 - it computes
+        return (await start).number
+
+    for step in range(25):
+        report = ad.simulate(main, 0.5 + step * 4e-6, ranks=2, seed=step, strict=True)
+        assert isinstance(report.value(), str) and len(set(report.results)) == 1
 
 
 def test_policies_that_tasks_enter_in_overlapping_groups_are_all_started() -> None:
