@@ -52,6 +52,11 @@ from .functional.parallel_groups import (
     new_parallel_groups as new_parallel_groups,
     parallel_groups as parallel_groups,
 )
+from .functional.population_checkpoint import (
+    LoadedPopulation as LoadedPopulation,
+    load_population as load_population,
+    save_population as save_population,
+)
 from .functional.ragged_gather import gather_distributed_data as gather_distributed_data
 from .functional.rank_layout import (
     DistributedContext as DistributedContext,

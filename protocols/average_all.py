@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from asyncdist import Group, World, average_models
+from asyncdist import Group, World, average_models, validation
 from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.tensors.flat_state import SnapshotPool
 from asyncdist.tensors.optimizer_state import reset_optimizer_state
@@ -81,6 +81,12 @@ class AverageAllPolicy(SpawnPolicy):
 
     def _options(self) -> Mapping[str, Any]:
         return {"average_every": self.average_every, "resets_optimizer": self._resets_optimizer}
+
+    def _own_state(self) -> dict[str, Any]:
+        return {"round": self._round}
+
+    def _load_own_state(self, state: Mapping[str, Any]) -> None:
+        self._round = validation.count("round", state["round"], least=0)
 
     async def _start(self) -> None:
         members = self._group.ranks

@@ -46,6 +46,8 @@ _Stage: TypeAlias = Literal["new", "starting", "open", "closed"]
 #: What the members, and a reserved coordinator, agree on.
 START: Final = "the start of a policy"
 #: A name travels in one message, with what else members agree on.
+#: Of :meth:`SpawnPolicy.state_dict`.
+_STATE_VERSION: Final = 1
 _NAME_LENGTH_MAX: Final = 200
 
 
@@ -101,6 +103,7 @@ class SpawnPolicy(abc.ABC):
         self._restarted_at = 0  # the iteration that the caller counts as 0
         self._is_overdue = False
         self._has_stepped = False
+        self._last_metric: float | None = None
         self._first_call: tuple[str, int] | None = None
         self._metric = metric
         self._flat = FlatState(model)  # which refuses what is no module
@@ -295,6 +298,56 @@ class SpawnPolicy(abc.ABC):
         info = await self._guarded_step(local_metric)
         return model, optimizer, {field: getattr(info, field) for field in StepInfo.__dataclass_fields__}
 
+    # -- going on later ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a later run needs to go on from here, as torch's modules and optimizers do.
+
+        Numbers, texts, None and tuples of them. Weights and the optimizer's state are not among them: see
+        :func:`asyncdist.save_population` for all of it. A round under way is no part of it, nor is the cooldown of a
+        coordinator.
+        """
+        return {
+            "policy": type(self).__name__,
+            "version": _STATE_VERSION,
+            "iteration": self.iteration,
+            "restarted_at": self._restarted_at,
+            "metric": self._last_metric,
+            "metric_mode": self._options().get("metric_mode"),
+            **self._own_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` of a policy of the same class returned; before ``async with``.
+
+        Raises:
+            LocalProtocolError: the policy was entered before.
+            ValueError: the state is of another class or version, or an entry is missing; nothing has changed then.
+        """
+        if self._stage != "new":
+            raise LocalProtocolError(
+                f"this {type(self).__name__} was entered before; load its state before async with", state=self._stage
+            )
+        own = self.state_dict()
+        for key in ("policy", "version"):
+            if state.get(key) != own[key]:
+                raise ValueError(f"the state's {key} is {state.get(key)!r:.80}; allowed: {own[key]!r}")
+        missing = sorted(own.keys() - state.keys())
+        if missing:
+            raise ValueError(f"the state of {own['policy']} has no {missing[0]!r}; its entries: {', '.join(own)}")
+        self.iteration = validation.count("iteration", state["iteration"], least=0)
+        self._restarted_at = validation.count("restarted_at", state["restarted_at"], least=0)
+        self._last_metric = state["metric"]
+        self._load_own_state(state)
+
+    def _own_state(self) -> dict[str, Any]:
+        """Return the entries of :meth:`state_dict` that a subclass adds."""
+        return {}
+
+    def _load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Take these entries."""
+        del state
+
     # -- for subclasses ---------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
@@ -332,8 +385,11 @@ class SpawnPolicy(abc.ABC):
         self._is_overdue = self._has_stepped and number // self.average_every > expected // self.average_every
 
     def _read_metric(self, given: MetricSource) -> float:
-        if type(given) is float:  # most are, and it is asked for at every report
-            return given
+        # Most are floats, and it is asked for at every report.
+        self._last_metric = value = given if type(given) is float else self._as_number(given)
+        return value
+
+    def _as_number(self, given: MetricSource) -> float:
         source = given if given is not None else self._metric
         if source is None:
             raise ValueError(

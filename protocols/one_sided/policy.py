@@ -171,6 +171,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         self._own_metric: float | None = None
         self._replacement: Replacement | None = None
         self._task: asyncio.Task[None] | None = None
+        self._draws: tuple[Any, ...] | None = None  # the random state to go on from
         self._needs_step = False
         self._given_up = NOTHING
         self._step_count = 0
@@ -227,6 +228,8 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         agreed = await self._agree()
         scope = wire.scope_of(members, f"{type(self).__name__} {self.name or '(none)'}", agreed.time)
         self._random = world.generator(f"policy {scope}")
+        if self._draws is not None:
+            self._random.setstate(self._draws)
         self._exposure = await open_versioned_window(
             world.services,
             world.agreements,
@@ -246,7 +249,8 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             self._counts,
             chunk_nbytes=self._chunk_nbytes,
         )
-        self._begin_life()
+        if self._draws is None:  # else it goes on with its life
+            self._begin_life()
         self._services.leftover_probes.append(self._leftovers)
 
     async def _stop(self, error: BaseException | None) -> None:
@@ -279,6 +283,20 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         if not self._reader.accumulators.in_use:
             return []
         return [f"{self._reader.accumulators.in_use} accumulators of policy {self.name or type(self).__name__}"]
+
+    def _own_state(self) -> dict[str, Any]:
+        draws = self._draws if self._stage == "new" or self.is_alone else self._random.getstate()
+        return {
+            "step_count": self._step_count,
+            "born_at": self._born_at,
+            "dies_at": self._dies_at,
+            "draws": draws,
+        }
+
+    def _load_own_state(self, state: Mapping[str, Any]) -> None:
+        for name in ("step_count", "born_at", "dies_at"):
+            setattr(self, f"_{name}", validation.count(name, state[name], least=0))
+        self._draws = state["draws"]
 
     # -- one step ---------------------------------------------------------------------------------------------------
 

@@ -266,7 +266,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         )
         self._leadership.begin()
         services.leftover_probes.append(self._leftovers)
-        self._reported_at = world.time()
+        self._reported_at, self._reported_iteration = world.time(), self.iteration - 1
         self._listener = services.spawn_service(self._listen(), name="policy member")
 
     async def _stop(self, error: BaseException | None) -> None:

@@ -1,0 +1,224 @@
+"""Saving a population and going on from it: to the bit, on other numbers of ranks, and after a save that was killed."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import asyncdist as ad
+from asyncdist import World
+from asyncdist.errors import LocalProtocolError, RankLostError, RemoteError
+from asyncdist.simulation import Kill
+from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedSelectiveAveragingPolicy
+
+KINDS = [AverageAllPolicy, AsyncSelectiveAveragingPolicy, OneSidedSelectiveAveragingPolicy]
+
+
+def made(seed: int = 0, width: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.5), nn.Linear(width, 1))
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    """A step that draws from all random states."""
+    shift = random.random() + float(np.random.random())
+    optimizer.zero_grad()
+    loss = (model(torch.randn(5, 4)) - shift).square().mean()
+    loss.backward()
+    optimizer.step()
+    return -float(loss.detach())
+
+
+def weights_of(model: nn.Module) -> list[list[float]]:
+    return [parameter.flatten().tolist() for parameter in model.parameters()]
+
+
+def average_all(model: nn.Module, optimizer: torch.optim.Optimizer) -> AverageAllPolicy:
+    return AverageAllPolicy(model, optimizer, average_every=3)
+
+
+def test_a_population_goes_on_to_the_bit(tmp_path: Path) -> None:
+    async def main(world: World, first: int, last: int) -> tuple[list[list[float]], int]:
+        model, optimizer = made(world.rank)
+        policy = average_all(model, optimizer)
+        if first:
+            found = await ad.load_population(tmp_path, model, optimizer, policy=policy)
+            assert (found.source, found.is_copy, found.extra) == (world.rank, False, {"epoch": first})
+        async with policy:
+            for _ in range(first, last):
+                train(model, optimizer)
+                await policy.step()
+            if not first and last == 10:
+                await ad.save_population(tmp_path, model, optimizer, policy=policy, extra={"epoch": last})
+        return weights_of(model), policy.iteration
+
+    straight = ad.simulate(main, 0, 20, ranks=3, seed=1, strict=True).results
+    half = ad.simulate(main, 0, 10, ranks=3, seed=1, strict=True).results
+    resumed = ad.simulate(main, 10, 20, ranks=3, seed=2, strict=True).results
+    assert resumed == straight != half
+    assert resumed[0][1] == 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_policy_goes_on_with_its_state(kind: Any, tmp_path: Path) -> None:
+    async def main(world: World) -> tuple[dict[str, Any], dict[str, Any]]:
+        model, optimizer = made()
+        async with kind(model, optimizer, average_every=2, group=await world.new_group([0, 1])) as policy:
+            for i in range(5):
+                await policy.step(float(i + world.rank))
+        await ad.save_population(tmp_path, model, optimizer, policy=policy)
+        again = kind(model, optimizer, average_every=2)
+        await ad.load_population(tmp_path, model, optimizer, policy=again)
+        loaded = again.state_dict()
+        async with again:
+            await again.step(1.0)
+            with pytest.raises(LocalProtocolError, match="load its state before async with"):
+                again.load_state_dict(loaded)
+        assert again.iteration == 6
+        return policy.state_dict(), loaded
+
+    for saved, loaded in ad.simulate(main, ranks=2, strict=True).results:
+        assert saved == loaded
+        assert saved["iteration"] == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"policy": "AverageAllPolicy"}, "policy is 'AverageAllPolicy'; allowed: 'AsyncSelectiveAveragingPolicy'"),
+        ({"version": 9}, "version is 9; allowed: 1"),
+        ({"iteration": -1}, "iteration is -1"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(change: dict[str, Any], words: str) -> None:
+    policy = AsyncSelectiveAveragingPolicy(*made(), average_every=2)
+    with pytest.raises(ValueError, match=words):
+        policy.load_state_dict({**policy.state_dict(), **change})
+    with pytest.raises(ValueError, match="has no 'iteration'"):
+        policy.load_state_dict({"policy": "AsyncSelectiveAveragingPolicy", "version": 1})
+    assert policy.iteration == 0
+
+
+async def save(
+    world: World, path: Path, metrics: list[float | None], keep: int | None = None, extra: Any = None
+) -> Path:
+    model, optimizer = made(world.rank)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(world.rank)
+    return await ad.save_population(path, model, optimizer, metric=metrics[world.rank], keep=keep, extra=extra)
+
+
+async def load(world: World, path: Path, width: int = 3) -> tuple[int, bool, float]:
+    model, optimizer = made(width=width)
+    found = await ad.load_population(path, model, optimizer)
+    return found.source, found.is_copy, next(model.parameters()).mean().item()
+
+
+def test_fewer_ranks_go_on_with_the_best_and_more_with_copies(tmp_path: Path) -> None:
+    ad.simulate(save, tmp_path, [0.5, float("nan"), 2.0, 1.0], ranks=4, strict=True).value()
+    assert ad.simulate(load, tmp_path, ranks=2, strict=True).results == ((2, False, 2.0), (3, False, 3.0))
+    with pytest.warns(UserWarning, match="holds 4 ranks: 2 of 6 begin as copies"):
+        more = ad.simulate(load, tmp_path, ranks=6, strict=True).results
+    assert [source for source, _, _ in more] == [0, 1, 2, 3, 2, 3]
+    assert [is_copy for _, is_copy, _ in more] == [False] * 4 + [True] * 2
+    ad.simulate(save, tmp_path, [None] * 3, ranks=3, strict=True).value()
+    with pytest.warns(UserWarning, match="no metric was saved: the first 2 of 3 ranks go on"):
+        assert [source for source, _, _ in ad.simulate(load, tmp_path, ranks=2).results] == [0, 1]
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-000007").mkdir()  # of a save that was killed
+    for _ in range(3):
+        ad.simulate(save, tmp_path, [1.0, 2.0], 2, ranks=2, strict=True).value()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["checkpoint-000009", "checkpoint-000010"]
+    found = ad.simulate(load, tmp_path / "checkpoint-000009", ranks=2, strict=True).results
+    assert [source for source, _, _ in found] == [0, 1]
+
+
+def test_files_open_with_torch_alone(tmp_path: Path) -> None:
+    ad.simulate(save, tmp_path, [1.0], None, [torch.ones(2), {"a": (1, "b")}], ranks=1, strict=True).value()
+    state = torch.load(tmp_path / "checkpoint-000001" / "rank-00000.pt", weights_only=True)
+    model, optimizer = made()
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    assert state["extra"][1] == {"a": (1, "b")}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind", "words"),
+    [
+        (lambda folder: (folder / "manifest.json").unlink(), FileNotFoundError, "no whole population checkpoint"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), ValueError, "is no manifest"),
+        (lambda folder: (folder / "rank-00000.pt").write_bytes(b"abc"), ValueError, "is torn: 3 bytes"),
+        (lambda folder: (folder / "rank-00000.pt").unlink(), FileNotFoundError, "rank-00000.pt"),
+        (lambda folder: change_version(folder), ValueError, "has version 2; allowed: 1"),
+    ],
+)
+def test_a_checkpoint_that_is_not_whole_is_refused_and_nothing_changes(
+    spoil: Any, kind: type[Exception], words: str, tmp_path: Path
+) -> None:
+    ad.simulate(save, tmp_path, [1.0, 2.0], ranks=2, strict=True).value()
+    spoil(tmp_path / "checkpoint-000001")
+
+    async def main(world: World) -> list[list[float]]:
+        model, optimizer = made()
+        before = weights_of(model)
+        with pytest.raises(kind if world.rank == 0 else RemoteError, match=words):
+            await ad.load_population(tmp_path, model, optimizer)
+        assert weights_of(model) == before
+        return before
+
+    ad.simulate(main, ranks=2, strict=True).value()
+
+
+def change_version(folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "version": 2}))
+
+
+def test_another_model_is_told_by_its_first_difference(tmp_path: Path) -> None:
+    ad.simulate(save, tmp_path, [1.0], ranks=1, strict=True).value()
+    with pytest.raises(ValueError, match=r"another model: '0.weight' has shape \(5, 4\) here and \(3, 4\) there"):
+        ad.simulate(load, tmp_path, 5, ranks=1, strict=True).value()
+
+
+def test_what_cannot_be_saved_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    async def main(world: World) -> None:
+        for unfit in (Path("x"), lambda: None):
+            extra = {"f": unfit} if world.rank == 1 else None
+            with pytest.raises(TypeError if world.rank == 1 else RemoteError, match="extra holds what torch"):
+                await ad.save_population(tmp_path, *made(), extra=extra)
+        with pytest.raises(ValueError if world.rank == 0 else RemoteError, match="keep is 0"):
+            await ad.save_population(tmp_path, *made(), keep=0)
+        with pytest.raises(FileNotFoundError if world.rank == 0 else RemoteError, match="but 2 unfinished ones"):
+            await ad.load_population(tmp_path, *made())
+
+    ad.simulate(main, ranks=2, strict=True).value()
+
+
+def test_a_save_in_which_a_rank_is_killed_leaves_a_whole_population(tmp_path: Path) -> None:
+    """At every turn of a rank's: the checkpoint is the new one or the one before."""
+    ad.simulate(save, tmp_path, [1.0, 1.0, 1.0], ranks=3, strict=True).value()
+    loaded = set()
+    for turn in range(1, 40):
+        fault = Kill(rank=turn % 3, at_turn=turn // 3 + 1)
+        report = ad.simulate(save, tmp_path, [1.0, 1.0, 1.0], 1, ranks=3, seed=turn, faults=[fault])
+        assert all(
+            result is None or isinstance(result, (Path, RankLostError, RemoteError)) for result in report.results
+        )
+        folder = ad.simulate(newest, tmp_path, ranks=3, strict=True).results[0]
+        loaded.add(folder.name)
+    assert len(loaded) > 3, "some saves were whole"
+
+
+async def newest(world: World, path: Path) -> Path:
+    return (await ad.load_population(path, *made())).folder
