@@ -251,6 +251,24 @@ def test_what_had_left_before_the_death_arrives() -> None:
     assert told == [(7, pytest.approx(1.0, abs=CLOSE_S))]
 
 
+def test_a_collective_names_the_rank_that_died_also_where_another_rank_heard_of_it_first() -> None:
+    """A rank that hears of the loss ends the collective for the others; the error there had its rank, which lives."""
+    named: Counter[int] = Counter()
+
+    async def main(world: ad.World) -> None:
+        try:
+            while True:
+                await ad.barrier()
+        except ad.RankLostError as error:
+            named[error.rank] += 1
+
+    network = Network(loss_detection_s=Uniform(0.0, 1e-3))
+    for seed in range(20):
+        with quiet():
+            simulate(main, ranks=4, seed=seed, faults=[Kill(3, at_s=2e-4)], network=network).check_faults()
+    assert named == {3: 60}
+
+
 @pytest.mark.slow
 def test_every_send_receive_and_stream_of_the_survivors_ends() -> None:
     """With what it was for, or with RankLostError: nothing waits for a dead rank for ever, and nothing else is lost."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import struct
 from collections.abc import Awaitable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -14,6 +15,9 @@ from asyncdist.collectives.groups import Group
 from asyncdist.errors import LocalProtocolError, RankLostError
 from asyncdist.messaging.engine import Engine
 from asyncdist.tensors.byte_views import byte_view, empty_stack
+
+#: What follows a message without bytes: the rank that is lost.
+_LOST: Final = struct.Struct("<q")
 
 
 class MessageCollectives:
@@ -74,13 +78,14 @@ class MessageCollectives:
             raise lost
 
     async def _gather_or_tell(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
-        """Gather; where a member is lost, the root tells the others: no bytes in place of the result."""
+        """Gather; where a member is lost, the root tells the others: no bytes in place of the result, then its rank."""
         try:
             await self.gather(group, send, receive, root)
-        except RankLostError:
+        except RankLostError as error:
             if receive is not None:
-                with contextlib.suppress(RankLostError):
-                    await self.broadcast(group, memoryview(b""), root)
+                for notice in (b"", _LOST.pack(error.rank)):
+                    with contextlib.suppress(RankLostError):
+                        await self.broadcast(group, memoryview(notice), root)
             raise
 
     async def all_gather(self, group: Group, send: torch.Tensor) -> torch.Tensor:
@@ -116,10 +121,10 @@ class MessageCollectives:
     async def _receive_exactly(self, view: memoryview, source: int, tag: int) -> None:
         _, nbytes = await self._engine.receive(view, source, tag)
         if not nbytes and len(view):
-            lost = sorted(self._engine.transport.lost_ranks())
-            raise RankLostError(
-                f"rank {source} gave a collective up: a member is lost (known here: {lost})", rank=source
-            )
+            notice = bytearray(_LOST.size)
+            await self._engine.receive(notice, source, tag)
+            (lost,) = _LOST.unpack(notice)
+            raise RankLostError(f"rank {lost} is lost, and rank {source} gave the collective up", rank=lost)
         if nbytes != len(view):
             raise LocalProtocolError(
                 f"rank {source} takes part with {nbytes} bytes, this rank with {len(view)}", rank=source
