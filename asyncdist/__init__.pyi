@@ -31,6 +31,7 @@ from .functional.collectives import (
     broadcast as broadcast,
     gather as gather,
     new_group as new_group,
+    surviving_group as surviving_group,
 )
 from .functional.load_balance import (
     report_load_imbalance as report_load_imbalance,

@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar, overload
 
 import torch
 
+from asyncdist import validation
 from asyncdist.collectives.error_exchange import Call, LocalResult, exchange_headers, run_and_raise
 from asyncdist.collectives.groups import Group, check_member
 from asyncdist.collectives.nonblocking import Collectives
@@ -45,6 +46,27 @@ def place(world: World | None, group: Group | None) -> tuple[World, Group]:
 async def new_group(ranks: Sequence[int], *, world: World | None = None) -> Group:
     """Make a group of ``ranks``. Collective among them; see :meth:`World.new_group`."""
     return await (world or current_world()).new_group(ranks)
+
+
+async def surviving_group(group: Group | None = None, *, timeout_s: float = 60.0, world: World | None = None) -> Group:
+    """Make a group of those members of ``group`` that live: without the ranks that are lost or have left the world.
+
+    Collective among them, where losing a rank does not end the job. It returns the same group on all, also where a
+    member is lost, or heard of, meanwhile. A collective of a group that has lost a member raises RankLostError on the
+    others; this gives them one to go on with.
+
+    Args:
+        group: all ranks by default; it may have been freed.
+        timeout_s: how long to wait for the last member.
+        world: the current one by default.
+
+    Raises:
+        StartTimeoutError: some members did not come in time.
+        RankLostError, ClosedError, DisagreementError: the members have not come to the same list in time.
+    """
+    world = world or current_world()
+    ranks = (group or world.group).ranks
+    return await world.peers.groups.surviving_group(ranks, validation.seconds("timeout_s", timeout_s))
 
 
 async def barrier(*, group: Group | None = None, world: World | None = None) -> None:

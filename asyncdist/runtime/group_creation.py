@@ -8,6 +8,7 @@ other (:mod:`asyncdist.collectives.turns`): two at once would be given one tag.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -19,12 +20,15 @@ from asyncdist.collectives.groups import Group, check_ranks, short
 from asyncdist.collectives.membership import MembershipLog
 from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.collectives.turns import Turns
-from asyncdist.errors import RankLostError
+from asyncdist.errors import ClosedError, DisagreementError, RankLostError
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 
+#: How much later than another rank this one may hear of a loss before it asks again.
+_HEARD_AFTER_S: Final = 0.05
 _SUBJECT: Final = "new group"
+_OF_SURVIVORS: Final = "group of the survivors"
 
 
 class GroupCreation:
@@ -75,7 +79,37 @@ class GroupCreation:
             raise
         return made
 
-    async def new_group(self, ranks: Sequence[int], timeout_s: float, *, part_of: Start[Any] | None = None) -> Group:
+    async def surviving_group(self, ranks: Sequence[int], timeout_s: float) -> Group:
+        """Make a group of the live ones of ``ranks``; see :func:`asyncdist.surviving_group`.
+
+        Members hear of a loss at different times, and then ask for groups of different ranks. One that has asked for a
+        rank that is lost hears so, and asks again. A list with a lost rank is never asked for again, so all who live
+        have asked equally often for the list of those that do.
+        """
+        services = self._services
+        give_up_at = services.time() + timeout_s
+        while True:
+            gone = set(services.gone)
+            live = [rank for rank in ranks if rank not in gone]
+            try:
+                left_s = max(round(give_up_at - services.time(), 3), 0.001)
+                return await self.new_group(live, left_s, subject=_OF_SURVIVORS)
+            except (RankLostError, ClosedError, DisagreementError):
+                if services.engine.failure is not None or services.time() >= give_up_at:
+                    raise
+                # What ended it may have been told by another rank, which has heard of the loss earlier.
+                hears = functools.partial(services.gone.__ne__, gone)
+                until = min(give_up_at, services.time() + _HEARD_AFTER_S)
+                await services.engine.until(hears, "news of who is lost", deadline=until)
+
+    async def new_group(
+        self,
+        ranks: Sequence[int],
+        timeout_s: float,
+        *,
+        part_of: Start[Any] | None = None,
+        subject: str = _SUBJECT,
+    ) -> Group:
         """Make a group of ``ranks``; see :meth:`asyncdist.World.new_group`.
 
         Args:
@@ -83,8 +117,10 @@ class GroupCreation:
             part_of: the start that needs the group, which its members have agreed on. When that asks for the group is
                 not up to the user, and may be before or after a call for a group of the same ranks by another task: the
                 group of each is another one.
+            subject: names what is started; groups of equal ranks and other subjects are other ones.
         """
-        subject = _SUBJECT if part_of is None else f"{_SUBJECT} for {part_of.name}"
+        if part_of is not None:
+            subject = f"{_SUBJECT} for {part_of.name}"
         services = self._services
         members = check_ranks(ranks, rank=services.rank, size=services.size)
         validation.seconds("timeout_s", timeout_s)
@@ -98,7 +134,7 @@ class GroupCreation:
                     await assemble(self._agreements, members, "new communicator")
                     native = transport.new_group(members, tag)
                 # The serial tells apart all groups of these ranks, of all subjects.
-                serial = agreed.time if part_of is None else wire.scope_of(members, subject, agreed.time)
+                serial = agreed.time if subject == _SUBJECT else wire.scope_of(members, subject, agreed.time)
                 group = self.ledger.open(members, services.rank, tag, serial, native)
                 if part_of is not None:
                     group.lease.subjects.append(subject)
