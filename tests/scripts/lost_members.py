@@ -68,7 +68,9 @@ async def main(world: ad.World, die: Callable[[], None]) -> dict[str, str]:
         found["step"] = await told(policy.step())
     for name, call in calls(world).items():
         found[name] = await told(call())
-    await ad.barrier(group=await ad.new_group(range(1, world.size)))  # the others go on among themselves
+    survivors = await ad.surviving_group()
+    assert survivors.ranks == tuple(range(1, world.size))
+    await ad.barrier(group=survivors)  # the others go on among themselves
     return found
 
 
