@@ -45,6 +45,7 @@ def average_all(model: nn.Module, optimizer: torch.optim.Optimizer) -> AverageAl
     return AverageAllPolicy(model, optimizer, average_every=3)
 
 
+@pytest.mark.slow
 def test_a_population_goes_on_to_the_bit(tmp_path: Path) -> None:
     async def main(world: World, first: int, last: int) -> tuple[list[list[float]], int]:
         model, optimizer = made(world.rank)
@@ -205,6 +206,7 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks(tmp_path: Path) -> None:
     ad.simulate(main, ranks=2, strict=True).value()
 
 
+@pytest.mark.slow
 def test_a_save_in_which_a_rank_is_killed_leaves_a_whole_population(tmp_path: Path) -> None:
     """At every turn of a rank's: the checkpoint is the new one or the one before."""
     ad.simulate(save, tmp_path, [1.0, 1.0, 1.0], ranks=3, strict=True).value()
