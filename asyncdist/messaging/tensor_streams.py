@@ -104,6 +104,9 @@ class UserStreams:
         self._finders: set[int] = set()  # ranks that can write to this one
         self._processes: dict[int, PeerProcess] = {}  # and those that this one can write to
         self._writer: Writer | None = None
+        # What came before this rank opened its streams is handled while the channel is being made, and cannot use it.
+        early_offers: list[tuple[int, AttachOffer]] = []
+        self._early_offers: list[tuple[int, AttachOffer]] | None = early_offers
         self._channel: Channel[Any] = services.open_channel(
             streams.Grant | streams.Cancel | AttachOffer | AttachAccept,
             tag=tags.PARAM,
@@ -111,6 +114,9 @@ class UserStreams:
             name="streams",
             handler=self._on_message,
         )
+        self._early_offers = None
+        for source, offer in early_offers:
+            self._look_for(source, offer)
 
     def _on_message(self, envelope: Envelope[Any]) -> None:
         source, message = envelope.source, envelope.message
@@ -123,7 +129,10 @@ class UserStreams:
             else:
                 self._start_next(source)
         elif isinstance(message, AttachOffer):
-            self._look_for(source, message)
+            if self._early_offers is None:
+                self._look_for(source, message)
+            else:
+                self._early_offers.append((source, message))
         elif isinstance(message, AttachAccept):
             self._finders |= self._tokens.keys() & {source}
         elif pending := [grant for grant in grants if grant.slot == message.slot]:

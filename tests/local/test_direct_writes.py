@@ -105,6 +105,20 @@ async def test_every_size_arrives_and_is_counted(share: float, writes: list[int]
             assert max(writes, default=0) <= PIECE
 
 
+async def test_a_receiver_may_come_before_the_sender_has_opened_its_streams(writes: list[int]) -> None:
+    """Its offer waits with the sender where something else of that tag, a policy, is open; the answer raised there."""
+    async with neighbours(0.5) as (sender, receiver), asyncio.timeout(60):
+        sender.services.open_channel(streams.Grant, tag=tags.PARAM, scope=1, name="of a policy")
+        room = torch.zeros(MIN, dtype=torch.uint8)
+        receiving = asyncio.ensure_future(receiver.receive_stream(room, sender.rank))
+        await yields(100)
+        await sender.send_stream(numbers(MIN), receiver.rank)
+        assert torch.equal(await receiving, numbers(MIN))
+        await eventually(lambda: sender.rank in receiver._streams._finders)
+        assert torch.equal(await stream(sender, receiver, numbers(PIECE)), numbers(PIECE))
+        assert writes
+
+
 @pytest.mark.parametrize("share", [0.5, 1.0])
 async def test_both_ways_at_once_and_several_of_a_pair(share: float, writes: list[int]) -> None:
     async with neighbours(share) as (one, other), asyncio.timeout(60):
