@@ -101,6 +101,7 @@ class SpawnPolicy(abc.ABC):
         self.name = name
         self.iteration = 0
         self._restarted_at = 0  # the iteration that the caller counts as 0
+        self._skipped_count = 0  # iterations for which the caller has made no call
         self._is_overdue = False
         self._has_stepped = False
         self._last_metric: float | None = None
@@ -382,6 +383,7 @@ class SpawnPolicy(abc.ABC):
         if number < expected:  # an epoch has begun
             self._restarted_at, expected = self.iteration, 0
         self.iteration += number - expected
+        self._skipped_count += number - expected
         self._is_overdue = self._has_stepped and number // self.average_every > expected // self.average_every
 
     def _read_metric(self, given: MetricSource) -> float:

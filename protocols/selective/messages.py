@@ -22,7 +22,8 @@ class Report:
     Attributes:
         iteration: The step that `value` was measured at.
         value: The metric. NaN and infinities are legal: they rank worst and are counted.
-        step_time_s: How long a step of this rank takes lately. Deadlines that wait for the rank are made from it.
+        step_time_s: How long it takes lately from one call of this rank's policy to the next. Deadlines that
+            wait for the rank are made from it.
     """
 
     iteration: int

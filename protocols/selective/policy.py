@@ -193,7 +193,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._newest_report: Report | None = None
         self._counts: Counter[str] = Counter()
         self._reported_at = 0.0
-        self._reported_iteration = -1
+        self._reported_call = -1
 
     # -- the user's calls, beyond SpawnPolicy's ---------------------------------------------------------------------
 
@@ -266,7 +266,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         )
         self._leadership.begin()
         services.leftover_probes.append(self._leftovers)
-        self._reported_at, self._reported_iteration = world.time(), self.iteration - 1
+        self._reported_at, self._reported_call = world.time(), self.iteration - self._skipped_count - 1
         self._listener = services.spawn_service(self._listen(), name="policy member")
 
     async def _stop(self, error: BaseException | None) -> None:
@@ -326,9 +326,9 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     def _report(self, local_metric: MetricSource) -> None:
         value = self._read_metric(local_metric)
         now = self._world.time()
-        steps = max(1, self.iteration - self._reported_iteration)
-        report = Report(self.iteration, value, (now - self._reported_at) / steps)
-        self._reported_at, self._reported_iteration = now, self.iteration
+        call = self.iteration - self._skipped_count  # messages are answered once in a call, not in an iteration
+        report = Report(self.iteration, value, (now - self._reported_at) / max(1, call - self._reported_call))
+        self._reported_at, self._reported_call = now, call
         self._newest_report = report
         self._counts["reports"] += 1
         if not math.isfinite(value):

@@ -395,5 +395,22 @@ def test_a_slow_coordinator_asks_again_when_the_member_that_it_has_asked_does_no
     assert {story.statistics.coordinator_rank for story in stories if story.statistics} == {asked[1]}
 
 
+def test_a_coordinator_that_calls_its_policy_at_due_iterations_only_keeps_its_task() -> None:
+    """Many iterations lie between two calls, on it as on the others."""
+
+    async def main(world: ad.World) -> SelectiveStatistics:
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=100) as policy:
+            for iteration in range(0, 2000, 100):
+                compute(5.0)
+                await policy(iteration, model, optimizer, float(world.rank))
+        return policy.statistics()
+
+    stories = simulate(main, ranks=4, seed=1, strict=True).results
+    assert [(each.coordinator_rank, each.epoch) for each in stories] == [(0, 0)] * 4
+    assert stories[0].replacement_count > 1
+
+
 def test_a_coordinator_whose_peers_are_as_slow_keeps_its_task() -> None:
     assert [s.statistics.epoch for s in slow_rank_0(1.0, is_all=True) if s.statistics] == [0] * 4
