@@ -56,6 +56,9 @@ class ScriptedTransport:
     def set_doorbell(self, ring: Callable[[], None]) -> None:
         self.ring = ring
 
+    def lost_ranks(self) -> frozenset[int]:
+        return frozenset()
+
 
 class CountingInlet(Pollable):
     """Delivers what it is given, one message a poll."""
