@@ -168,7 +168,12 @@ async def open_versioned_window(
                 await assemble(agreements, group.ranks, _BLOCKING_PART)
                 return transport.new_window(native, _OneSidedWindow.window_nbytes(nbytes))
 
-        window = await start_together(services, agreements, group.ranks, _SUBJECT, make, _retire, name=_SUBJECT)
+        # Of its own: tasks that open windows of the same ranks at once may do so in another order on each rank.
+        subject = f"{_SUBJECT} {scope:x}"
+        try:
+            window = await start_together(services, agreements, group.ranks, subject, make, _retire, name=_SUBJECT)
+        finally:
+            agreements.forget(group.ranks, subject)
         if window is not None:
             return _OneSidedWindow(services, group, window, nbytes)
     return _StreamedWindow(services, group, nbytes, scope=scope, chunk_nbytes=chunk_nbytes)
