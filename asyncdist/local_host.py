@@ -18,6 +18,13 @@ from typing import Final
 
 #: What Python takes in a rank and the processes that start it, pages that they share not counted.
 _RANK_NBYTES: Final = 16 << 20
+#: The ports that Linux gives to connections by itself, and those of RFC 6335.
+_PORT_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_RFC_6335_FIRST: Final = 49152
+#: Where fewer ports than these are left below them, too many are reserved for services.
+_PORT_COUNT_MIN: Final = 16384
+#: How many ports are tried.
+_DRAW_COUNT: Final = 64
 
 
 class LaunchError(Exception):
@@ -65,10 +72,28 @@ def check_loopback() -> None:
 
 
 def find_free_port() -> int:
-    """Return a TCP port at which no process listens now, for a store of torch.distributed."""
+    """Return a TCP port at which no process listens now, for a store of torch.distributed.
+
+    It is drawn from those that the kernel gives to nobody by itself: until the store is served, any connection of any
+    process may be given one of the others.
+    """
+    lowest = _lowest_ephemeral_port()
+    for _ in range(_DRAW_COUNT if lowest >= _PORT_COUNT_MIN else 0):
+        port = lowest - 1 - secrets.randbelow(lowest // 2)
+        with contextlib.suppress(OSError):
+            probe_port(port)
+            return port
     with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
+
+
+def _lowest_ephemeral_port() -> int:
+    """Return the first port that the kernel gives to connections by itself; RFC 6335's where it does not say."""
+    try:
+        return int(_PORT_RANGE.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return _RFC_6335_FIRST
 
 
 def probe_port(port: int) -> None:

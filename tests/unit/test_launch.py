@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import socket
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -462,6 +465,33 @@ def test_what_an_outer_launcher_has_set_is_cleared_and_what_the_user_has_set_sta
         assert launch.detect(left).source == ("SLURM_STEP_NUM_TASKS" if "srun" in name else "no launcher")
     assert launch.without_launchers(users | meeting | OPENMPI) == users | meeting
     assert launch.without_launchers(users | TORCHRUN) == users
+
+
+@pytest.mark.parametrize(("given", "first", "last"), [("32768\t60999\n", 16384, 32767), ("", 24576, 49151)])
+def test_a_free_port_is_none_that_the_kernel_gives_to_connections(
+    given: str, first: int, last: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One that it had given to a connection meanwhile kept a job from starting, once."""
+    (tmp_path / "range").write_text(given)
+    monkeypatch.setattr(local_host, "_PORT_RANGE", tmp_path / "range")
+    assert all(first <= local_host.find_free_port() <= last for _ in range(50))
+
+
+def test_a_port_at_which_a_process_listens_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowest = local_host._lowest_ephemeral_port()
+    taken = local_host.find_free_port()
+    with socket.create_server(("", taken)):
+        draws = itertools.chain([lowest - 1 - taken], itertools.count(7))
+        monkeypatch.setattr("asyncdist.local_host.secrets.randbelow", lambda _: next(draws))
+        assert taken != local_host.find_free_port() <= lowest - 8
+
+
+def test_where_the_kernel_gives_all_ports_it_gives_this_one_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "range").write_text("1024\t65535\n")
+    monkeypatch.setattr(local_host, "_PORT_RANGE", tmp_path / "range")
+    assert local_host.find_free_port() >= 1024
 
 
 def test_one_that_mpi_leaves_alone_among_the_workers_of_torchrun_is_told() -> None:
