@@ -146,13 +146,11 @@ def find_rival(reminder: Reminder, rank: int, now: float, starts: Collection[Ope
     Returns:
         The start that has a rival now; None where there is none.
     """
-    match list(starts):
-        case [OpenStart(have_all_come=False, rival=None) as mine] if (
-            mine.meeting.key.of_all_occurrences != reminder.key
-        ):
-            pass
-        case _:
-            return None
+    mine = next(iter(starts)) if len(starts) == 1 else None
+    if mine is None or mine.have_all_come or mine.rival is not None:
+        return None
+    if mine.meeting.key.of_all_occurrences == reminder.key:
+        return None
     entangled = ranks_of(reminder.present).intersection(mine.meeting.ranks)
     if not entangled or now - mine.doubted_since.setdefault(reminder.key, now) < REMIND_AFTER_S / 2:
         return None

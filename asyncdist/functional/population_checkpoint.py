@@ -175,6 +175,7 @@ async def load_population(
         FileNotFoundError: there is no whole checkpoint; what lies there instead is named.
         ValueError: the checkpoint is of another model (the first difference is named), optimizer, policy or version,
             or a file is torn.
+        LocalProtocolError: the policy was entered before.
         RemoteError: on the members other than the one that raised.
     """
     world = world or current_world()
@@ -232,7 +233,7 @@ def _state_of(
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise TypeError(
             f"extra holds what torch.load(weights_only=True) refuses; allowed: tensors, numbers, texts, and lists and "
             f"dictionaries of them ({reason:.200})"
