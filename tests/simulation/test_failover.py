@@ -155,6 +155,7 @@ def test_successors_are_killed_too(faults: list[Fault]) -> None:
     assert len(living(stories)) == 6 - len(faults)
 
 
+@pytest.mark.slow
 def test_a_rank_may_be_killed_at_any_moment_of_a_takeover() -> None:
     for nth in range(20):
         at_s = 0.31 + nth * 0.001
