@@ -10,7 +10,7 @@ A folder looks like this::
         checkpoint-000003/
             manifest.json       number of ranks, and of each rank's file the size, the CRC-32 and the metric
             rank-00000.pt       what torch.load(..., weights_only=True) opens: a dictionary with "model", "optimizer",
-            rank-00001.pt       "policy", "extra" and "random"
+            rank-00001.pt       "optimizer_class", "policy", "extra" and "random"
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ import logging
 import math
 import os
 import random
+import re
 import shutil
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -99,7 +101,8 @@ async def save_population(
         path: the folder for all checkpoints, which all ranks see. It is made if it is not there.
         model, optimizer: of this rank; any module and optimizer of torch.
         policy: this rank's, of the package ``protocols``; or something else with a ``state_dict``.
-        extra: what else this rank wants back: tensors, numbers, texts, and lists and dictionaries of them.
+        extra: what else this rank wants back: tensors, numbers, texts, and lists and dictionaries of them. Numbers of
+            numpy come back as Python's.
         metric: by which :func:`load_population` chooses ranks; by default the newest one that the policy was given.
         keep: how many checkpoints to keep, this one included; the oldest ones are deleted. None keeps all.
         group: the ranks of the population; all by default.
@@ -109,8 +112,8 @@ async def save_population(
         The folder of this checkpoint, ``path/checkpoint-NNNNNN``.
 
     Raises:
-        TypeError: ``extra`` holds something that ``torch.load(weights_only=True)`` refuses; a RemoteError on the
-            others.
+        TypeError: ``extra``, or the state of model, optimizer or policy, holds something that
+            ``torch.load(weights_only=True)`` refuses; a RemoteError on the others.
         OSError: a file cannot be written; a RemoteError on the others.
         ValueError: ``keep`` is not a whole number above 0.
 
@@ -227,24 +230,52 @@ async def load_population(
 def _state_of(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, policy: Stateful | None, extra: Any
 ) -> dict[str, Any]:
+    state = {
+        "model": model.state_dict(),
+        "optimizer": None if optimizer is None else _map_leaves(_plain_number, optimizer.state_dict()),
+        "optimizer_class": None if optimizer is None else type(optimizer).__qualname__,
+        "policy": None if policy is None else _map_leaves(_plain_number, policy.state_dict()),
+        "extra": _map_leaves(_plain_number, extra),
+        "random": _random_states(),
+    }
+    for name, part in state.items():
+        _check_loadable(name, part)
+    return state
+
+
+def _map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
+    """Return plain dictionaries, lists and tuples with all that they hold, keys too, changed."""
+    if type(value) in (dict, OrderedDict):
+        return type(value)((change(key), _map_leaves(change, each)) for key, each in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_map_leaves(change, each) for each in value)
+    return change(value)
+
+
+def _plain_number(value: Any) -> Any:
+    """Return a scalar of numpy as Python's: schedules compute learning rates with numpy, and no load takes them."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _check_loadable(name: str, part: Any) -> None:
+    """Raise TypeError for what a save would write and no load would take: afterwards only the file is left."""
+
+    def without_contents(value: Any) -> Any:
+        return torch.empty(0) if type(value) is torch.Tensor and not value.__dict__ else value
+
     buffer = io.BytesIO()
     try:
-        torch.save(extra, buffer)
+        torch.save(_map_leaves(without_contents, part), buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        lines = (str(error).strip() or type(error).__name__).splitlines()
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        reason = found[1] if found else lines[0]
         raise TypeError(
-            f"extra holds what torch.load(weights_only=True) refuses; allowed: tensors, numbers, texts, and lists and "
+            f"{name} holds what torch.load(weights_only=True) refuses; allowed: tensors, numbers, texts, and lists and "
             f"dictionaries of them ({reason:.200})"
         ) from None
-    return {
-        "model": model.state_dict(),
-        "optimizer": None if optimizer is None else optimizer.state_dict(),
-        "policy": None if policy is None else policy.state_dict(),
-        "extra": extra,
-        "random": _random_states(),
-    }
 
 
 def _metric_entry(metric: float | None, policy: Any) -> dict[str, Any]:
@@ -295,6 +326,9 @@ def _compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: 
         return
     if loaded["optimizer"] is None:
         raise ValueError("the checkpoint was saved without an optimizer")
+    kind, other = type(optimizer).__qualname__, loaded.get("optimizer_class")
+    if other not in (kind, None):  # files of the first days do not name it
+        raise ValueError(f"the checkpoint is of another optimizer: {kind} here and {other} there")
     counts, others = (
         [len(group["params"]) for group in state["param_groups"]]
         for state in (optimizer.state_dict(), loaded["optimizer"])

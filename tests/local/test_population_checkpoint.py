@@ -206,6 +206,51 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks(tmp_path: Path) -> None:
     ad.simulate(main, ranks=2, strict=True).value()
 
 
+def test_a_learning_rate_that_numpy_computed_is_loaded_again(tmp_path: Path) -> None:
+    rates = np.logspace(-4, -2, 2)
+
+    async def save_it(world: World) -> None:
+        model, optimizer = made()
+        optimizer.param_groups[0].update(lr=rates[world.rank], betas=(np.float32(0.5), 0.9), name=np.str_("w"))
+        await ad.save_population(tmp_path, model, optimizer, extra={"rates": [rates[0]], np.int64(3): "three"})
+
+    async def load_it(world: World) -> None:
+        model, optimizer = made()
+        found = await ad.load_population(tmp_path, model, optimizer)
+        group = optimizer.param_groups[0]
+        assert (group["lr"], group["betas"], group["name"]) == (rates[world.rank], (0.5, 0.9), "w")
+        assert found.extra == {"rates": [rates[0]], 3: "three"}
+        assert type(group["lr"]) is type(found.extra["rates"][0]) is float
+
+    ad.simulate(save_it, ranks=2, strict=True).value()
+    ad.simulate(load_it, ranks=2, strict=True).value()
+
+
+def test_a_model_that_no_load_would_take_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    class Located(nn.Linear):
+        def get_extra_state(self) -> Path:
+            return tmp_path
+
+    async def main(world: World) -> None:
+        with pytest.raises(TypeError, match=r"^model holds what torch.load\(weights_only=True\) refuses.*\(pathlib"):
+            await ad.save_population(tmp_path, Located(2, 1))
+
+    ad.simulate(main, ranks=1, strict=True).value()
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    async def main(world: World) -> None:
+        model, optimizer = made()
+        await ad.save_population(tmp_path, model, optimizer)
+        other = made(seed=1)[0]
+        before = weights_of(other)
+        with pytest.raises(ValueError, match="another optimizer: SGD here and Adam there"):
+            await ad.load_population(tmp_path, other, torch.optim.SGD(other.parameters(), lr=0.1))
+        assert weights_of(other) == before
+
+    ad.simulate(main, ranks=1, strict=True).value()
+
+
 @pytest.mark.slow
 def test_a_save_in_which_a_rank_is_killed_leaves_a_whole_population(tmp_path: Path) -> None:
     """At every turn of a rank's: the checkpoint is the new one or the one before."""
