@@ -114,6 +114,7 @@ class Agreements:
         leader: int | None = None,
         taken: Runs = (),
         hold_s: float = 0.0,
+        bound_to: tuple[int, ...] = (),
     ) -> Agreed:
         """Wait until all ``ranks`` are about to start the same thing.
 
@@ -125,12 +126,13 @@ class Agreements:
             leader: the rank that compares; the first of ``ranks`` by default.
             taken: numbers that are in use on this rank; all members get the smallest that is in use on none.
             hold_s: for how long a member polls without yielding to the loop while it waits for the verdict.
+            bound_to: ranks whose loss ends it though they are no members.
 
         Raises:
             StartTimeoutError: some ranks did not come; it names them.
             DisagreementError: a value differs; or two members wait for each other in different agreements.
             ClosedError: a member has left the world, or withdrawn from the subject.
-            RankLostError: a member has died.
+            RankLostError: a member has died, or a rank of ``bound_to``.
             RemoteError: a member has objected, or was cancelled in this agreement.
             CancelledError: this rank has given up (:meth:`give_up`), and the leader has let it go.
 
@@ -138,10 +140,12 @@ class Agreements:
         go is to be started by a task that only a failure of the job cancels
         (:mod:`asyncdist.collectives.agreed_start`).
         """
-        meeting = self.next_meeting(ranks, subject, leader)
+        meeting = self.next_meeting(ranks, subject, leader, bound_to)
         return await self.meet(meeting, values, timeout_s=timeout_s, taken=taken, hold_s=hold_s)
 
-    def next_meeting(self, ranks: Sequence[int], subject: str, leader: int | None = None) -> Meeting:
+    def next_meeting(
+        self, ranks: Sequence[int], subject: str, leader: int | None = None, bound_to: tuple[int, ...] = ()
+    ) -> Meeting:
         """Count one more start of ``subject``; :meth:`meet` or :meth:`stay_away` must follow.
 
         The occurrence is counted when the start is asked for, and not when its turn comes, so that a start which is
@@ -150,7 +154,7 @@ class Agreements:
         key = self._next_occurrence(AgreementKey.of(subject, ranks))
         leader = ranks[0] if leader is None else leader
         self._ahead.add(key)
-        return Meeting(key, tuple(ranks), leader, self._engine.loop.time())
+        return Meeting(key, tuple(ranks), leader, self._engine.loop.time(), bound_to)
 
     def second_meeting(self, meeting: Meeting) -> Meeting:
         """Return another one for the start of ``meeting``, to which all have come: none of them may stay away."""
@@ -184,7 +188,8 @@ class Agreements:
         join = Join(key.text, tuple(sorted(values.items())), taken)
         if caller is not None:
             caller.on_asked()
-        gone = Absentees(ranks, self._gone, self._withdrawn.setdefault(key.of_all_occurrences, set()))
+        withdrawn = self._withdrawn.setdefault(key.of_all_occurrences, set())
+        gone = Absentees(ranks, meeting.bound_to, self._gone, self._lost, withdrawn)
         try:
             if self._rank == leader:
                 verdict, first = await self._lead(meeting, join, gone, timeout_s)
@@ -265,7 +270,7 @@ class Agreements:
 
     def withdraw(self, ranks: Sequence[int], subject: str) -> None:
         """Never agree to ``subject`` again: the other ``ranks`` get ClosedError when they try."""
-        message = Withdraw(AgreementKey.of(subject, ranks).text)
+        message = Withdraw(AgreementKey.of(subject, ranks).text, tuple(sorted(self._lost)))
         for rank in ranks:
             if rank != self._rank:
                 self._send(message, rank)
@@ -334,7 +339,7 @@ class Agreements:
         deadline = None if timeout_s is None else meeting.began_at + timeout_s
 
         def is_over() -> bool:
-            return key in self._verdicts or leader in gone.ranks()
+            return key in self._verdicts or leader in gone.ranks() or bool(gone.lost_beside())
 
         if leader not in gone.ranks():
             self._send(join, leader)
@@ -355,7 +360,11 @@ class Agreements:
         verdict = self._verdicts.pop(key, None)
         if verdict is not None:
             return verdict
-        return Verdict(join.subject, gone=(leader,), lost=(leader,) if leader in self._lost else ())
+        lost = tuple(rank for rank in (*meeting.ranks, *meeting.bound_to) if rank in self._lost)
+        if leader in gone.ranks():
+            return Verdict(join.subject, gone=(leader,), lost=lost)
+        self._forsaken.add(key)
+        return Verdict(join.subject, gone=lost, lost=lost)
 
     def _hold(self, is_over: Callable[[], bool], seconds: float) -> None:
         """Poll for ``seconds`` without yielding: another task of this rank might take the loop, and compute."""
@@ -444,9 +453,9 @@ class Agreements:
         else:
             self._verdicts[verdict.key] = verdict
 
-    def on_withdraw(self, subject: str, source: int) -> None:
-        """Note that a member will not start this again; ``subject`` is the text of the key for all occurrences."""
-        key = AgreementKey.parse(subject)
+    def on_withdraw(self, message: Withdraw, source: int) -> None:
+        """Note that a member will not start this again."""
+        key = AgreementKey.parse(message.subject)
         self._withdrawn.setdefault(key, set()).add(source)
         self._over.on_withdrawn(source, key)
 

@@ -200,9 +200,11 @@ class Withdraw(_Keyed):
 
     Attributes:
         subject: the text of the key for all occurrences.
+        lost: ranks that the sender knows to be lost, which may be why it withdraws.
     """
 
     subject: str
+    lost: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -214,12 +216,14 @@ class Meeting:
         ranks: its members.
         leader: the rank that decides.
         began_at: when the start was asked for, on the loop's clock.
+        bound_to: ranks that are not members, and whose loss ends it all the same.
     """
 
     key: AgreementKey
     ranks: tuple[int, ...]
     leader: int
     began_at: float
+    bound_to: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return repr(str(self.key))

@@ -62,18 +62,35 @@ class LateVerdicts:
 
 
 class Absentees:
-    """Finds those of ``ranks`` that will not come: they have left the world, or withdrawn from the subject."""
+    """Finds the ranks because of which a meeting cannot end well.
 
-    def __init__(self, ranks: Sequence[int], left: set[int], withdrawn: set[int]) -> None:
+    Args:
+        ranks: the members.
+        bound_to: ranks whose loss ends it though they are no members.
+        left: all ranks that have left the world or are lost; grows.
+        lost: those of them that are lost; grows.
+        withdrawn: the members that never come to this subject again; grows.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], bound_to: Sequence[int], left: set[int], lost: set[int], withdrawn: set[int]
+    ) -> None:
         self._ranks = ranks
+        self._bound_to = bound_to
         self._left = left
+        self._lost = lost
         self._withdrawn = withdrawn
 
     def ranks(self) -> tuple[int, ...]:
-        """Return them, in the order of the group."""
+        """Return the members that will not come, in the order of the group, and then the lost ranks beside them."""
         if not self._left and not self._withdrawn:
             return ()
-        return tuple(rank for rank in self._ranks if rank in self._left or rank in self._withdrawn)
+        absent = tuple(rank for rank in self._ranks if rank in self._left or rank in self._withdrawn)
+        return absent + self.lost_beside()
+
+    def lost_beside(self) -> tuple[int, ...]:
+        """Return the lost ranks that are no members, and whose loss ends the meeting."""
+        return tuple(rank for rank in self._bound_to if rank in self._lost)
 
 
 def judge(

@@ -40,11 +40,13 @@ class Freed:
         ranks: its members, in its order.
         serial: which group of these ranks it is.
         started: how many of its collectives this member has started; all have ended here.
+        lost: ranks that the sender knows to be lost, which may be why it frees the group.
     """
 
     ranks: Runs
     serial: int
     started: int
+    lost: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +116,7 @@ class GroupLedger:
         """Note that this rank has freed the group, with no collective under way; return the message for the others."""
         started = self._membership.started_of(group)
         self._note(self._entries[_key_of(group)], group.ranks[group.index], started)
-        return Freed(runs_of(group.ranks), group.lease.serial, started)
+        return Freed(runs_of(group.ranks), group.lease.serial, started, self._membership.lost)
 
     def on_freed(self, message: Freed, source: int) -> None:
         """Note that another member has freed a group, which may still be being made here."""

@@ -27,6 +27,7 @@ class Lease:
         give_back: frees the group; None where it cannot be freed.
         is_freed: whether this rank has freed it.
         subjects: what its members agree on as long as they have it, and never again.
+        bound_to: ranks that are no members, and whose loss ends the group's collectives as a member's does.
     """
 
     serial: int = 0
@@ -34,6 +35,7 @@ class Lease:
     give_back: Callable[[Group], Awaitable[None]] | None = None
     is_freed: bool = False
     subjects: list[str] = field(default_factory=list)
+    bound_to: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)

@@ -9,13 +9,14 @@ A member that frees a group sends its count of that group: to the others it is a
 Of a lost member nobody knows what it has started, and the others find out at different times: one may have given up the
 collective in which the next one waits for it. So a loss ends, on each rank that hears of it, the collectives of all
 groups with that member, those under way and those to come, with RankLostError; also where another member has left,
-which may have found out. The others make a group without it.
+which may have found out. The groups of a mesh's axes are as one in this: they are bound to all ranks of the mesh. The
+others make a group without it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -139,9 +140,8 @@ class MembershipLog:
         """Ranks that are known to be lost, on this rank or on a rank that has left."""
         return tuple(sorted(self._lost))
 
-    def on_left(self, rank: int, started: Mapping[int, int], lost: Iterable[int]) -> None:
-        """Note that ``rank`` has left: how many collectives it had started by tag, and which lost ranks it knew of."""
-        self._lost.update(lost)
+    def on_left(self, rank: int, started: Mapping[int, int]) -> None:
+        """Note that ``rank`` has left, and how many collectives it had started by tag."""
         self._left.setdefault(rank, started)
         self._stop_what_cannot_complete()
 
@@ -154,7 +154,7 @@ class MembershipLog:
                     entry.stop(entry.error)
 
     def _reason(self, group: Group, number: int) -> AsyncdistError | None:
-        for rank in group.ranks if self._lost else ():
+        for rank in (*group.ranks, *group.lease.bound_to) if self._lost else ():
             if rank in self._lost:
                 return RankLostError(f"rank {rank} is gone, and with it the group {short(group.ranks)}", rank=rank)
         for rank, started in self._freed.get(group.tag, {}).items():

@@ -165,9 +165,11 @@ class Peers:
                 self.agreements.rivals.on_reminder(reminder)
             case Inquiry() as inquiry:
                 self.agreements.on_inquiry(inquiry)
-            case Withdraw(subject):
-                self.agreements.on_withdraw(subject, source)
+            case Withdraw(_, lost) as withdraw:
+                self._note_losses(lost)
+                self.agreements.on_withdraw(withdraw, source)
             case Freed() as freed:
+                self._note_losses(freed.lost)
                 self.groups.ledger.on_freed(freed, source)
             case Leave(started, lost):
                 self._note_left(source, started, lost)
@@ -192,9 +194,17 @@ class Peers:
     def _note_left(self, rank: int, started: Sequence[tuple[int, int]], lost: Sequence[int]) -> None:
         """Note that main has returned on ``rank``."""
         self._services.left.add(rank)
-        self.attendance.on_left(rank, dict(started), lost)
+        self._note_losses(lost)
+        self.attendance.on_left(rank, dict(started))
         for tag in self._services.note_returned(rank):
             self._system.send_nowait(Unheard(tag), rank)
+
+    def _note_losses(self, ranks: Sequence[int]) -> None:
+        """Note what a peer knows of lost ranks, of which this rank may hear later: it may have left because of them."""
+        for rank in ranks:
+            if rank != self._services.rank and rank not in self.attendance.lost:
+                self.attendance.on_lost(rank)
+                self.agreements.on_gone(rank, is_lost=True)
 
     def leave(self) -> None:
         """Tell every peer that main has returned here, and before it what else they have to know of this rank.

@@ -2,7 +2,8 @@
 
 With the axes ``{"POP": 2, "DP": 3}`` the six ranks of a group stand in two rows of three, the last axis running
 fastest, as in ``numpy.reshape``. An operation along ``"DP"`` is between the three ranks of a row, one along ``"POP"``
-between the two of a column. The groups are made once, with the mesh.
+between the two of a column. The groups are made once, with the mesh. A mesh is one program: where one of its ranks is
+lost, the operations along all its axes end with RankLostError, on all its ranks.
 
 ``with mesh:`` makes its axes known by name to everything that the calling task awaits and starts inside.
 """
@@ -253,6 +254,7 @@ async def new_mesh(
         made = {name: Axis(name, world, line, _Turn()) for name, line in zip(sizes, groups, strict=True)}
         for axis in made.values():
             axis.group.lease.subjects.append(axis.subject)
+            axis.group.lease.bound_to = tuple(rank for rank in group.ranks if rank not in axis.group.ranks)
         return Mesh(made, group.ranks, world)
 
     return await start_together(world.services, world.agreements, group.ranks, _SUBJECT, make, Mesh.free, name=_SUBJECT)

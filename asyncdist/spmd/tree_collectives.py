@@ -146,6 +146,7 @@ def psum(tree: T, axis_name: str | None = None, *, mesh: Mesh | None = None) -> 
             is being vectorised.
         DisagreementError: another rank has another tree or operation; the first difference is named, on every rank.
         ClosedError: a rank of the axis has left.
+        RankLostError: a rank of the mesh is lost.
     """
     return _reduce("psum", tree, axis_name, mesh, _sum, _SUMMED)
 
@@ -278,7 +279,8 @@ async def _agree(axis: Axis, what: str, outline: pytrees.Outline) -> None:
     ranks = axis.group.ranks
     values = {"operation": what, "tree": outline.digest}
     try:
-        await axis.world.agreements.agree(ranks, axis.subject, values, timeout_s=None)
+        bound_to = axis.group.lease.bound_to
+        await axis.world.agreements.agree(ranks, axis.subject, values, timeout_s=None, bound_to=bound_to)
     except DisagreementError as error:
         if error.facts.get("difference") != "tree":
             raise
