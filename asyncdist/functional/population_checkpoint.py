@@ -261,7 +261,7 @@ def _check_loadable(name: str, part: Any) -> None:
     """Raise TypeError for what a save would write and no load would take: afterwards only the file is left."""
 
     def without_contents(value: Any) -> Any:
-        return torch.empty(0) if type(value) is torch.Tensor and not value.__dict__ else value
+        return torch.empty(0, device="cpu") if type(value) is torch.Tensor and not value.__dict__ else value
 
     buffer = io.BytesIO()
     try:
