@@ -379,6 +379,7 @@ class Agreements:
         over = self._over.hear(join.key, source)
         if over is None:
             self._joins.setdefault(join.key, {})[source] = join
+            self._refuse_if_one_is_gone(join.key)
         else:
             self._send(over, source)  # it was decided without this member, which would wait for ever
 
@@ -469,4 +470,20 @@ class Agreements:
             joins.pop(rank, None)
             if not joins:
                 del self._joins[key]
+            self._refuse_if_one_is_gone(key)
         self._engine.recheck()
+
+    def _refuse_if_one_is_gone(self, key: AgreementKey) -> None:
+        """Refuse a meeting of a rank that is gone, where others wait for this rank, which leads it and has not come.
+
+        It may never come: when it has heard of a loss earlier than they, it asks for something else without that rank.
+        """
+        joins = self._joins.get(key, {})
+        gone = () if not joins or self._rank in joins else tuple(sorted(filter(key.has_member, self._gone)))
+        if gone:
+            missing = tuple(sorted(ranks_of(key.ranks) - joins.keys()))
+            lost = tuple(rank for rank in gone if rank in self._lost)
+            del self._joins[key]
+            verdict = Verdict(key.text, missing=missing, gone=gone, lost=lost)
+            self._keep_for(missing, verdict)
+            self._tell(joins, verdict)

@@ -57,6 +57,10 @@ class AgreementKey:
         """The key that all attempts have in common."""
         return AgreementKey(self.subject, self.ranks)
 
+    def has_member(self, rank: int) -> bool:
+        """Return whether ``rank`` is one of the members."""
+        return any(first <= rank <= last for first, last in self.ranks)
+
     @classmethod
     def of(cls, subject: str, ranks: Sequence[int]) -> AgreementKey:
         """Make the key for all occurrences."""

@@ -12,7 +12,7 @@ import torch
 
 from asyncdist import validation
 from asyncdist.collectives.error_exchange import Call, LocalResult, exchange_headers, run_and_raise
-from asyncdist.collectives.groups import Group, check_member
+from asyncdist.collectives.groups import Group, check_group, check_member
 from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.runtime.world import World, current_world
 from asyncdist.spmd import tree_collectives
@@ -53,7 +53,7 @@ async def surviving_group(group: Group | None = None, *, timeout_s: float = 60.0
 
     Collective among them, where losing a rank does not end the job. It returns the same group on all, also where a
     member is lost, or heard of, meanwhile. A collective of a group that has lost a member raises RankLostError on the
-    others; this gives them one to go on with.
+    others; this gives them one to go on with. Tasks may call it at once, each of them for a group of its own.
 
     Args:
         group: all ranks by default; it may have been freed.
@@ -61,12 +61,14 @@ async def surviving_group(group: Group | None = None, *, timeout_s: float = 60.0
         world: the current one by default.
 
     Raises:
+        TypeError: ``group`` is not a group.
         StartTimeoutError: some members did not come in time.
         RankLostError, ClosedError, DisagreementError: the members have not come to the same list in time.
     """
     world = world or current_world()
-    ranks = (group or world.group).ranks
-    return await world.peers.groups.surviving_group(ranks, validation.seconds("timeout_s", timeout_s))
+    group = world.group if group is None else group
+    check_group(group)
+    return await world.peers.groups.surviving_group(group, validation.seconds("timeout_s", timeout_s))
 
 
 async def barrier(*, group: Group | None = None, world: World | None = None) -> None:

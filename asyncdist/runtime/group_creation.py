@@ -79,21 +79,23 @@ class GroupCreation:
             raise
         return made
 
-    async def surviving_group(self, ranks: Sequence[int], timeout_s: float) -> Group:
-        """Make a group of the live ones of ``ranks``; see :func:`asyncdist.surviving_group`.
+    async def surviving_group(self, group: Group, timeout_s: float) -> Group:
+        """Make a group of the live members of ``group``; see :func:`asyncdist.surviving_group`.
 
         Members hear of a loss at different times, and then ask for groups of different ranks. One that has asked for a
         rank that is lost hears so, and asks again. A list with a lost rank is never asked for again, so all who live
-        have asked equally often for the list of those that do.
+        have asked equally often for the list of those that do. Tasks that have lost the same rank in groups of their
+        own may come to equal lists at once, so the subject says which group they had.
         """
         services = self._services
+        subject = f"{_OF_SURVIVORS} of {group.key:x}"
         give_up_at = services.time() + timeout_s
         while True:
             gone = set(services.gone)
-            live = [rank for rank in ranks if rank not in gone]
+            live = [rank for rank in group.ranks if rank not in gone]
             try:
                 left_s = max(round(give_up_at - services.time(), 3), 0.001)
-                return await self.new_group(live, left_s, subject=_OF_SURVIVORS)
+                return await self.new_group(live, left_s, subject=subject)
             except (RankLostError, ClosedError, DisagreementError):
                 if services.engine.failure is not None or services.time() >= give_up_at:
                     raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -67,3 +68,48 @@ def test_a_member_that_does_not_come_is_told() -> None:
         await world.sleep(5)
 
     ad.simulate(main, ranks=3, strict=True).value()
+
+
+def test_what_is_no_group_is_refused() -> None:
+    async def main(world: World) -> None:
+        group: Any = [0]
+        with pytest.raises(TypeError, match=r"group is \[0\]; allowed: a Group"):
+            await ad.surviving_group(group)
+
+    ad.simulate(main, ranks=1).value()
+
+
+def test_tasks_that_lose_a_rank_in_groups_of_their_own_do_not_get_the_group_of_another_task() -> None:
+    """Both came to a list of the same ranks, and each got the group that was asked for first on each rank."""
+
+    async def job(world: World, group: ad.Group, value: float) -> float:
+        with pytest.raises(RankLostError):
+            while True:
+                await ad.barrier(group=group)
+                await world.sleep(0.001)
+        await world.sleep(0.01 * ((world.rank + value) % 2))
+        survivors = await ad.surviving_group(group)
+        return float(await ad.all_reduce(torch.tensor(value), group=survivors))
+
+    async def main(world: World) -> list[float]:
+        lists = ([0, 1, 2], [0, 1, 2], [0, 2, 1])
+        groups = [await world.new_group(ranks) for ranks in lists]
+        return await asyncio.gather(*(job(world, group, 10.0 + i) for i, group in enumerate(groups)))
+
+    for seed in range(5):
+        report = ad.simulate(main, ranks=3, seed=seed, faults=[Kill(rank=2, at_s=0.1)])
+        assert report.results[:2] == ([20.0, 22.0, 24.0], [20.0, 22.0, 24.0])
+
+
+def test_a_rank_is_told_of_a_loss_by_a_leader_that_has_not_come() -> None:
+    """It waited for the leader, which had heard of the loss earlier and went on without the lost rank."""
+
+    async def main(world: World) -> float:
+        if world.rank == 1:
+            with pytest.raises(RankLostError, match="rank 2 is lost"):
+                await world.new_group([0, 1, 2])
+        return world.time() if world.rank == 1 else await world.sleep(30) or 0.0
+
+    for at_s in (0.0, 0.5):
+        report = ad.simulate(main, ranks=3, faults=[Kill(rank=2, at_s=at_s)])
+        assert report.results[1] < 2
