@@ -2,7 +2,8 @@
 
 Members start the collectives of a group in one order, so each rank counts those that it has started, by group, and says
 the counts when it leaves. In a collective with a higher number the leaver takes no part: a rank that starts it or waits
-in it gets ClosedError. One with a lower number goes on: the leaver has done its part, or does it in the background.
+in it gets ClosedError, and so does what the leaver's cancelled calls have left in the background. One with a lower
+number goes on: the leaver has done its part, or does it in the background.
 
 A member that frees a group sends its count of that group: to the others it is as if it had left.
 
@@ -46,6 +47,7 @@ class MembershipLog:
 
     def __init__(self) -> None:
         self._started: Counter[int] = Counter()
+        self._has_left = False
         self._left: dict[int, Mapping[int, int]] = {}
         self._freed: dict[int, dict[int, int]] = {}
         self._spoiled: set[int] = set()
@@ -53,10 +55,20 @@ class MembershipLog:
         self._under_way: dict[Participation, None] = {}  # in the order in which they began
 
     def begin(self, group: Group) -> int:
-        """Count one more collective of the group; return its number. Raises ClosedError where it was freed here."""
+        """Count one more collective of the group; return its number.
+
+        Raises:
+            ClosedError: the group was freed here; or this rank has left, so the others take no part in the collective.
+        """
         check_open(group)
+        if self._has_left:
+            raise ClosedError(f"this rank has left and starts no collective of the group {short(group.ranks)} any more")
         self._started[group.tag] += 1
         return self._started[group.tag]
+
+    def leave(self) -> None:
+        """Start no collective any more: :meth:`started`, which the others are told now, is final."""
+        self._has_left = True
 
     def started(self) -> tuple[tuple[int, int], ...]:
         """Return how many collectives this rank has started of each group, by tag: a leaving rank sends it."""

@@ -214,6 +214,7 @@ class Peers:
         self._has_returned = True
         self._services.stop_reading()
         self.agreements.leave()
+        self.attendance.leave()
         self.announce(Leave(self.attendance.started(), self.attendance.lost))
 
     def finalize(self) -> None:

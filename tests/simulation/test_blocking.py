@@ -320,3 +320,26 @@ def test_a_rank_that_dies_before_the_moment_of_its_computed_function_never_runs_
     for seed in range(20):
         simulate(main, ranks=2, seed=seed, compute=Compute(step_s=1.0), faults=[Kill(1, at_s=0.5)]).check_faults()
     assert 2 < ran[True] < 18, ran
+
+
+def test_an_operation_along_an_axis_to_which_all_agreed_is_given_up_when_its_rank_returns_before_it_has_heard() -> None:
+    """The rank had said that it takes no part, and then waited for the others in its background for ever."""
+
+    async def main(world: ad.World) -> str:
+        with await ad.new_mesh({"A": 2}):
+            if world.rank == 1:
+                summing = asyncio.create_task(ad.psum(torch.ones(1000), "A"))
+                await world.sleep(1.0)
+                time.sleep(4.0)  # noqa: ASYNC251 - meanwhile rank 0 comes, and says go
+                summing.cancel()
+                return "returned"
+            await world.sleep(2.5)
+            with pytest.raises(ad.ClosedError, match="rank 1 has left") as caught:
+                await ad.psum(torch.ones(1000), "A")
+            assert caught.value.rank == 1
+            return "told"
+
+    for hosts in (1, 2):
+        report = simulate(main, ranks=2, network=Network(link=STEADY.link, ranks_per_host=hosts), until_s=30.0)
+        assert report.results == ("told", "returned")
+        assert report.virtual_time_s < 10.0
