@@ -14,10 +14,14 @@ import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from asyncdist.errors import RankLostError
 from asyncdist.runtime.tracebacks import format_error
+from asyncdist.tensors.serialization import cut_text, words_of
+
+#: What a rank says of its failure: more than :func:`words_of` says of one exception.
+_SUMMARY_NBYTES_MAX: Final = 1200
 
 #: Takes the exception that ends this rank, in place of standard error: what started the rank reports it to the user.
 told_elsewhere: ContextVar[Callable[[BaseException], None] | None] = ContextVar("told_elsewhere", default=None)
@@ -86,10 +90,18 @@ def _let_interrupts_kill() -> None:
 
 
 def summarise(error: BaseException) -> str:
-    """Return one line that says what happened, for the peers."""
+    """Return one line that says what happened, for the peers.
+
+    It never raises, and is always of a length and in characters that a message can carry: a rank that cannot tell its
+    failure leaves the others waiting.
+    """
+    return cut_text(_summary(error), _SUMMARY_NBYTES_MAX)
+
+
+def _summary(error: BaseException) -> str:
     if isinstance(error, BaseExceptionGroup):
-        return "; ".join(summarise(inner) for inner in error.exceptions)
-    text = str(error)
+        return "; ".join(map(_summary, error.exceptions))
+    _, text = words_of(error)
     first = text.splitlines()[0] if text else ""
     if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:  # of interrupt_error, most likely
         first += " (SIGTERM)"

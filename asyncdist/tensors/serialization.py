@@ -95,10 +95,11 @@ def words_of(error: BaseException) -> tuple[str, str]:
         text = str(error)
     except Exception as second:  # somebody waits for these words
         text = f"(its text cannot be had: {type(second).__name__})"
-    return _cut(type_name(type(error)), _KIND_NBYTES_MAX), _cut(text, _TEXT_NBYTES_MAX)
+    return cut_text(type_name(type(error)), _KIND_NBYTES_MAX), cut_text(text, _TEXT_NBYTES_MAX)
 
 
-def _cut(text: str, nbytes_max: int) -> str:
+def cut_text(text: str, nbytes_max: int) -> str:
+    """Return a text that UTF-8 can write in so many bytes: lone surrogates are escaped, and what is too long is cut."""
     data = text.encode(errors="backslashreplace")
     if len(data) <= nbytes_max:
         return data.decode()

@@ -23,7 +23,7 @@ from support.local import worlds
 import asyncdist as ad
 from asyncdist.messaging import wire
 from asyncdist.runtime import failure
-from asyncdist.runtime.failure_report import FailureReport, peer_failed
+from asyncdist.runtime.failure_report import FailureReport, peer_failed, summarise
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 #: Until a job has come to the place where something is done to it.
@@ -165,6 +165,33 @@ def test_an_exception_on_one_rank_ends_the_job_and_is_told_once() -> None:
     ended.check_told_once("ValueError: boom-7", rank=1)
     for rank in (0, 2):
         assert ended.stderr.count(f"rank {rank} stopped: rank 1 failed: ValueError: boom-7") == 1, ended.story
+
+
+class WithoutText(Exception):
+    def __str__(self) -> str:
+        raise AttributeError("reason")
+
+
+@pytest.mark.mpi
+def test_an_exception_whose_text_no_message_can_carry_ends_the_job() -> None:
+    ended = Ended("raises_at_length", 2, by_themselves=True)
+    ended.check_failed()
+    assert re.search(r"rank 0 stopped: rank 1 failed: ValueError: x+\.\.\. \(100000 characters\)", ended.stderr), (
+        ended.story
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "summary"),
+    [
+        (ValueError("no caf\udce9\nat all"), r"ValueError: no caf\udce9"),
+        (ExceptionGroup("", [ValueError("x" * 10)] * 9000), "ValueError: xxxxxxxxxx; ValueError: "),
+        (WithoutText(), "WithoutText: (its text cannot be had: AttributeError)"),
+    ],
+)
+def test_what_peers_are_told_of_a_failure_can_always_travel(error: Exception, summary: str) -> None:
+    assert summarise(error).startswith(summary)
+    assert len(summarise(error).encode()) < 2000
 
 
 @pytest.mark.mpi

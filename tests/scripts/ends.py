@@ -98,6 +98,14 @@ async def raises(world: ad.World) -> None:
     await train(world, at)
 
 
+async def raises_at_length(world: ad.World) -> None:
+    async def at(step: int) -> None:
+        if step == 20 and world.rank == 1:
+            raise ValueError("x" * 100_000)
+
+    await train(world, at)
+
+
 async def raises_everywhere(world: ad.World) -> None:
     await all_past_any_await(world)
     raise ValueError("boom-7")
