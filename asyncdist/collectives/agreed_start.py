@@ -41,12 +41,19 @@ class Start(Generic[T]):
         agreements: of this rank.
         meeting: the agreement that it begins with.
         give_back: takes the result where the caller does not want it any more.
+        part_of: the start whose work this one belongs to, if any.
     """
 
     def __init__(
-        self, engine: Engine, agreements: Agreements, meeting: Meeting, give_back: Callable[[T], Awaitable[object]]
+        self,
+        engine: Engine,
+        agreements: Agreements,
+        meeting: Meeting,
+        give_back: Callable[[T], Awaitable[object]],
+        part_of: Start[Any] | None = None,
     ) -> None:
         self.meeting = meeting
+        self._part_of = part_of
         self._engine = engine
         self._agreements = agreements
         self._give_back = give_back
@@ -76,8 +83,14 @@ class Start(Generic[T]):
         self._has_come = True
 
     def on_time_up(self, error: StartTimeoutError) -> None:
-        """Raise ``error`` in the caller, whose time is up; the work goes on, and its result is given back."""
-        if not self._outcome.done():
+        """Raise ``error`` in the caller, whose time is up; the work goes on, and its result is given back.
+
+        Of a start that is a part of another one, the caller is that one's: its work goes on too, since the members have
+        agreed on it.
+        """
+        if self._part_of is not None:
+            self._part_of.on_time_up(error)
+        elif not self._outcome.done():
             self._outcome.set_exception(error)
 
     async def run(self, work: Callable[[Start[T]], Coroutine[Any, Any, T]]) -> None:
@@ -141,6 +154,7 @@ async def start_together(
     name: str,
     leader: int | None = None,
     is_held: bool = False,
+    part_of: Start[Any] | None = None,
 ) -> T:
     """Do what the ranks have agreed to do together, to its end, as the head of this module says.
 
@@ -152,8 +166,9 @@ async def start_together(
         give_back: is given the result of the work where the caller has given up.
         name: of the task that does the work, for reports.
         is_held: whether a caller that gives up hears the leader's word first, since it must not be done later.
+        part_of: the start whose work this one belongs to, if any.
     """
-    start = Start(services.engine, agreements, agreements.next_meeting(ranks, subject, leader), give_back)
+    start = Start(services.engine, agreements, agreements.next_meeting(ranks, subject, leader), give_back, part_of)
     task = services.spawn_service(start.run(work), name=name)
     return await start.result(task, is_held=is_held)
 

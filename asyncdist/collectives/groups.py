@@ -35,6 +35,7 @@ class Lease:
     give_back: Callable[[Group], Awaitable[None]] | None = None
     is_freed: bool = False
     subjects: list[str] = field(default_factory=list)
+    origin: int = 0
     bound_to: tuple[int, ...] = ()
 
 

@@ -85,17 +85,21 @@ class GroupCreation:
         Members hear of a loss at different times, and then ask for groups of different ranks. One that has asked for a
         rank that is lost hears so, and asks again. A list with a lost rank is never asked for again, so all who live
         have asked equally often for the list of those that do. Tasks that have lost the same rank in groups of their
-        own may come to equal lists at once, so the subject says which group they had.
+        own may come to equal lists at once, so the subject says which group they had: the first one, since a member
+        that dies while it leads may have told some that they have a group of survivors, and others not.
         """
         services = self._services
-        subject = f"{_OF_SURVIVORS} of {group.key:x}"
+        origin = group.lease.origin or group.key
+        subject = f"{_OF_SURVIVORS} of {origin:x}"
         give_up_at = services.time() + timeout_s
         while True:
             gone = set(services.gone)
             live = [rank for rank in group.ranks if rank not in gone]
             try:
                 left_s = max(round(give_up_at - services.time(), 3), 0.001)
-                return await self.new_group(live, left_s, subject=subject)
+                made = await self.new_group(live, left_s, subject=subject)
+                made.lease.origin = origin
+                return made
             except (RankLostError, ClosedError, DisagreementError):
                 if services.engine.failure is not None or services.time() >= give_up_at:
                     raise
@@ -143,7 +147,9 @@ class GroupCreation:
                 return group
 
         name = f"new group of {len(members)} ranks"
-        return await start_together(services, self._agreements, members, subject, make, Group.free, name=name)
+        return await start_together(
+            services, self._agreements, members, subject, make, Group.free, name=name, part_of=part_of
+        )
 
     async def _free(self, group: Group) -> None:
         """Free a group, in the background where the caller is cancelled."""

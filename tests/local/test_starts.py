@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -360,3 +361,31 @@ def test_members_stay_in_step_with_one_whose_model_was_changed_in_a_step() -> No
     results = simulate(main, ranks=3, strict=True).results
     assert results[1] == ["True", "ValueError", "True"]
     assert results[0] == results[2] == ["True", "RemoteError", "True"]
+
+
+def test_members_are_told_where_the_time_of_one_is_up_in_a_part_of_a_start_to_which_all_had_come() -> None:
+    """It left the start in the middle, and the others waited for it in their first step for ever."""
+
+    async def main(world: World, moment_s: float) -> str:
+        told = "averaged"
+
+        async def train() -> None:
+            model = torch.nn.Linear(1, 1)
+            optimizer = torch.optim.SGD(model.parameters())
+            async with AverageAllPolicy(model, optimizer, average_every=1, start_timeout_s=1) as policy:
+                await policy.step()
+
+        training = asyncio.ensure_future(train())
+        if world.rank == 1:
+            await world.sleep(moment_s)
+            time.sleep(20)  # noqa: ASYNC251 - it computes
+        try:
+            async with asyncio.timeout(100):
+                await training
+        except ad.AsyncdistError as error:
+            told = type(error).__name__
+        await world.sleep(200)
+        return told
+
+    results = {ad.simulate(main, i * 4e-6, ranks=2, seed=i, strict=True).results for i in range(8)}
+    assert ("StartTimeoutError", "ClosedError") in results

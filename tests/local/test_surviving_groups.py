@@ -113,3 +113,24 @@ def test_a_rank_is_told_of_a_loss_by_a_leader_that_has_not_come() -> None:
     for at_s in (0.0, 0.5):
         report = ad.simulate(main, ranks=3, faults=[Kill(rank=2, at_s=at_s)])
         assert report.results[1] < 2
+
+
+def test_a_member_that_dies_while_it_makes_the_group_may_have_given_it_to_some() -> None:
+    """Of these some then asked for the survivors of that group, and the others for those of the one before."""
+
+    async def main(world: World) -> tuple[int, ...]:
+        if world.rank == 4:
+            await world.sleep(10)
+        group = world.group
+        while True:
+            try:
+                await ad.barrier(group=group)
+                await world.sleep(1)
+                return group.ranks
+            except RankLostError:
+                group = await ad.surviving_group(group)
+
+    for number in range(1, 8):  # the last of these is in the agreement on the turn
+        faults = [Kill(rank=4, at_s=0.01), Kill(rank=0, at_message=number)]
+        report = ad.simulate(main, ranks=5, seed=number, faults=faults, network=Network(loss_detection_s=0.01))
+        assert report.results[1:4] == ((1, 2, 3),) * 3, number
