@@ -75,7 +75,7 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         "run",
         help="start a script on several ranks of this host",
         usage=(
-            "asyncdist run -n RANKS [--transport mpi|torch] [--mpi openmpi|mpich] [--threads-per-rank N] "
+            "asyncdist run -n RANKS [--transport mpi|torch] [--mpi openmpi|mpich] [--survive] [--threads-per-rank N] "
             "[--stall-s S] script.py [arguments]"
         ),
         description=(
@@ -91,6 +91,11 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         help=f"transport of the ranks (default: {environment.TRANSPORT_VARIABLE}, else mpi); torch means torch:gloo",
     )
     run.add_argument("--mpi", choices=environment.FLAVOURS, help="which MPI, where two are installed")
+    run.add_argument(
+        "--survive",
+        action="store_true",
+        help="go on when ranks die (Open MPI 5 or later); without it, a rank that is killed ends a job on MPI",
+    )
     run.add_argument(
         "--threads-per-rank",
         type=_count,
@@ -234,7 +239,17 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     except ValueError as error:
         raise local_host.LaunchError(str(error)) from error
     if transport == "mpi":
-        mpirun.run(script, arguments, ranks=ranks, mpi=options.mpi, threads=threads, environ=environ)
+        mpirun.run(
+            script,
+            arguments,
+            ranks=ranks,
+            mpi=options.mpi,
+            threads=threads,
+            survives=options.survive,
+            environ=environ,
+        )
+    if options.survive:
+        raise local_host.LaunchError("--survive is for --transport mpi")
     if options.mpi is not None:
         raise local_host.LaunchError(f"--mpi {options.mpi} is for --transport mpi")
     return local_ranks.run(script, arguments, ranks=ranks, threads=threads, environ=environ)

@@ -2,11 +2,13 @@
 
 :mod:`asyncdist.launch.mpirun` and :mod:`asyncdist.launch.local_ranks` start it. It imports only the standard library,
 and nothing of asyncdist: a rank that runs this file as a program has no package around it. For the same reason it
-reads PMI_FD from the environment by itself.
+reads PMI_FD, and the variables of a job that goes on when ranks die, from the environment by itself.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import importlib.util
 import os
 import sys
@@ -18,6 +20,10 @@ from typing import Final
 
 #: This file: run as a program it becomes the script that is its first argument.
 PROGRAM: Final = os.path.abspath(__file__)
+#: Names the descriptor on which a rank tells its guardian that MPI has started, in jobs that go on when ranks die.
+STARTED_VARIABLE: Final = "ASYNCDIST_STARTED_FD"
+#: Is 1 in the ranks of a job that goes on when ranks die: Open MPI's ``mpirun --with-ft ulfm`` sets it.
+SURVIVAL_VARIABLE: Final = "OMPI_MCA_mpi_ft_enable"
 #: MPICH's mpirun ends a job that is to be aborted without reading what its ranks have written last.
 _LAST_WORDS_S: Final = 0.2
 
@@ -57,22 +63,54 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     main.__dict__.update(__file__=script, __builtins__=__builtins__, __cached__=None)
     sys.modules["__main__"] = main
     explain_shadowing()
+    ending = _Ending()
     try:
         exec(compile(Path(script).read_bytes(), script, "exec", dont_inherit=True), main.__dict__)
     except SystemExit as error:
         code = error.code
         if code is not None and not isinstance(code, int):  # sys.exit("what went wrong")
             print(code, file=sys.stderr)
-        code = exit_code(code)
+        code = ending.code = exit_code(code)
         if code:
             _end_job(code)
         sys.exit(code)
     except BaseException as error:
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # without this frame
         sys.excepthook(type(error), error, error.__traceback__)
-        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        code = ending.code = 130 if isinstance(error, KeyboardInterrupt) else 1
         _end_job(code)
         sys.exit(code)
+
+
+class _Ending:
+    """Ends the process without MPI_Finalize in a job that goes on when ranks die: after a death that may hang.
+
+    A program that has imported mpi4py by itself has asked for it. What is registered first is called last: when the
+    threads have ended, and all other functions of :mod:`atexit` have been called.
+
+    Attributes:
+        code: the exit code.
+    """
+
+    def __init__(self) -> None:
+        self.code = 0
+        if os.environ.get(SURVIVAL_VARIABLE) == "1":
+            atexit.register(self._end)
+
+    def _end(self) -> None:
+        for file in filter(None, (sys.stdout, sys.stderr)):
+            with contextlib.suppress(OSError, ValueError):  # its reader has gone
+                file.flush()
+        os._exit(self.code)
+
+
+def tell_guardian_of_start() -> None:
+    """Tell the guardian of this rank, if it listens, that MPI has started: from now on the others notice its end."""
+    descriptor = os.environ.pop(STARTED_VARIABLE, "")
+    if descriptor.isdecimal():
+        with contextlib.suppress(OSError):  # the guardian has been killed, and this rank is about to be
+            os.write(int(descriptor), b"1")
+            os.close(int(descriptor))
 
 
 def exit_code(code: object) -> int:

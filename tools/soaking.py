@@ -2,6 +2,9 @@
 
 Seeds below 500 are the test suite's; the hunt begins after them, and goes on where ``--seed-start`` says. A seed that
 fails is shrunk, its story printed with the one line that repeats it, and the exit code is 1.
+
+With ``--kills`` it starts real jobs on MPI in place of simulations, and kills ranks of them at moments that follow from
+the seed (``tests/scripts/killed_members.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from typing import Final
 TESTS: Final = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
-from simulation.scenarios import Recorder  # noqa: E402 the path is set above
+from scripts import killed_members  # noqa: E402 the path is set above
+from simulation.scenarios import Recorder  # noqa: E402 as above
 
 from asyncdist.simulation import ExploreReport, explore  # noqa: E402 as above
 
@@ -37,6 +41,9 @@ def main() -> int:
                 return
             yield seed
 
+    if options.kills:
+        killed_members.hunt(seeds())
+        return 0
     with tempfile.TemporaryDirectory(prefix="soak") as folder:
         recorder = Recorder(folder)
         progress = _Progress(recorder)
@@ -77,6 +84,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=_positive, default=10.0, help="how long (default: 10)")
     parser.add_argument("--seed-start", type=int, default=500, help="the first seed (default: 500)")
     parser.add_argument("--processes", type=int, default=None, help="default: one per core")
+    parser.add_argument("--kills", action="store_true", help="kill ranks of real jobs on MPI that go on without them")
     return parser.parse_args()
 
 

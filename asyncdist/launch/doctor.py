@@ -81,6 +81,7 @@ class Facts:
         is_unallowed_root: this is root, and the variables that Open MPI's mpirun then asks for are not set.
         path_mpirun: the ``mpirun`` that a shell finds, and its flavour.
         mpi: how the start of MPI ended.
+        survives: this is a rank of a job on MPI that goes on when ranks die.
         is_srun: srun has started this process.
         has_home: HOME is set, without which Open MPI does not start.
         host_cores: cores of this host.
@@ -104,6 +105,7 @@ class Facts:
     is_unallowed_root: bool = False
     path_mpirun: tuple[str, environment.Flavour | None] | None = None
     mpi: Mpi = Mpi()
+    survives: bool = False
     is_srun: bool = False
     has_home: bool = True
     host_cores: int = 1
@@ -234,12 +236,25 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
         ("MPI library", facts.installation.version),
         ("mpirun", _describe_mpirun(facts)),
         ("thread level", f"{granted} (asked for: {_LEVELS[1]})"),
+        ("a rank's death", _describe_death(facts)),
         ("cores", f"{facts.host_cores}{own}"),
         ("threads per rank", f"{threads}; OMP_NUM_THREADS is {facts.omp_threads or 'not set'}"),
         ("torch backends", "; ".join(f"{name} ({use})" for name, use in facts.backends.items()) or "none"),
         ("streams", _describe_streams(facts)),
         ("GPUs", f"{len(facts.gpus)}: {', '.join(facts.gpus)}" if facts.gpus else "none that torch sees"),
     ]
+
+
+def _describe_death(facts: Facts) -> str:
+    if facts.survives:
+        return "the others go on (mpirun --with-ft ulfm)"
+    if facts.started.transport == "torch":
+        return "the others hear of it; the launcher decides whether they go on"
+    if not mpirun.can_survive(facts.installation):
+        return "ends a job on MPI; others go on with Open MPI 5 or later alone (asyncdist run --survive)"
+    if facts.started.transport == "mpi":
+        return "ends the job: it was started without asyncdist run --survive (or mpirun --with-ft ulfm)"
+    return "ends a job on MPI, unless that is started with asyncdist run --survive"
 
 
 def _describe_streams(facts: Facts) -> str:
@@ -336,6 +351,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
         is_unallowed_root=os.geteuid() == 0 and any(environ.get(name) != "1" for name in mpirun.ROOT_VARIABLES),
         path_mpirun=None if ours is None else (ours, mpirun.launcher_flavour(ours)),
         mpi=_start_mpi(started, installation, environ),
+        survives=started.transport == "mpi" and mpi_launchers.survives_rank_loss(environ),
         is_srun=environment.is_sruns(started.source, environ),
         has_home=bool(environ.get("HOME")),
         host_cores=os.cpu_count() or 1,

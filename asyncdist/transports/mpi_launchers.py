@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from asyncdist import environment
+from asyncdist import environment, rank_program
 from asyncdist.environment import Flavour, Launch
 from asyncdist.errors import TransportError
 
@@ -61,6 +61,11 @@ def check_library(started: Launch, library: str) -> None:
     if started.source == "OMPI_COMM_WORLD_SIZE" and library_flavour(library) == "mpich":
         message = f"Open MPI's mpirun started {started.expected_size} ranks, but the MPI library is MPICH"
         raise _mismatch(message, started.expected_size, None, library)
+
+
+def survives_rank_loss(environ: Mapping[str, str] = environment.VARIABLES) -> bool:
+    """Return whether this process is a rank of a job that goes on when ranks die: ``mpirun --with-ft ulfm``."""
+    return environ.get(rank_program.SURVIVAL_VARIABLE) == "1" and bool(environ.get("OMPI_COMM_WORLD_SIZE"))
 
 
 def library_flavour(version: str) -> Flavour | None:

@@ -13,3 +13,8 @@ cdef class ReceiveRequest:
     cdef object _status
     cdef object _fail
     cdef object _peer
+
+
+cdef class WildcardReceive(ReceiveRequest):
+    cdef object _acknowledge
+    cdef object _lost

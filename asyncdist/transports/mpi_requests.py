@@ -12,6 +12,9 @@ from typing import Any, Final, NoReturn
 
 from asyncdist.transports.base import ANY_SOURCE
 
+#: The source in a status that MPI has not written to.
+NOBODY: Final = -77
+
 
 class SendRequest:
     """Wraps the request of a send or of a one-sided read, whose status carries no information."""
@@ -91,3 +94,53 @@ class ReceiveRequest:
     @property
     def nbytes(self) -> int:
         return int(self._status.count)
+
+
+class WildcardReceive(ReceiveRequest):
+    """Wraps a persistent receive from any source of a job that outlives its ranks (ULFM, MPI-5.0 chapter on faults).
+
+    When a rank dies, each test of the receive raises MPI_ERR_PROC_FAILED_PENDING until the death is acknowledged. The
+    receive goes on then, unless a message has completed it in the same call, which its status shows.
+
+    Args:
+        request, buffer, status, fail: as of the base class.
+        acknowledge: called with what a test has raised; acknowledges a death and returns True where it was that.
+        lost: ranks that are known to be lost; what they had sent and comes later is dropped.
+    """
+
+    __slots__ = ("_acknowledge", "_lost")
+
+    def __init__(
+        self,
+        request: Any,
+        buffer: Any,
+        status: Any,
+        fail: Callable[[BaseException, Any, Any, int], NoReturn],
+        acknowledge: Callable[[BaseException], bool],
+        lost: set[int],
+    ) -> None:
+        super().__init__(request, buffer, status, fail, ANY_SOURCE)
+        self._acknowledge = acknowledge
+        self._lost = lost
+
+    def start(self) -> None:
+        self._status.source = NOBODY
+        self._start()  # type: ignore[misc]
+
+    def test(self) -> bool:
+        return self.take() is not None
+
+    def take(self) -> tuple[int, int] | None:
+        status = self._status
+        while True:
+            try:
+                if not self._test(status):
+                    return None
+            except Exception as error:
+                if not self._acknowledge(error):
+                    self._fail(error, status, self._buffer, ANY_SOURCE)
+                if status.source == NOBODY:
+                    return None
+            if status.source not in self._lost:
+                return status.source, status.count
+            self.start()

@@ -15,7 +15,7 @@ from asyncdist.transports import mpi_launchers
 from asyncdist.transports.base import Transport
 
 if TYPE_CHECKING:
-    from asyncdist.transports.mpi import MpiTransport
+    from asyncdist.transports.mpi import MpiMessages
 
 logger = logging.getLogger("asyncdist.transports.select")
 
@@ -73,9 +73,10 @@ def open_transport(name: str, bulk: str | None, started: environment.Launch) -> 
     return TwoPlaneTransport(control, bulk_plane, tags.BULK)
 
 
-def _open_mpi(started: environment.Launch) -> MpiTransport:
+def _open_mpi(started: environment.Launch) -> MpiMessages:
     """Open MPI, after checking that launcher and library belong together and that the launcher started this process."""
     from asyncdist.transports.mpi import MpiTransport
+    from asyncdist.transports.mpi_survival import SurvivingMpiTransport
 
     is_worker = multiprocessing.parent_process() is not None and started.source != environment.NO_LAUNCHER
     rank_pid = environment.rank_above()
@@ -85,7 +86,8 @@ def _open_mpi(started: environment.Launch) -> MpiTransport:
             f"this process is a child of {above} and has its variables, with which MPI would take it for that rank: "
             "open the world there, or start this program as a job of its own, with asyncdist run"
         )
-    transport = MpiTransport(functools.partial(mpi_launchers.check_library, started))
+    kind = SurvivingMpiTransport if mpi_launchers.survives_rank_loss() else MpiTransport
+    transport: MpiMessages = kind(functools.partial(mpi_launchers.check_library, started))
     if started.transport == "mpi":
         mpi_launchers.check_world_size(
             started.expected_size, transport.size, transport.describe(), source=started.source
@@ -99,7 +101,7 @@ def _open_mpi(started: environment.Launch) -> MpiTransport:
     return transport
 
 
-def _open_torch(mpi: MpiTransport | None, backend: str, control: Transport | None = None) -> Transport:
+def _open_torch(mpi: MpiMessages | None, backend: str, control: Transport | None = None) -> Transport:
     """Open torch.distributed, alone or as the bulk plane beside ``control``.
 
     Its ranks meet where the user's process group did, or its variables say, or through MPI.
@@ -114,7 +116,7 @@ def _open_torch(mpi: MpiTransport | None, backend: str, control: Transport | Non
     return open_bulk(control, tags.BULK_ENTRIES, place, backend=backend, local_rank=local_rank)
 
 
-def _torch_rendezvous(mpi: MpiTransport | None) -> environment.TorchRendezvous:
+def _torch_rendezvous(mpi: MpiMessages | None) -> environment.TorchRendezvous:
     if mpi is None or environment.names_torch_rendezvous():
         return environment.torch_rendezvous()
     address, port = mpi.said_by_rank_0(f"{mpi.own_address()} {local_host.find_free_port()}").split()

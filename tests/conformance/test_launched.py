@@ -20,6 +20,8 @@ BETWEEN_PROCESSES = [
     for name in NAMES
     if name.startswith(("channels.", "streams.")) and name != "channels.cancelled_receives_lose_nothing"
 ]
+#: What is between the transport and the rest.
+OF_MESSAGES = [name for name in NAMES if name.startswith(("transport.", "channels.", "streams."))]
 PROGRAM = Path(__file__).with_name("program.py")
 #: Of jobs on MPI: two ranks are each other's both neighbours, of four some are no neighbours, and pairs make disjoint
 #: groups. Other numbers are arithmetic above the transport, and seen on a hub and in the simulator.
@@ -38,6 +40,19 @@ def job(request: pytest.FixtureRequest) -> tuple[int, Result]:
 @pytest.mark.parametrize("name", NAMES)
 def test_mpi(job: tuple[int, Result], name: str) -> None:
     check(name, *job)
+
+
+@pytest.fixture(scope="session")
+def surviving_job() -> tuple[int, Result]:
+    """One job that would go on if a rank died: what such jobs send messages with. Collectives are made of these."""
+    require_mpi()
+    return 3, run_ranks(3, PROGRAM, *OF_MESSAGES, timeout_s=280, survive=True)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", OF_MESSAGES)
+def test_mpi_that_survives(surviving_job: tuple[int, Result], name: str) -> None:
+    check(name, *surviving_job)
 
 
 MORE_THAN_TWO_GIBIBYTES = """

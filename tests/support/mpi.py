@@ -83,6 +83,7 @@ def run_ranks(
     timeout_s: float = 100.0,
     env: Mapping[str, str] | None = None,
     interrupt_when: str | None = None,
+    survive: bool = False,
 ) -> Result:
     """Run a Python script on ``ranks`` ranks; see the module's text.
 
@@ -93,8 +94,11 @@ def run_ranks(
         timeout_s: of wall-clock time, for everything.
         env: added to this process's environment.
         interrupt_when: send SIGINT to mpirun as soon as this text is in the job's stdout.
+        survive: whether the job goes on when ranks die; the calling test is skipped on an MPI that cannot.
     """
     require_mpi()
+    if survive:
+        require_survival()
     with tempfile.TemporaryDirectory(prefix="asyncdist-test-") as folder:
         paths = Path(folder, "stdout"), Path(folder, "stderr")
         reports = Path(folder, "reports")
@@ -102,7 +106,7 @@ def run_ranks(
         base = base_environment()
         environ = {**base, REPORTS: str(reports), **(env or {})}
         program = warm.command(script, args, base, env or {})
-        command = [sys.executable, "-m", "asyncdist", "run", "-n", str(ranks), *program]
+        command = [sys.executable, "-m", "asyncdist", "run", "-n", str(ranks), *["--survive"] * survive, *program]
         began_at = time.monotonic()
         with paths[0].open("wb") as out, paths[1].open("wb") as err:
             process = subprocess.Popen(  # files, no pipes: a stray rank that holds a pipe must not hang the test
@@ -140,6 +144,14 @@ def require_mpi() -> None:
     reason = _why_no_mpi()
     if reason:
         pytest.skip(reason)
+
+
+def require_survival() -> None:
+    """Skip the calling test on an MPI whose jobs end when a rank dies."""
+    import pytest
+
+    if not mpirun.can_survive(mpirun.find_installation(os.environ)):
+        pytest.skip("jobs of this MPI end when a rank dies")
 
 
 @functools.cache

@@ -138,4 +138,22 @@ def test_the_report_says_what_was_detected_and_why() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        (WELL, "ends a job on MPI, unless that is started with asyncdist run --survive"),
+        (UNDER_MPIRUN, "ends the job: it was started without asyncdist run --survive"),
+        (replace(UNDER_MPIRUN, survives=True), "the others go on"),
+        (UNDER_TORCHRUN, "the launcher decides"),
+        (
+            replace(UNDER_MPIRUN, installation=replace(WELL.installation, version="Open MPI v4.1.4")),
+            "Open MPI 5 or later",
+        ),
+        (replace(WELL, installation=Installation("mpich", "MPICH 5.0", ("mpich",), {})), "Open MPI 5 or later"),
+    ],
+)
+def test_the_report_says_what_the_death_of_a_rank_does(facts: Facts, said: str) -> None:
+    assert said in dict(doctor.describe(facts))["a rank's death"]
+
+
 # -------------------------------------------------------------------------------------------------------- the command

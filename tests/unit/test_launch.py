@@ -11,7 +11,7 @@ from typing import NoReturn
 import pytest
 from support.launchers import BY_HAND, HYDRA, OPENMPI, TORCHRUN
 
-from asyncdist import cli, environment as launch, local_host
+from asyncdist import cli, environment as launch, local_host, rank_program
 from asyncdist.environment import Launch
 from asyncdist.errors import TransportError
 from asyncdist.launch import mpirun
@@ -403,6 +403,38 @@ def test_ranks_get_a_share_of_the_cores_and_the_users_settings_win() -> None:
 def test_mpich_yields_only_when_there_are_more_ranks_than_cores() -> None:
     assert "MPIR_CVAR_POLLS_BEFORE_YIELD" in mpirun.build_environment("mpich", {}, ranks=4, threads=None, cores=2)
     assert "MPIR_CVAR_POLLS_BEFORE_YIELD" not in mpirun.build_environment("mpich", {}, ranks=2, threads=None, cores=2)
+
+
+@pytest.mark.parametrize(
+    ("installation", "can"),
+    [
+        (installed(version="Open MPI v5.0.11"), True),
+        (installed(version="Open MPI v10.1.0"), True),
+        (installed(version="Open MPI v4.1.4"), False),
+        (installed(library="mpich", version="MPICH Version: 5.0.2"), False),
+        (installed(library=None, version="cannot load"), False),
+    ],
+)
+def test_open_mpi_5_alone_goes_on_when_ranks_die(installation: Installation, can: bool) -> None:
+    assert mpirun.can_survive(installation) == can
+    if can:
+        mpirun.check_survival(installation)
+        return
+    with pytest.raises(local_host.LaunchError) as caught:
+        mpirun.check_survival(installation)
+    for words in (installation.version, "--survive", "Open MPI 5 or later is needed"):
+        assert words in str(caught.value)
+
+
+def test_a_job_that_goes_on_is_started_otherwise() -> None:
+    plain, survives = (
+        mpirun.build_command("openmpi", "mpirun", "a.py", [], ranks=2, survives=survives) for survives in (False, True)
+    )
+    assert " --with-ft ulfm " in f" {' '.join(survives)} " and "--with-ft" not in plain
+    variable = rank_program.STARTED_VARIABLE
+    around = {variable: "7"}  # what a job around this one has set
+    environment = mpirun.build_environment("openmpi", around, ranks=2, threads=None, cores=2, survives=True)
+    assert environment[variable] != "7"
 
 
 # --------------------------------------------------------------------------------------------------- bad command lines

@@ -163,9 +163,10 @@ def test_torch_distributed_is_imported_where_processes_meet_alone() -> None:
 
 
 def test_a_concrete_transport_is_known_to_what_opens_it_alone() -> None:
-    concrete = {"transports.local", "transports.mpi", "transports.torch_distributed.transport"}
+    both = {"transports.mpi", "transports.mpi_survival"}
+    concrete = {"transports.local", *both, "transports.torch_distributed.transport"}
     users = {name for name, tree in ASYNCDIST.items() if own_imports(tree) & concrete}
-    assert users == {"transports.select", "runtime.run"}
+    assert users - both == {"transports.select", "runtime.run"}
 
 
 def test_asyncdist_never_imports_protocols() -> None:

