@@ -20,8 +20,12 @@ from typing import Final
 
 #: This file: run as a program it becomes the script that is its first argument.
 PROGRAM: Final = os.path.abspath(__file__)
-#: Names the descriptor on which a rank tells its guardian that MPI has started, in jobs that go on when ranks die.
+#: Names the descriptor on which a rank tells its guardian where it is, in jobs that go on when ranks die.
 STARTED_VARIABLE: Final = "ASYNCDIST_STARTED_FD"
+#: What it tells: it is in a world, whose other ranks notice its death, or has left it in a way that they know of.
+IN_WORLD: Final = b"1"
+LEFT_WORLD: Final = b"2"
+_guardian: int | None = None
 #: Is 1 in the ranks of a job that goes on when ranks die: Open MPI's ``mpirun --with-ft ulfm`` sets it.
 SURVIVAL_VARIABLE: Final = "OMPI_MCA_mpi_ft_enable"
 #: MPICH's mpirun ends a job that is to be aborted without reading what its ranks have written last.
@@ -104,13 +108,16 @@ class _Ending:
         os._exit(self.code)
 
 
-def tell_guardian_of_start() -> None:
-    """Tell the guardian of this rank, if it listens, that MPI has started: from now on the others notice its end."""
-    descriptor = os.environ.pop(STARTED_VARIABLE, "")
+def tell_guardian(news: bytes) -> None:
+    """Tell the guardian of this rank, if it listens, ``IN_WORLD`` or ``LEFT_WORLD``."""
+    global _guardian
+    descriptor = os.environ.pop(STARTED_VARIABLE, "")  # it is not for programs that this rank starts
     if descriptor.isdecimal():
+        _guardian = int(descriptor)
+    if _guardian is not None:
         with contextlib.suppress(OSError):  # the guardian has been killed, and this rank is about to be
-            os.write(int(descriptor), b"1")
-            os.close(int(descriptor))
+            os.set_inheritable(_guardian, False)
+            os.write(_guardian, news)
 
 
 def exit_code(code: object) -> int:

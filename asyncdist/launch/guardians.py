@@ -15,9 +15,10 @@ A rank of ``asyncdist run`` has two guardians above it, small processes that do 
 - A signal to a guardian is passed on to the rank. The rank is in the group of the outer one, since mpirun sends all
   signals to that group: signals from mpirun, or from a terminal, reach the rank without the outer guardian. PARENT is
   the launcher's pid where it sends signals to the outer guardian alone, and 0 under mpirun.
-- Where a job is to go on when ranks die, mpirun does nothing about one that dies before MPI has started, and the others
-  would wait for it for ever. So a rank says on the descriptor STARTED that MPI has started, and the outer guardian of
-  one that has failed before asks mpirun to end the job. STARTED is 0 in other jobs.
+- Where a job is to go on when ranks die, a rank says on the descriptor STARTED (0 in other jobs) when it has joined the
+  world, and when it has left it in a way that the others know of. mpirun does nothing about a rank that fails earlier,
+  and the others would wait for it for ever: the outer guardian asks mpirun to end the job. Nor does it tell the others
+  of one that ends in between with an exit code: the outer guardian ends by SIGKILL then, of which they hear.
 
 Only the standard library is imported, as in :mod:`asyncdist.environment`, and little of it: the guardians delay the
 start of a rank by 20 ms.
@@ -43,6 +44,8 @@ GRACE_S: Final = 0.5
 #: How long processes that were killed may take to be gone; only the kernel can hold them.
 _GONE_S: Final = 5.0
 _PERIOD_S: Final = 0.01
+#: As in :mod:`asyncdist.rank_program`.
+_IN_WORLD: Final = b"1"
 # prctl(2)
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_DUMPABLE: Final = 4
@@ -171,17 +174,24 @@ def _guard(child: int, parent: int, *, signals_group: bool, heard: int | None) -
         _, status = os.waitpid(child, 0)
     end_children()
     code = os.waitstatus_to_exitcode(status)
-    if code and heard is not None and os.getppid() == parent and not _has_started(heard):
-        how = f"exit code {code}" if code > 0 else f"signal {-code}"
-        os.write(2, f"asyncdist: a rank ended before MPI had started ({how}); the job ends\n".encode())
-        os.kill(parent, signal.SIGTERM)
+    if code and heard is not None and os.getppid() == parent:
+        code = _tell_of_failure(code, parent, heard)
     _end_as(code)
 
 
-def _has_started(heard: int) -> bool:
-    with contextlib.suppress(BlockingIOError):  # nobody has written, and somebody may still do so
-        return bool(os.read(heard, 1))
-    return False
+def _tell_of_failure(code: int, parent: int, heard: int) -> int:
+    """See to it that the other ranks do not wait for one that has ended so; return how to end."""
+    news = b""
+    with contextlib.suppress(BlockingIOError):  # nothing has been written
+        news = os.read(heard, 1024)[-1:]
+    if not news:
+        how = f"exit code {code}" if code > 0 else f"signal {-code}"
+        os.write(2, f"asyncdist: a rank ended before it had joined the others ({how}); the job ends\n".encode())
+        os.kill(parent, signal.SIGTERM)
+    elif news == _IN_WORLD and code > 0:
+        os.write(2, f"asyncdist: a rank ended with exit code {code} without leaving its world\n".encode())
+        return -signal.SIGKILL
+    return code
 
 
 def _wait(child: int, parent: int, *, signals_group: bool) -> int | None:

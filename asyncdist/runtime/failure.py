@@ -166,6 +166,7 @@ def fail_alone(transport: Transport, error: BaseException) -> None:
         return
     if isinstance(error, DisagreementError):
         _report.print_line(f"rank {transport.rank} stopped: {error.args[0]}", error)
+        transport.close_failed()
     else:
         _print_failure(transport.rank, error, None)
         transport.abort(1)

@@ -11,7 +11,8 @@ dead rank. What this transport keeps to, each found by experiment with Open MPI 
 - What a dead rank had sent may arrive after the news of its death. It is dropped then, so a lost rank stays silent.
 - MPI_Finalize is never called: after a death it may hang. A rank that closes says goodbye to all that live, waits for
   theirs, and simply ends. No rank ends while another one still listens, and would take its end for a death.
-- The end of a process with another exit code than 0 is no death for Open MPI. A rank that fails has told the others.
+- The end of a process with another exit code than 0 is no death for Open MPI. A rank that fails has told the others; of
+  one that has not, ``os._exit(1)`` say, the guardian (:mod:`asyncdist.launch.guardians`) makes a death by a signal.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class SurvivingMpiTransport(MpiMessages):
         self._lost: set[int] = set()
         self._lost_ranks: frozenset[int] = frozenset()
         self._listen: Callable[[int], None] = lambda _: None
-        rank_program.tell_guardian_of_start()
+        rank_program.tell_guardian(rank_program.IN_WORLD)
 
     def _check_world(self) -> None:
         if not hasattr(self._mpi.Comm, "Ack_failed"):
@@ -119,6 +120,10 @@ class SurvivingMpiTransport(MpiMessages):
             time.sleep(_GOODBYE_PERIOD_S)
         if not self._lost:
             super().close()
+        self.close_failed()
+
+    def close_failed(self) -> None:
+        rank_program.tell_guardian(rank_program.LEFT_WORLD)
 
     def _has_ended(self, request: Any) -> bool:
         try:

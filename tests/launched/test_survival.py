@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scripts import killed_members, lost_members
@@ -14,18 +15,18 @@ from support import mpi
 from asyncdist.launch import mpirun
 
 pytestmark = pytest.mark.mpi
+SEED = 227
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
-def run(story: str, ranks: int = 3) -> mpi.Result:
-    return mpi.run_ranks(ranks, SCRIPTS / "surviving.py", story, timeout_s=60, survive=True)
+def run(story: str, *args: object, ranks: int = 3, **options: Any) -> mpi.Result:
+    return mpi.run_ranks(ranks, SCRIPTS / "surviving.py", story, *args, timeout_s=60, survive=True, **options)
 
 
-@pytest.mark.parametrize("seed", [2, 101])
-def test_members_that_are_killed_at_any_moment_leave_the_others_averaging(seed: int) -> None:
-    """Rank 0 alone, and three of the four, two of them together. `./tools/soak --kills` goes on with other seeds."""
-    print(f"seed {seed}: {killed_members.plan(seed)}")
-    killed_members.check(*killed_members.run(seed))
+def test_members_that_are_killed_at_any_moment_leave_the_others_averaging() -> None:
+    """Ranks 0 and 2 together. `./tools/soak --kills` goes on with other seeds, and looks at times."""
+    print(f"seed {SEED}: {killed_members.plan(SEED)}")
+    killed_members.check(*killed_members.run(SEED))
 
 
 def test_whatever_needs_a_rank_that_was_killed_says_that_it_is_lost() -> None:
@@ -55,15 +56,34 @@ def test_a_rank_that_is_left_alone_ends_well_also_where_the_program_has_loaded_m
     assert (result.reports, result.stdout) == ({0: "alone"}, "after the world\n")
 
 
-def test_a_job_without_a_loss_says_nothing() -> None:
-    result = run("ends_well", 2).check()
+def test_a_job_without_a_loss_says_nothing_and_its_exit_code_is_the_programs() -> None:
+    result = run("ends_well", 5, ranks=2).check(returncode=5)
     assert (result.stdout, result.stderr) == ("after the world\n" * 2, "")
+
+
+def test_an_exit_that_nobody_was_told_of_is_a_death() -> None:
+    """Open MPI tells nobody of a process that has ended with an exit code."""
+    result = run("exits").check()
+    assert sorted(result.stderr.splitlines()) == [
+        "asyncdist: a rank ended with exit code 3 without leaving its world",
+        "rank 1 is lost; the job goes on with 2 of 3 ranks",
+    ]
+
+
+def test_ranks_that_disagree_end_the_job() -> None:
+    result = run("of_another_version", ranks=2).check(returncode=None)
+    assert result.stderr.count("stopped: rank") == 2 and "without leaving" not in result.stderr
 
 
 def test_a_rank_that_dies_before_mpi_has_started_ends_the_job() -> None:
     """The others would wait for it in MPI_Init for ever."""
     result = run("before_mpi").check(returncode=None)
-    assert "asyncdist: a rank ended before MPI had started (signal 9); the job ends" in result.stderr
+    assert "asyncdist: a rank ended before it had joined the others (signal 9); the job ends" in result.stderr
+
+
+def test_the_user_ends_a_job_that_has_lost_a_rank() -> None:
+    result = run("interrupted", interrupt_when="ready").check(returncode=None)
+    assert "after the world" not in result.stdout and "Traceback" not in result.stderr
 
 
 def test_an_mpi_that_cannot_says_so_in_one_line() -> None:

@@ -28,7 +28,7 @@ from support.mpi import Result, report, run_ranks
 RANKS = 4
 #: Seconds from the moment at which all ranks train: those of the kills, and to the end of training.
 KILLS_S = (0.1, 2.0)
-TRAINING_S = 4.5
+TRAINING_S = 3.5
 #: What those that live may take: from the kill to the news, beyond their longest step, and for one step.
 DETECTION_S = 2.0
 STEP_S = 1.0

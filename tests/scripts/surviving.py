@@ -12,9 +12,9 @@ import torch
 from support.mpi import report
 
 import asyncdist as ad
+from asyncdist.runtime import run
 
 NBYTES = 256 << 20
-CHUNK_NBYTES = 64 << 10
 
 
 def die() -> None:
@@ -89,6 +89,22 @@ async def all_others_die(world: ad.World) -> None:
     report(world.rank, "alone")
 
 
+async def exits(world: ad.World) -> None:
+    """Rank 1 ends its process in the midst of its world, with an exit code."""
+    if world.rank == 1:
+        os._exit(3)
+    await group_of_those_who_live(world)
+
+
+async def interrupted(world: ad.World) -> None:
+    """Rank 1 is killed, and the others wait for the user to end the job."""
+    if world.rank == 1:
+        die()
+    await group_of_those_who_live(world)
+    print("ready", flush=True)
+    await world.sleep(60)
+
+
 async def ends_well(world: ad.World) -> None:
     """Nobody dies, and the ranks end one after the other."""
     await world.sleep(0.1 * world.rank)
@@ -102,6 +118,8 @@ STORIES: dict[str, Callable[[ad.World], Awaitable[None]]] = {
         fails,
         fails_after_a_death,
         all_others_die,
+        exits,
+        interrupted,
         ends_well,
     )
 }
@@ -118,5 +136,10 @@ if __name__ == "__main__":
 
         assert MPI.COMM_WORLD.size > 1
         story = "all_others_die"
+    if story == "of_another_version":
+        run.__version__ = f"version of rank {os.environ['OMPI_COMM_WORLD_RANK']}"
+        story = "ends_well"
     ad.run(STORIES[story])  # type: ignore[arg-type]
     print("after the world")
+    if story == "ends_well" and len(sys.argv) > 2:
+        sys.exit(int(sys.argv[2]))
