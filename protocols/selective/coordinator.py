@@ -160,7 +160,8 @@ class Coordinator:
         rank, number = envelope.source, envelope.round
         match envelope.message:
             case Report() as report:  # nearly all are; a pattern with its fields takes five times as long
-                return core.on_report(rank, report.iteration, report.value, report.step_time_s, now)
+                facts = report.iteration, report.value, report.step_time_s
+                return core.on_report(rank, *facts, now, interval_s=report.interval_s)
             case Ready(iteration):
                 return core.on_ready(rank, number, iteration, now)
             case Decline(reason):

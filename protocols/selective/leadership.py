@@ -63,8 +63,9 @@ SuccessionMessage: TypeAlias = Nomination | TakeOver | HandOver | Declined
 
 #: A coordinator hands over after so many steps in a row that took longer than this and longer by this factor than those
 #: of a member which has reported meanwhile. Less delays rounds little; one long step may be a checkpoint, or a process
-#: that the host did not run.
+#: that the host did not run. One step is enough if it is very long: then many rounds have been missed.
 SLOW_STEP_COUNT: Final = 2
+VERY_LONG_STEP_S: Final = 2.0
 SLOW_STEP_S: Final = 0.5
 SLOWNESS: Final = 4.0
 
@@ -205,8 +206,9 @@ class Leadership:
             self._slow_step_count = 0
             return
         rank = self._serving.quicker_member((now - began_at) / SLOWNESS, began_at)
-        self._slow_step_count = 0 if rank is None else self._slow_step_count + 1
-        if rank is not None and self._slow_step_count == SLOW_STEP_COUNT:
+        is_very_long = now - began_at >= VERY_LONG_STEP_S
+        self._slow_step_count = 0 if rank is None else self._slow_step_count + (SLOW_STEP_COUNT if is_very_long else 1)
+        if rank is not None and self._slow_step_count >= SLOW_STEP_COUNT:
             logger.info("a step of this rank took %.3g s: rank %d is asked to coordinate", now - began_at, rank)
             self._slow_step_count = 0  # a rank that does not take over is lost or busy: another one is asked later
             self._board.send(HandOver(self._scopes.policy, self.epoch), rank)
@@ -331,7 +333,7 @@ class Leadership:
         self._on_new(epoch, services.rank)
 
     def _serve(self, *, epoch: int, members: Sequence[int]) -> None:
-        self._stepped_at = math.inf
+        self._stepped_at = self._services.time()
         self._serving = Coordinator(
             self._services,
             members,

@@ -250,9 +250,9 @@ class RoundMember:
 
     def joined(self, newest: Report | None) -> Tell:
         """Return what a coordinator that has taken over has to know; ``newest`` is this member's newest report."""
-        report = newest or Report(-1, 0.0, 0.0)
+        report = newest or Report(-1, 0.0, 0.0, 0.0)
         facts = self.last_round, self._applied_iteration, self._judged_iteration
-        return Tell(Joined(*facts, report.iteration, report.value, report.step_time_s))
+        return Tell(Joined(*facts, report.iteration, report.value, report.step_time_s, report.interval_s))
 
     # ---------------------------------------------------------------- what the member does
 

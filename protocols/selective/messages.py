@@ -24,11 +24,13 @@ class Report:
         value: The metric. NaN and infinities are legal: they rank worst and are counted.
         step_time_s: How long it takes lately from one call of this rank's policy to the next. Deadlines that
             wait for the rank are made from it.
+        interval_s: The time since this rank's report before.
     """
 
     iteration: int
     value: float
     step_time_s: float
+    interval_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ class Joined:
         last_round: The newest round that this rank was named in; the coordinator goes on with higher numbers.
         applied_iteration: Where it took its last average, -1 for none; its reports up to then are void.
         judged_iteration: That of its newest report which an acting decision used, -1 for none.
-        iteration, value, step_time_s: Its newest report; the iteration is -1 if there is none.
+        iteration, value, step_time_s, interval_s: Its newest report; the iteration is -1 if there is none.
     """
 
     last_round: int
@@ -129,6 +131,7 @@ class Joined:
     iteration: int
     value: float
     step_time_s: float
+    interval_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         optimizer_state: ``"keep"``, or ``"reset"``: cleared in place whenever weights are replaced. ``reset_weights``
             always clears it.
         quorum: fraction of live members that must have reported before ``grace_s`` begins to run.
-        grace_s: seconds that the others get to report.
+        grace_s: seconds that the others get to report; by default as long as that delays no later round.
         max_report_age_s: older reports do not count.
         round_timeout_s: bound on a round's exchange, to which the safe points that it needs are added.
         drain_timeout_s: how long leaving waits for streams under way.
@@ -131,7 +131,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         metric_mode: Literal["max", "min"] = "max",
         optimizer_state: Literal["keep", "reset"] = "keep",
         quorum: float = 0.5,
-        grace_s: float = 1.0,
+        grace_s: float | None = None,
         max_report_age_s: float = 600.0,
         round_timeout_s: float = 30.0,
         drain_timeout_s: float = 10.0,
@@ -327,7 +327,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         value = self._read_metric(local_metric)
         now = self._world.time()
         call = self.iteration - self._skipped_count  # messages are answered once in a call, not in an iteration
-        report = Report(self.iteration, value, (now - self._reported_at) / max(1, call - self._reported_call))
+        interval_s = now - self._reported_at
+        report = Report(self.iteration, value, interval_s / max(1, call - self._reported_call), interval_s)
         self._reported_at, self._reported_call = now, call
         self._newest_report = report
         self._counts["reports"] += 1

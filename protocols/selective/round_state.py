@@ -1,13 +1,13 @@
 """Defines what the coordinator keeps about its members and about the round under way."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from protocols.selective.messages import ControlMessage
 from protocols.selective.rules import Decision
-
-_STEP_TIME_LIMIT_S: Final = 3600.0  # a longer reported step is not believed: every deadline stays finite
+from protocols.selective.waiting import Pace, believed_s
 
 
 class Send(NamedTuple):  # a frozen dataclass takes twice as long to make, and there are twenty in a round
@@ -29,7 +29,14 @@ class ReportRecord(NamedTuple):  # a frozen dataclass takes a microsecond, once 
 
 @dataclass(slots=True)
 class Member:
-    """Holds what the coordinator knows about one rank. `fresh`: it has reported since the last decision."""
+    """Holds what the coordinator knows about one rank.
+
+    Attributes:
+        fresh: Whether it has reported since the last decision.
+        heard_at: When its newest report came; None before the first one.
+        step_s, interval_s: What that report said of its step time and of the time since the one before.
+        last_step_s, last_interval_s: What the one before it said; 0 for none.
+    """
 
     joined: bool
     live: bool = True
@@ -39,6 +46,25 @@ class Member:
     report_count: int = 0
     applied_count: int = 0
     decline_count: int = 0
+    heard_at: float | None = None
+    step_s: float = 0.0
+    interval_s: float = 0.0
+    last_step_s: float = 0.0
+    last_interval_s: float = 0.0
+
+    def hear(self, step_s: float, interval_s: float, now: float) -> None:
+        """Note what a report says of its time."""
+        self.last_step_s, self.last_interval_s = self.step_s, self.interval_s
+        self.step_s, self.interval_s = believed_s(step_s), believed_s(interval_s)
+        self.heard_at = now
+
+    def pace(self, now: float) -> Pace:
+        """Return what is known of its time: one long step, or the first steps of a job, make no slow rank."""
+        return Pace(
+            step_s=min(self.step_s, self.last_step_s or self.step_s),
+            interval_s=min(self.interval_s, self.last_interval_s),
+            silent_s=math.inf if self.heard_at is None else now - self.heard_at,
+        )
 
 
 @dataclass(slots=True)
@@ -46,6 +72,7 @@ class Round:
     """Tracks the round under way. The sets say which ranks still owe an answer; `released` have had their `End`."""
 
     number: int
+    began_at: float
     decision: Decision
     judged: dict[int, ReportRecord]
     deadline: float
@@ -60,8 +87,19 @@ class Round:
         """Ranks with a role in it, ascending."""
         return sorted(self.decision.donors + self.decision.replacers)
 
+    def timeout_s(self, donors: Sequence[int], replacer: int, round_timeout_s: float, stream_safe_points: int) -> float:
+        """Return how long one replacer may take from the moment it reads `Frozen`.
+
+        Added to `round_timeout_s` are the safe points that messages may have to wait for, as if the replacer asked one
+        donor after the other (as with a large state) and only now (as when a donor was left out). For each donor: one
+        of its steps until it reads the grant, then `stream_safe_points` steps of either end. Last, a step to apply.
+        """
+        own_s = step_s(self.judged[replacer])
+        count = stream_safe_points
+        streams_s = sum((1 + count) * step_s(self.judged[donor]) + count * own_s for donor in donors)
+        return round_timeout_s + streams_s + own_s
+
 
 def step_s(report: ReportRecord) -> float:
     """Return a step time that deadlines can be made of: a report may claim anything."""
-    step_s = report.step_time_s
-    return min(step_s, _STEP_TIME_LIMIT_S) if math.isfinite(step_s) and step_s > 0 else 0.0
+    return believed_s(report.step_time_s)

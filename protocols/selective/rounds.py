@@ -10,7 +10,7 @@ always has a deadline. Nothing that a peer sends can raise here: what does not f
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from decimal import ROUND_CEILING, Decimal
 from typing import Final
@@ -20,6 +20,7 @@ from protocols.selective.messages import DONOR, REPLACER, Assign, End, Frozen, J
 from protocols.selective.round_state import Member, ReportRecord, Round, Send, step_s
 from protocols.selective.rules import Decision, SelectiveRules, decide
 from protocols.selective.statistics import CoordinatorStatistics, LeftOut, Straggler
+from protocols.selective.waiting import Pace, Patience, cadence_s, is_late
 
 _STORY_LENGTH: Final = 32
 _HISTORY_LENGTH: Final = 64
@@ -65,8 +66,8 @@ class RoundCoordinator:
         self._round: Round | None = None
         self._overdue: dict[int, deque[int]] = {}  # replacer to the rounds whose time was up before it answered
         self._quorum_count = self._count_quorum()
-        self._quorum_since: float | None = None
         self._window_start: float | None = None  # first report since the last decision
+        self._patience = Patience(rules.grace_s, stream_safe_points)
         self._largest_iteration = -1
         self._acted_at_iteration: int | None = None
         self._decision_count = self._rounds_decided = self._rounds_ended = 0
@@ -79,7 +80,9 @@ class RoundCoordinator:
 
     # ---------------------------------------------------------------- what happened
 
-    def on_report(self, rank: int, iteration: int, value: float, step_time_s: float, now: float) -> tuple[Send, ...]:
+    def on_report(
+        self, rank: int, iteration: int, value: float, step_time_s: float, now: float, *, interval_s: float = 0.0
+    ) -> tuple[Send, ...]:
         """Take a member's report; the newest one counts, unless it was measured before its last average."""
         member = self._live(rank, "Report")
         if member is None:
@@ -89,6 +92,7 @@ class RoundCoordinator:
             return (Send(rank, 0, Rejoin()),)
         self._tell("{:.6f} rank {} reports {} at iteration {}", now, rank, value, iteration)
         member.report_count += 1
+        member.hear(step_time_s, interval_s, now)
         self._nonfinite_count += not math.isfinite(value)
         if iteration > self._largest_iteration:
             self._largest_iteration = iteration
@@ -101,6 +105,7 @@ class RoundCoordinator:
         if member.fresh:  # a newer one before the next decision, which was not due, and is not for this
             return ()
         self._mark(member, fresh=True)
+        self._patience.on_arrival(rank, now)
         if self._window_start is None:
             self._window_start = now
         return self._advance(now)
@@ -119,7 +124,8 @@ class RoundCoordinator:
             self._acted_at_iteration = max(joined.judged_iteration, self._acted_at_iteration or 0)
         if joined.iteration < 0:
             return ()
-        return self.on_report(rank, joined.iteration, joined.value, joined.step_time_s, now)
+        facts = joined.iteration, joined.value, joined.step_time_s
+        return self.on_report(rank, *facts, now, interval_s=joined.interval_s)
 
     def on_ready(self, rank: int, round: int, iteration: int, now: float) -> tuple[Send, ...]:
         """Take a donor's word that its snapshot waits; the last one freezes the round."""
@@ -172,6 +178,7 @@ class RoundCoordinator:
         if member.report is not None and member.report.iteration <= member.applied_iteration:
             member.report = None
             self._mark(member, fresh=False)
+            self._patience.on_void(rank)
         return self._advance(now)
 
     def on_abandoned(self, rank: int, round: int, reason: str, now: float) -> tuple[Send, ...]:
@@ -208,7 +215,7 @@ class RoundCoordinator:
         """Return when `on_time` is due; None when only a message can cause a transition."""
         if self._round is not None:
             return self._round.deadline
-        return None if self._quorum_since is None else self._quorum_since + self._rules.grace_s
+        return self._patience.deadline
 
     def quicker_member(self, rank: int, step_time_s: float, since: float) -> int | None:
         """Return the live member other than `rank` with the shortest steps, among the newest reports, or None.
@@ -285,9 +292,15 @@ class RoundCoordinator:
     def _watch_quorum(self, now: float) -> None:
         """Start the grace period when the quorum is met, stop it when reports went with a rank or became void."""
         if not self._live_count or self._fresh_count < self._quorum_count:
-            self._quorum_since = None
-        elif self._quorum_since is None:
-            self._quorum_since = now
+            self._patience.on_no_quorum()
+        elif self._patience.deadline is None:
+            others = {rank: member.pace(now) for rank, member in self._members.items() if member.live > member.fresh}
+            start = now if self._window_start is None else self._window_start
+            self._patience.on_quorum(others, self._cadence_s(), now - start, now)
+
+    def _cadence_s(self) -> float:
+        """Return the time between reports of the median member."""
+        return cadence_s([member.interval_s for member in self._members.values() if member.live])
 
     def _count_quorum(self) -> int:
         """Return how many reports meet the quorum, with those who live now."""
@@ -295,32 +308,41 @@ class RoundCoordinator:
         return max(1, int(needed))
 
     def _decision_is_due(self, now: float, timers: bool) -> bool:
-        """Tell whether all live members have reported, or enough of them long enough ago."""
-        if self._quorum_since is None:
-            return False
-        if self._fresh_count == self._live_count:
-            return True
-        return timers and now >= self._quorum_since + self._rules.grace_s
+        """Tell whether all live members have reported, or enough of them and nobody is waited for any longer."""
+        deadline = self._patience.deadline
+        return deadline is not None and (self._fresh_count == self._live_count or (timers and now >= deadline))
 
     def _judge(self, sends: list[Send], now: float) -> None:
         """Judge the newest reports and start a round if they call for one; either way the reports are spent."""
         self._decision_count += 1
         start = now if self._window_start is None else self._window_start
         usable: dict[int, ReportRecord] = {}
+        paces: dict[int, Pace] = {}
         for rank in self._live_ranks():
-            member = self._members[rank]
-            if not member.fresh:
-                self._stragglers.append((Straggler(self._decision_count, rank, None), start))
-            if member.report is not None and now - member.report.received_at <= self._rules.max_report_age_s:
-                usable[rank] = member.report
+            report = self._members[rank].report
+            if report is not None and now - report.received_at <= self._rules.max_report_age_s:
+                usable[rank] = report
+                paces[rank] = self._members[rank].pace(now)
+        slow = self._patience.slow_ranks(paces, self._cadence_s(), now)
+        self._name_stragglers(slow, start, now)
+        for member in self._members.values():
             self._mark(member, fresh=False)
         self._window_start = None
-        decision = decide({rank: report.value for rank, report in usable.items()}, self._rules)
+        decision = decide({rank: report.value for rank, report in usable.items() if rank not in slow}, self._rules)
         if decision is None or self._is_cooling_down():
             self._tell("{:.6f} decision {} over {}: no action", now, self._decision_count, sorted(usable))
             return
         self._acted_at_iteration = self._largest_iteration
         self._start(sends, decision, usable, now)
+
+    def _name_stragglers(self, slow: frozenset[int], start: float, now: float) -> None:
+        """Name those that are late for a decision, and those that get no role since the round would wait for them."""
+        cadence_s = self._cadence_s()
+        for rank in self._live_ranks():
+            member = self._members[rank]
+            if rank in slow or (not member.fresh and is_late(member.pace(now), cadence_s)):
+                offset_s = member.heard_at - start if member.fresh and member.heard_at is not None else None
+                self._stragglers.append((Straggler(self._decision_count, rank, offset_s), start))
 
     def _is_cooling_down(self) -> bool:
         """Tell whether the last acting round is too recent, counted in iterations of the fastest member."""
@@ -339,6 +361,7 @@ class RoundCoordinator:
         patience_s = max((step_s(judged[rank]) for rank in decision.donors), default=0.0)
         self._round = state = Round(
             number=self._last_number,
+            began_at=now,
             decision=decision,
             judged=judged,
             deadline=now + patience_s + self._rules.round_timeout_s / 4,
@@ -365,24 +388,13 @@ class RoundCoordinator:
         iterations = tuple(state.ready[rank] for rank in donors)
         values = {rank: state.judged[rank].value for rank in donors}
         best = order_worst_first(values, self._rules.metric_mode)[-1] if donors else -1
-        timeouts = {rank: self._timeout_s(state, donors, rank) for rank in sorted(state.waiting_replacers)}
+        streams = self._rules.round_timeout_s, self._stream_safe_points
+        timeouts = {rank: state.timeout_s(donors, rank, *streams) for rank in sorted(state.waiting_replacers)}
         for rank, timeout_s in timeouts.items():  # the donors need not know: they answer every replacer that asks
             sends.append(Send(rank, state.number, Frozen(donors, weights, iterations, best, timeout_s)))
         margin_s = max(2 * step_s(state.judged[rank]) for rank in timeouts) + self._rules.round_timeout_s / 4
         state.deadline = now + max(timeouts.values()) + margin_s
         self._tell("{:.6f} round {}: frozen with donors {}, best {}", now, state.number, donors, best)
-
-    def _timeout_s(self, state: Round, donors: Sequence[int], replacer: int) -> float:
-        """Return how long one replacer may take from the moment it reads `Frozen`.
-
-        Added to `round_timeout_s` are the safe points that messages may have to wait for, as if the replacer asked one
-        donor after the other (as with a large state) and only now (as when a donor was left out). For each donor: one
-        of its steps until it reads the grant, then `stream_safe_points` steps of either end. Last, a step to apply.
-        """
-        own_s = step_s(state.judged[replacer])
-        count = self._stream_safe_points
-        streams_s = sum((1 + count) * step_s(state.judged[donor]) + count * own_s for donor in donors)
-        return self._rules.round_timeout_s + streams_s + own_s
 
     def _end(self, sends: list[Send], state: Round, reason: str, now: float) -> None:
         """Close the round: every named rank that is still live is told, once."""
@@ -395,6 +407,8 @@ class RoundCoordinator:
         for rank in state.named:
             self._release(sends, state, rank, reason)
         self._round = None
+        if state.frozen:
+            self._patience.on_round(state.named, now - state.began_at, now)
         self._rounds_ended += 1
         assert self._rounds_ended == self._rounds_decided, self._broken("rounds overlap")
         self._tell("{:.6f} round {}: ended, {}", now, state.number, reason)
@@ -427,6 +441,7 @@ class RoundCoordinator:
             return ()
         self._tell("{:.6f} rank {} {}", now, rank, how)
         self._mark(member, fresh=False)
+        self._patience.on_arrival(rank, now)
         member.live, member.report = False, None
         self._live_count -= 1
         self._quorum_count = self._count_quorum()

@@ -33,7 +33,8 @@ class SelectiveRules:
         cooldown: Iterations that the largest reported iteration must grow by between two acting rounds. It is for
             `threshold` alone: without one the reports themselves set the cadence.
         quorum: Part of the live members, 0..1, whose reports start the wait of `grace_s` for the others.
-        grace_s: How long the others are waited for once the quorum is met, in seconds.
+        grace_s: How long the others are waited for once the quorum is met, in seconds; None to wait as long as that
+            delays no later round (`protocols.selective.waiting`).
         max_report_age_s: Reports older than this are not judged, in seconds; may be infinite.
         round_timeout_s: How long a replacer may take, apart from the training steps in between, in seconds.
 
@@ -47,7 +48,7 @@ class SelectiveRules:
     threshold: float | None = None
     cooldown: int = 200
     quorum: float = 0.5
-    grace_s: float = 1.0
+    grace_s: float | None = None
     max_report_age_s: float = 600.0
     round_timeout_s: float = 30.0
 
@@ -59,10 +60,11 @@ class SelectiveRules:
         numbers = {
             "replacement_ratio": ("a number from 0 to 1", 0.0, 1.0),
             "quorum": ("a number from 0 to 1", 0.0, 1.0),
-            "grace_s": ("a finite number of seconds, 0 or more", 0.0, validation.LARGEST),
             "round_timeout_s": ("a finite number of seconds above 0", validation.SMALLEST, validation.LARGEST),
             "max_report_age_s": ("a number of seconds above 0", validation.SMALLEST, math.inf),
         }
+        if self.grace_s is not None:
+            numbers["grace_s"] = ("None or a finite number of seconds, 0 or more", 0.0, validation.LARGEST)
         if self.threshold is not None:
             numbers["threshold"] = ("None or a finite number", -validation.LARGEST, validation.LARGEST)
         for name, (words, low, high) in numbers.items():  # kept as plain floats

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """Names a live member that a decision did not wait for.
+    """Names a live member that was late for a decision, or that got no role since the round would have waited for it.
+
+    A member that has reported within the population's cadence, and is only between two reports, is not late.
 
     Attributes:
         decision: Which decision, counted from 1; not every decision starts a round.
         rank: The member.
-        offset_s: Its next report's arrival after the first report of that decision; None while it has not come.
+        offset_s: Its report's arrival after the first report of that decision; None while it has not come.
     """
 
     decision: int
@@ -48,7 +50,7 @@ class CoordinatorStatistics:
         declines: Refusals, by rank, of either role.
         overdue_count: Replacers that had not answered when their round's time was up.
         left_out: Donors that rounds went on without, the latest ones.
-        stragglers: Members that decisions did not wait for, the latest ones.
+        stragglers: Members that decisions, or rounds, did not wait for, the latest ones.
         ignored: Messages that fitted nothing, by what was wrong.
     """
 

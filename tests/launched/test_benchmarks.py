@@ -171,6 +171,16 @@ def test_straggler(bench: Bench) -> None:
     assert results["slow_reports"] >= 1
 
 
+def test_grace(bench: Bench) -> None:
+    results = bench("grace")
+    assert list(results) == [
+        f"8, {population}" for population in ("equal", "x2", "x10", "x100", "stalls", "heavy tails")
+    ]
+    for by_window in results.values():
+        assert len(by_window) == 6 and all(found["rounds"] > 0 for found in by_window.values())
+        assert all(0 < found["share"] <= 1 for found in by_window.values())
+
+
 @pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
 def test_idle(bench: Bench, transport: str) -> None:
     results = bench("idle", "--transport", transport)

@@ -51,7 +51,7 @@ def disagree(make: Callable[[int], Any], ranks: int = 3) -> list[str]:
         ({"metric_mode": "min"}, 'option metric_mode is "max" on rank 0 and "min" on rank 2'),
         ({"threshold": 1.0}, "option threshold is null on rank 0 and 1.0 on rank 2"),
         ({"optimizer_state": "reset"}, "option resets_optimizer is false on rank 0 and true on rank 2"),
-        ({"grace_s": 2.0}, "option grace_s is 1.0 on rank 0 and 2.0 on rank 2"),
+        ({"grace_s": 2.0}, "option grace_s is null on rank 0 and 2.0 on rank 2"),
         ({"name": "other"}, "name is (none) on rank 0 and other on rank 2"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

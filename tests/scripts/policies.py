@@ -82,7 +82,7 @@ async def tell(
         options["on_event"] = story.listener(world.rank)
     began_at, steps = time.perf_counter(), 0
     async with AsyncSelectiveAveragingPolicy(
-        model, sgd(model), **{"average_every": 3, "name": name, **options}
+        model, sgd(model), **{"average_every": 3, "grace_s": 1.0, "name": name, **options}
     ) as policy:
         while goes_on():
             step()

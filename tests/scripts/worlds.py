@@ -72,6 +72,7 @@ async def average_once(
         average_every=1,
         replacement_ratio=1 / world.size,
         averaging_strategy=strategy,
+        grace_s=1.0,
         threshold=0.0,  # one round, and
         cooldown=10**9,  # no second one
         quorum=1.0,

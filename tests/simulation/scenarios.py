@@ -384,8 +384,8 @@ def _gates_watched(watch: Watch) -> Iterator[None]:
             seen["gate threshold"] += decision is None and decide(metrics, replace(rules, threshold=None)) is not None
             seen["gate cooldown"] += decision is not None and self._is_cooling_down()
         watch.check(self._round is None, "a decision while a round is under way")
-        if self._quorum_since is not None:
-            due_at = max(self._quorum_since + rules.grace_s, ended_at.get(self, 0.0))
+        if (deadline := self._patience.deadline) is not None:
+            due_at = max(deadline, ended_at.get(self, 0.0))
             watch.check_in_time(due_at, now, "a decision")
         decided = self._rounds_decided
         judge(self, sends, now)

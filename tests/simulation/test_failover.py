@@ -368,7 +368,7 @@ def rounds_of(stories: list[Story]) -> int:
 
 
 def test_a_coordinator_whose_steps_are_long_hands_its_task_to_a_quicker_member(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds wait for a slow rank that takes part in them, but not for every answer of a slow coordinator."""
+    """Rounds do not wait for every answer of a slow coordinator."""
     stories = slow_rank_0(4.0)
     assert {story.statistics.coordinator_rank for story in stories if story.statistics} < {1, 2, 3}
     served = next(s.statistics.coordinator for s in stories[1:] if s.statistics and s.statistics.coordinator)

@@ -39,6 +39,7 @@ PURE = {
     "selective.messages",
     "selective.rounds",
     "selective.rules",
+    "selective.waiting",
 }
 
 

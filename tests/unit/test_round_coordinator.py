@@ -363,7 +363,7 @@ class Referee:
         coordinator = self.coordinator
         match kind:
             case "report":
-                sends = coordinator.on_report(rank, iteration, value, step, self.now)
+                sends = coordinator.on_report(rank, iteration, value, step, self.now, interval_s=iteration / 100)
             case "ready":
                 sends = coordinator.on_ready(rank, number, iteration, self.now)
             case "decline":
@@ -408,7 +408,7 @@ round_rules = st.builds(
     threshold=st.sampled_from((None, None, 0.0)),
     cooldown=st.sampled_from((0, 50)),
     quorum=st.sampled_from((0.0, 0.5, 0.7, 1.0)),
-    grace_s=st.sampled_from((0.0, 1.0)),
+    grace_s=st.sampled_from((None, None, 0.0, 1.0)),
     max_report_age_s=st.sampled_from((5.0, 600.0)),
     round_timeout_s=st.sampled_from((1.0, 20.0)),
 )

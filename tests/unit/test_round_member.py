@@ -171,8 +171,8 @@ def test_a_new_coordinator_is_told_what_the_last_one_knew() -> None:
     member.on_step()
     member.on_applied(10)
     member.on_coordinator_gone("is gone")
-    assert member.joined(Report(11, 0.5, 2.0)) == Tell(Joined(3, 10, TO_TAKE.judged_iteration, 11, 0.5, 2.0))
-    assert RoundMember().joined(None) == Tell(Joined(0, -1, -1, -1, 0.0, 0.0))
+    assert member.joined(Report(11, 0.5, 2.0, 9.0)) == Tell(Joined(3, 10, TO_TAKE.judged_iteration, 11, 0.5, 2.0, 9.0))
+    assert RoundMember().joined(None) == Tell(Joined(0, -1, -1, -1, 0.0, 0.0, 0.0))
 
 
 def test_a_member_that_is_out_hears_nothing() -> None:

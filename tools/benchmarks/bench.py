@@ -38,6 +38,7 @@ NAMES: Final = (
     "idle",
     "memory",
     "sim",
+    "grace",
     "replay",
 )
 _HERE: Final = Path(__file__).resolve().parent

@@ -1,0 +1,204 @@
+"""How long the coordinator of selective averaging waits, and for whom: rules on values, and in rounds by hand."""
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from protocols.selective.messages import Assign
+from protocols.selective.rounds import RoundCoordinator, Send
+from protocols.selective.rules import SelectiveRules
+from protocols.selective.statistics import Straggler
+from protocols.selective.waiting import (
+    FREE_CADENCES,
+    HELD_SHARE,
+    NOISE_S,
+    Pace,
+    Patience,
+    cadence_s,
+    free_s,
+    grace_s,
+    hold_s,
+    is_expected,
+    is_late,
+    slow_ranks,
+)
+
+INF = math.inf
+LAWS = settings(deadline=None, derandomize=True, max_examples=200)
+times = st.floats(0.0, 1e6)
+
+
+def test_the_grace_is_what_is_left_of_a_cadence_after_quorum_and_round() -> None:
+    assert grace_s(10.0, 2.0, []) == 8.0
+    assert grace_s(10.0, 2.0, [3.0, 4.0, 100.0]) == 4.0
+    assert grace_s(10.0, 2.0, [9.0]) == 0.0
+
+
+@LAWS
+@given(times, times, st.lists(times))
+def test_law_no_grace_delays_the_round_beyond_the_next_reports(cadence: float, quorum: float, rounds: Any) -> None:
+    assert 0 <= grace_s(cadence, quorum, rounds) <= max(0.0, cadence - quorum)
+
+
+def test_the_cadence_is_that_of_the_median_member_whose_interval_is_known() -> None:
+    assert cadence_s([]) == cadence_s([0.0, 0.0]) == 0.0
+    assert cadence_s([0.0, 5.0, 500.0]) == 5.0
+    assert cadence_s([5.0, 4.0, 6.0]) == 5.0
+
+
+def test_a_report_is_expected_an_interval_after_the_last_one() -> None:
+    pace = Pace(step_s=1.0, interval_s=5.0, silent_s=4.5)
+    assert is_expected(pace, 1.0, 0.5)
+    assert not is_expected(pace, 1.0, 0.4), "it comes later"
+    assert not is_expected(pace._replace(silent_s=7.0), 1.0, 1.0), "it is overdue, and may come at any time"
+    assert is_expected(pace._replace(interval_s=0.0), 5.0, 0.5), "with no interval it is as the others"
+
+
+def test_a_member_between_two_reports_is_not_late() -> None:
+    pace = Pace(step_s=1.0, interval_s=5.0, silent_s=5.0)
+    assert not is_late(pace, 5.0)
+    assert is_late(pace, 3.9)
+    assert is_late(pace._replace(silent_s=INF), 5.0)
+
+
+def test_a_round_takes_three_steps_of_its_slowest_rank_and_as_long_again_as_it_is_overdue() -> None:
+    pace = Pace(step_s=2.0, interval_s=5.0, silent_s=4.0)
+    assert hold_s(pace, 1) == 6.0
+    assert hold_s(pace, 10) == 24.0
+    assert hold_s(pace._replace(silent_s=7.0), 1) == 8.0
+    assert hold_s(pace._replace(interval_s=0.0, silent_s=7.0), 1) == 6.0
+
+
+def test_a_round_may_take_as_long_as_a_cadence_or_twice_as_long_as_with_the_median_rank() -> None:
+    assert free_s({}, 4.0) == 0.0
+    assert free_s({0: 1.0, 1: 1.0, 2: 50.0}, 4.0) == FREE_CADENCES * 4.0
+    assert free_s({0: 3.0, 1: 3.0, 2: 50.0}, 4.0) == 6.0
+
+
+def test_slow_ranks_are_those_that_take_longer_unless_too_few_are_left() -> None:
+    assert slow_ranks({0: 1.0, 1: 9.0, 2: 2.0}, 2.0) == {1}
+    assert slow_ranks({0: 1.0, 1: 9.0}, 2.0) == frozenset(), "one rank alone has nobody to average with"
+
+
+@LAWS
+@given(st.dictionaries(st.integers(0, 9), times), times)
+def test_law_two_ranks_are_left_where_there_are_two(holds: dict[int, float], allowed: float) -> None:
+    assert len(holds) - len(slow_ranks(holds, allowed)) >= min(2, len(holds))
+
+
+@pytest.mark.parametrize("given_s", [0.0, 3.0])
+def test_a_grace_of_the_user_is_kept_to(given_s: float) -> None:
+    patience = Patience(given_s, 1)
+    patience.on_quorum({3: Pace(1.0, 1.0, 900.0)}, 10.0, 1.0, 100.0)
+    assert (patience.awaited, patience.deadline) == ({3}, 100.0 + given_s)
+    patience.on_no_quorum()
+    assert patience.deadline is None
+
+
+def test_a_slow_rank_takes_part_when_that_holds_rounds_up_for_a_tenth_of_the_time() -> None:
+    patience = Patience(None, 1)
+    paces = {rank: Pace(1.0, 5.0, 0.0) for rank in range(3)} | {3: Pace(10.0, 50.0, 0.0)}
+    assert patience.slow_ranks(paces, 5.0, 0.0) == {3}
+    wait_s = (30.0 - FREE_CADENCES * 5.0) / HELD_SHARE
+    assert patience.slow_ranks(paces, 5.0, wait_s - 1) == {3}
+    assert patience.slow_ranks(paces, 5.0, wait_s + 1) == frozenset()
+    patience.on_round([0, 1, 2], 3.0, wait_s + 2)
+    assert patience.slow_ranks(paces, 5.0, wait_s + 3) == frozenset(), "it has not had its turn"
+    patience.on_round([0, 1, 3], 30.0, wait_s + 30)
+    assert patience.slow_ranks(paces, 5.0, wait_s + 31) == {3}
+
+
+# -- in rounds --------------------------------------------------------------------------------------------------------
+
+STEP_S, EVERY = 1.0, 5
+
+
+def report(coordinator: RoundCoordinator, rank: int, now: float, *, factor: float = 1.0) -> tuple[Send, ...]:
+    """Let a rank report whose steps take ``factor`` times as long."""
+    interval_s = factor * STEP_S * EVERY
+    return coordinator.on_report(rank, round(now), float(rank), factor * STEP_S, now, interval_s=interval_s)
+
+
+def named(sends: Any) -> list[int]:
+    return [send.dest for send in sends if isinstance(send.message, Assign)]
+
+
+def finish(coordinator: RoundCoordinator, now: float) -> None:
+    """End the round under way: its replacer is the lowest rank named."""
+    number = coordinator.statistics().rounds_decided
+    replacer = min(state.decision.replacers) if (state := coordinator._round) else -1
+    coordinator.on_abandoned(replacer, number, "test", now)
+
+
+def test_ranks_that_are_expected_are_waited_for_and_a_slow_one_is_not() -> None:
+    coordinator = RoundCoordinator(range(4), SelectiveRules())
+    for begin in (0.0, 5.0, 10.0):
+        for rank in (1, 2, 3):
+            report(coordinator, rank, begin + rank / 10)
+        if not begin:
+            report(coordinator, 0, 0.9, factor=100.0)
+        elif coordinator._round is None:
+            coordinator.on_time(coordinator.next_deadline() or 0.0)
+        finish(coordinator, begin + 1.0)
+    assert coordinator.statistics().rounds_ended == 3
+    report(coordinator, 1, 15.1)
+    report(coordinator, 2, 15.2)
+    deadline = coordinator.next_deadline()
+    assert deadline is not None and deadline > 15.3, "rank 3 reports at 15.3, as it did before"
+    assert report(coordinator, 3, 15.3) == ()
+    assert coordinator.next_deadline() == 15.3, "all that can be expected have come"
+    assert named(coordinator.on_time(15.3)) == [1, 2, 3], "rank 0 would hold the round up for 300 s"
+
+
+def test_a_slow_rank_is_named_with_its_offset() -> None:
+    coordinator = RoundCoordinator(range(3), SelectiveRules())
+    report(coordinator, 1, 0.0)
+    report(coordinator, 2, 0.5)
+    assert named(report(coordinator, 0, 0.75, factor=50.0)) == [1, 2]
+    assert coordinator.statistics().stragglers == (Straggler(1, 0, 0.75),)
+    finish(coordinator, 1.0)
+    report(coordinator, 1, 5.0)
+    report(coordinator, 2, 5.5)
+    assert named(coordinator.on_time(coordinator.next_deadline() or 0.0)) == [1, 2]
+    assert coordinator.statistics().stragglers[-1] == Straggler(2, 0, None)
+    report(coordinator, 0, 250.75, factor=50.0)
+    assert coordinator.statistics().stragglers[-1] == Straggler(2, 0, 245.75)
+
+
+def test_a_member_that_is_only_between_two_reports_is_no_straggler() -> None:
+    coordinator = RoundCoordinator(range(3), SelectiveRules(grace_s=0.0))
+    for begin in (0.0, 5.0):
+        for rank in range(3):
+            report(coordinator, rank, begin + 2.0 * rank)
+            coordinator.on_time(begin + 2.0 * rank)
+            if coordinator._round is not None:
+                finish(coordinator, begin + 2.0 * rank + 0.5)
+    later = [straggler for straggler in coordinator.statistics().stragglers if straggler.decision > 1]
+    assert coordinator.statistics().decision_count >= 3 and not later
+
+
+def test_the_first_decision_waits_for_the_first_reports_within_a_cadence() -> None:
+    coordinator = RoundCoordinator(range(4), SelectiveRules())
+    report(coordinator, 0, 5.0)
+    report(coordinator, 1, 5.5)
+    assert coordinator.next_deadline() == 5.5 + EVERY * STEP_S - 0.5
+    assert named(coordinator.on_time(10.0)) == [0, 1]
+
+
+def test_a_time_below_the_noise_makes_no_slow_rank() -> None:
+    coordinator = RoundCoordinator(range(3), SelectiveRules())
+    for rank, step_s in enumerate((NOISE_S / 4, 1e-3, 1e-3)):
+        sends = coordinator.on_report(rank, 9, float(rank), step_s, 0.0, interval_s=5 * step_s)
+    assert named(sends) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("claimed", [math.nan, INF, -1.0, 1e308])
+def test_an_interval_that_cannot_be_true_does_not_stop_the_clock(claimed: float) -> None:
+    coordinator = RoundCoordinator(range(3), SelectiveRules(max_report_age_s=INF))
+    for rank in range(2):
+        coordinator.on_report(rank, 9, float(rank), 0.1, 0.0, interval_s=claimed)
+    deadline = coordinator.next_deadline()
+    assert deadline is not None and deadline <= 3600.0
+    assert named(coordinator.on_time(deadline)) == [0, 1]
