@@ -256,9 +256,9 @@ def decisions_watched(watch: Watch) -> Iterator[None]:
         watch.check_decision(metrics, rules, found)
         return found
 
-    def checked_on_report(self: Any, rank: int, iteration: int, value: float, *rest: Any) -> Any:
+    def checked_on_report(self: Any, rank: int, iteration: int, value: float, *rest: Any, **facts: Any) -> Any:
         watch.check_report(rank, iteration, value)
-        return on_report(self, rank, iteration, value, *rest)
+        return on_report(self, rank, iteration, value, *rest, **facts)
 
     with (
         mock.patch.object(rounds, "decide", checked_decide),
