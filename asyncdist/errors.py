@@ -129,7 +129,9 @@ def has_cause_here(error: BaseException) -> bool:
     if not isinstance(error, Exception):
         return False
     chain: BaseException | None = error
-    while chain is not None:
+    seen: set[int] = set()
+    while chain is not None and id(chain) not in seen:  # a handler that raises its error again may close a circle
+        seen.add(id(chain))
         if is_consequence(chain) or isinstance(chain, asyncio.CancelledError):
             return False
         chain = chain.__cause__ or chain.__context__

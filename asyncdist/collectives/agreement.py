@@ -34,7 +34,6 @@ from asyncdist.collectives.agreement_messages import (
     Runs,
     Verdict,
     Withdraw,
-    ranks_of,
 )
 from asyncdist.collectives.agreement_verdicts import (
     Absentees,
@@ -45,13 +44,15 @@ from asyncdist.collectives.agreement_verdicts import (
     start_timeout_error,
 )
 from asyncdist.collectives.rivals import Rivals
-from asyncdist.errors import AsyncdistError, BusyError, RankLostError, StartTimeoutError
+from asyncdist.errors import AsyncdistError, BusyError, RankLostError, RemoteProtocolError, StartTimeoutError
 from asyncdist.tensors.serialization import words_of
 
 if TYPE_CHECKING:
     from asyncdist.messaging.channels import Channel
     from asyncdist.messaging.engine import Engine
 
+#: Agreements of which a rank keeps something that it has been told and not come to. More are no mistake of timing.
+_KEPT_COUNT_MAX: Final = 4096
 #: How much longer a member waits for the leader's verdict, so that the leader is the one that names the missing ranks.
 MEMBER_PATIENCE_S: Final = 5.0
 #: The reason that the other members are told when this rank was cancelled.
@@ -203,7 +204,7 @@ class Agreements:
         rival = self.rivals.rival_of(key, verdict.refusal)
         if rival is not None:
             its_key = self._next_occurrence(rival.key)
-            self._object(Objection(its_key.text, rival.members, "", rival.text), rival.members[0][0])
+            self._object(Objection(its_key.text, "", rival.text), rival.key.ranks[0][0])
         if verdict.objector == self._rank:
             raise Postponed if verdict.difference == _POSTPONED else asyncio.CancelledError
         raise_refusal(verdict)
@@ -216,13 +217,13 @@ class Agreements:
         """
         key = meeting.key
         text = f"rank {self._rank} comes to another start first"
-        self._object(Objection(key.text, key.ranks, _POSTPONED, text), meeting.leader)
+        self._object(Objection(key.text, _POSTPONED, text), meeting.leader)
         self._engine.recheck()
 
     def object(self, ranks: Sequence[int], subject: str, error: BaseException) -> None:
         """Tell the others, in place of :meth:`agree`, that ``error`` keeps this rank from starting ``subject``."""
         key = self._next_occurrence(AgreementKey.of(subject, ranks))
-        self._object(Objection(key.text, key.ranks, *words_of(error)), ranks[0])
+        self._object(Objection(key.text, *words_of(error)), ranks[0])
 
     def stay_away(self, meeting: Meeting, error: Exception | None = None) -> None:
         """Tell the others, in place of :meth:`meet`, that this rank does not come: ``error``, or it was cancelled."""
@@ -256,7 +257,7 @@ class Agreements:
     def _ask_to_go(self, meeting: Meeting, words: tuple[str, str] = _CANCELLED) -> None:
         if not self.is_ending:
             with contextlib.suppress(AsyncdistError):  # nobody is left to be told
-                self._object(Objection(meeting.key.text, meeting.key.ranks, *words), meeting.leader)
+                self._object(Objection(meeting.key.text, *words), meeting.leader)
             self._engine.recheck()  # the leader itself waits, too
 
     @property
@@ -348,7 +349,7 @@ class Agreements:
         is_told = await self._engine.until(is_over, what, deadline=deadline)
         if not is_told and deadline is not None and timeout_s is not None:
             with contextlib.suppress(AsyncdistError):  # a leader that cannot be asked does not listen
-                self._send(Inquiry(key.text, key.ranks, timeout_s), leader)
+                self._send(Inquiry(key.text, timeout_s), leader)
             is_told = await self._engine.until(is_over, what, deadline=deadline + MEMBER_PATIENCE_S)
         if not is_told:
             silent = Verdict(join.subject, missing=(leader,), waited_s=timeout_s or 0.0)
@@ -378,6 +379,7 @@ class Agreements:
             return  # lost since it sent this
         over = self._over.hear(join.key, source)
         if over is None:
+            _check_room(self._joins, join.key)
             self._joins.setdefault(join.key, {})[source] = join
             self._refuse_if_one_is_gone(join.key)
         else:
@@ -389,7 +391,7 @@ class Agreements:
         This also happens where this rank has come after that member, and would wait for longer.
         """
         joins = self._joins.get(inquiry.key, {})
-        missing = tuple(sorted(ranks_of(inquiry.members) - joins.keys()))
+        missing = tuple(sorted(inquiry.key.members() - joins.keys()))
         if not joins or not missing:
             return  # the verdict is under way
         verdict = Verdict(inquiry.subject, missing=missing, waited_s=inquiry.waited_s)
@@ -412,16 +414,17 @@ class Agreements:
         else:
             verdict = Verdict(subject, difference="ranks", refusal=objection.text)
         joins = self._joins.pop(key, {})
-        self._keep_for(ranks_of(objection.members) - joins.keys() - {source}, verdict)
+        self._keep_for(key.members() - joins.keys() - {source}, verdict)
         self._tell(joins, verdict)
 
     def _postpone(self, objection: Objection, source: int) -> None:
         """Let ``source`` go, which comes again later, unless all have come: then the verdict is under way."""
-        joins = self._joins.get(objection.key, {})
-        if source in joins and len(joins) < len(ranks_of(objection.members)):
+        key = objection.key
+        joins = self._joins.get(key, {})
+        if source in joins and len(joins) < len(key.members()):
             del joins[source]
             if not joins:
-                del self._joins[objection.key]
+                del self._joins[key]
             self._tell([source], Verdict(objection.subject, difference=_POSTPONED, objector=source))
 
     def _tell(self, ranks: Iterable[int], verdict: Verdict) -> None:
@@ -452,11 +455,13 @@ class Agreements:
         if verdict.key in self._forsaken:
             self._forsaken.discard(verdict.key)
         else:
+            _check_room(self._verdicts, verdict.key)
             self._verdicts[verdict.key] = verdict
 
     def on_withdraw(self, message: Withdraw, source: int) -> None:
         """Note that a member will not start this again."""
-        key = AgreementKey.parse(message.subject)
+        key = message.key
+        _check_room(self._withdrawn, key)
         self._withdrawn.setdefault(key, set()).add(source)
         self._over.on_withdrawn(source, key)
 
@@ -481,9 +486,15 @@ class Agreements:
         joins = self._joins.get(key, {})
         gone = () if not joins or self._rank in joins else tuple(sorted(filter(key.has_member, self._gone)))
         if gone:
-            missing = tuple(sorted(ranks_of(key.ranks) - joins.keys()))
+            missing = tuple(sorted(key.members() - joins.keys()))
             lost = tuple(rank for rank in gone if rank in self._lost)
             del self._joins[key]
             verdict = Verdict(key.text, missing=missing, gone=gone, lost=lost)
             self._keep_for(missing, verdict)
             self._tell(joins, verdict)
+
+
+def _check_room(kept: Mapping[AgreementKey, object], key: AgreementKey) -> None:
+    """Refuse to keep something about one more agreement, where that is no mistake of timing any more."""
+    if len(kept) >= _KEPT_COUNT_MAX and key not in kept:
+        raise RemoteProtocolError(f"{str(key)!r:.200}: {_KEPT_COUNT_MAX} other agreements are still to come")

@@ -59,7 +59,16 @@ class AgreementKey:
 
     def has_member(self, rank: int) -> bool:
         """Return whether ``rank`` is one of the members."""
-        return any(first <= rank <= last for first, last in self.ranks)
+        return is_in(rank, self.ranks)
+
+    def members(self) -> set[int]:
+        """Return all members; :meth:`check` has seen that they are no more than the ranks of the world."""
+        return {rank for first, last in self.ranks for rank in range(first, last + 1)}
+
+    def check(self, size: int) -> None:
+        """Refuse a key of ranks that a world of ``size`` ranks cannot have. Raises RemoteProtocolError."""
+        if not _has_room(self.ranks, size):
+            raise RemoteProtocolError(f"{str(self)!r:.200} names ranks that a world of {size} ranks does not have")
 
     @classmethod
     def of(cls, subject: str, ranks: Sequence[int]) -> AgreementKey:
@@ -96,7 +105,12 @@ def _parse(text: str) -> AgreementKey:
         raise RemoteProtocolError(f"{text!r:.200} is not the key of an agreement") from error
 
 
-class _Keyed:
+@functools.lru_cache(64)
+def _has_room(runs: Runs, size: int) -> bool:
+    return all(0 <= first <= last < size for first, last in runs) and sum(b - a + 1 for a, b in runs) <= size
+
+
+class Keyed:
     """A message whose ``subject`` is the text of a key."""
 
     __slots__ = ()
@@ -110,7 +124,7 @@ class _Keyed:
 
 
 @dataclass(frozen=True, slots=True)
-class Join(_Keyed):
+class Join(Keyed):
     """Member to leader: this rank is about to start the agreement, with these values.
 
     Attributes:
@@ -125,54 +139,48 @@ class Join(_Keyed):
 
 
 @dataclass(frozen=True, slots=True)
-class Objection(_Keyed):
+class Objection(Keyed):
     """Member to leader: this rank cannot start, because of an exception that it raised.
 
     Attributes:
         subject: the key's text.
-        members: the ranks that were to start.
         kind: the exception's class; empty where members disagree.
         text: the exception's message.
     """
 
     subject: str
-    members: Runs
     kind: str
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Reminder(_Keyed):
+class Reminder(Keyed):
     """Leader to a missing member: other ranks are waiting for it.
 
     Attributes:
         subject: the text of the key for all occurrences.
-        members: all ranks that are to start.
         present: the ranks that have come.
     """
 
     subject: str
-    members: Runs
     present: Runs
 
 
 @dataclass(frozen=True, slots=True)
-class Inquiry(_Keyed):
+class Inquiry(Keyed):
     """Member to leader: this rank's timeout has passed without a verdict, and it asks which ranks are missing.
 
     Attributes:
         subject: the key's text.
-        members: all ranks that are to start.
         waited_s: the timeout that has passed.
     """
 
     subject: str
-    members: Runs
     waited_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict(_Keyed):
+class Verdict(Keyed):
     """Leader to member: go, with the agreed number, or the reason against it.
 
     Attributes:
@@ -199,7 +207,7 @@ class Verdict(_Keyed):
 
 
 @dataclass(frozen=True, slots=True)
-class Withdraw(_Keyed):
+class Withdraw(Keyed):
     """Member to member: this rank will never start the subject again.
 
     Attributes:
@@ -262,9 +270,9 @@ def runs_of(ranks: tuple[int, ...]) -> Runs:
     return tuple(runs)
 
 
-def ranks_of(runs: Runs) -> set[int]:
-    """Return all ranks of the runs."""
-    return {rank for first, last in runs for rank in range(first, last + 1)}
+def is_in(rank: int, runs: Runs) -> bool:
+    """Return whether ``rank`` is in one of the runs."""
+    return any(first <= rank <= last for first, last in runs)
 
 
 def first_free(taken: Iterable[Runs]) -> int:

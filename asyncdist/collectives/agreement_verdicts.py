@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from asyncdist.collectives.agreement_messages import AgreementKey, Join, Verdict, first_free
 from asyncdist.errors import ClosedError, DisagreementError, RankLostError, StartTimeoutError, remote_error
+
+_KEPT_COUNT_MAX: Final = 4096
 
 
 @dataclass(slots=True)
@@ -29,6 +32,8 @@ class LateVerdicts:
     def keep(self, verdict: Verdict, absent: set[int]) -> None:
         """Keep ``verdict`` for the members in ``absent``; with no such member it is dropped."""
         if absent:
+            if len(self._kept) >= _KEPT_COUNT_MAX:  # the oldest is the one that is least likely to be asked for
+                del self._kept[next(iter(self._kept))]
             self._kept[verdict.key] = _LateVerdict(verdict, absent)
 
     def hear(self, key: AgreementKey, rank: int) -> Verdict | None:

@@ -20,7 +20,7 @@ from asyncdist import tags
 from asyncdist.collectives.agreement_messages import Runs, runs_of
 from asyncdist.collectives.groups import Group, Lease
 from asyncdist.collectives.membership import MembershipLog
-from asyncdist.errors import LocalProtocolError
+from asyncdist.errors import LocalProtocolError, RemoteProtocolError
 from asyncdist.messaging import wire
 from asyncdist.transports.base import GroupHandle
 
@@ -122,6 +122,8 @@ class GroupLedger:
         """Note that another member has freed a group, which may still be being made here."""
         entry = self._entries.get((message.ranks, message.serial))
         if entry is None:
+            if len(self._early) >= _COUNT_MAX:
+                raise RemoteProtocolError(f"rank {source} frees one of {_COUNT_MAX} groups that nobody has made here")
             self._early.setdefault((message.ranks, message.serial), {})[source] = message.started
         else:
             self._note(entry, source, message.started)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from asyncdist.collectives.agreement_messages import AgreementKey, Meeting, Objection, Reminder, Runs, ranks_of, runs_of
+from asyncdist.collectives.agreement_messages import AgreementKey, Meeting, Objection, Reminder, is_in, runs_of
 
 if TYPE_CHECKING:
     from asyncdist.messaging.engine import Engine
@@ -30,12 +30,10 @@ class Rival:
 
     Attributes:
         key: of the rival's agreement, for all occurrences.
-        members: its ranks.
         text: a sentence about both.
     """
 
     key: AgreementKey
-    members: Runs
     text: str
 
 
@@ -106,7 +104,7 @@ class Rivals:
         start = find_rival(reminder, self._rank, self._engine.loop.time(), self._starts.values())
         if start is not None and start.rival is not None:
             key = start.meeting.key
-            self._object_to(Objection(key.text, key.ranks, "", start.rival.text), start.meeting.leader)
+            self._object_to(Objection(key.text, "", start.rival.text), start.meeting.leader)
 
     def _remind_later(self, start: OpenStart) -> None:
         start.timer = self._engine.loop.call_later(REMIND_AFTER_S, self._remind, start)
@@ -151,16 +149,16 @@ def find_rival(reminder: Reminder, rank: int, now: float, starts: Collection[Ope
         return None
     if mine.meeting.key.of_all_occurrences == reminder.key:
         return None
-    entangled = ranks_of(reminder.present).intersection(mine.meeting.ranks)
+    entangled = [peer for peer in mine.meeting.ranks if is_in(peer, reminder.present)]
     if not entangled or now - mine.doubted_since.setdefault(reminder.key, now) < REMIND_AFTER_S / 2:
         return None
     text = (
         f"rank {min(entangled)} starts {reminder.subject!r}, rank {rank} {str(mine.meeting.key)!r}, "
         "and each waits for the other; allowed: equal ranks, in one order, on all of them"
     )
-    mine.rival = Rival(reminder.key, reminder.members, text)
+    mine.rival = Rival(reminder.key, text)
     return mine
 
 
 def _reminder(key: AgreementKey, joins: Iterable[int]) -> Reminder:
-    return Reminder(key.of_all_occurrences.text, key.ranks, runs_of(tuple(sorted(joins))))
+    return Reminder(key.of_all_occurrences.text, runs_of(tuple(sorted(joins))))

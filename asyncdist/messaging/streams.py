@@ -32,6 +32,7 @@ CHUNK_NBYTES: Final = 4 << 20
 USER_CHUNK_NBYTES: Final = 16 << 20
 #: Chunks under way at once, at either end.
 WINDOW_COUNT: Final = 4
+_CHUNK_COUNT_MAX: Final = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,14 @@ class Grant:
     written_nbytes: int = 0
     address: int = 0
 
+    def __post_init__(self) -> None:
+        """Refuse what no receiver of ours grants: each chunk has an object here before it is sent."""
+        _check_slot(self.slot)
+        if not 0 <= self.written_nbytes <= self.nbytes or self.address < 0:
+            raise ValueError(f"{self} is no grant")
+        if self.chunk_nbytes < 1 or self.nbytes > self.chunk_nbytes * _CHUNK_COUNT_MAX:
+            raise ValueError(f"{self} has more than {_CHUNK_COUNT_MAX} chunks")
+
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
@@ -56,20 +65,14 @@ class Cancel:
 
     slot: int
 
+    def __post_init__(self) -> None:
+        """Refuse a slot that no rank has."""
+        _check_slot(self.slot)
 
-def check_grant(grant: Grant, source: int) -> None:
-    """Refuse a grant that no receiver of ours makes.
 
-    Raises:
-        RemoteProtocolError: a number in it is out of range.
-    """
-    if not (
-        0 <= grant.slot < tags.BULK_SLOT_COUNT
-        and 0 <= grant.written_nbytes <= grant.nbytes
-        and grant.chunk_nbytes >= 1
-        and grant.address >= 0
-    ):
-        raise RemoteProtocolError(f"rank {source} granted {grant}", rank=source)
+def _check_slot(slot: int) -> None:
+    if not 0 <= slot < tags.BULK_SLOT_COUNT:
+        raise ValueError(f"slot {slot} is not in 0 to {tags.BULK_SLOT_COUNT - 1}")
 
 
 class StreamAborted(RemoteProtocolError):

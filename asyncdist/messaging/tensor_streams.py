@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from asyncdist import tags
-from asyncdist.errors import ClosedError, LocalProtocolError, RankLostError
+from asyncdist.errors import ClosedError, LocalProtocolError, RankLostError, RemoteProtocolError
 from asyncdist.messaging import streams
 from asyncdist.messaging.channels import Channel, Envelope
 from asyncdist.messaging.direct_write_streams import DirectWriteReceiver, DirectWriteSender, Writer
@@ -105,8 +105,8 @@ class UserStreams:
         self._processes: dict[int, PeerProcess] = {}  # and those that this one can write to
         self._writer: Writer | None = None
         # What came before this rank opened its streams is handled while the channel is being made, and cannot use it.
-        early_offers: list[tuple[int, AttachOffer]] = []
-        self._early_offers: list[tuple[int, AttachOffer]] | None = early_offers
+        early_offers: dict[int, AttachOffer] = {}
+        self._early_offers: dict[int, AttachOffer] | None = early_offers
         self._channel: Channel[Any] = services.open_channel(
             streams.Grant | streams.Cancel | AttachOffer | AttachAccept,
             tag=tags.PARAM,
@@ -115,14 +115,15 @@ class UserStreams:
             handler=self._on_message,
         )
         self._early_offers = None
-        for source, offer in early_offers:
+        for source, offer in early_offers.items():
             self._look_for(source, offer)
 
     def _on_message(self, envelope: Envelope[Any]) -> None:
         source, message = envelope.source, envelope.message
         grants = self._grants.setdefault(source, deque())
         if isinstance(message, streams.Grant):
-            streams.check_grant(message, source)
+            if len(grants) >= tags.BULK_SLOT_COUNT:
+                raise RemoteProtocolError(f"rank {source} has granted more streams than it has slots", rank=source)
             grants.append(message)
             if self._refusing:
                 self._refuse(source)
@@ -132,7 +133,7 @@ class UserStreams:
             if self._early_offers is None:
                 self._look_for(source, message)
             else:
-                self._early_offers.append((source, message))
+                self._early_offers[source] = message
         elif isinstance(message, AttachAccept):
             self._finders |= self._tokens.keys() & {source}
         elif pending := [grant for grant in grants if grant.slot == message.slot]:

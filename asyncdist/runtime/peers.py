@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncdist import tags
 from asyncdist.collectives.agreement import Agreements
-from asyncdist.collectives.agreement_messages import Inquiry, Join, Objection, Reminder, Verdict, Withdraw
+from asyncdist.collectives.agreement_messages import Inquiry, Join, Keyed, Objection, Reminder, Verdict, Withdraw
 from asyncdist.collectives.group_ledger import Freed
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.membership import MembershipLog
@@ -154,6 +154,8 @@ class Peers:
 
     def _on_message(self, envelope: Envelope[Any]) -> None:
         source = envelope.source
+        if isinstance(envelope.message, Keyed):
+            envelope.message.key.check(self._services.size)
         match envelope.message:
             case Join() as join:
                 self.agreements.on_join(join, source)
@@ -202,7 +204,8 @@ class Peers:
     def _note_losses(self, ranks: Sequence[int]) -> None:
         """Note what a peer knows of lost ranks, of which this rank may hear later: it may have left because of them."""
         for rank in ranks:
-            if rank != self._services.rank and rank not in self.attendance.lost:
+            is_peer = 0 <= rank < self._services.size and rank != self._services.rank
+            if is_peer and rank not in self.attendance.lost:
                 self.attendance.on_lost(rank)
                 self.agreements.on_gone(rank, is_lost=True)
 

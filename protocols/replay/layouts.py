@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-
-from asyncdist import Envelope, RemoteProtocolError
+from asyncdist import Envelope
 from asyncdist.messaging import wire
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
-from asyncdist.messaging.streams import Grant, check_grant
+from asyncdist.messaging.streams import Grant
 from protocols.replay.messages import Declare, ReplayMessage
 from protocols.replay.store import Field, RowLayout, check_dtype
 
@@ -47,7 +45,5 @@ def refuse_grant(services: Services, envelope: Envelope[ReplayMessage]) -> None:
     """Answer a grant that has come too late with an abort: its receiver waits for that, or for items, without end."""
     message = envelope.message
     if isinstance(message, Grant):
-        with contextlib.suppress(RemoteProtocolError):  # there is no such slot, so no receiver waits
-            check_grant(message, envelope.source)
-            stream = OutboundStream(services.slots, [], envelope.source, message.slot)
-            services.spawn_service(stream.abort(), name=f"abort to rank {envelope.source}")
+        stream = OutboundStream(services.slots, [], envelope.source, message.slot)
+        services.spawn_service(stream.abort(), name=f"abort to rank {envelope.source}")

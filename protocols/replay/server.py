@@ -28,7 +28,7 @@ from asyncdist import BusyError, Envelope, RankLostError, RemoteProtocolError, W
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
-from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, StreamAborted, check_grant
+from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, StreamAborted
 from asyncdist.tensors.byte_views import split
 from asyncdist.tensors.serialization import words_of
 from protocols.replay.clients import Client, all_wait_to_draw, describe_draws, more_may_come
@@ -451,7 +451,6 @@ class _Server:
         self._tell(client, Drawn(draw.request, count, len(payload), payload.tobytes() if inline else b""))
 
     def _on_grant(self, client: Client, grant: Grant, request: int) -> None:
-        check_grant(grant, client.rank)
         if grant.slot in client.streams:
             raise RemoteProtocolError(f"rank {client.rank} granted slot {grant.slot} twice", rank=client.rank)
         payload = client.outgoing.pop(request, None)

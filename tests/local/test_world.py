@@ -525,3 +525,22 @@ def test_a_signal_after_everything_has_ended_finds_nothing_to_stop() -> None:
         loop.close()
         signal.raise_signal(signal.SIGINT)
     assert interrupts.received == signal.SIGINT
+
+
+def test_an_error_that_raises_its_own_cause_again_ends_its_rank() -> None:
+    """The two errors then name each other, as cause and as context."""
+
+    async def main(world: ad.World) -> None:
+        if world.rank == 0:
+            try:
+                try:
+                    raise ValueError("first")
+                except ValueError as error:
+                    raise KeyError("second") from error
+            except KeyError as second:
+                assert second.__cause__ is not None
+                raise second.__cause__  # noqa: B904 - as many programs do
+        await ad.barrier()
+
+    with pytest.raises(ValueError, match="first"):
+        ad.run_local(main, ranks=2)

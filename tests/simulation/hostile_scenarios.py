@@ -1,0 +1,258 @@
+"""A rank that says well-formed things that are not true, on every channel of the runtime and the protocols.
+
+The hostile rank runs the same program as the others. Beside each message that it sends it sends others of the channel's
+types: the same with some fields changed, or one drawn from nothing. The other ranks may end well or with an error that
+says what a peer did. They may not crash in code of ours, or hold memory that grows with a number in a message. They may
+wait: a rank that says it has done its part, and has not, is waited for as one that computes is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import random
+import tracemalloc
+import types
+import typing
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+from unittest import mock
+
+import torch
+import torch._dynamo  # what optimizers import at first: 70 MiB that no message has asked for
+
+import asyncdist as ad
+from asyncdist.errors import AsyncdistError, DeadlockError, TimeLimitError
+from asyncdist.messaging.channels import Channel
+from asyncdist.messaging.services import Services
+from asyncdist.simulation import Compute, Uniform, simulate
+from protocols import (
+    AsyncSelectiveAveragingPolicy,
+    AverageAllPolicy,
+    OneSidedSelectiveAveragingPolicy,
+    ReplayBuffer,
+    serve_replay_buffer,
+)
+
+LIMIT_S: Final = 400.0
+GROWTH_NBYTES_MAX: Final = 32 * 2**20
+_NUMBERS: Final = (-1, 0, 1, 2, 3, 7, 255, 2**16, 2**31, 2**32 - 1, 2**53, 2**63 - 1, -(2**63))
+_FLOATS: Final = (0.0, -0.0, 1.0, -1.0, 1e-300, 1e300, float("inf"), float("-inf"), float("nan"))
+
+
+@dataclass
+class Seen:
+    """What a run has met.
+
+    Attributes:
+        sent: hostile messages by type.
+        ends: how the other ranks ended.
+    """
+
+    sent: Counter[str] = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)
+
+
+class _Liar:
+    """Draws the messages of the hostile rank."""
+
+    def __init__(self, seed: int, seen: Seen) -> None:
+        self._rng = random.Random(f"{seed} lies")
+        self._seen = seen
+        self._texts: list[str] = ["", "x"]
+        self._values: list[Any] = []
+        self._is_lying = False
+        self.rate = self._rng.choice((0.1, 0.3, 0.6))
+
+    def posting(self, post: Callable[..., Any], classes: tuple[type, ...], size: int) -> Callable[..., Any]:
+        """Return a function that sends as ``post`` does, and lies beside it."""
+
+        def hostile(message: Any, dest: int, round: int) -> Any:
+            self._learn(message)
+            for _ in itertools.takewhile(lambda _: self._rng.random() < self.rate, range(8)):
+                lie = self._draw_message(classes, message)
+                whom = self._rng.choice((dest, self._rng.randrange(size)))
+                when = self._rng.choice((round, round, max(0, round - 1), min(round + 1, 2**32 - 1), 2**32 - 1))
+                self._say(post, lie, whom, when)
+            return post(message, dest, round)
+
+        return hostile
+
+    def _say(self, post: Callable[..., Any], message: Any, dest: int, round: int) -> None:
+        try:
+            post(message, dest, round)
+        except AsyncdistError:
+            return  # too large, or nobody is there to be told
+        self._seen.sent[type(message).__name__] += 1
+
+    def _learn(self, message: Any) -> None:
+        for entry in dataclasses.fields(message):
+            value = getattr(message, entry.name)
+            if isinstance(value, str) and value not in self._texts:
+                self._texts.append(value)
+                del self._texts[2:-40]
+            self._values.append(value)
+            del self._values[:-60]
+
+    def _draw_message(self, classes: tuple[type, ...], like: Any) -> Any:
+        rng = self._rng
+        cls = type(like) if rng.random() < 0.5 else rng.choice(classes)
+        hints = typing.get_type_hints(cls)
+        drawn = {entry.name: self._draw(hints[entry.name]) for entry in dataclasses.fields(cls)}
+        if cls is type(like):
+            kept = [name for name in drawn if rng.random() < 0.7]
+            drawn.update({name: getattr(like, name) for name in kept})
+        return cls(**drawn)
+
+    def _draw(self, annotation: Any) -> Any:
+        rng = self._rng
+        known = [value for value in self._values if type(value) is annotation]
+        if known and rng.random() < 0.5:
+            return rng.choice(known)
+        if annotation is bool:
+            return rng.random() < 0.5
+        if annotation is int:
+            return rng.choice((*_NUMBERS, rng.randrange(10), rng.randrange(1000)))
+        if annotation is float:
+            return rng.choice((*_FLOATS, rng.uniform(0, 10)))
+        if annotation is str:
+            text = rng.choice(self._texts)
+            return (
+                text
+                if rng.random() < 0.7
+                else text[: rng.randrange(len(text) + 1)] + rng.choice(("", "0", "é", ",", "-9"))
+            )
+        if annotation is bytes:
+            return rng.randbytes(rng.choice((0, 1, 8, 100)))
+        if dataclasses.is_dataclass(annotation):
+            hints = typing.get_type_hints(annotation)
+            return annotation(**{entry.name: self._draw(hints[entry.name]) for entry in dataclasses.fields(annotation)})
+        origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+        if origin in (typing.Union, types.UnionType):
+            return self._draw(rng.choice(arguments))
+        if origin is tuple:
+            if len(arguments) == 2 and arguments[1] is Ellipsis:
+                return tuple(self._draw(arguments[0]) for _ in range(rng.choice((0, 1, 1, 2, 3, 20))))
+            return tuple(map(self._draw, arguments))
+        assert annotation in (None, type(None)), annotation
+        return None
+
+
+def run_hostile(seed: int) -> Seen:
+    """Run one seed.
+
+    Raises:
+        AssertionError: an honest rank has ended with an error that no peer's message may cause, or has held too much
+            memory.
+    """
+    rng = random.Random(f"{seed} hostile")
+    size = rng.randint(2, 4)
+    hostile = rng.randrange(size)
+    seen = Seen()
+    liar = _Liar(seed, seen)
+    open_channel = Services.open_channel
+
+    def opened(services: Services, message_types: Any, **options: Any) -> Channel[Any]:
+        channel = open_channel(services, message_types, **options)
+        if services.rank == hostile:
+            classes = typing.get_args(message_types) or (message_types,)
+            channel._post = liar.posting(channel._post, classes, size)
+        return channel
+
+    program = rng.choice(PROGRAMS)
+    tracemalloc.start()
+    try:
+        with mock.patch.object(Services, "open_channel", opened):
+            try:
+                compute = Compute(step_s=Uniform(0.001, 0.01))
+                results = simulate(program, ranks=size, seed=seed, compute=compute, until_s=LIMIT_S).results
+            except (DeadlockError, TimeLimitError):
+                results = ()
+                seen.ends["waits"] += 1
+        peak_nbytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    where = f"seed {seed}, {program.__name__}, {size} ranks, hostile {hostile}"
+    assert peak_nbytes < GROWTH_NBYTES_MAX, f"{where}: {peak_nbytes} bytes"
+    for rank, result in enumerate(results):
+        if rank == hostile:
+            continue
+        error = result if isinstance(result, BaseException) else None
+        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+            error = error.exceptions[0]
+        if error is not None and not isinstance(error, (AsyncdistError, TimeoutError)):
+            raise AssertionError(f"{where}: rank {rank} ended by {result!r}") from result
+        seen.ends["well" if error is None else type(error).__name__] += 1
+    return seen
+
+
+# -- what the ranks do ------------------------------------------------------------------------------------------------
+
+
+def _model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(3, 3)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+async def _average(policy: Any) -> None:
+    for iteration in range(20):
+        async with asyncio.timeout(30):
+            await policy.step(float(ad.current_world().rank + iteration))
+
+
+async def selective(world: ad.World) -> None:
+    """Average selectively."""
+    async with AsyncSelectiveAveragingPolicy(*_model(), average_every=2, start_timeout_s=20) as policy:
+        await _average(policy)
+
+
+async def one_sided(world: ad.World) -> None:
+    """Average by one-sided reads."""
+    async with OneSidedSelectiveAveragingPolicy(*_model(), average_every=2, start_timeout_s=20) as policy:
+        await _average(policy)
+
+
+async def synchronous(world: ad.World) -> None:
+    """Average all."""
+    async with AverageAllPolicy(*_model(), average_every=2, start_timeout_s=20) as policy:
+        await _average(policy)
+
+
+async def groups(world: ad.World) -> None:
+    """Make groups and a mesh, and use them."""
+    for _ in range(4):
+        async with asyncio.timeout(30), await world.new_group(range(world.size), timeout_s=10) as group:
+            await ad.all_reduce(torch.ones(3), group=group)
+            await ad.barrier(group=group)
+    async with asyncio.timeout(30):
+        mesh = await ad.new_mesh({"POP": world.size})
+        await ad.psum({"a": torch.ones(3)}, "POP", mesh=mesh)
+
+
+async def streams(world: ad.World) -> None:
+    """Send and receive tensors and messages."""
+    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    for _ in range(5):
+        async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+            tasks.create_task(world.send_stream(torch.ones(5000), after))
+            tasks.create_task(world.receive_stream(torch.zeros(5000), before))
+
+
+async def replay(world: ad.World) -> None:
+    """Use a replay buffer; its rank may be the hostile one."""
+    clients = range(world.size - 1)
+    if world.rank == world.size - 1:
+        async with asyncio.timeout(60):
+            await serve_replay_buffer(clients, capacity=100, prioritized=True)
+        return
+    async with asyncio.timeout(60), ReplayBuffer(world.size - 1, start_timeout_s=20) as buffer:
+        for _ in range(10):
+            await buffer.add({"a": torch.ones(3, 2)})
+            sample = await buffer.sample(4, wait=False)
+            await buffer.update_priorities(sample.ids, torch.ones(len(sample.ids)))
+
+
+PROGRAMS: Final = (selective, one_sided, synchronous, groups, streams, replay)
