@@ -17,7 +17,7 @@ from support.local import NONCE, engines, eventually, yields
 
 from asyncdist import tags
 from asyncdist.collectives.groups import Group
-from asyncdist.errors import ClosedError, RankLostError, RemoteProtocolError
+from asyncdist.errors import ClosedError, RankLostError
 from asyncdist.messaging import direct_write_streams, streams, tensor_streams
 from asyncdist.messaging.channels import Envelope
 from asyncdist.messaging.services import Services
@@ -380,21 +380,6 @@ def test_what_stands_in_the_way_is_told(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 # ------------------------------------------------------------------------------------------------- what a peer may say
-
-
-@pytest.mark.parametrize(
-    "grant",
-    [
-        streams.Grant(0, 10, 10, written_nbytes=11),
-        streams.Grant(0, 10, 10, written_nbytes=-1),
-        streams.Grant(0, 10, 10, written_nbytes=5, address=-1),
-    ],
-    ids=["more than all", "less than nothing", "nowhere"],
-)
-async def test_a_grant_that_nobody_makes_is_refused(grant: streams.Grant) -> None:
-    async with neighbours(1.0) as (sender, _):
-        with pytest.raises(RemoteProtocolError, match=r"rank 1 granted Grant\(slot=0, nbytes=10"):
-            sender._streams._on_message(Envelope(grant, 1, 0))
 
 
 async def test_a_sender_that_does_not_know_the_receiver_sends(writes: list[int]) -> None:

@@ -12,7 +12,6 @@ import torch
 from support.replay import on_ranks, run
 
 import asyncdist as ad
-from asyncdist.messaging.streams import CHUNK_NBYTES, Grant
 from asyncdist.simulation.faults import Kill
 from protocols import ReplayBuffer, serve_replay_buffer
 from protocols.replay import messages, server as replay_server
@@ -378,7 +377,6 @@ def test_items_unlike_the_others_are_not_stored_behind_the_refusal(seed: int) ->
         ([messages.Draw(number, 900, 0.4, True) for number in range(5)], "more than 4 draws under way"),
         ([messages.Add(number, 9000, False, 72_000, b"") for number in range(6)], "more than 4 adds"),
         ([messages.Declare("list", ("a",), ("float32",), ((1,),))], "not a layout"),
-        ([Grant(-1, 8, CHUNK_NBYTES)], "granted Grant"),
     ],
 )
 def test_a_hostile_client_is_refused_and_the_others_are_served(hostile: list[Any], words: str) -> None:

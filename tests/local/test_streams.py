@@ -7,6 +7,7 @@ import functools
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
 from support.local import engines, eventually, worlds, yields
@@ -16,7 +17,7 @@ from asyncdist import tags
 from asyncdist.errors import BusyError, ClosedError, RankLostError, RemoteProtocolError
 from asyncdist.messaging import streams
 from asyncdist.messaging.outbound_streams import OutboundStream
-from asyncdist.messaging.streams import Grant, InboundStream, Slots, StreamAborted
+from asyncdist.messaging.streams import Cancel, Grant, InboundStream, Slots, StreamAborted
 from asyncdist.tensors.byte_views import byte_view, split
 
 #: Above the local transport's eager limit, so that a chunk waits for its receive.
@@ -323,18 +324,41 @@ async def test_the_sender_learns_that_the_receiver_gave_up_mid_stream() -> None:
     assert "closed" in outcomes
 
 
-async def test_a_grant_that_makes_no_sense_is_dropped_and_counted() -> None:
+@pytest.mark.parametrize("slot", [-5000, -1, tags.BULK_SLOT_COUNT, 2**63 - 1])
+def test_a_slot_that_no_rank_has_is_no_message(slot: int) -> None:
+    for kind in (Grant, Cancel):
+        fields = {"slot": slot} if kind is Cancel else {"slot": slot, "nbytes": 10, "chunk_nbytes": 10}
+        with pytest.raises(msgspec.ValidationError, match=f"slot {slot} is not in 0 to 4095"):
+            msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=kind)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"nbytes": -1}, "is no grant"),
+        ({"chunk_nbytes": 0}, "chunks"),
+        ({"nbytes": 2**62, "chunk_nbytes": 1}, "more than 1048576 chunks"),
+        ({"written_nbytes": 11}, "is no grant"),
+        ({"written_nbytes": -1}, "is no grant"),
+        ({"written_nbytes": 5, "address": -1}, "is no grant"),
+    ],
+)
+def test_a_grant_that_nobody_makes_is_no_message(changes: dict[str, int], words: str) -> None:
+    sound = {"slot": 0, "nbytes": 10, "chunk_nbytes": 10}
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(sound), type=Grant) == Grant(**sound)
+    with pytest.raises(msgspec.ValidationError, match=words):
+        msgspec.msgpack.decode(msgspec.msgpack.encode({**sound, **changes}), type=Grant)
+
+
+async def test_more_grants_than_slots_are_dropped_and_counted() -> None:
     async with worlds(2) as (a, b):
         b._streams  # noqa: B018 opens the channel
-        for grant in (Grant(-5000, 10, 10), Grant(tags.BULK_SLOT_COUNT, 10, 10), Grant(0, -1, 10), Grant(0, 10, 0)):
-            a._streams._channel.send_nowait(grant, 1)
+        for _ in range(tags.BULK_SLOT_COUNT + 3):
+            a._streams._channel.send_nowait(Grant(0, 10, 10), 1)
             b.services.engine.poll()
-        assert sum(b.statistics().dropped.values()) == 4
-        sending = asyncio.ensure_future(b.send_stream(torch.ones(3), 0))
-        room = torch.zeros(3)
-        await a.receive_stream(room, 1)
-        await sending
-        assert room.tolist() == [1, 1, 1]
+        assert sum(b.statistics().dropped.values()) == 3
+        assert len(b._streams._grants[0]) == tags.BULK_SLOT_COUNT
+        b._streams._grants[0].clear()
 
 
 async def test_an_old_stream_on_the_slot_does_not_take_the_cancel_of_a_new_one() -> None:
