@@ -25,13 +25,15 @@ import multiprocessing.connection
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Final, ParamSpec, cast
+from types import FrameType
+from typing import Any, Final, NoReturn, ParamSpec, cast
 
 from asyncdist import environment, local_host
 from asyncdist.launch import guardians, process_groups, rank_process
@@ -46,6 +48,7 @@ from asyncdist.launch.rank_process import (
     check_call,
     check_process_group,
 )
+from asyncdist.runtime.signals import interrupt_error
 
 P = ParamSpec("P")
 
@@ -83,6 +86,7 @@ def launch_subprocesses(
             started.
         ValueError: the config does not allow it, or ``master_port`` is not free; nothing has been started.
         KeyboardInterrupt: at Ctrl-C, when all ranks have been stopped.
+        SystemExit: at SIGTERM likewise, with code 143, in the main thread of a program that has no handler for it.
     """
     cfg = MultiprocessConfig() if cfg is None else cfg
     resolved = _checked_config(func, cfg, setup, rank_offset)
@@ -94,12 +98,33 @@ def launch_subprocesses(
         for local_rank in range(size)
     ]
     ranks: list[_Child] = []
-    with local_host.heeding_children():
+    with local_host.heeding_children(), _sigterm_as_exit():
         try:
             _start_all(ranks, func, configs, args, kwargs)
             _wait_for_all(ranks)
         finally:
             _stop_all(ranks)
+
+
+@contextlib.contextmanager
+def _sigterm_as_exit() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit where it would end this process at once: ranks could save nothing then.
+
+    Nor would anything end the processes that they have started in sessions of their own.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def leave(number: int, _: FrameType | None) -> NoReturn:
+        raise interrupt_error(number)
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _checked_config(

@@ -365,9 +365,10 @@ def start_script(
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("to", ["terminal", "launcher", "launcher, killed"])
+@pytest.mark.parametrize("to", ["terminal", "launcher", "launcher, SIGTERM", "launcher, killed"])
 def test_no_rank_outlives_its_launcher(tmp_path: Path, method: str, to: str) -> None:
     """Nor does what it has started. Ctrl-C reaches all in the terminal's foreground, or the launcher alone."""
+    number = signal.SIGKILL if "killed" in to else signal.SIGTERM if "SIGTERM" in to else signal.SIGINT
     process = start_script(tmp_path, method=method)
     try:
         pids = pids_in(tmp_path, 4)
@@ -375,14 +376,14 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path, method: str, to: str) -> 
         if to == "terminal":
             os.killpg(process.pid, signal.SIGINT)
         else:
-            process.send_signal(signal.SIGKILL if "killed" in to else signal.SIGINT)
+            process.send_signal(number)
         if "killed" in to:
             wait_gone(pids)
             for pid in outside:  # nothing is left that knows of them
                 os.kill(pid, signal.SIGKILL)
         _, error = process.communicate(timeout=TIMEOUT_S)
-        assert process.returncode != 0
-        assert "killed" in to or "KeyboardInterrupt" in error
+        assert process.returncode == (128 + number if number == signal.SIGTERM else -number)
+        assert ("KeyboardInterrupt" in error) == (number == signal.SIGINT)
         wait_gone(pids + outside)
     finally:
         mpi._kill_session(process.pid)
