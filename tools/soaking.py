@@ -4,7 +4,8 @@ Seeds below 500 are the test suite's; the hunt begins after them, and goes on wh
 fails is shrunk, its story printed with the one line that repeats it, and the exit code is 1.
 
 With ``--kills`` it starts real jobs on MPI in place of simulations, and kills ranks of them at moments that follow from
-the seed (``tests/scripts/killed_members.py``).
+the seed (``tests/scripts/killed_members.py``). With ``--lies`` one rank of each simulation sends well-formed messages
+that are not true (``tests/simulation/hostile_scenarios.py``).
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import multiprocessing
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -23,11 +26,14 @@ TESTS: Final = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 from scripts import killed_members  # noqa: E402 the path is set above
+from simulation.hostile_scenarios import run_hostile  # noqa: E402 as above
 from simulation.scenarios import Recorder  # noqa: E402 as above
 
 from asyncdist.simulation import ExploreReport, explore  # noqa: E402 as above
 
 PROGRESS_PERIOD_S: Final = 5.0
+#: Seeds with a rank that lies between two lines.
+_LIES_COUNT: Final = 50
 
 
 def main() -> int:
@@ -44,6 +50,8 @@ def main() -> int:
     if options.kills:
         killed_members.hunt(seeds())
         return 0
+    if options.lies:
+        return _hear_lies(options.seed_start, ends_at, options.processes)
     with tempfile.TemporaryDirectory(prefix="soak") as folder:
         recorder = Recorder(folder)
         progress = _Progress(recorder)
@@ -54,6 +62,21 @@ def main() -> int:
     if report.failure is None:
         print(f"no failure; go on with --seed-start {options.seed_start + report.seed_count}")
     return 0 if report.failure is None else 1
+
+
+def _hear_lies(seed_start: int, ends_at: float, processes: int | None) -> int:
+    """Run seeds of a rank that lies, some at a time; raises what the first one raises that fails."""
+    sent: Counter[str] = Counter()
+    ends: Counter[str] = Counter()
+    seed = seed_start
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        while time.monotonic() < ends_at:
+            for seen in pool.imap_unordered(run_hostile, range(seed, seed + _LIES_COUNT)):
+                sent, ends = sent + seen.sent, ends + seen.ends
+            seed += _LIES_COUNT
+            print(f"{seed - seed_start} seeds, {sent.total()} lies; the others ended: {dict(ends)}", flush=True)
+    print(f"no failure; lies: {dict(sent)}; go on with --seed-start {seed}")
+    return 0
 
 
 class _Progress:
@@ -84,6 +107,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=_positive, default=10.0, help="how long (default: 10)")
     parser.add_argument("--seed-start", type=int, default=500, help="the first seed (default: 500)")
     parser.add_argument("--processes", type=int, default=None, help="default: one per core")
+    parser.add_argument("--lies", action="store_true", help="let a rank of each simulation say what is not true")
     parser.add_argument("--kills", action="store_true", help="kill ranks of real jobs on MPI that go on without them")
     return parser.parse_args()
 

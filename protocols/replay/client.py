@@ -256,7 +256,7 @@ class ReplayBuffer:
             if self._own_layout is None:  # a task that was started together with this one may be about to add
                 await yield_to_loop()
             drawn: Drawn = await self._call(lambda request: (Draw(request, count, beta, wait), None), self._draw_limit)
-            return await self._unpack(drawn)
+            return await self._unpack(drawn, count)
         finally:
             self._drawing_count -= 1
             self._services.engine.recheck()
@@ -341,8 +341,10 @@ class ReplayBuffer:
             raise call.error
         return call.answer
 
-    async def _unpack(self, drawn: Drawn) -> Sample:
-        if self._layout is None or drawn.count < 0 or drawn.nbytes != drawn.count * (self._layout.nbytes + 16):
+    async def _unpack(self, drawn: Drawn, asked_count: int) -> Sample:
+        nbytes = -1 if self._layout is None else drawn.count * (self._layout.nbytes + 16)
+        is_whole = drawn.nbytes == nbytes and len(drawn.data) in (0, nbytes)
+        if self._layout is None or not is_whole or not 0 <= drawn.count <= asked_count:
             raise RemoteProtocolError(
                 f"rank {self._server} gave {drawn.count} items of {self._layout} in {drawn.nbytes} bytes",
                 rank=self._server,
