@@ -8,7 +8,9 @@ that a frame of another round is recognised before its body is read. Parameter s
 Invariant: `get_type_hints` of each class gives plain types, so annotations here are real objects, never strings.
 """
 
+import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 DONOR: Final = "donor"
@@ -52,6 +54,16 @@ class Assign:
     judged_iteration: int
     best: int
 
+    def __post_init__(self) -> None:
+        """Refuse what no coordinator of ours decides."""
+        if self.role not in (DONOR, REPLACER):
+            raise ValueError(f"there is no role {self.role!r}")
+        _check_ascending(self.donors)
+
+    def is_among(self, members: tuple[int, ...]) -> bool:
+        """Return whether every rank named is one of ``members``."""
+        return set(members).issuperset((*self.donors, *self.replacers))
+
 
 @dataclass(frozen=True, slots=True)
 class Ready:
@@ -86,6 +98,18 @@ class Frozen:
     iterations: tuple[int, ...]
     best: int
     timeout_s: float
+
+    def __post_init__(self) -> None:
+        """Refuse what no coordinator of ours decides."""
+        _check_ascending(self.donors)
+        if not len(self.donors) == len(self.weights) == len(self.iterations):
+            raise ValueError(f"{self.donors}, {self.weights} and {self.iterations} do not run in parallel")
+        if not all(0.0 <= weight < math.inf for weight in self.weights) or not self.timeout_s >= 0.0:
+            raise ValueError(f"the weights are {self.weights}, the timeout is {self.timeout_s} s")
+
+    def is_among(self, members: tuple[int, ...]) -> bool:
+        """Return whether every rank named is one of ``members``."""
+        return set(members).issuperset(self.donors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +161,11 @@ class Joined:
 @dataclass(frozen=True, slots=True)
 class Rejoin:
     """Coordinator to a member that reports and whose `Joined` has not come: say it again."""
+
+
+def _check_ascending(ranks: tuple[int, ...]) -> None:
+    if any(one >= two for one, two in pairwise(ranks)):
+        raise ValueError(f"the donors {ranks} are not in ascending order")
 
 
 ControlMessage = Assign | Ready | Decline | Frozen | Applied | Abandoned | End | Leave | Joined | Rejoin

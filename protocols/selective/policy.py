@@ -400,9 +400,9 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             if envelope.source != self._leadership.coordinator:
                 continue  # its loss was known before its last messages were read
             match envelope.message:
-                case Assign() as assign:
+                case Assign() as assign if assign.is_among(self._group.ranks):
                     self._carry_out(member.on_assign(assign, envelope.round))
-                case Frozen() as frozen:
+                case Frozen() as frozen if frozen.is_among(self._group.ranks):
                     self._carry_out(member.on_frozen(frozen, envelope.round))
                 case End(reason):
                     self._carry_out(member.on_end(reason, envelope.round))

@@ -105,7 +105,10 @@ class _Liar:
         if cls is type(like):
             kept = [name for name in drawn if rng.random() < 0.7]
             drawn.update({name: getattr(like, name) for name in kept})
-        return cls(**drawn)
+        try:
+            return cls(**drawn)
+        except ValueError:  # a rank's own class refuses it, as the receiver's would
+            return like
 
     def _draw(self, annotation: Any) -> Any:
         rng = self._rng
@@ -127,7 +130,7 @@ class _Liar:
             )
         if annotation is bytes:
             return rng.randbytes(rng.choice((0, 1, 8, 100)))
-        if dataclasses.is_dataclass(annotation):
+        if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
             hints = typing.get_type_hints(annotation)
             return annotation(**{entry.name: self._draw(hints[entry.name]) for entry in dataclasses.fields(annotation)})
         origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
