@@ -105,7 +105,7 @@ class SnapshotServer:
             tag=tags.PARAM,
             scope=scope,
             name="parameter streams",
-            handler=self._on_message,
+            handler=self.on_message,
             epoch=0,
             earlier_handler=self._on_earlier,
         )
@@ -132,8 +132,7 @@ class SnapshotServer:
 
     def end_rounds(self, last: float) -> None:
         """Answer requests for rounds up to ``last`` by the abort: no snapshot will be on offer for these any more."""
-        if last > self._over:
-            self._over = last
+        self._over = max(self._over, last)
         for key in [key for key, (asked_for, _) in self._early.items() if asked_for <= last]:
             del self._early[key]
             self._refuse(key)
@@ -158,9 +157,10 @@ class SnapshotServer:
     def _on_earlier(self, envelope: Envelope[StreamMessage]) -> None:
         if not isinstance(envelope.message, Cancel):
             return self._refuse((envelope.source, envelope.message.slot))
-        return self._on_message(envelope)
+        return self.on_message(envelope)
 
-    def _on_message(self, envelope: Envelope[StreamMessage]) -> None:
+    def on_message(self, envelope: Envelope[StreamMessage]) -> None:
+        """Take a grant or a cancel."""
         message, key = envelope.message, (envelope.source, envelope.message.slot)
         if isinstance(message, Cancel):
             if self._early.pop(key, None) is not None:

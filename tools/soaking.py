@@ -6,6 +6,10 @@ fails is shrunk, its story printed with the one line that repeats it, and the ex
 With ``--kills`` it starts real jobs on MPI in place of simulations, and kills ranks of them at moments that follow from
 the seed (``tests/scripts/killed_members.py``). With ``--lies`` one rank of each simulation sends well-formed messages
 that are not true (``tests/simulation/hostile_scenarios.py``).
+
+With ``--memory`` it simulates one population for a million steps, in which all that a job opens is opened and closed
+again and again, ranks are killed and stalled, and the coordinator changes (``tests/simulation/long_run.py``). It prints
+the memory over time, and the exit code is 1 if it grows. This takes some ten minutes.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ TESTS: Final = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 from scripts import killed_members  # noqa: E402 the path is set above
+from simulation import long_run  # noqa: E402 as above
 from simulation.hostile_scenarios import run_hostile  # noqa: E402 as above
 from simulation.scenarios import Recorder  # noqa: E402 as above
 
@@ -34,6 +39,9 @@ from asyncdist.simulation import ExploreReport, explore  # noqa: E402 as above
 PROGRESS_PERIOD_S: Final = 5.0
 #: Seeds with a rank that lies between two lines.
 _LIES_COUNT: Final = 50
+#: Together about a million steps of three to six ranks, 20 ms each.
+MEMORY_PHASE_COUNT: Final = 150
+MEMORY_TRAIN_S: Final = 40.0
 
 
 def main() -> int:
@@ -47,6 +55,8 @@ def main() -> int:
                 return
             yield seed
 
+    if options.memory:
+        return _watch_memory(options.seed_start)
     if options.kills:
         killed_members.hunt(seeds())
         return 0
@@ -76,6 +86,26 @@ def _hear_lies(seed_start: int, ends_at: float, processes: int | None) -> int:
             seed += _LIES_COUNT
             print(f"{seed - seed_start} seeds, {sent.total()} lies; the others ended: {dict(ends)}", flush=True)
     print(f"no failure; lies: {dict(sent)}; go on with --seed-start {seed}")
+    return 0
+
+
+def _watch_memory(seed: int) -> int:
+    """Simulate a million steps."""
+
+    def show(look: long_run.Look) -> None:
+        print(
+            f"phase {look.phase}: {look.steps:,} steps, {look.objects:,} objects, {look.blocks:,} blocks, "
+            f"{look.resident_nbytes / 2**20:.1f} MiB resident",
+            flush=True,
+        )
+
+    looks = long_run.run(MEMORY_PHASE_COUNT, train_s=MEMORY_TRAIN_S, seed=seed, on_look=show)
+    try:
+        long_run.check_flat(looks)
+    except AssertionError as error:
+        print(error)
+        return 1
+    print(f"{looks[-1].steps:,} steps: memory is flat")
     return 0
 
 
@@ -109,6 +139,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=None, help="default: one per core")
     parser.add_argument("--lies", action="store_true", help="let a rank of each simulation say what is not true")
     parser.add_argument("--kills", action="store_true", help="kill ranks of real jobs on MPI that go on without them")
+    parser.add_argument("--memory", action="store_true", help="a million simulated steps, whose memory must stay flat")
     return parser.parse_args()
 
 

@@ -302,7 +302,7 @@ class _Answer:
 
 
 class _StreamedWindow(VersionedWindow):
-    """Has the owner answer each read. Grants are answered until the job ends; the slots go when it is closed."""
+    """Has the owner answer each read. Its channel answers grants after it is closed, too, when the slots are gone."""
 
     def __init__(self, services: Services, group: Group, nbytes: int, *, scope: int, chunk_nbytes: int) -> None:
         self._services = services
@@ -428,3 +428,4 @@ class _StreamedWindow(VersionedWindow):
             for answer in self._answers:
                 answer.stream.stop()
             self._slots.clear()
+            self._reads.close(afterwards=self._on_read)

@@ -295,12 +295,13 @@ class Channel(Generic[MessageT]):
 
         Args:
             afterwards: called with each message that was not received, and with each that still comes until the scope
-                is opened again: its sender may wait for an answer. Without it, messages that still come are dropped and
-                counted.
+                is opened again, or until so many other channels of this tag have closed that it is forgotten
+                (:data:`asyncdist.messaging.demultiplexer.ANSWERING_COUNT_MAX`): its sender may wait for an answer.
+                Without it, messages that still come are dropped and counted.
         """
         if not self.inbox.is_closed:
             self.inbox.is_closed = self._outbox.is_closed = True
-            self.demultiplexer.detach(self, keeps_routes=afterwards is not None)
+            self.demultiplexer.detach(self, answers=afterwards is not None)
             if afterwards is not None:
                 self.inbox.handler = afterwards
                 while self.inbox.mailbox:

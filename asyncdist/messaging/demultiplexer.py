@@ -13,10 +13,12 @@ counted, so no sender waits for it, and a send that starts when the sender has h
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy
 
@@ -27,6 +29,12 @@ from asyncdist.messaging.engine import Engine
 from asyncdist.messaging.mailboxes import FrameReceiver, Inbox
 
 logger = logging.getLogger("asyncdist.messaging.demultiplexer")
+
+#: Closed channels of one tag that still answer their peers. The oldest is forgotten for one more: a job opens and
+#: closes policies for weeks, and a peer that asks so late has long given up.
+ANSWERING_COUNT_MAX: Final = 64
+#: Scopes of one tag that are remembered to be closed.
+CLOSED_SCOPE_COUNT_MAX: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +112,9 @@ class TagDemultiplexer:
         self._has_left = False
         self._never_opened_count = 0  # frames that came for such scopes after main had returned
         self._channels: dict[int, ReceivingChannel] = {}
-        self._closed_scopes: set[int] = set()
+        # Both oldest first.
+        self._answering: dict[tuple[int, int], ReceivingChannel] = {}  # closed ones, by scope and epoch
+        self._closed_scopes: dict[int, None] = {}
         self.early = EarlyFrames(tag, engine.loop, self._awaited_names)
         self._complained_about: set[int] = set()
         self._closed_sent_count = self._closed_received_count = 0
@@ -130,7 +140,7 @@ class TagDemultiplexer:
             self.dropped["earlier epoch"] += 1
             channel.deliver_earlier(route.kind, frame, source)
         elif route.scope in self._closed_scopes:
-            self.dropped["closed scope"] += 1
+            self._drop_closed(route, frame, source)
         elif self._has_left:
             self._drop_late(channel)
         elif not self.early.is_full or self.is_users:
@@ -139,6 +149,14 @@ class TagDemultiplexer:
         else:
             self.drop(source, "too many frames for scopes that nobody has opened")
         return False
+
+    def _drop_closed(self, route: wire.Route, frame: wire.FrameReader, source: int) -> None:
+        """Drop a frame for a closed scope, or give it to the channel that answers those of earlier epochs."""
+        self.dropped["closed scope"] += 1
+        for (scope, epoch), channel in reversed(self._answering.items()):
+            if scope == route.scope and route.epoch < epoch and route.kind < channel.kind_count:
+                channel.deliver_earlier(route.kind, frame, source)
+                return
 
     def _drop_late(self, channel: ReceivingChannel | None) -> None:
         self.dropped["main had returned"] += 1
@@ -198,18 +216,37 @@ class TagDemultiplexer:
         for source, frame in early:
             self.receiver.deliver(frame, frame.nbytes, source)
 
-    def detach(self, channel: ReceivingChannel, *, keeps_routes: bool) -> None:
+    def detach(self, channel: ReceivingChannel, *, answers: bool) -> None:
         """Close the scope: frames that still come for it are dropped and counted, or go to the channel's handler."""
         if self._channels.pop(channel.scope, None) is not None:
-            counts = channel.statistics()
-            self._closed_sent_count += counts.sent_count
-            self._closed_received_count += counts.received_count
-            for (key, _), _ in () if keeps_routes else channel.known_by():
-                self.receiver.close(key)
-        self._closed_scopes.add(channel.scope)
+            if answers:
+                self._forget_answering((channel.scope, channel.epoch))
+                self._answering[channel.scope, channel.epoch] = channel
+                if len(self._answering) > ANSWERING_COUNT_MAX:
+                    self._forget_answering(next(iter(self._answering)))
+            else:
+                self._forget(channel)
+        self._closed_scopes[channel.scope] = None
+        if len(self._closed_scopes) > CLOSED_SCOPE_COUNT_MAX:
+            del self._closed_scopes[next(iter(self._closed_scopes))]
         self.receiver.resume(channel.inbox)
         for source, frame in self.early.take_all() if self.early else ():  # of an epoch that it has not entered
             self.receiver.deliver(frame, frame.nbytes, source)
+
+    def _forget_answering(self, key: tuple[int, int]) -> None:
+        channel = self._answering.pop(key, None)
+        if channel is not None:
+            self._forget(channel)
+
+    def _forget(self, channel: ReceivingChannel) -> None:
+        """Keep of a closed channel only what it has counted."""
+        counts = channel.statistics()
+        self._closed_sent_count += counts.sent_count
+        self._closed_received_count += counts.received_count
+        for (key, _), _ in channel.known_by():
+            found = self.receiver.routes.get(key)
+            if found is not None and found[1] is channel.inbox:  # and not a channel's that was opened since
+                self.receiver.close(key)
 
     def channels(self) -> tuple[ReceivingChannel, ...]:
         """Return the channels that are open."""
@@ -230,13 +267,17 @@ class TagDemultiplexer:
     @property
     def sent_count(self) -> int:
         """Number of messages sent on this tag."""
-        return self._closed_sent_count + sum(channel.statistics().sent_count for channel in self._channels.values())
+        return self._closed_sent_count + sum(channel.statistics().sent_count for channel in self._all())
 
     @property
     def received_count(self) -> int:
         """Number of messages received on this tag."""
         of_closed = self._closed_received_count + self.receiver.received_late_count
-        return of_closed + sum(channel.statistics().received_count for channel in self._channels.values())
+        return of_closed + sum(channel.statistics().received_count for channel in self._all())
+
+    def _all(self) -> Iterator[ReceivingChannel]:
+        """Return the channels that are open or answer."""
+        return itertools.chain(self._channels.values(), self._answering.values())
 
     @property
     def early_count(self) -> int:

@@ -68,6 +68,8 @@ SLOW_STEP_COUNT: Final = 2
 VERY_LONG_STEP_S: Final = 2.0
 SLOW_STEP_S: Final = 0.5
 SLOWNESS: Final = 4.0
+#: Policies that a rank remembers to have left: those of long ago have no members any more.
+LEFT_COUNT_MAX: Final = 1024
 
 
 class _Board:
@@ -78,7 +80,7 @@ class _Board:
 
     def __init__(self, services: Services) -> None:
         self._policies: dict[int, Callable[[SuccessionMessage, int], None]] = {}
-        self._left: set[int] = set()
+        self._left: dict[int, None] = {}  # oldest first
         self._loop = services.engine.loop
         self._channel: Channel[SuccessionMessage] = services.open_channel(
             SuccessionMessage,
@@ -95,7 +97,9 @@ class _Board:
     def close(self, policy: int) -> None:
         """Answer from now on that this rank has left the policy."""
         del self._policies[policy]
-        self._left.add(policy)
+        self._left[policy] = None
+        if len(self._left) > LEFT_COUNT_MAX:
+            del self._left[next(iter(self._left))]
 
     def send(self, message: SuccessionMessage, dest: int) -> None:
         """Send, unless ``dest`` cannot be reached; what is not heard is asked for again."""

@@ -1,0 +1,54 @@
+"""Memory stays flat over equal stretches of a run in which everything is opened and closed again and again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+import asyncdist as ad
+from asyncdist.messaging import demultiplexer
+from asyncdist.simulation import simulate
+from simulation import long_run
+from simulation.long_run import Note
+
+
+@pytest.mark.slow
+def test_memory_is_flat_over_equal_stretches_with_kills_and_stalls() -> None:
+    looks = long_run.run(16, train_s=1.0)
+    long_run.check_flat(looks)
+    assert looks[-1].steps > 1000
+
+
+def test_a_run_that_grows_is_told() -> None:
+    flat = [long_run.Look(phase, phase * 100, 10_000, 1000, 1 << 28) for phase in range(16)]
+    long_run.check_flat(flat)
+    grown = [replace(look, objects=look.objects + 60 * look.phase) for look in flat]
+    with pytest.raises(AssertionError, match="objects have grown from 1,570 to 1,810 in 4 phases of a run of 16"):
+        long_run.check_flat(grown)
+
+
+def test_the_newest_closed_channels_answer_and_older_ones_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demultiplexer, "ANSWERING_COUNT_MAX", 2)
+    answered: Counter[str] = Counter()
+
+    async def main(world: ad.World) -> dict[str, int]:
+        names = ["first", "second", "third"]
+        for scope, name in enumerate(names):
+            channel = world.services.open_channel(Note, tag=7001, scope=scope, name=name)
+            await channel.send(Note(name), 0)
+            await channel.receive()
+            channel.close(afterwards=lambda envelope: answered.update([envelope.message.text]))
+        for scope, name in enumerate(names):
+            sender = world.services.open_channel(Note, tag=7001, scope=10 + scope, peer_scope=scope, name="late")
+            await sender.send(Note(name), 0)
+            sender.close()
+        await world.progress()
+        counts = world.services.channel_statistics()
+        assert counts.sent_count - counts.received_count == 1, "what closed channels have counted is kept"
+        return counts.dropped
+
+    dropped = simulate(main, ranks=1).value()
+    assert answered == {"second": 1, "third": 1}
+    assert dropped == {"closed scope": 1}
