@@ -218,6 +218,30 @@ def test_sim(bench: Bench) -> None:
     assert all(found["rounds"] >= 2 and found["digests"] == 2 for found in seeds.values())
 
 
+def test_goodput(bench: Bench, tmp_path: Path) -> None:
+    """Figures of virtual time: they are the same on every machine."""
+    chart = tmp_path / "chart.png"
+    results = bench("goodput", "--chart", str(chart))
+    assert results.keys() == {"selective", "average-all", "alone"}
+    for kind, by_size in results.items():
+        assert by_size.keys() == {"8"} and by_size["8"].keys() == {"1000", "100"}
+        for figures in by_size["8"].values():
+            shares = [figures[name] for name in ("goodput", "empty", "died", "waited")]
+            assert sum(shares) == pytest.approx(1) and min(shares) > -0.01, kind
+    for mtbf in ("1000", "100"):
+        selective, average_all = (results[kind]["8"][mtbf] for kind in ("selective", "average-all"))
+        assert selective["goodput"] > average_all["goodput"]
+        assert selective["waited"] < 0.01, "who lives goes on"
+    assert results["selective"]["8"]["1000"]["goodput"] > 0.9
+    assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_chart_is_drawn_of_what_has_one_only(runner: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        runner.main(["step", "--chart", "chart.png"])
+    assert "--chart: step has none; allowed: goodput" in capsys.readouterr().err
+
+
 def test_every_benchmark_is_run_by_a_test(runner: ModuleType) -> None:
     """By the first argument of ``bench`` and ``results_of``, or what that one is parametrized with."""
     run: list[str] = []

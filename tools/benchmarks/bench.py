@@ -1,11 +1,12 @@
 """Runs benchmarks on real ranks and prints what they found beside what they must reach.
 
-    ./tools/bench NAME [--transport mpi|torch] [--json PATH] [--quick] [--check]
+    ./tools/bench NAME [--transport mpi|torch] [--json PATH] [--chart PATH] [--quick] [--check]
 
 NAME is one of the scripts beside this one, or ``all``. Each says in its first lines what exactly it times. The JSON is
-``{"bench": NAME, "results": {...}}``; for ``all`` the results are those of each benchmark by name. ``--quick`` takes
-tiny settings, to see that everything works, and its figures mean nothing. The exit code is 0 whatever the figures are,
-1 if a benchmark failed, and with ``--check`` also if a figure was missed.
+``{"bench": NAME, "results": {...}}``; for ``all`` the results are those of each benchmark by name. ``--chart`` draws
+them, where a benchmark has a picture. ``--quick`` takes tiny settings, to see that everything works, and its figures
+mean nothing. The exit code is 0 whatever the figures are, 1 if a benchmark failed, and with ``--check`` also if a
+figure was missed.
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ NAMES: Final = (
     "idle",
     "memory",
     "sim",
-    "grace",
     "replay",
+    "goodput",
 )
+#: Those that can draw what they have found.
+CHARTS: Final = ("goodput",)
 _HERE: Final = Path(__file__).resolve().parent
 #: Generous: a benchmark takes a minute or less.
 _TIMEOUT_S: Final = 900.0
@@ -64,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json is not None:
         results = found if options.name == "all" else found[options.name]
         options.json.write_text(json.dumps({"bench": options.name, "results": results}, indent=2) + "\n")
+    if options.chart is not None:
+        importlib.import_module(_module(options.name)).draw(found[options.name], options.chart)
     if missed:
         print(f"missed: {'; '.join(missed)}")
     return 1 if missed and options.check else 0
@@ -74,11 +79,15 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("name", choices=(*NAMES, "all"), metavar="NAME", help=", ".join((*NAMES, "all")))
     parser.add_argument("--transport", choices=("mpi", "torch"), default="mpi", help="under asyncdist run, or gloo")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results here")
+    parser.add_argument("--chart", type=Path, metavar="PATH", help=f"draw the results: {', '.join(CHARTS)}")
     parser.add_argument("--quick", action="store_true", help="tiny settings: whether it works, not how fast")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a figure is missed")
     options = parser.parse_args(arguments)
-    if options.json is not None and not options.json.parent.is_dir():  # said now, not after an hour of measuring
-        parser.error(f"--json {options.json}: there is no folder {options.json.parent}")
+    if options.chart is not None and options.name not in CHARTS:
+        parser.error(f"--chart: {options.name} has none; allowed: {', '.join(CHARTS)}")
+    for option, path in (("--json", options.json), ("--chart", options.chart)):
+        if path is not None and not path.parent.is_dir():  # said now, not after an hour of measuring
+            parser.error(f"{option} {path}: there is no folder {path.parent}")
     return options
 
 

@@ -1,0 +1,372 @@
+"""Goodput under failures, simulated: useful steps over possible steps, where every rank dies now and then.
+
+Real policies, checkpoints and kills, in virtual time. A step computes for 1 s. Each rank's failures come at random, on
+average one in so many of its steps, and the process is killed in the middle of what it does. Three ways to train:
+
+- selective: ``AsyncSelectiveAveragingPolicy``. The others go on, whichever rank was lost. Lost are the dead rank's
+  steps since it last gave a snapshot that another rank took, or took an average itself.
+- average-all: ``AverageAllPolicy`` with ``save_population``. A loss ends the job: all ranks start again, from the last
+  population checkpoint by ``load_population``. Lost are the steps of all since then. A save takes as long as a step.
+- alone: no averaging. Each rank saves its own state, and goes on from there when it was lost.
+
+Who saves does it in the interval that is best for its time between failures and the time of a save (Young, 1974: the
+square root of twice their product).
+
+What a recovery costs is stated, not measured (``DETECTION_S``, ``RELAUNCH_S``, ``RELOAD_S``), and is the same for all
+three. In "average-all" the simulation of the job ends with its ranks' errors, these seconds pass, and a new simulation
+loads the files. In the two others the place of a killed rank stays empty in the simulation. Its possible steps are
+those of its life and of the stated seconds, after which a process in its place would count again. That is exact for
+failures without memory, but a population that shrinks is not one that is filled again, and what a newcomer costs its
+donor is not in it. No failure strikes during a recovery.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import logging
+import math
+import random
+import tempfile
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from harness import Results, Row, optimizer_of
+from torch import nn
+
+import asyncdist as ad
+from asyncdist.simulation import Compute, Kill, Network
+from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, AverageApplied, PolicyEvent, SnapshotTaken
+
+#: It needs no launcher.
+RANKS: Final = ()
+TARGET: Final = 0.9
+TARGET_AT: Final = ("1000", "64")
+
+STEP_S: Final = 1.0
+#: From a death until the others, or the launcher, know.
+DETECTION_S: Final = 2.0
+#: From then until a new process runs: scheduler, interpreter, imports, device.
+RELAUNCH_S: Final = 20.0
+#: From then until it trains: model and optimizer from a donor or from a file.
+RELOAD_S: Final = 8.0
+RECOVERY_S: Final = DETECTION_S + RELAUNCH_S + RELOAD_S
+#: The simulator charges as much for ``world.compute`` as for a step.
+SAVE_S: Final = STEP_S
+AVERAGE_EVERY: Final = 10
+#: Training begins at this virtual time, after the collective start and a load.
+START_S: Final = 3.0
+KINDS: Final = ("selective", "average-all", "alone")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Numbers of ranks; steps between failures of a rank, and for how many steps of all ranks to look at each.
+
+    A job that is started again is looked at until as many failures have struck as come in so many steps, but at least
+    two and at most ``restart_count``.
+    """
+
+    rank_counts: tuple[int, ...]
+    step_counts: dict[int, int]
+    restart_count: int
+
+
+FULL: Final = Settings((8, 64, 512), {10_000: 10_000, 1000: 8000, 100: 2000}, restart_count=5)
+QUICK: Final = Settings((8,), {1000: 800, 100: 800}, restart_count=2)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts steps of all ranks together.
+
+    Attributes:
+        useful: those that were made, and whose effect lives on.
+        possible: those that there would have been without failures.
+        died: those that were made, and were lost with a rank or a job.
+        empty: those that were not made since a rank, or the job, was gone.
+        failures: ranks killed.
+    """
+
+    useful: float = 0.0
+    possible: float = 0.0
+    died: float = 0.0
+    empty: float = 0.0
+    failures: int = 0
+
+    def results(self) -> Results:
+        """Return the goodput, and the shares of what is missing: the rest is waiting, and time to save."""
+        shares = {name: getattr(self, name) / self.possible for name in ("useful", "died", "empty")}
+        return {
+            "goodput": shares.pop("useful"),
+            **shares,
+            "waited": (self.possible - self.useful - self.died - self.empty) / self.possible,
+            "failures": self.failures,
+            "steps": self.possible,
+        }
+
+
+@dataclass(slots=True)
+class Work:
+    """One rank's: steps made, steps that are kept if it dies now, its newest snapshot's round and step."""
+
+    made: int = 0
+    kept: int = 0
+    given: tuple[int, int] = (0, 0)
+
+
+def _best_interval(mtbf_s: float) -> int:
+    """Steps between two saves (Young, "A first order approximation to the optimum checkpoint interval", 1974)."""
+    return max(1, round(math.sqrt(2 * SAVE_S * mtbf_s) / STEP_S))
+
+
+async def _until_start(world: ad.World) -> None:
+    """Wait until training begins, on all ranks at once."""
+    assert world.time() < START_S, f"the start took {world.time():g} s of virtual time"
+    await asyncio.sleep(START_S - world.time())
+
+
+# -- ranks that fail one by one ---------------------------------------------------------------------------------------
+
+
+async def _train_selectively(world: ad.World, works: list[Work], ends_at_s: float, _: Path, __: int) -> None:
+    work = works[world.rank]
+
+    def note(event: PolicyEvent) -> None:
+        if isinstance(event, SnapshotTaken):
+            work.given = (event.round, event.iteration + 1)
+        elif isinstance(event, AverageApplied):
+            work.kept = event.iteration + 1
+            for donor in event.donors:
+                if works[donor].given[0] == event.round:
+                    works[donor].kept = works[donor].given[1]
+
+    model = nn.Linear(4, 4)
+    policy = AsyncSelectiveAveragingPolicy(
+        model, optimizer_of(model), average_every=AVERAGE_EVERY, replacement_ratio=0.25, on_event=note
+    )
+    async with policy:
+        await _until_start(world)
+        while world.time() < ends_at_s - STEP_S / 2:
+            await policy.step(random.random())  # any rank may be the best or the worst one
+            work.made += 1
+        await asyncio.sleep(max(0.0, ends_at_s - world.time()))
+
+
+async def _train_alone(world: ad.World, works: list[Work], ends_at_s: float, place: Path, save_every: int) -> None:
+    work = works[world.rank]
+    model = nn.Linear(4, 4)
+    optimizer = optimizer_of(model)
+    alone = await ad.new_group([world.rank])
+    await _until_start(world)
+    while world.time() < ends_at_s - STEP_S / 2:
+        await world.safe_point()
+        work.made += 1
+        if work.made % save_every == 0:
+            made = work.made
+            await ad.save_population(place / str(world.rank), model, optimizer, extra=made, keep=2, group=alone)
+            work.kept = made
+    await asyncio.sleep(max(0.0, ends_at_s - world.time()))
+
+
+_Train = Callable[[ad.World, list[Work], float, Path, int], Coroutine[Any, Any, None]]
+
+
+def _count_lives(train: _Train, rank_count: int, mtbf_steps: int, step_count: int) -> Tally:
+    """Simulate populations, each no longer than a rank lives on average: then some live to its end."""
+    tally = Tally()
+    mtbf_s = mtbf_steps * STEP_S
+    horizon_s = STEP_S * min(mtbf_steps, math.ceil(step_count / rank_count))
+    seeds = itertools.count()
+    while tally.possible < step_count:
+        seed = next(seeds)
+        rng = random.Random(f"failures of {rank_count} ranks, {mtbf_steps} steps, {seed}")
+        drawn = [(rank, rng.expovariate(1 / mtbf_s)) for rank in range(rank_count)]
+        deaths = {rank: after_s for rank, after_s in drawn if after_s < horizon_s}
+        works = [Work() for _ in range(rank_count)]
+        with tempfile.TemporaryDirectory() as place:
+            report = ad.simulate(
+                train,
+                works,
+                START_S + horizon_s,
+                Path(place),
+                _best_interval(mtbf_s),
+                ranks=rank_count,
+                seed=seed,
+                network=Network(loss_detection_s=DETECTION_S),
+                compute=Compute(step_s=STEP_S),
+                faults=[Kill(rank, START_S + after_s) for rank, after_s in deaths.items()],
+            )
+        report.value()  # no survivor has failed
+        report.check_faults()
+        tally.failures += len(deaths)
+        for rank, work in enumerate(works):
+            is_lost = rank in deaths
+            tally.useful += work.kept if is_lost else work.made
+            tally.died += work.made - work.kept if is_lost else 0
+            tally.empty += RECOVERY_S / STEP_S if is_lost else 0
+            tally.possible += (deaths[rank] + RECOVERY_S if is_lost else horizon_s) / STEP_S
+    return tally
+
+
+# -- a job that ends with any of its ranks ----------------------------------------------------------------------------
+
+
+async def _train_together(world: ad.World, works: list[Work], place: Path, save_every: int) -> None:
+    work = works[world.rank]
+    model = nn.Linear(4, 4)
+    optimizer = optimizer_of(model)
+    policy = AverageAllPolicy(model, optimizer, average_every=AVERAGE_EVERY)
+    if work.kept:
+        loaded = await ad.load_population(place, model, optimizer, policy=policy)
+        work.made = work.kept = loaded.extra
+    async with policy:
+        await _until_start(world)
+        while True:
+            await policy.step()
+            work.made += 1
+            if work.made % save_every == 0:
+                made = work.made
+                await ad.save_population(place, model, optimizer, policy=policy, extra=made, keep=2)
+                work.kept = made
+
+
+def _count_attempts(rank_count: int, mtbf_steps: int, failure_count: int) -> Tally:
+    """Simulate one job, which is started again after each failure, up to the end of the last recovery."""
+    mtbf_s = mtbf_steps * STEP_S / rank_count
+    rng = random.Random(f"failures of a job of {rank_count} ranks, {mtbf_steps} steps")
+    passed_s, died, kept = 0.0, 0, 0
+    with tempfile.TemporaryDirectory() as place:
+        for seed in range(failure_count):
+            works = [Work(kept, kept) for _ in range(rank_count)]
+            report = ad.simulate(
+                _train_together,
+                works,
+                Path(place),
+                _best_interval(mtbf_s),
+                ranks=rank_count,
+                seed=seed,
+                network=Network(loss_detection_s=DETECTION_S),
+                compute=Compute(step_s=STEP_S),
+                faults=[Kill(rng.randrange(rank_count), START_S + rng.expovariate(1 / mtbf_s))],
+            )
+            report.check_faults()
+            if not all(isinstance(result, ad.RankLostError | None) for result in report.results):
+                report.value()  # raises what it was
+            kept = max(work.kept for work in works)  # a checkpoint is whole as soon as the first rank knows that it is
+            died += sum(work.made - kept for work in works)
+            passed_s += report.virtual_time_s - START_S + RELAUNCH_S + RELOAD_S
+    return Tally(
+        useful=float(rank_count * kept),
+        possible=rank_count * passed_s / STEP_S,
+        died=float(died),
+        empty=failure_count * rank_count * (RELAUNCH_S + RELOAD_S) / STEP_S,  # until a loss is known, others step on
+        failures=failure_count,
+    )
+
+
+# -- all of them ------------------------------------------------------------------------------------------------------
+
+
+def measure(settings: Settings) -> Results:
+    """Return figures by way to train, number of ranks and steps between failures."""
+    results: Results = {kind: {} for kind in KINDS}
+    for rank_count in settings.rank_counts:
+        for figures in results.values():
+            figures[str(rank_count)] = {}
+        for mtbf_steps, step_count in settings.step_counts.items():
+            restart_count = min(settings.restart_count, max(2, step_count // mtbf_steps))
+            for kind, tally in (
+                ("selective", _count_lives(_train_selectively, rank_count, mtbf_steps, step_count)),
+                ("average-all", _count_attempts(rank_count, mtbf_steps, restart_count)),
+                ("alone", _count_lives(_train_alone, rank_count, mtbf_steps, step_count)),
+            ):
+                results[kind][str(rank_count)][str(mtbf_steps)] = tally.results()
+    return results
+
+
+def rows(results: Results) -> list[Row]:
+    """The table."""
+    table = []
+    for rank_count, by_mtbf in results["selective"].items():
+        for mtbf_steps, figures in by_mtbf.items():
+            is_target = (rank_count, mtbf_steps) == TARGET_AT
+            rivals = (f"{results[kind][rank_count][mtbf_steps]['goodput']:.3f} ({kind})" for kind in KINDS[1:])
+            table.append(
+                Row(
+                    f"goodput, {rank_count} ranks, one failure in {int(mtbf_steps):,} steps of a rank",
+                    f"{figures['goodput']:.3f} (missing: empty {figures['empty']:.3f}, died {figures['died']:.3f}, "
+                    f"waited {figures['waited']:.3f})",
+                    ", ".join(rivals),
+                    f">= {TARGET:g}" if is_target else "",
+                    figures["goodput"] >= TARGET if is_target else None,
+                )
+            )
+            if is_target and figures["failures"]:
+                table.append(Row("seconds of recovery up to which that holds", f"{_longest_recovery_s(figures):.0f} s"))
+    return table
+
+
+def _longest_recovery_s(figures: Results) -> float:
+    """Return how long a recovery may take in place of RECOVERY_S before the target is missed."""
+    present = figures["steps"] * (1 - figures["empty"])
+    allowed = figures["steps"] * figures["goodput"] / TARGET - present
+    return float(allowed * STEP_S / figures["failures"])
+
+
+def draw(results: Results, path: Path) -> None:
+    """Write the chart, in the format that the path's ending names."""
+    import matplotlib  # an extra, and only for this
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    looks = {"selective": ("#0072B2", "o-"), "average-all": ("#D55E00", "s--"), "alone": ("#009E73", "^:")}
+    labels = {
+        "selective": "selective averaging: the others go on",
+        "average-all": "averaging all: all restart from the last checkpoint",
+        "alone": "no averaging: each rank has its own checkpoint",
+    }
+    rank_counts = list(results["selective"])
+    figure, panels = plt.subplots(
+        1, len(rank_counts), figsize=(3.4 * len(rank_counts) + 1, 4.2), dpi=150, sharey=True, squeeze=False
+    )
+    for axes, rank_count in zip(panels[0], rank_counts, strict=True):
+        for kind, (colour, style) in looks.items():
+            points = sorted((int(mtbf), figures["goodput"]) for mtbf, figures in results[kind][rank_count].items())
+            axes.plot(*zip(*points, strict=True), style, color=colour, label=labels[kind])
+        axes.set_xscale("log")
+        axes.invert_xaxis()  # worse machines are on the right
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_ylim(-0.03, 1.03)
+        axes.set_title(f"{rank_count} ranks", loc="left", fontsize=11)
+        axes.set_xlabel("steps between failures of a rank")
+        axes.grid(True, color="#dddddd", linewidth=0.5)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    panels[0][0].set_ylabel("useful steps / possible steps")
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=9, frameon=False)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Measure, and write the results to the file named on the command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in ("asyncdist", "protocols"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # losses and unfinished checkpoints are what is asked for
+    given.out.write_text(json.dumps(measure(QUICK if given.quick else FULL)))
+
+
+if __name__ == "__main__":
+    main()
