@@ -22,9 +22,11 @@ from typing import Final
 PROGRAM: Final = os.path.abspath(__file__)
 #: Names the descriptor on which a rank tells its guardian where it is, in jobs that go on when ranks die.
 STARTED_VARIABLE: Final = "ASYNCDIST_STARTED_FD"
-#: What it tells: it is in a world, whose other ranks notice its death, or has left it in a way that they know of.
+#: What it tells: it is in a world, whose other ranks notice its death; it has left it in a way that they know of; its
+#: end is to be that of the job.
 IN_WORLD: Final = b"1"
 LEFT_WORLD: Final = b"2"
+ENDS_JOB: Final = b"3"
 _guardian: int | None = None
 #: Is 1 in the ranks of a job that goes on when ranks die: Open MPI's ``mpirun --with-ft ulfm`` sets it.
 SURVIVAL_VARIABLE: Final = "OMPI_MCA_mpi_ft_enable"
@@ -108,8 +110,8 @@ class _Ending:
         os._exit(self.code)
 
 
-def tell_guardian(news: bytes) -> None:
-    """Tell the guardian of this rank, if it listens, ``IN_WORLD`` or ``LEFT_WORLD``."""
+def tell_guardian(news: bytes) -> bool:
+    """Tell the guardian of this rank ``IN_WORLD``, ``LEFT_WORLD`` or ``ENDS_JOB``; return whether one listens."""
     global _guardian
     descriptor = os.environ.pop(STARTED_VARIABLE, "")  # it is not for programs that this rank starts
     if descriptor.isdecimal():
@@ -118,6 +120,7 @@ def tell_guardian(news: bytes) -> None:
         with contextlib.suppress(OSError):  # the guardian has been killed, and this rank is about to be
             os.set_inheritable(_guardian, False)
             os.write(_guardian, news)
+    return _guardian is not None
 
 
 def exit_code(code: object) -> int:

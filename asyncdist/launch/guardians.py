@@ -17,7 +17,8 @@ A rank of ``asyncdist run`` has two guardians above it, small processes that do 
   the launcher's pid where it sends signals to the outer guardian alone, and 0 under mpirun.
 - Where a job is to go on when ranks die, a rank says on the descriptor STARTED (0 in other jobs) when it has joined the
   world, and when it has left it in a way that the others know of. mpirun does nothing about a rank that fails earlier,
-  and the others would wait for it for ever: the outer guardian asks mpirun to end the job. Nor does it tell the others
+  and the others would wait for it for ever: the outer guardian asks mpirun to end the job, as it does for a rank that
+  aborts it. Nor does it tell the others
   of one that ends in between with an exit code: the outer guardian ends by SIGKILL then, of which they hear.
 
 Only the standard library is imported, as in :mod:`asyncdist.environment`, and little of it: the guardians delay the
@@ -46,6 +47,7 @@ _GONE_S: Final = 5.0
 _PERIOD_S: Final = 0.01
 #: As in :mod:`asyncdist.rank_program`.
 _IN_WORLD: Final = b"1"
+_ENDS_JOB: Final = b"3"
 # prctl(2)
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_DUMPABLE: Final = 4
@@ -187,6 +189,7 @@ def _tell_of_failure(code: int, parent: int, heard: int) -> int:
     if not news:
         how = f"exit code {code}" if code > 0 else f"signal {-code}"
         os.write(2, f"asyncdist: a rank ended before it had joined the others ({how}); the job ends\n".encode())
+    if news in (b"", _ENDS_JOB):
         os.kill(parent, signal.SIGTERM)
     elif news == _IN_WORLD and code > 0:
         os.write(2, f"asyncdist: a rank ended with exit code {code} without leaving its world\n".encode())

@@ -18,6 +18,7 @@ dead rank. What this transport keeps to, each found by experiment with Open MPI 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn
@@ -121,6 +122,12 @@ class SurvivingMpiTransport(MpiMessages):
         if not self._lost:
             super().close()
         self.close_failed()
+
+    def abort(self, exit_code: int) -> None:
+        """End the job through the guardian: after a death MPI_Abort may leave an mpirun that never ends."""
+        if rank_program.tell_guardian(rank_program.ENDS_JOB):
+            os._exit(exit_code)
+        super().abort(exit_code)
 
     def close_failed(self) -> None:
         rank_program.tell_guardian(rank_program.LEFT_WORLD)
