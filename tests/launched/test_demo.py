@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import signal
 import subprocess
 import sys
 from dataclasses import asdict
@@ -58,6 +59,13 @@ sys.path.remove(str(HYPERGRID))
         (["--json", "/nowhere/at/all.json"], "--json: '/nowhere/at/all.json' lies in a directory that does not exist"),
         (["--chart", "chart.jpg"], "--chart: 'chart.jpg' does not end in .png"),
         (["--fast"], "unrecognized arguments: --fast"),
+        (["--kill", "1"], "'1' is not R@SECONDS, a rank and the time since training began (0@20)"),
+        (["--kill", "4@2"], "no rank 4 trains; --ranks 4 allows 0 to 3"),
+        (["--kill", "1@2", "--kill", "1@3"], "each dies once, and one has to be left"),
+        (["--ranks", "1", "--kill", "0@2"], "each dies once, and one has to be left"),
+        (["--kill", "1@2", "--transport", "torch"], "allowed with --transport mpi"),
+        (["--kill", "1@2", "--policy", "average-all"], "an average of all needs all"),
+        (["--kill", "1@2", "--verify"], "may not have written down its last average"),
     ],
 )
 def test_wrong_arguments_are_one_line_and_exit_code_2(
@@ -83,6 +91,43 @@ def test_arguments_reach_the_training_script() -> None:
     assert "--seconds 18.0" in text
     assert "--log-dir /diaries" in text
     assert command[-1] == "--verify"
+
+
+def test_a_job_in_which_ranks_are_killed_is_one_that_survives() -> None:
+    command = demo.training_command(demo.parse_arguments(["--kill", "0@2.5"]), Path("/diaries"))
+    assert command[6:9] == ["-n", "4", "--survive"]
+    assert "--survive" not in demo.training_command(demo.parse_arguments([]), Path("/diaries"))
+
+
+def test_a_rank_is_killed_when_its_time_has_come_and_the_results_are_those_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in range(3):
+        write_diary(tmp_path, rank, replaced=1, metric=-1.0 - rank)
+    histories = [RankHistory(rank, tmp_path) for rank in range(3)]
+    for history in histories:
+        history.poll()
+    zero = first_time(histories)
+    assert zero is not None
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(demo.os, "kill", lambda pid, number: killed.append((pid, number)))
+    histories[0].end = histories[1].end = None
+    monkeypatch.setattr(demo.time, "time", lambda: zero + 5.0)
+    killer = demo.Killer(histories, [(0, 5.0), (1, 6.0), (2, 4.0)])
+    killer.poll()
+    killer.poll()
+    assert [number for _, number in killed] == [signal.SIGKILL], "rank 2 has ended, and the time of rank 1 has not come"
+    assert (histories[0].killed_at, histories[1].killed_at) == (zero + 5.0, None)
+    histories[1].poll()
+    histories[1].end = histories[2].end
+    result = summarise(histories, policy="selective", seed=0, verified_count=None)
+    assert result["rank_numbers"] == [1, 2] and result["ranks"] == 2
+    assert result["killed"] == [{"rank": 0, "at_s": 5.0, "iterations": 41}]
+    text = shown(display.result_table(result))
+    assert "killed" in text and "2 ranks over mpi" in text
+    line = demo.closing_line(result, verify=False)
+    assert line.startswith("Killed: rank 0 at 5.0 s; the other 2 trained to the end.")
+    assert demo.chart_title(result).startswith("3 ranks train")
 
 
 def test_buffer_ranks_come_on_top_of_those_that_train() -> None:
@@ -447,14 +492,14 @@ def test_an_average_without_a_trace_fails_the_demo(histories: list[RankHistory],
     job = SimpleNamespace(exit_code=0)
     shown = SimpleNamespace(update=lambda count: None)
     with pytest.raises(verify.VerificationError, match="3 averages were applied, but 0 left a trace"):
-        demo.watch(job, histories, shown, verify.Verifier(tmp_path))
+        demo.watch(job, histories, shown, verify.Verifier(tmp_path), demo.Killer(histories, []))
 
 
 def test_a_job_that_fails_fails_the_demo(histories: list[RankHistory]) -> None:
     job = SimpleNamespace(exit_code=3, explain_failure=lambda: "the training failed with exit code 3.")
     shown = SimpleNamespace(update=lambda count: None)
     with pytest.raises(demo.DemoError, match="exit code 3"):
-        demo.watch(job, histories, shown, None)
+        demo.watch(job, histories, shown, None, demo.Killer(histories, []))
 
 
 def test_a_job_is_stopped_with_its_ranks(tmp_path: Path) -> None:

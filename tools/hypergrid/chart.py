@@ -33,6 +33,10 @@ def draw(path: Path, histories: Sequence[RankHistory], *, title: str) -> None:
         losses = [-line["metric"] for line in history.progress]
         count = len(history.replaced)
         label = f"rank {history.rank}, {count} replacement{'' if count == 1 else 's'}"
+        if history.killed_at is not None:
+            label += f", killed at {history.killed_at - zero:.1f} s"
+            axes.axvline(history.killed_at - zero, linestyle=":", color=colour, linewidth=1.2)
+            axes.plot(times[-1:], losses[-1:], "X", color=colour, markersize=11, markeredgecolor="black", zorder=4)
         axes.plot(times, losses, style, color=colour, linewidth=1.3, alpha=0.9, label=label)
         axes.plot(
             [line["time"] - zero for line in history.replaced],

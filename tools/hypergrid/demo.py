@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from chart import draw
 from display import Display, buffer_table, result_table
-from history import RankHistory, summarise
+from history import RankHistory, first_time, summarise
 from rich.console import Console
 from verify import VerificationError, Verifier
 
@@ -69,6 +69,14 @@ def slow_rank(text: str) -> tuple[int, float]:
     return int(match[1]), float(match[2])
 
 
+def kill(text: str) -> tuple[int, float]:
+    """Read `R@SECONDS`; whether there is such a rank is checked later."""
+    match = re.fullmatch(r"([0-9]{1,9})@([0-9]{1,6}(?:\.[0-9]+)?)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not R@SECONDS, a rank and the time since training began (0@20)")
+    return int(match[1]), float(match[2])
+
+
 def output_file(*suffixes: str) -> Callable[[str], Path]:
     """Make an argument type for files to write, so that a wrong name is not found out after the training."""
 
@@ -109,6 +117,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--slow-rank", type=slow_rank, metavar="R:FACTOR", help="rank R takes FACTOR times as long for a training step"
     )
     parser.add_argument(
+        "--kill", type=kill, action="append", default=[], metavar="R@SECONDS",
+        help="kill -9 rank R so long after training began; may be given again. The others go on",
+    )  # fmt: skip
+    parser.add_argument(
         "--quick", action="store_true", help=f"{QUICK_ITERATIONS} iterations, in {QUICK_SECONDS:g} s at most"
     )
     parser.add_argument("--verify", action="store_true", help="recompute every average from its donors, bit for bit")
@@ -127,10 +139,28 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         )
     if options.verify and options.policy != "selective":
         parser.error(f"argument --verify: nothing to verify with --policy {options.policy}; allowed with selective")
+    check_kills(parser, options)
     options.seconds = QUICK_SECONDS if options.quick else SECONDS if options.iterations is None else None
     if options.iterations is None:
         options.iterations = QUICK_ITERATIONS if options.quick else ITERATIONS
     return options
+
+
+def check_kills(parser: Parser, options: argparse.Namespace) -> None:
+    """Refuse kills that the job would not survive, or whose results nobody could judge."""
+    killed = [rank for rank, _ in options.kill]
+    for rank in killed:
+        if rank >= options.ranks:
+            allowed = f"--ranks {options.ranks} allows 0 to {options.ranks - 1}"
+            parser.error(f"argument --kill: no rank {rank} trains; {allowed}")
+    if killed and (len(set(killed)) < len(killed) or len(killed) == options.ranks):
+        parser.error(f"argument --kill: ranks {killed} of {options.ranks}; each dies once, and one has to be left")
+    if killed and (options.transport != "mpi" or options.policy == "average-all" or options.verify):
+        parser.error(
+            "argument --kill: allowed with --transport mpi (under asyncdist run --transport torch a rank's death ends "
+            "the job), not with --policy average-all (an average of all needs all), nor with --verify (a rank that is "
+            "killed may not have written down its last average)"
+        )
 
 
 # -- the ranks --------------------------------------------------------------------------------------------------------
@@ -140,6 +170,7 @@ def training_command(options: argparse.Namespace, directory: Path) -> list[str]:
     """The command that starts all ranks."""
     size = options.ranks + options.buffer_ranks
     command = [sys.executable, "-m", "asyncdist", "run", "--transport", options.transport, "-n", str(size)]
+    command += ["--survive"] * bool(options.kill)
     command += [str(HERE / "train.py"), "--buffer-ranks", str(options.buffer_ranks)]
     command += ["--policy", options.policy, "--iterations", str(options.iterations), "--seed", str(options.seed)]
     command += ["--average-every", str(QUICK_AVERAGE_EVERY if options.quick else AVERAGE_EVERY)]
@@ -238,7 +269,31 @@ def last_lines(text: str, count: int = 40) -> str:
 # -- the demo ---------------------------------------------------------------------------------------------------------
 
 
-def watch(job: Job, histories: Sequence[RankHistory], display: Display, verifier: Verifier | None) -> None:
+class Killer:
+    """Kills ranks when their time has come.
+
+    Args:
+        histories: Of the ranks that train.
+        kills: Rank and time of each, in seconds since training began.
+    """
+
+    def __init__(self, histories: Sequence[RankHistory], kills: Sequence[tuple[int, float]]) -> None:
+        self._histories = histories
+        self._due = sorted(kills, key=lambda kill: kill[1])
+
+    def poll(self) -> None:
+        """Kill those whose time has come, unless they have ended."""
+        zero = first_time(self._histories)
+        while zero is not None and self._due and time.time() - zero >= self._due[0][1]:
+            history = self._histories[self._due.pop(0)[0]]
+            if history.start is not None and history.end is None:
+                os.kill(history.start["pid"], signal.SIGKILL)
+                history.killed_at = time.time()
+
+
+def watch(
+    job: Job, histories: Sequence[RankHistory], display: Display, verifier: Verifier | None, killer: Killer
+) -> None:
     """Follow the job until it ends.
 
     Args:
@@ -246,6 +301,7 @@ def watch(job: Job, histories: Sequence[RankHistory], display: Display, verifier
         histories: Of every rank.
         display: Shows them.
         verifier: Checks the averages.
+        killer: Kills ranks.
 
     Raises:
         DemoError: It failed.
@@ -256,6 +312,8 @@ def watch(job: Job, histories: Sequence[RankHistory], display: Display, verifier
         ended = job.exit_code is not None  # read once more after the end
         for history in histories:
             history.poll()
+        if not ended:
+            killer.poll()
         if verifier is not None:
             verifier.poll()
         display.update(None if verifier is None else verifier.verified_count)
@@ -263,7 +321,7 @@ def watch(job: Job, histories: Sequence[RankHistory], display: Display, verifier
             time.sleep(POLL_PERIOD_S)
     if job.exit_code != 0:
         raise DemoError(job.explain_failure())
-    silent = [history.rank for history in histories if history.end is None]
+    silent = [history.rank for history in histories if history.end is None and history.killed_at is None]
     if silent:
         raise DemoError(f"the job ended, but ranks {silent} left no result")
     replaced_count = sum(len(history.replaced) for history in histories)
@@ -285,7 +343,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         verifier = Verifier(directory) if options.verify else None
         job = stack.enter_context(Job(training_command(options, directory), all_histories, directory / "output.txt"))
         display = stack.enter_context(Display(console, histories, options.iterations, buffers))
-        watch(job, all_histories, display, verifier)
+        watch(job, all_histories, display, verifier, Killer(histories, options.kill))
     verified_count = None if verifier is None else verifier.verified_count
     result = summarise(
         histories, policy=options.policy, seed=options.seed, verified_count=verified_count, buffers=buffers
@@ -304,6 +362,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
 def closing_line(result: dict[str, Any], verify: bool) -> str:
     """The results in words."""
     best, count = result["best_rank"], sum(result["replacements"])
+    killed = [f"rank {one['rank']} at {one['at_s']:.1f} s" for one in result["killed"]]
     overhead_us = result["step_overhead_us"]
     lines = [
         f"The ranks found {result['modes_found']} of {result['modes_total']} modes in {result['wall_s']:.1f} s.",
@@ -312,6 +371,9 @@ def closing_line(result: dict[str, Any], verify: bool) -> str:
         f"{count} averages applied, {result['rounds']} rounds. Together the ranks spent {result['stall_s']:.2f} s in "
         "policy.step" + ("." if overhead_us is None else f", {overhead_us:.1f} us (median) where nothing was applied."),
     ]
+    if killed:
+        rest = f"the other {result['ranks']}" if result["ranks"] > 1 else "the other one"
+        lines.insert(0, f"Killed: {', '.join(killed)}; {rest} trained to the end. The results are theirs.")
     if result["replay"]:
         lines.append(replay_line(result["replay"]))
     if verify:
@@ -332,7 +394,7 @@ def replay_line(replay: Sequence[dict[str, Any]]) -> str:
 
 def chart_title(result: dict[str, Any]) -> str:
     """What the picture shows: a line, two where there are buffers, as one would be too long."""
-    ranks, count = result["ranks"], sum(result["replacements"])
+    ranks, count = result["ranks"] + len(result["killed"]), sum(result["replacements"])
     buffers = len(result["buffers"])
     who = f"{'1 rank trains' if ranks == 1 else f'{ranks} ranks train'} a GFlowNet on an 8 x 8 x 8 x 8 grid"
     who += f"\nwith {'a replay buffer' if buffers == 1 else f'{buffers} replay buffers'}" if buffers else ""

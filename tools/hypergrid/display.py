@@ -42,6 +42,7 @@ class Display:
         self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
         self._logged_at = 0.0
         self._logged_counts = [0] * len(histories)
+        self._logged_kills: set[int] = set()
 
     def __enter__(self) -> "Display":
         if self._live is not None:
@@ -67,11 +68,15 @@ class Display:
                 where = f"rank {history.rank} at iteration {line['iteration']}"
                 self._print(f"{line['time'] - zero:5.1f} s  {where}: {line['text']}")
             self._logged_counts[index] = len(history.replaced)
+            if history.killed_at is not None and history.rank not in self._logged_kills:
+                self._logged_kills.add(history.rank)
+                self._print(f"{history.killed_at - zero:5.1f} s  rank {history.rank} is killed (SIGKILL)")
         now = time.time()
-        is_over = all(history.end is not None for history in self._histories)  # but for processes that take their leave
+        living = [history for history in self._histories if history.killed_at is None]
+        is_over = all(history.end is not None for history in living)  # but for processes that take their leave
         if now - self._logged_at >= LOG_PERIOD_S and not is_over:
             self._logged_at = now
-            latest = [(history, history.latest) for history in self._histories if history.progress]
+            latest = [(history, history.latest) for history in living if history.progress]
             ranks = " | ".join(
                 f"rank {history.rank}: {line['iteration']} at {history.rate:.1f} it/s, metric {line['metric']:.3f}"
                 for history, line in latest
@@ -110,7 +115,9 @@ def live_table(
             f"{history.latest['metric']:.3f}",
             str(len(history.replaced)),
             spark_line([line["metric"] for line in history.progress]),
-            Text(last["text"] if last else "", style="bold reverse" if fresh else ""),
+            Text("killed", style="bold red")
+            if history.killed_at is not None
+            else Text(last["text"] if last else "", style="bold reverse" if fresh else ""),
         )
     return table
 
@@ -146,19 +153,21 @@ def result_table(result: dict[str, Any]) -> Table:
     names = "rank|iterations|it/s|metric|replaced|modes|L1 distance|idle step, us|stall, s"
     for name in names.split("|"):
         table.add_column(name, justify="right")
-    for rank in range(result["ranks"]):
-        metric, idle_us = result["metric"][rank], result["step_overhead_us_by_rank"][rank]
+    for place, rank in enumerate(result["rank_numbers"]):
+        metric, idle_us = result["metric"][place], result["step_overhead_us_by_rank"][place]
         table.add_row(
             f"{rank} (best)" if rank == result["best_rank"] else str(rank),
-            str(result["iterations"][rank]),
-            f"{result['iterations_per_s'][rank]:.1f}",
+            str(result["iterations"][place]),
+            f"{result['iterations_per_s'][place]:.1f}",
             "-" if metric is None else f"{metric:.3f}",
-            str(result["replacements"][rank]),
-            f"{result['modes_found_by_rank'][rank]} of {result['modes_total']}",
-            f"{result['l1_distance_by_rank'][rank]:.3f}",
+            str(result["replacements"][place]),
+            f"{result['modes_found_by_rank'][place]} of {result['modes_total']}",
+            f"{result['l1_distance_by_rank'][place]:.3f}",
             "-" if idle_us is None else f"{idle_us:.1f}",
-            f"{result['stall_s_by_rank'][rank]:.3f}",
+            f"{result['stall_s_by_rank'][place]:.3f}",
         )
+    for one in result["killed"]:
+        table.add_row(str(one["rank"]), str(one["iterations"]), "killed", *["-"] * 6)
     return table
 
 

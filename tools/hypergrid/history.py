@@ -20,6 +20,7 @@ class RankHistory:
         replaced: The lines that say that new weights were applied, in order.
         held: The lines that say what a replay buffer holds, in order; none where the rank trains.
         end: Its last line, None until there is one.
+        killed_at: When the demo has killed it, seconds since the epoch; None where it has not.
     """
 
     def __init__(self, rank: int, directory: Path) -> None:
@@ -29,6 +30,7 @@ class RankHistory:
         self.replaced: list[Line] = []
         self.held: list[Line] = []
         self.end: Line | None = None
+        self.killed_at: float | None = None
         self._path = directory / f"rank{rank}.jsonl"
         self._offset = 0
 
@@ -87,15 +89,23 @@ def summarise(
     `modes_found` counts the modes that trajectories of any rank ended in. `l1_distance` is that of the rank with the
     best final metric, the one whose model a user would keep: the sum over all states of |chance that the model ends
     there - chance that the rewards ask for|, exact, from 0 to 2. `rounds` is how often an average was decided on.
+    Lists have an entry for each rank of `rank_numbers`, those that were not killed.
 
     Args:
-        histories: Of every rank, each with its `end`.
+        histories: Of every rank, each with its `end`, or killed.
         policy: As given to `--policy`.
         seed: As given to `--seed`.
         verified_count: Averages checked, None when it was not asked for.
         buffers: Of every rank that is a replay buffer, each with its `end`.
     """
+    zero = first_time(histories) or 0.0
+    killed = [
+        {"rank": history.rank, "at_s": round(history.killed_at - zero, 3), "iterations": history.latest["iteration"]}
+        for history in histories
+        if history.killed_at is not None
+    ]
     starts = [history.start for history in histories if history.start is not None]
+    histories = [history for history in histories if history.end is not None]
     ends = [history.end for history in histories if history.end is not None]
     best = max(range(len(ends)), key=lambda index: _or_worst(ends[index]["metric"]))
     idle_us = [us for end in ends for us in end["idle_step_us"]]
@@ -104,6 +114,8 @@ def summarise(
         "policy": policy,
         "seed": seed,
         "ranks": len(ends),
+        "rank_numbers": [history.rank for history in histories],
+        "killed": killed,
         "parameters": starts[0]["parameter_count"],
         "iterations": [end["iteration"] for end in ends],
         "iterations_per_s": [round(end["rate"], 2) for end in ends],
@@ -113,7 +125,7 @@ def summarise(
         "modes_found": len({mode for end in ends for mode in end["modes"]}),
         "modes_total": starts[0]["mode_count"],
         "modes_found_by_rank": [len(end["modes"]) for end in ends],
-        "best_rank": best,
+        "best_rank": histories[best].rank,
         "l1_distance": ends[best]["l1_distance"],
         "l1_distance_by_rank": [end["l1_distance"] for end in ends],
         "step_overhead_us": statistics.median(idle_us) if idle_us else None,

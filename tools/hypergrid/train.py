@@ -11,7 +11,7 @@ others have found, and give some of it back to them to learn from. `demo.py` sho
 
 import argparse
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,9 +151,9 @@ async def train(world: ad.World, context: ad.DistributedContext, args: argparse.
             finished_count += finished.receive_nowait() is not None
 
         for rank in others:
-            await finished.send(Finished(), dest=rank)
-    for _ in range(len(others) - finished_count):
-        await finished.receive()
+            with suppress(ad.RankLostError):
+                await finished.send(Finished(), dest=rank)
+    await hear_all(finished, context.train_global_group)
 
     distance = l1_distance(env, model)
     statistics = policy.statistics() if args.policy == "selective" else None
@@ -166,6 +166,14 @@ async def train(world: ad.World, context: ad.DistributedContext, args: argparse.
         replay=buffer.summary() if buffer else None,
     )
     return distance
+
+
+async def hear_all(finished: ad.Channel[Finished], trainers: ad.Group) -> None:
+    """Receive what the other ranks say at their end, so that nothing is left over; lost ranks say nothing."""
+    async with await ad.surviving_group(trainers):  # which all enter, having said it
+        await ad.current_world().progress()
+        while finished.receive_nowait() is not None:
+            pass
 
 
 def parse_arguments() -> argparse.Namespace:
