@@ -334,7 +334,7 @@ def draw(results: Results, path: Path) -> None:
     }
     rank_counts = list(results["selective"])
     figure, panels = plt.subplots(
-        1, len(rank_counts), figsize=(3.4 * len(rank_counts) + 1, 4.2), dpi=150, sharey=True, squeeze=False
+        1, len(rank_counts), figsize=(max(11.0, 3.4 * len(rank_counts) + 1), 4.2), dpi=150, sharey=True, squeeze=False
     )
     for axes, rank_count in zip(panels[0], rank_counts, strict=True):
         for kind, (colour, style) in looks.items():
