@@ -17,7 +17,7 @@ others make a group without it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -114,6 +114,11 @@ class MembershipLog:
         """Note that a collective ended with an error: its messages may still come, unless all members raised it."""
         if not isinstance(error, (RemoteError, DisagreementError)):
             self._spoiled.add(group.tag)
+
+    @property
+    def spoiled_tags(self) -> Collection[int]:
+        """Tags of the groups whose messages may still come after all members have ended all their collectives."""
+        return self._spoiled
 
     def is_spoiled(self, group: Group) -> bool:
         """Return whether messages of the group may still come after all members have ended all its collectives."""

@@ -96,9 +96,10 @@ class Collectives:
     async def broadcast(self, tensor: torch.Tensor, group: Group, root: int) -> torch.Tensor:
         """Write ``root``'s values into every member's ``tensor``; return it."""
         position = _position(group, root)
-        check_writable(tensor)
+        is_root = self._rank == root
+        (check_dense if is_root else check_writable)(tensor)
         self._note(group, "broadcast", tensor, root)
-        with _HostCopy(tensor) as host:
+        with _HostCopy(tensor, is_written=not is_root) as host:
             view = byte_view(host)
             if len(view) == 0 or group.size == 1:
                 pass
@@ -453,16 +454,17 @@ def _position(group: Group, root: int) -> int:
 
 
 class _HostCopy:
-    """Gives a contiguous CPU view of a tensor, and writes it back at the end where it had to be a copy."""
+    """Gives a contiguous CPU view of a tensor, and writes it back at the end where it is a copy and was written to."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, *, is_written: bool) -> None:
         self._tensor = tensor
+        self._is_written = is_written
         self._host = to_host(tensor)
 
     def __enter__(self) -> torch.Tensor:
         return self._host
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None and self._host.data_ptr() != self._tensor.data_ptr():
+        if kind is None and self._is_written and self._host.data_ptr() != self._tensor.data_ptr():
             with torch.no_grad():
                 self._tensor.copy_(self._host)

@@ -96,7 +96,7 @@ async def broadcast(
     """Put ``root``'s values into every member's ``tensor``, in place.
 
     Args:
-        tensor: of one shape and dtype on all members; any device.
+        tensor: of one shape and dtype on all members; any device. Only read on ``root``.
         root: a member.
 
     Returns:

@@ -13,7 +13,7 @@ import asyncio
 import time
 import types
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Collection, Generator
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -310,17 +310,22 @@ class Engine(Poller):
 
     # -- reports -----------------------------------------------------------------------------------------------------
 
-    def outstanding(self) -> tuple[str, ...]:
+    def outstanding(self, spoiled_tags: Collection[int] = ()) -> tuple[str, ...]:
         """Describe what is under way, abandoned receives included, for reports and for the check at the end.
 
         A collective that ended by a loss leaves messages that others had sent in it; these are not named.
+
+        Args:
+            spoiled_tags: of groups in which a collective has ended by an error, which leaves messages, too.
         """
         has_losses = bool(self.transport.lost_ranks())
         stashed = (
             f"message from {source}, tag {tag}, for nobody"
             for (source, tag), stash in self._abandoned.items()
             for entry in stash
-            if entry.resolved and not (has_losses and tags.COLLECTIVE_FIRST <= tag <= tags.COLLECTIVE_LAST)
+            if entry.resolved
+            and tag not in spoiled_tags
+            and not (has_losses and tags.COLLECTIVE_FIRST <= tag <= tags.COLLECTIVE_LAST)
         )
         return (*(operation.what for operation in self._operations), *stashed)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -265,9 +265,9 @@ class Services:
         """Whether messages on a user's channels have not left yet."""
         return any(each.under_way_count for each in self._demultiplexers.values() if each.is_users)
 
-    def leftovers(self) -> list[str]:
-        """Describe what a clean end does not leave behind."""
-        requests = Counter(self.engine.outstanding())
+    def leftovers(self, spoiled_tags: Collection[int] = ()) -> list[str]:
+        """Describe what a clean end does not leave behind; for ``spoiled_tags`` see :meth:`Engine.outstanding`."""
+        requests = Counter(self.engine.outstanding(spoiled_tags))
         found = [f"request: {what}" if n == 1 else f"{n} requests: {what}" for what, n in requests.items()]
         for demultiplexer in self._demultiplexers.values():
             tag = demultiplexer.tag

@@ -43,7 +43,7 @@ async def leave(world: World, transport: Transport) -> list[str]:
     await _flush(world)
     await _last_barrier(world, transport)
     await _flush(world)
-    leftovers = world.services.leftovers()
+    leftovers = world.services.leftovers(world.peers.attendance.spoiled_tags)
     world.close()
     await _flush(world)
     return leftovers

@@ -40,7 +40,7 @@ _IDLE_TURN_COUNT_OF_A_RANK: Final = 100
 _FREE_READ_COUNT: Final = 1000
 #: How long each of the next so many reads takes, in seconds; those after them take twice as long, and so on.
 _READ_S: Final = 1e-5
-#: Reads of clocks in one callback before it is taken to be in an endless loop; they take 450 s of virtual time.
+#: Reads of clocks, and sleeps, in one callback before it is taken to be in an endless loop; the reads take 450 s.
 READ_COUNT_MAX: Final = 300_000
 #: Modules through which user code reads a clock.
 _READERS: Final = ("asyncdist.", "asyncio.")
@@ -113,7 +113,7 @@ class Turns:
         self._has_turn = False
         self._running = False
         self._turns_in_a_row = 0
-        self._read_count = 0  # of clocks, in the callback that is running
+        self._read_count = 0  # of clocks, and sleeps, in the callback that is running
         self._take_turn = self._turn  # one bound method for all turns
         self._take_up = self._resume
         self._take_timer = self._fire
@@ -241,6 +241,13 @@ class Turns:
         """Let the running callback block for ``seconds``: it goes on at once, but its time is later."""
         self._scheduler.ahead_s += seconds
 
+    def sleep(self, seconds: float) -> None:
+        """Block as ``time.sleep`` does; code that sleeps for ever is refused as code that reads clocks is."""
+        self._read_count += 1
+        if self._read_count > READ_COUNT_MAX and self._running:
+            self._refuse_endless_reads()
+        self.block(seconds)
+
     def unblock(self) -> float:
         """Take back the time for which the running callback has blocked, and return it: it was not the loop's."""
         seconds = self._scheduler.ahead_s
@@ -337,7 +344,7 @@ class Turns:
         while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_READERS):
             frame = frame.f_back
         raise LocalProtocolError(
-            f"rank {self.rank} read clocks {READ_COUNT_MAX} times without awaiting anything, until "
+            f"rank {self.rank} slept or read clocks {READ_COUNT_MAX} times without awaiting anything, until "
             f"{self._scheduler.time():g} s of virtual time: line {frame.f_lineno} of {frame.f_code.co_filename} loops",
             rank=self.rank,
         )

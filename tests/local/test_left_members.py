@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
+import time
 
 import pytest
 import torch
@@ -75,3 +78,19 @@ def test_a_consumer_that_returns_leaves_no_producer_waiting_simulated(
 ) -> None:
     with caplog.at_level(logging.WARNING, "asyncdist"):
         left_consumers.check(ad.simulate(left_consumers.main, ranks=3, seed=seed).results, caplog.text)
+
+
+def test_what_has_come_in_a_collective_that_a_leaver_ends_is_no_leftover() -> None:
+    """The root computes while the others send their parts and one of them leaves; it hears of all that at once."""
+
+    async def main(world: ad.World) -> None:
+        if world.rank == 0:
+            asyncio.get_running_loop().call_later(1e-6, time.sleep, 0.1)
+            with pytest.raises(ad.ClosedError, match="has left"):
+                await ad.gather(torch.ones(1), 0)
+        elif world.rank < 3:
+            with contextlib.suppress(ad.ClosedError):
+                await ad.gather(torch.ones(1), 0)
+
+    for seed in range(20):
+        assert ad.simulate(main, ranks=4, seed=seed, strict=True).results == (None,) * 4

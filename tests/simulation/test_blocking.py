@@ -133,13 +133,18 @@ def test_code_that_waits_by_reading_its_loops_clock_waits_for_so_long() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("clock", ["time.monotonic", "loop.time", "world.time"])
-def test_code_that_reads_a_clock_for_ever_is_named(clock: str) -> None:
+@pytest.mark.parametrize("clock", ["time.monotonic", "loop.time", "world.time", "time.sleep"])
+def test_code_that_sleeps_or_reads_a_clock_for_ever_is_named(clock: str) -> None:
     """Neither a limit of virtual time nor one of turns in a row ends what never returns to its loop."""
 
     async def main(world: ad.World) -> None:
         loop = asyncio.get_running_loop()
-        read = {"time.monotonic": time.monotonic, "loop.time": loop.time, "world.time": world.time}[clock]
+        read = {
+            "time.monotonic": time.monotonic,
+            "loop.time": loop.time,
+            "world.time": world.time,
+            "time.sleep": lambda: time.sleep(0.001),
+        }[clock]
         while world.rank == 1:
             read()
         await world.sleep(1.0)
@@ -147,9 +152,10 @@ def test_code_that_reads_a_clock_for_ever_is_named(clock: str) -> None:
     report = simulate(main, ranks=2, until_s=10_000.0)
     error = report.results[1]
     assert isinstance(error, ad.LocalProtocolError)
-    assert "rank 1 read clocks 300000 times without awaiting anything" in str(error)
+    assert "rank 1 slept or read clocks 300000 times without awaiting anything" in str(error)
     first = main.__code__.co_firstlineno
-    assert f"line {first + 4} of {__file__} loops" in str(error)
+    line = first + (6 if clock == "time.sleep" else 9)
+    assert f"line {line} of {__file__} loops" in str(error)
     assert isinstance(report.results[0], ad.RankLostError)
 
 

@@ -3,8 +3,9 @@
 Blocking code takes time: after ``time.sleep(1)`` the rank is a second later, and none of its tasks, timers or callbacks
 has run meanwhile. After it has blocked, the callback goes on at the later time: messages that it sends leave then. It
 does not see what has arrived in the meantime before it awaits something. Time passes also for code that reads a clock,
-the loop's too, again and again until it is late enough. Code that goes on so for some hundred thousand reads is
-refused.
+the loop's too, again and again until it is late enough. Code that goes on so for some hundred thousand reads or sleeps
+is refused. Other calls that block (``threading.Event.wait``, ``queue.Queue.get``, ``select.select``) wait on the
+machine, and take no virtual time.
 
 ``time.localtime``, ``gmtime``, ``ctime``, ``asctime`` and ``strftime`` tell this time where they are given no other, in
 the machine's time zone.
@@ -68,7 +69,7 @@ def _sleeping(original: Callable[[float], None]) -> Callable[[float], None]:
         if loop is None or not 0 <= seconds < math.inf:  # the original says what is wrong with it
             original(seconds)
         else:
-            loop.block(seconds)
+            loop.sleep(seconds)
 
     return sleep
 
