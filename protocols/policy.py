@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
 import json
 import sys
 import warnings
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from types import TracebackType
 from typing import Any, ClassVar, Final, Literal, Self, TypeAlias
 
@@ -30,7 +31,8 @@ from asyncdist import (
     validation,
 )
 from asyncdist.collectives.agreed_start import Start, start_together
-from asyncdist.collectives.agreement_messages import Agreed
+from asyncdist.collectives.agreement import Agreements
+from asyncdist.collectives.agreement_messages import Agreed, Meeting
 from asyncdist.collectives.groups import check_open
 from asyncdist.messaging.services import Services
 from asyncdist.tensors.flat_state import Fingerprint, FlatState, first_difference
@@ -427,8 +429,10 @@ class SpawnPolicy(abc.ABC):
             "model": self._flat.fingerprint.digest[:16],
             **{f"option {key}": json.dumps(value) for key, value in self._options().items()},
         }
+        start = self._joint_start
         try:
-            return await self._joint_start.agree(values, timeout_s=self._start_timeout_s)
+            with told_of_rivals(self._world.agreements, start.meeting):
+                return await start.agree(values, timeout_s=self._start_timeout_s)
         except DisagreementError as error:
             if error.facts.get("difference") == "model":
                 raise await self._explain_models(error) from None
@@ -465,6 +469,26 @@ class SpawnPolicy(abc.ABC):
         if self._stepping:
             raise BusyError("another task of this rank is inside step(); one task trains a model")
         raise BusyError("step() while world.compute(...) runs: it may be changing weights")
+
+
+@contextlib.contextmanager
+def told_of_rivals(agreements: Agreements, meeting: Meeting) -> Iterator[None]:
+    """Agree on the start of a policy in the body. Where ranks wait for each other in different ones, it is told why.
+
+    Raises:
+        DisagreementError: of the body; it names both lists of ranks then, and the argument that decides them.
+    """
+    try:
+        with agreements.rivals.starting(meeting):
+            yield
+    except DisagreementError as error:
+        if error.facts.get("difference") != "ranks":
+            raise
+        hint = (
+            "a policy's ranks are those of its group=, by default all, and a reserved coordinator that is no member; "
+            "coordinator= is equal on all"
+        )
+        raise DisagreementError(f"{error.message}; {hint}", **error.facts) from None
 
 
 def _line_of_caller() -> tuple[str, int]:

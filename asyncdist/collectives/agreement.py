@@ -203,8 +203,8 @@ class Agreements:
             raise
         rival = self.rivals.rival_of(key, verdict.refusal)
         if rival is not None:
-            its_key = self._next_occurrence(rival.key)
-            self._object(Objection(its_key.text, "", rival.text), rival.key.ranks[0][0])
+            its_key = key if rival.key == key.of_all_occurrences else self._next_occurrence(rival.key)
+            self._object(Objection(its_key.text, "", rival.text), rival.leader)
         if verdict.objector == self._rank:
             raise Postponed if verdict.difference == _POSTPONED else asyncio.CancelledError
         raise_refusal(verdict)
@@ -401,19 +401,19 @@ class Agreements:
 
     def on_objection(self, objection: Objection, source: int) -> None:
         """Refuse what this rank leads, since a member cannot start it: those that have come hear now, others later."""
-        key, subject = objection.key, objection.subject
+        key, subject, joins = objection.key, objection.subject, self._joins.get(objection.key, {})
         if self._over.hear(key, source) is not None:
             return  # another member has objected first
         if objection.kind == _POSTPONED:
             self._postpone(objection, source)
             return
-        if source != self._rank and self._has_led(key):
-            return  # all had come; its verdict is under way
+        if (source != self._rank and self._has_led(key)) or objection.is_void(joins):
+            return  # all had come, and the verdict is under way; or those that wait elsewhere have come here, too
         if objection.kind:
             verdict = Verdict(subject, difference=objection.kind, refusal=objection.text, objector=source)
         else:
             verdict = Verdict(subject, difference="ranks", refusal=objection.text)
-        joins = self._joins.pop(key, {})
+        self._joins.pop(key, None)
         self._keep_for(key.members() - joins.keys() - {source}, verdict)
         self._tell(joins, verdict)
 

@@ -7,7 +7,7 @@ The ``key`` property of a message parses that text; nothing else reads it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -146,11 +146,18 @@ class Objection(Keyed):
         subject: the key's text.
         kind: the exception's class; empty where members disagree.
         text: the exception's message.
+        absent: where members disagree: it counts only while one of these has not come. Empty: it counts.
     """
 
     subject: str
     kind: str
     text: str
+    absent: Runs = ()
+
+    def is_void(self, present: Collection[int]) -> bool:
+        """Return whether all ranks that are ``absent`` as far as the sender knows are ``present``."""
+        count = sum(last - first + 1 for first, last in self.absent)
+        return bool(self.absent) and count <= sum(is_in(rank, self.absent) for rank in present)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from asyncdist.collectives.agreement_messages import AgreementKey, Meeting, Objection, Reminder, is_in, runs_of
+from asyncdist.collectives.agreement_messages import AgreementKey, Meeting, Objection, Reminder, Runs, is_in, runs_of
 
 if TYPE_CHECKING:
     from asyncdist.messaging.engine import Engine
@@ -30,11 +30,15 @@ class Rival:
 
     Attributes:
         key: of the rival's agreement, for all occurrences.
+        leader: the rank that decides about it.
         text: a sentence about both.
+        waiting: members that wait for this rank in it.
     """
 
     key: AgreementKey
+    leader: int
     text: str
+    waiting: Runs
 
 
 @dataclass(slots=True, eq=False)
@@ -44,14 +48,14 @@ class OpenStart:
     Attributes:
         meeting: of its agreement.
         have_all_come: whether all members have: it waits for nobody's word any more.
-        rival: set when this rank has objected to it.
+        rivals: those because of which this rank has objected to it, by text.
         doubted_since: when this rank was first reminded of another start, on the loop's clock, by that one's key.
         timer: for the next reminders.
     """
 
     meeting: Meeting
     have_all_come: bool = False
-    rival: Rival | None = None
+    rivals: dict[str, Rival] = field(default_factory=dict)
     doubted_since: dict[AgreementKey, float] = field(default_factory=dict)
     timer: asyncio.TimerHandle | None = None
 
@@ -96,15 +100,22 @@ class Rivals:
 
     def rival_of(self, key: AgreementKey, refusal: str) -> Rival | None:
         """Return the rival because of which ``key`` was refused with these words, if this rank has found it."""
-        rival = self._starts[key].rival if key in self._starts else None
-        return rival if rival is not None and rival.text == refusal else None
+        return self._starts[key].rivals.get(refusal) if key in self._starts else None
 
-    def on_reminder(self, reminder: Reminder) -> None:
-        """Object to a start of this rank, if others wait for this rank in another one and it would wait for them."""
-        start = find_rival(reminder, self._rank, self._engine.loop.time(), self._starts.values())
-        if start is not None and start.rival is not None:
-            key = start.meeting.key
-            self._object_to(Objection(key.text, "", start.rival.text), start.meeting.leader)
+    def on_reminder(self, reminder: Reminder, leader: int) -> None:
+        """Object to a start of this rank, if others wait for this rank in another one and it would wait for them.
+
+        Args:
+            reminder: of that other start.
+            leader: the rank that leads it, which has sent the reminder.
+        """
+        starts = self._starts.values()
+        rival = find_rival(reminder, leader, self._rank, self._engine.loop.time(), starts)
+        if rival is not None:
+            (start,) = starts
+            start.rivals[rival.text] = rival
+            objection = Objection(start.meeting.key.text, "", rival.text, rival.waiting)
+            self._object_to(objection, start.meeting.leader)
 
     def _remind_later(self, start: OpenStart) -> None:
         start.timer = self._engine.loop.call_later(REMIND_AFTER_S, self._remind, start)
@@ -123,41 +134,46 @@ class Rivals:
         else:
             for key, joins in list(self._joins.items()):
                 if self._rank not in joins and key.subject == meeting.key.subject:
-                    self.on_reminder(_reminder(key, joins))
+                    self.on_reminder(_reminder(key, joins), self._rank)
         self._remind_later(start)
         self._engine.recheck()
 
 
-def find_rival(reminder: Reminder, rank: int, now: float, starts: Collection[OpenStart]) -> OpenStart | None:
+def find_rival(reminder: Reminder, leader: int, rank: int, now: float, starts: Collection[OpenStart]) -> Rival | None:
     """Judge a reminder of a start that this rank has perhaps not come to.
 
     An objection waits for a second reminder: the first may have crossed a word of this rank, or a task of it may be
     just about to start that one. Nor does a rank object that is in several starts, since it may come to that one after
-    any of these.
+    any of these. Those that wait for it there may have come to its own start, too, in another task: then that one's
+    leader, which knows, ignores the objection.
 
     Args:
         reminder: of the other members.
+        leader: the rank that has sent it.
         rank: this rank.
         now: on the loop's clock.
         starts: of this rank.
 
     Returns:
-        The start that has a rival now; None where there is none.
+        The rival of the one start that this rank is in; None where there is none.
     """
     mine = next(iter(starts)) if len(starts) == 1 else None
-    if mine is None or mine.have_all_come or mine.rival is not None:
+    if mine is None or mine.have_all_come:
         return None
-    if mine.meeting.key.of_all_occurrences == reminder.key:
+    key, its_leader = mine.meeting.key, mine.meeting.leader
+    if key.of_all_occurrences == reminder.key and its_leader == leader:
         return None
-    entangled = [peer for peer in mine.meeting.ranks if is_in(peer, reminder.present)]
-    if not entangled or now - mine.doubted_since.setdefault(reminder.key, now) < REMIND_AFTER_S / 2:
+    waiting = [peer for peer in mine.meeting.ranks if is_in(peer, reminder.present)]
+    if not waiting or now - mine.doubted_since.setdefault(reminder.key, now) < REMIND_AFTER_S / 2:
         return None
-    text = (
-        f"rank {min(entangled)} starts {reminder.subject!r}, rank {rank} {str(mine.meeting.key)!r}, "
-        "and each waits for the other; allowed: equal ranks, in one order, on all of them"
-    )
-    mine.rival = Rival(reminder.key, text)
-    return mine
+    if key.of_all_occurrences == reminder.key:
+        text = f"its leader is rank {leader} on rank {min(waiting)} and rank {its_leader} on rank {rank}"
+    else:
+        text = (
+            f"rank {min(waiting)} starts {reminder.subject!r}, rank {rank} {str(key)!r}, "
+            "and each waits for the other; allowed: equal ranks, in one order, on all of them"
+        )
+    return Rival(reminder.key, leader, text, runs_of(tuple(sorted(waiting))))
 
 
 def _reminder(key: AgreementKey, joins: Iterable[int]) -> Reminder:

@@ -164,7 +164,7 @@ class Peers:
             case Objection() as objection:
                 self.agreements.on_objection(objection, source)
             case Reminder() as reminder:
-                self.agreements.rivals.on_reminder(reminder)
+                self.agreements.rivals.on_reminder(reminder, source)
             case Inquiry() as inquiry:
                 self.agreements.on_inquiry(inquiry)
             case Withdraw(_, lost) as withdraw:

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from asyncdist import World, current_world, validation
-from protocols.policy import START
+from protocols.policy import START, told_of_rivals
 from protocols.selective.coordinator import PolicyScopes
 from protocols.selective.leadership import Leadership
 from protocols.selective.rules import SelectiveRules
@@ -20,8 +20,9 @@ async def coordinate(
 ) -> CoordinatorStatistics:
     """Coordinate one policy on a reserved rank, which is no member and trains nothing.
 
-    The members name this rank as ``coordinator=`` of their policy. Returns when all of them have left, or when one of
-    them has taken over, which does not happen as long as this rank answers.
+    The members name this rank as ``coordinator=`` of their policy, and as its ``group=`` a group without this rank,
+    ``await ad.new_group(members)``. Returns when all of them have left, or when one of them has taken over, which does
+    not happen as long as this rank answers.
 
     Args:
         members: the ranks of the policy's group, in the group's order.
@@ -39,7 +40,9 @@ async def coordinate(
     _check_members(members, world)
     validation.seconds("start_timeout_s", start_timeout_s)
     ranks = (*members, world.rank)
-    agreed = await world.agreements.agree(ranks, START, {}, leader=world.rank, timeout_s=start_timeout_s)
+    meeting = world.agreements.next_meeting(ranks, START, world.rank)
+    with told_of_rivals(world.agreements, meeting):
+        agreed = await world.agreements.meet(meeting, {}, timeout_s=start_timeout_s)
     options = {
         key.removeprefix("option "): json.loads(value)
         for key, value in agreed.values.items()

@@ -16,7 +16,7 @@ from torch import nn
 
 import asyncdist as ad
 import protocols
-from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy
+from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedSelectiveAveragingPolicy
 
 # -- ranks that disagree ----------------------------------------------------------------------------------------------
 
@@ -117,6 +117,62 @@ def test_models_that_differ_under_a_reserved_coordinator() -> None:
     texts = run(main, 3)
     assert all("'1.weight'" in text for text in texts[:2]), texts
     assert "model is " in texts[2], texts
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_reserved_coordinator_beside_a_policy_without_its_group_is_told_of_both_lists(size: int) -> None:
+    """After a minute it was told that rank 1 had not come, which waited for it."""
+
+    async def main(world: ad.World) -> None:
+        lists = rf"rank 0 starts '.*{'1,0' if size == 2 else '1-2,0'}', rank [12] '.* on ranks 0-{size - 1}'.*group="
+        with pytest.raises(ad.DisagreementError, match=lists):
+            if world.rank == 0:
+                await protocols.coordinate(range(1, size))
+            model = narrow(world.rank)
+            async with AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1, coordinator=0):
+                raise AssertionError("it started")
+        await ad.barrier()  # where one is told first and leaves, others hear of that
+
+    for seed in range(10):
+        report = ad.simulate(main, ranks=size, seed=seed)
+        assert report.results == (None,) * size
+        assert report.virtual_time_s < 5
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_members_that_name_different_coordinators_are_told_of_both(size: int) -> None:
+    """After a minute each was told that the others had not come."""
+
+    async def main(world: ad.World) -> None:
+        model = narrow(0)
+        words = r"its leader is rank [01] on rank \d and rank [01] on rank \d; .* coordinator= is equal on all"
+        with pytest.raises(ad.DisagreementError, match=words):
+            async with AsyncSelectiveAveragingPolicy(
+                model, sgd(model), average_every=1, coordinator=min(1, world.rank)
+            ):
+                raise AssertionError("it started")
+        async with AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1):
+            pass  # the next start is the same one on all ranks
+
+    for seed in range(10):
+        report = ad.simulate(main, ranks=size, seed=seed)
+        assert report.results == (None,) * size
+        assert report.virtual_time_s < 5
+
+
+@pytest.mark.parametrize("kind", [AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedSelectiveAveragingPolicy])
+def test_a_policy_whose_group_differs_between_ranks_names_both_lists(kind: type[protocols.SpawnPolicy]) -> None:
+    async def main(world: ad.World) -> None:
+        group = await ad.new_group([0, 1]) if world.rank < 2 else None
+        model = narrow(world.rank)
+        with pytest.raises(ad.DisagreementError, match=r"on ranks 0-1', rank 1 '.* on ranks 0-2'.*group="):
+            async with kind(model, sgd(model), average_every=1, group=None if world.rank else group):
+                raise AssertionError("it started")
+        await ad.barrier()
+
+    report = ad.simulate(main, ranks=3)
+    assert report.results == (None,) * 3
+    assert report.virtual_time_s < 5
 
 
 @pytest.mark.parametrize("timeout_s", [None, 0, -1.0, math.inf, math.nan, "3"])

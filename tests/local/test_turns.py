@@ -67,6 +67,22 @@ def test_lists_that_differ_are_told_where_each_rank_waits_for_the_leader() -> No
     assert ad.simulate(main, ranks=2, strict=True).virtual_time_s < 5
 
 
+def test_a_rank_whose_task_is_late_for_one_group_waits_for_another_that_a_rank_is_late_for() -> None:
+    """Rank 1 waited for rank 2 in the one and had come to the other, yet rank 2 was told that each waits."""
+
+    async def main(world: World) -> None:
+        async def make(ranks: list[int], late: int, late_s: float) -> None:
+            if world.rank == late:
+                await asyncio.sleep(late_s)
+            if world.rank in ranks:
+                await ad.new_group(ranks)
+
+        await asyncio.gather(make([0, 1, 2], 0, 10), make([1, 2], 2, 5))
+
+    for seed in range(10):
+        assert ad.simulate(main, ranks=3, seed=seed, strict=True).results == (None,) * 3
+
+
 @pytest.mark.parametrize("how", ["cancelled", "time is up"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_start_that_is_postponed_may_be_given_up_at_any_moment(rank: int, how: str) -> None:
