@@ -39,6 +39,7 @@ NAMES: Final = (
     "idle",
     "memory",
     "sim",
+    "grace",
     "replay",
     "goodput",
 )
