@@ -46,7 +46,7 @@ from asyncdist.errors import AsyncdistError, LocalProtocolError
 from asyncdist.messaging.engine import Engine, yield_to_loop
 from asyncdist.messaging.polling import resolve_waiter
 from asyncdist.tensors.bucket import Bucket
-from asyncdist.tensors.byte_views import byte_view, check_dense, check_writable, empty_stack, to_host
+from asyncdist.tensors.byte_views import byte_view, check_dense, check_writable, empty_stack, to_host, write
 from asyncdist.tensors.means import mean_into
 from asyncdist.transports.base import GroupHandle, ReduceOp, Request
 
@@ -466,5 +466,4 @@ class _HostCopy:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None and self._is_written and self._host.data_ptr() != self._tensor.data_ptr():
-            with torch.no_grad():
-                self._tensor.copy_(self._host)
+            write(self._tensor, self._host)

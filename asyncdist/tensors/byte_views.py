@@ -113,6 +113,12 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+def write(tensor: Tensor, values: Tensor) -> None:
+    """Copy ``values`` into a tensor that may be a parameter, or may have been made in inference mode."""
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        tensor.copy_(values)
+
+
 def empty_stack(like: Tensor, count: int) -> Tensor:
     """Return uninitialised CPU memory for so many tensors of one shape and dtype, stacked."""
     return torch.empty((count, *like.shape), dtype=like.dtype, device="cpu")

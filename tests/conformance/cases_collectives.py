@@ -178,6 +178,14 @@ async def case_dense_tensors_of_any_layout(end: Endpoint) -> None:
             assert torch.allclose(sent.detach().to(torch.complex128), power, equal_nan=True) or "uint" in name, name
 
 
+async def case_tensors_made_in_inference_mode_are_written_outside_it(end: Endpoint) -> None:
+    """The backend has written into them or not, which torch does not see: this does not depend on the transport."""
+    with torch.inference_mode():
+        dense, transposed = torch.ones(3), torch.full((2, 3), float(end.rank)).t()
+    assert (await ad.all_reduce(dense)).tolist() == [float(end.size)] * 3
+    assert (await ad.broadcast(transposed, 1)).tolist() == [[1.0] * 2] * 3
+
+
 async def case_what_is_no_dense_tensor_is_refused_here(end: Endpoint) -> None:
     """Where it can be caught: not in a task behind the collective."""
     for word, wrong in not_dense().items():

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncdist.tensors.byte_views import to_host
+from asyncdist.tensors.byte_views import to_host, write
 from asyncdist.transports.base import ReduceOp
 
 #: In the numbers of :func:`to_numbers`.
@@ -70,8 +70,7 @@ def store(numbers: Tensor, tensor: Tensor, op: ReduceOp) -> None:
     if tensor.is_floating_point() and op in ("min", "max"):
         numbers = _from_ordered(numbers)
     if numbers.data_ptr() != tensor.data_ptr():
-        with torch.no_grad():
-            tensor.copy_(numbers)
+        write(tensor, numbers)
 
 
 def _to_ordered(numbers: Tensor, op: ReduceOp) -> Tensor:
