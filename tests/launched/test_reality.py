@@ -90,6 +90,7 @@ async def average_once(
         threshold=0.0,  # one round, and
         cooldown=10**9,  # no second one
         quorum=1.0,
+        grace_s=60.0,  # slow ranks have roles, too
         round_timeout_s=60.0,
         name=strategy,
     ) as policy:

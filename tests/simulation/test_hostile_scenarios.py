@@ -14,10 +14,10 @@ def test_lies_of_a_rank_crash_no_other_one() -> None:
     """A few of many: see tools/soak."""
     sent: Counter[str] = Counter()
     ends: Counter[str] = Counter()
-    for seed in range(40):
+    for seed in range(20):
         seen = run_hostile(seed)
         sent += seen.sent
         ends += seen.ends
     assert len(sent) > 30, "lies of many types were told"
-    assert ends["well"] > 10 and len(ends) > 3, "they did some harm, and not everywhere"
+    assert ends["well"] > 5 and len(ends) > 3, "they did some harm, and not everywhere"
     assert len(PROGRAMS) == 6
