@@ -339,16 +339,16 @@ class ReplayBuffer:
             raise
         if call.error is not None:
             raise call.error
+        if isinstance(message, Draw) != isinstance(call.answer, Drawn):
+            raise RemoteProtocolError(f"rank {self._server} answered {message!r:.80} by {call.answer!r:.80}")
         return call.answer
 
     async def _unpack(self, drawn: Drawn, asked_count: int) -> Sample:
         nbytes = -1 if self._layout is None else drawn.count * (self._layout.nbytes + 16)
         is_whole = drawn.nbytes == nbytes and len(drawn.data) in (0, nbytes)
         if self._layout is None or not is_whole or not 0 <= drawn.count <= asked_count:
-            raise RemoteProtocolError(
-                f"rank {self._server} gave {drawn.count} items of {self._layout} in {drawn.nbytes} bytes",
-                rank=self._server,
-            )
+            text = f"rank {self._server} gave {drawn.count} items of {self._layout} in {drawn.nbytes} bytes"
+            raise RemoteProtocolError(text, rank=self._server)
         payload = np.frombuffer(drawn.data, np.uint8)
         if drawn.nbytes and not drawn.data:
             payload = await self._receive(drawn)
@@ -469,9 +469,8 @@ class ReplayBuffer:
 
     def _ended(self, kind: str, text: str) -> AsyncdistError:
         what = f"the replay buffer {self._name!r} on rank {self._server} ended before its clients"
-        if not kind:
-            return ClosedError(f"{what}: {text}", rank=self._server)
-        return RemoteError(f"{what}: {kind}: {text}", rank=self._server, kind=kind, text=text)
+        found = RemoteError(f"{what}: {kind}: {text}", rank=self._server, kind=kind, text=text)
+        return found if kind else ClosedError(f"{what}: {text}", rank=self._server)
 
     def _abandoned(self) -> RankLostError | ClosedError:
         text = f"rank {self._server} serves the replay buffer {self._name!r} no more: it "
