@@ -3,7 +3,6 @@
 import argparse
 import io
 import json
-import signal
 import subprocess
 import sys
 from dataclasses import asdict
@@ -97,37 +96,6 @@ def test_a_job_in_which_ranks_are_killed_is_one_that_survives() -> None:
     command = demo.training_command(demo.parse_arguments(["--kill", "0@2.5"]), Path("/diaries"))
     assert command[6:9] == ["-n", "4", "--survive"]
     assert "--survive" not in demo.training_command(demo.parse_arguments([]), Path("/diaries"))
-
-
-def test_a_rank_is_killed_when_its_time_has_come_and_the_results_are_those_of_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for rank in range(3):
-        write_diary(tmp_path, rank, replaced=1, metric=-1.0 - rank)
-    histories = [RankHistory(rank, tmp_path) for rank in range(3)]
-    for history in histories:
-        history.poll()
-    zero = first_time(histories)
-    assert zero is not None
-    killed: list[tuple[int, int]] = []
-    monkeypatch.setattr(demo.os, "kill", lambda pid, number: killed.append((pid, number)))
-    histories[0].end = histories[1].end = None
-    monkeypatch.setattr(demo.time, "time", lambda: zero + 5.0)
-    killer = demo.Killer(histories, [(0, 5.0), (1, 6.0), (2, 4.0)])
-    killer.poll()
-    killer.poll()
-    assert [number for _, number in killed] == [signal.SIGKILL], "rank 2 has ended, and the time of rank 1 has not come"
-    assert (histories[0].killed_at, histories[1].killed_at) == (zero + 5.0, None)
-    histories[1].poll()
-    histories[1].end = histories[2].end
-    result = summarise(histories, policy="selective", seed=0, verified_count=None)
-    assert result["rank_numbers"] == [1, 2] and result["ranks"] == 2
-    assert result["killed"] == [{"rank": 0, "at_s": 5.0, "iterations": 41}]
-    text = shown(display.result_table(result))
-    assert "killed" in text and "2 ranks over mpi" in text
-    line = demo.closing_line(result, verify=False)
-    assert line.startswith("Killed: rank 0 at 5.0 s; the other 2 trained to the end.")
-    assert demo.chart_title(result).startswith("3 ranks train")
 
 
 def test_buffer_ranks_come_on_top_of_those_that_train() -> None:
