@@ -187,8 +187,7 @@ async def load_population(
 
     def choose() -> tuple[str, str]:
         folder, manifest = _newest(Path(path))
-        plan = _plan(manifest["files"], size)
-        saved = len(manifest["files"])
+        plan, saved = _plan(manifest["files"], size), len(manifest["files"])
         if size > saved:
             warnings.warn(f"{folder} holds {saved} ranks: {size - saved} of {size} begin as copies", stacklevel=2)
         return str(folder), json.dumps({"plan": plan, "files": [manifest["files"][source] for source in plan]})
