@@ -165,8 +165,7 @@ class ReplayBuffer:
             )
         if self._error is not None:
             raise self._error
-        assert self._welcome is not None
-        return self._welcome
+        return self._welcomed()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -231,8 +230,8 @@ class ReplayBuffer:
         layout = RowLayout.of(batch)
         if own is not None:
             raise ValueError(f"a batch unlike the first one: {own.difference(layout)}")
-        self._own_layout = layout
         self._send(declare(layout))
+        self._own_layout = layout
         return layout
 
     async def sample(self, n: int, *, beta: float = 0.4, wait: bool = True) -> Sample:
@@ -329,13 +328,16 @@ class ReplayBuffer:
         request, self._next_request = self._next_request, (self._next_request + 1) % _REQUEST_COUNT
         message, payload = make(request)
         call = self._calls[request] = PendingCall(self._services.engine.loop.create_future(), payload, limit)
-        self._send(message)
+        what = f"the replay buffer {self._name!r} on rank {self._server}"
         try:
-            what = f"the replay buffer {self._name!r} on rank {self._server}"
+            self._send(message)
             await self._services.engine.park(call.waiter, what)
         except asyncio.CancelledError:
             if isinstance(message, Draw):
                 self._send(Withdraw(request))
+            raise
+        except AsyncdistError:  # it has not been sent, so no answer comes, or the job has failed
+            self._complete(request, None, None)
             raise
         if call.error is not None:
             raise call.error
@@ -349,9 +351,8 @@ class ReplayBuffer:
         if self._layout is None or not is_whole or not 0 <= drawn.count <= asked_count:
             text = f"rank {self._server} gave {drawn.count} items of {self._layout} in {drawn.nbytes} bytes"
             raise RemoteProtocolError(text, rank=self._server)
-        payload = np.frombuffer(drawn.data, np.uint8)
-        if drawn.nbytes and not drawn.data:
-            payload = await self._receive(drawn)
+        is_streamed = drawn.nbytes and not drawn.data
+        payload = await self._receive(drawn) if is_streamed else np.frombuffer(drawn.data, np.uint8)
         end = drawn.count * self._layout.nbytes
         ids, weights = payload[end : end + 8 * drawn.count], payload[end + 8 * drawn.count :]
         return Sample(
@@ -460,11 +461,9 @@ class ReplayBuffer:
                 del self._streams[slot]
 
     def _on_gone(self, rank: int) -> None:
-        if rank != self._server:
-            return
-        if self._welcome is None:
+        if rank == self._server and self._welcome is None:
             self._fail(self._abandoned())
-        else:
+        elif rank == self._server:
             self._services.spawn_service(self._hear_why(), name=f"the end of the replay buffer {self._name!r}")
 
     def _ended(self, kind: str, text: str) -> AsyncdistError:

@@ -444,3 +444,19 @@ def test_room_that_was_given_to_a_cancelled_request_goes_to_the_next() -> None:
         return [len(sample.ids) for sample in await asyncio.gather(*tasks[2:])]
 
     assert run(2, client, in_flight_max=1)[0] == [1, 1]
+
+
+def test_a_request_that_could_not_be_sent_is_not_waited_for() -> None:
+    """It kept its room, and leaving the block waited for its answer for ever."""
+
+    async def client(world: ad.World, buffer: ReplayBuffer) -> list[int]:
+        wide = {f"a column with a long name, number {number}": torch.zeros(1) for number in range(3000)}
+        for _ in range(2):
+            with pytest.raises(ad.LocalProtocolError, match="cannot send"):
+                await buffer.sample(1 << 64, wait=False)
+            with pytest.raises(ad.LocalProtocolError, match="Declare"):
+                await buffer.add(wide)
+        await buffer.add(torch.arange(1))
+        return (await buffer.sample(1)).batch.tolist()
+
+    assert run(2, client, in_flight_max=1)[0] == [0]
