@@ -104,6 +104,7 @@ async def save_population(
         extra: what else this rank wants back: tensors, numbers, texts, and lists and dictionaries of them. Numbers of
             numpy come back as Python's.
         metric: by which :func:`load_population` chooses ranks; by default the newest one that the policy was given.
+            Larger is better, unless ``policy`` has ``metric_mode="min"``.
         keep: how many checkpoints to keep, this one included; the oldest ones are deleted. None keeps all.
         group: the ranks of the population; all by default.
         world: the current one by default.
@@ -208,7 +209,7 @@ async def load_population(
 
     def go_on() -> None:
         if policy is not None:
-            policy.load_state_dict(loaded["policy"])
+            policy.load_state_dict(_policy_state(loaded["policy"], is_copy=is_copy))
 
     await gather_from_all_ranks(go_on, group=group, world=world)  # it may be of another class
 
@@ -281,6 +282,11 @@ def _metric_entry(metric: float | None, policy: Any) -> dict[str, Any]:
     state = policy if isinstance(policy, Mapping) else {}
     value = state.get("metric") if metric is None else float(metric)
     return {"metric": value, "metric_mode": state.get("metric_mode") or "max"}
+
+
+def _policy_state(state: dict[str, Any], *, is_copy: bool) -> dict[str, Any]:
+    """Return what a policy loads: a copy without the random state, or it would draw for ever what its original does."""
+    return {**state, "draws": None} if is_copy and "draws" in state else state
 
 
 def _random_states() -> dict[str, Any]:

@@ -155,9 +155,8 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             timing=timing,
             drain_timeout_s=drain_timeout_s,
         )
-        validation.seconds("read_timeout_s", read_timeout_s)
         self._own = OwnState(self._flat, optimizer, self._averaging)
-        self._read_timeout_s = read_timeout_s
+        self._read_timeout_s = validation.seconds("read_timeout_s", read_timeout_s)
         self._timing = Timing(timing)
         self._durations: dict[str, Durations] = {}
         self._packing = Packing(self._flat.entries)
@@ -249,7 +248,9 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             self._counts,
             chunk_nbytes=self._chunk_nbytes,
         )
-        if self._draws is None:  # else it goes on with its life
+        # One that is loaded goes on with its life, if it has one: where its metric judged it, it had none.
+        has_life = self._rules.replacement_mode != "age" or self._dies_at != _NEVER
+        if self._draws is None or not has_life:
             self._begin_life()
         self._services.leftover_probes.append(self._leftovers)
 

@@ -65,11 +65,17 @@ class OneSidedRules:
         ):
             if getattr(self, name) not in allowed:
                 validation.refuse(name, getattr(self, name), ", ".join(map(repr, allowed)))
-        validation.real("threshold_metric", self.threshold_metric, "a finite number", low=-validation.LARGEST)
-        validation.fraction("replacement_ratio", self.replacement_ratio)
-        validation.real("donor_ratio", self.donor_ratio, "a number above 0, up to 1", low=validation.SMALLEST, high=1.0)
-        if self.donor_count is not None:
-            validation.count("donor_count", self.donor_count, besides=", or None")
+        low, least = -validation.LARGEST, validation.SMALLEST
+        threshold_metric = validation.real("threshold_metric", self.threshold_metric, "a finite number", low=low)
+        donor_ratio = validation.real("donor_ratio", self.donor_ratio, "a number above 0, up to 1", low=least, high=1.0)
+        donor_count = self.donor_count
+        if donor_count is not None:
+            donor_count = validation.count("donor_count", donor_count, besides=", or None")
+        # Kept as Python's own numbers, which members compare as text.
+        object.__setattr__(self, "threshold_metric", threshold_metric)
+        object.__setattr__(self, "replacement_ratio", validation.fraction("replacement_ratio", self.replacement_ratio))
+        object.__setattr__(self, "donor_count", donor_count)
+        object.__setattr__(self, "donor_ratio", donor_ratio)
         ages: Any = self.age_range
         if not _is_pair_of_ages(ages):
             validation.refuse("age_range", ages, "two whole numbers of steps, 1 <= shortest <= longest")

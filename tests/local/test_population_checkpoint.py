@@ -91,6 +91,45 @@ def test_a_policy_goes_on_with_its_state(kind: Any, tmp_path: Path) -> None:
         assert saved["iteration"] == 5
 
 
+def test_a_rank_that_was_judged_by_its_metric_may_go_on_to_be_judged_by_its_age() -> None:
+    """It was never replaced again."""
+
+    async def main(world: World) -> int:
+        model, optimizer = made()
+        async with OneSidedSelectiveAveragingPolicy(
+            model, optimizer, average_every=2, replacement_mode="worst_ratio"
+        ) as policy:
+            await policy.step(1.0)
+        again = OneSidedSelectiveAveragingPolicy(model, optimizer, average_every=2, age_range=(4, 6))
+        again.load_state_dict(policy.state_dict())
+        async with again:
+            for _ in range(40):
+                await again.step(1.0)
+        return again.statistics().num_replacements
+
+    assert min(ad.simulate(main, ranks=2, strict=True).results) > 1
+
+
+def test_a_copy_does_not_draw_what_its_original_draws(tmp_path: Path) -> None:
+    async def main(world: World) -> int:
+        model, optimizer = made()
+        policy = OneSidedSelectiveAveragingPolicy(model, optimizer, average_every=2, age_range=(5, 10**6))
+        if world.size == 4:
+            await ad.load_population(tmp_path, model, optimizer, policy=policy)
+        async with policy:
+            for _ in range(4):
+                await policy.step(1.0)
+            if world.size == 2:
+                await ad.save_population(tmp_path, model, optimizer, policy=policy)
+        return int(policy.state_dict()["dies_at"])
+
+    saved = ad.simulate(main, ranks=2, strict=True).results
+    with pytest.warns(UserWarning, match="2 of 4 begin as copies"):
+        loaded = ad.simulate(main, ranks=4, strict=True).results
+    assert loaded[:2] == saved
+    assert len(set(loaded)) == 4
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

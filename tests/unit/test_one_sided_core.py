@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
@@ -57,6 +60,22 @@ def test_an_option_out_of_range_is_refused(options: dict[str, Any], words: list[
     with pytest.raises(ValueError) as caught:
         OneSidedRules(**options)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_numbers_of_numpy_become_python_s_own() -> None:
+    """Members compare options as JSON text, which numpy's numbers have none of."""
+    given_options = {
+        "threshold_metric": np.float32(1),
+        "replacement_ratio": np.float32(0.5),
+        "donor_ratio": np.float32(0.25),
+        "donor_count": np.int64(2),
+        "age_range": (np.int32(3), np.int64(4)),
+    }
+    rules = OneSidedRules(**given_options)
+    plain = OneSidedRules(
+        threshold_metric=1.0, replacement_ratio=0.5, donor_ratio=0.25, donor_count=2, age_range=(3, 4)
+    )
+    assert json.dumps(asdict(rules)) == json.dumps(asdict(plain))
 
 
 def test_a_threshold_is_one_that_must_not_be_crossed() -> None:
