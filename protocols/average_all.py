@@ -27,8 +27,9 @@ from asyncdist import Group, World, average_models, validation
 from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.tensors.flat_state import SnapshotPool
 from asyncdist.tensors.optimizer_state import reset_optimizer_state
+from protocols.metrics import MetricSource
 from protocols.options import AveragingOptions
-from protocols.policy import MetricSource, SpawnPolicy
+from protocols.policy import SpawnPolicy
 from protocols.step_info import NOTHING, AverageApplied, PolicyEvent, StepInfo
 
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from types import TracebackType
 from typing import Any, ClassVar, Final, Literal, Self, TypeAlias
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -36,20 +35,18 @@ from asyncdist.collectives.agreement_messages import Agreed, Meeting
 from asyncdist.collectives.groups import check_open
 from asyncdist.messaging.services import Services
 from asyncdist.tensors.flat_state import Fingerprint, FlatState, first_difference
+from protocols.metrics import Metric, MetricSource, metric_as_number
 from protocols.options import check_callable
 from protocols.step_info import StepInfo
 from protocols.wrappers import check_not_inside, check_not_wrapped
 
-#: The metric given to ``step``, or something that yields it when it is due.
-Metric: TypeAlias = float | int | torch.Tensor
-MetricSource: TypeAlias = Metric | Callable[[], Metric] | None
 _Stage: TypeAlias = Literal["new", "starting", "open", "closed"]
 
 #: What the members, and a reserved coordinator, agree on.
 START: Final = "the start of a policy"
-#: A name travels in one message, with what else members agree on.
 #: Of :meth:`SpawnPolicy.state_dict`.
 _STATE_VERSION: Final = 1
+#: A name travels in one message, with what else members agree on.
 _NAME_LENGTH_MAX: Final = 200
 
 
@@ -104,6 +101,7 @@ class SpawnPolicy(abc.ABC):
         self.iteration = 0
         self._restarted_at = 0  # the iteration that the caller counts as 0
         self._skipped_count = 0  # iterations for which the caller has made no call
+        self._short_count = 0  # iterations of such epochs since the last due one, in which no number was due
         self._is_overdue = False
         self._has_stepped = False
         self._last_metric: float | None = None
@@ -259,7 +257,8 @@ class SpawnPolicy(abc.ABC):
         Args:
             iteration: a whole number, of numpy or a 0-d tensor too. It may start again, as at each epoch: what is due
                 follows the caller's number, while the policy's own ``iteration`` goes on. A call that skips a due
-                iteration is due itself, so calls at every 100th iteration are enough for ``average_every=100``.
+                iteration is due itself, so calls at every 100th iteration are enough for ``average_every=100``. Epochs
+                shorter than ``average_every`` count together: an epoch that begins after so many iterations begins due.
             model: the policy's.
             optimizer: the policy's.
             local_metric: as for :meth:`step`.
@@ -285,6 +284,8 @@ class SpawnPolicy(abc.ABC):
         group: Any,
         expose_params: bool | None,
     ) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+        if self._stage == "new":
+            self._refuse()
         if model is not self.model or optimizer is not self.optimizer:
             raise ValueError(
                 "this policy was made for another model or optimizer; it changes weights in place, pass the same ones"
@@ -383,10 +384,13 @@ class SpawnPolicy(abc.ABC):
             self._restarted_at += 1
             return
         if number < expected:  # an epoch has begun
+            self._short_count = self._short_count + expected if expected < self.average_every else 0
             self._restarted_at, expected = self.iteration, 0
         self.iteration += number - expected
         self._skipped_count += number - expected
         self._is_overdue = self._has_stepped and number // self.average_every > expected // self.average_every
+        if self._short_count >= self.average_every:
+            self._short_count, self._is_overdue = 0, True
 
     def _read_metric(self, given: MetricSource) -> float:
         # Most are floats, and it is asked for at every report.
@@ -399,24 +403,7 @@ class SpawnPolicy(abc.ABC):
             raise ValueError(
                 f"the metric is due at iteration {self.iteration} and step() got None; pass a number or a callable"
             )
-        value: Any = source() if callable(source) and not isinstance(source, torch.Tensor) else source
-        if isinstance(value, torch.Tensor):
-            if value.numel() != 1 or value.is_complex():
-                raise ValueError(
-                    f"metric is a tensor of shape {tuple(value.shape)}, {value.dtype}; allowed: one real number"
-                )
-            return float(value.detach())
-        try:
-            if isinstance(value, (str, bytes, bytearray)) or np.iscomplexobj(value):  # numpy drops imaginary parts
-                raise TypeError
-            if isinstance(value, np.ndarray):
-                value = value.reshape(())
-            number = float(value)
-        except (TypeError, ValueError, OverflowError):
-            raise TypeError(
-                f"metric is {value!r:.80}; allowed: a number, a 0-d tensor, or a callable that returns one"
-            ) from None
-        return number
+        return metric_as_number(source() if callable(source) and not isinstance(source, torch.Tensor) else source)
 
     def _choose_leader(self) -> int:
         """Return the rank that compares what the members say: one of them, or the reserved coordinator."""

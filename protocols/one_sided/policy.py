@@ -33,12 +33,13 @@ from asyncdist.messaging.streams import CHUNK_NBYTES
 from asyncdist.tensors.byte_layout import Packing
 from asyncdist.tensors.flat_state import FlatBuffers, SnapshotPool
 from protocols.applier import Applier, NewWeights
+from protocols.metrics import Metric, MetricSource
 from protocols.one_sided.reader import DonorReader, Replacement, UnreadableError
 from protocols.one_sided.rules import OneSidedRules, choose, is_dying
 from protocols.one_sided.statistics import Durations, OneSidedStatistics
 from protocols.options import AveragingOptions, AveragingStrategy, ModelBuilder, Timing
 from protocols.own_state import OwnState
-from protocols.policy import Metric, MetricSource, SpawnPolicy
+from protocols.policy import SpawnPolicy
 from protocols.step_info import NOTHING, PolicyEvent, SnapshotTaken, StepInfo
 
 logger = logging.getLogger("protocols.one_sided.policy")
@@ -297,7 +298,8 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
         for name in ("step_count", "born_at", "dies_at"):
             setattr(self, f"_{name}", validation.count(name, state[name], least=0))
-        self._draws = state["draws"]
+        draws = state["draws"]
+        self._draws = None if draws is None else (draws[0], tuple(draws[1]), draws[2])  # JSON makes lists of tuples
 
     # -- one step ---------------------------------------------------------------------------------------------------
 

@@ -32,10 +32,11 @@ from torch import nn
 from asyncdist import AsyncdistError, Group, World, current_world, validation
 from asyncdist.tensors.flat_state import FlatBuffers, SnapshotPool
 from protocols.applier import Applier, NewWeights
+from protocols.metrics import Metric, MetricSource
 from protocols.options import AveragingOptions, AveragingStrategy, ModelBuilder, Timing
 from protocols.own_state import OwnState
 from protocols.parameter_stream import Offer, safe_point_count
-from protocols.policy import Metric, MetricSource, SpawnPolicy
+from protocols.policy import SpawnPolicy
 from protocols.selective.coordinator import PolicyScopes
 from protocols.selective.exchange import Exchange, ExchangeBuffers
 from protocols.selective.leadership import Leadership

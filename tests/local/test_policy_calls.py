@@ -74,6 +74,24 @@ def test_what_is_due_is_the_same_as_before_where_no_iteration_is_skipped() -> No
     assert ported(AverageAllPolicy, [*range(10), *range(7), 6, 7, 8], average_every=4) == [3, 7, 13, 18]
 
 
+def test_epochs_that_are_shorter_than_the_cadence_count_together() -> None:
+    """No iteration of them is due by its number: nothing was ever averaged, without a word."""
+    assert ported(AverageAllPolicy, [*range(5)] * 6, average_every=10) == [10, 20]
+    assert ported(AverageAllPolicy, [*range(1, 8)] * 6, average_every=10) == [14, 28]
+    assert ported(AverageAllPolicy, [*range(5), *range(12), *range(5), *range(12)], average_every=10) == [14, 31]
+
+
+def test_a_ported_call_before_the_start_is_refused_as_a_step_is() -> None:
+    async def main(world: ad.World) -> None:
+        model = Mixed(float(world.rank))
+        optimizer = sgd(model)
+        policy = AverageAllPolicy(model, optimizer, average_every=1)
+        with pytest.raises(ad.ClosedError, match="before async with AverageAllPolicy"):
+            await policy(0, model, optimizer, group=world.group)
+
+    ad.run_local(main, ranks=2, strict=True)
+
+
 @pytest.mark.parametrize("number", [-1, 1.5, "3", None, True])
 def test_what_is_no_iteration_is_refused(number: Any) -> None:
     with pytest.raises(ValueError, match=r"iteration is .*; allowed: a whole number of 0 or more"):

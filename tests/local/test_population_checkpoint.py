@@ -69,6 +69,21 @@ def test_a_population_goes_on_to_the_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_the_state_of_a_policy_may_travel_as_json(kind: Any) -> None:
+    async def main(_: World) -> tuple[dict[str, Any], dict[str, Any]]:
+        model, optimizer = made()
+        async with kind(model, optimizer, average_every=2) as policy:
+            await policy.step(1.0)
+        again = kind(model, optimizer, average_every=2)
+        again.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+        async with again:
+            return policy.state_dict(), again.state_dict()
+
+    for saved, loaded in ad.simulate(main, ranks=2, strict=True).results:
+        assert saved == loaded
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_policy_goes_on_with_its_state(kind: Any, tmp_path: Path) -> None:
     async def main(world: World) -> tuple[dict[str, Any], dict[str, Any]]:
         model, optimizer = made()

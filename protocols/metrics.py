@@ -1,0 +1,38 @@
+"""Reads a rank's metric, in the forms in which training code has it, as a number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+#: The metric given to ``step``, or something that yields it when it is due.
+Metric: TypeAlias = float | int | torch.Tensor
+MetricSource: TypeAlias = Metric | Callable[[], Metric] | None
+
+
+def metric_as_number(value: Any) -> float:
+    """Return a metric as a float; a tensor is detached.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is a tensor of more than one number, or of a complex one.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.is_complex():
+            raise ValueError(
+                f"metric is a tensor of shape {tuple(value.shape)}, {value.dtype}; allowed: one real number"
+            )
+        return float(value.detach())
+    try:
+        if isinstance(value, (str, bytes, bytearray)) or np.iscomplexobj(value):  # numpy drops imaginary parts
+            raise TypeError
+        if isinstance(value, np.ndarray):
+            value = value.reshape(())
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(
+            f"metric is {value!r:.80}; allowed: a number, a 0-d tensor, or a callable that returns one"
+        ) from None
