@@ -292,7 +292,8 @@ class World:
     async def receive_stream(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Receive into ``tensor``, in place; returns it.
 
-        **Cancellation**: the sender is told to stop; the tensor is in use until it has answered.
+        **Cancellation**: the sender is told to stop; the tensor is in use until it has answered. A stream that
+        it had sent whole by then is lost, and its ``send_stream`` returns as if that had been received.
 
         Raises:
             RemoteProtocolError: the sender gave up, or sends another size.

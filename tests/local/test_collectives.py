@@ -249,3 +249,17 @@ async def test_requests_that_a_leaver_leaves_unfinished_keep_their_buffers(
         gc.collect()
         assert [request() is not None for request in native.requests] == [True] * request_count
         assert world.services.leftovers() == []
+
+
+def test_an_empty_tensor_in_a_gather_of_others_is_refused_and_names_its_rank() -> None:
+    """It was taken for the notice that a rank is lost, and the next message for the number of that rank."""
+
+    async def main(world: ad.World) -> None:
+        gathering = ad.gather(torch.ones(0 if world.rank == 1 else 3), root=0)
+        if world.rank == 0:
+            with pytest.raises(ad.LocalProtocolError, match="rank 1 takes part with 0 bytes, this rank with 12"):
+                await gathering
+        else:
+            await gathering
+
+    ad.run_local(main, ranks=2)

@@ -37,7 +37,7 @@ class MessageCollectives:
         if self._rank == root:
             await _all_of([self._send(view, rank, group.tag) for rank in group.ranks if rank != root])
         else:
-            await self._receive_exactly(view, root, group.tag)
+            await self._receive_exactly(view, root, group.tag, may_be_notice=True)
 
     async def gather(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
         """Bring equally many bytes of every member to ``root``, which alone passes ``receive``, with a row for each."""
@@ -118,9 +118,9 @@ class MessageCollectives:
         request = self._engine.transport.isend(view, dest, tag)
         await self._engine.wait_or_disown(request, f"send to {dest}, tag {tag}")
 
-    async def _receive_exactly(self, view: memoryview, source: int, tag: int) -> None:
+    async def _receive_exactly(self, view: memoryview, source: int, tag: int, *, may_be_notice: bool = False) -> None:
         _, nbytes = await self._engine.receive(view, source, tag)
-        if not nbytes and len(view):
+        if may_be_notice and not nbytes and len(view):
             notice = bytearray(_LOST.size)
             await self._engine.receive(notice, source, tag)
             (lost,) = _LOST.unpack(notice)
