@@ -14,7 +14,7 @@ from typing import Final
 
 from asyncdist import environment, rank_program
 from asyncdist.errors import DisagreementError, RankLostError, RemoteError, has_cause_here, is_consequence
-from asyncdist.runtime.failure_report import FailureReport, peer_failed, summarise
+from asyncdist.runtime.failure_report import FailureReport, is_termination, peer_failed, summarise
 from asyncdist.runtime.peers import Failed, FailureAcknowledged
 from asyncdist.runtime.signals import SIGNALS, Interrupts, exit_immediately, interrupt_error
 from asyncdist.runtime.watchdogs import describe_wait
@@ -181,6 +181,8 @@ def _print_failure(rank: int, error: BaseException, heard: BaseException | None)
         _report.print_line(f"rank {rank} stopped: {error}", error)
     elif isinstance(error, KeyboardInterrupt):
         _report.print_line(_with_notes(f"rank {rank} was interrupted", error), error)
+    elif is_termination(error):
+        _report.print_line(_with_notes(f"rank {rank} was terminated (SIGTERM)", error), error)
     elif not isinstance(error, SystemExit):
         _report.print_traceback(error, rank)
 

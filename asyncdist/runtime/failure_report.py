@@ -103,9 +103,14 @@ def _summary(error: BaseException) -> str:
         return "; ".join(map(_summary, error.exceptions))
     _, text = words_of(error)
     first = text.splitlines()[0] if text else ""
-    if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:  # of interrupt_error, most likely
+    if is_termination(error):
         first += " (SIGTERM)"
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def is_termination(error: BaseException) -> bool:
+    """Return whether SIGTERM ends this rank, or a ``sys.exit`` with the same code."""
+    return isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
 
 
 def peer_failed(rank: int, summary: str) -> RankLostError:

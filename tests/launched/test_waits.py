@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from support import torchrun
 
 STANDS = """
@@ -23,15 +24,22 @@ STANDS = """
 """
 
 
-def test_on_ctrl_c_every_rank_says_what_it_was_waiting_for() -> None:
+@pytest.mark.parametrize(
+    ("number", "told", "said_by_2"),
+    [
+        ("SIGINT", "KeyboardInterrupt", "was interrupted"),
+        ("SIGTERM", "SystemExit: 143 (SIGTERM)", "was terminated (SIGTERM)"),
+    ],
+)
+def test_at_a_signal_every_rank_says_what_it_was_waiting_for(number: str, told: str, said_by_2: str) -> None:
     """Also those that no signal has reached."""
-    result = torchrun.run_source(4, STANDS, timeout_s=60)
+    result = torchrun.run_source(4, STANDS.replace("SIGINT", number), timeout_s=60)
     assert 0 not in result.returncodes, result.output()
     said = {line.partition("asyncdist: ")[2] for line in result.stderr.splitlines() if "was waiting for" in line}
     lines = {int(line.split()[1]): line for line in said}
     assert sorted(lines) == [0, 1, 2, 3], result.output()
     for rank, what in ((0, "barrier, in main ("), (1, "Event.wait, in main ("), (3, "helper: Event.wait")):
-        expected = f"rank {rank} stopped: rank 2 failed: KeyboardInterrupt; rank {rank} was waiting for {what}"
+        expected = f"rank {rank} stopped: rank 2 failed: {told}; rank {rank} was waiting for {what}"
         assert lines[rank].startswith(expected), result.output()
-    assert lines[2].startswith("rank 2 was interrupted; rank 2 was waiting for "), result.output()
+    assert lines[2].startswith(f"rank 2 {said_by_2}; rank 2 was waiting for "), result.output()
     assert "in main (" in lines[2]
