@@ -28,6 +28,7 @@ from protocols.selective.messages import (
     Decline,
     End,
     Frozen,
+    Heard,
     Joined,
     Leave,
     Ready,
@@ -138,10 +139,6 @@ class Coordinator:
         self._left.append(rank)
         self._services.engine.recheck()
 
-    def quicker_member(self, step_time_s: float, since: float) -> int | None:
-        """Return the quickest other member that has reported since then, if its steps are shorter than that."""
-        return self._core.quicker_member(self._services.rank, step_time_s, since)
-
     def statistics(self) -> CoordinatorStatistics:
         """Return what has been decided so far."""
         return self._core.statistics()
@@ -160,6 +157,8 @@ class Coordinator:
         rank, number = envelope.source, envelope.round
         match envelope.message:
             case Report() as report:  # nearly all are; a pattern with its fields takes five times as long
+                if report.asks:
+                    self._send((Send(rank, 0, Heard()),))
                 facts = report.iteration, report.value, report.step_time_s
                 return core.on_report(rank, *facts, now, interval_s=report.interval_s)
             case Ready(iteration):
@@ -174,7 +173,7 @@ class Coordinator:
                 return core.on_leave(rank, now)
             case Joined() as joined:
                 return core.on_joined(rank, joined, now)
-            case Assign() | Frozen() | End() | Rejoin():
+            case Assign() | Frozen() | End() | Rejoin() | Heard():
                 return ()  # these go the other way
             case unknown:
                 assert_never(unknown)

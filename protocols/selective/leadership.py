@@ -10,7 +10,6 @@ after it has left the policy: it answers that it has, for which it keeps a numbe
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -23,6 +22,7 @@ from protocols.selective.coordinator import Coordinator, PolicyScopes
 from protocols.selective.rules import SelectiveRules
 from protocols.selective.statistics import CoordinatorStatistics
 from protocols.selective.succession import Claim, Follow, Inform, Nominate, Steps, Succession
+from protocols.selective.watching import WATCHER_COUNT, Watch
 
 logger = logging.getLogger("protocols.selective.leadership")
 
@@ -45,29 +45,15 @@ class TakeOver:
 
 
 @dataclass(frozen=True, slots=True)
-class HandOver:
-    """Asks a member to take over from a coordinator that cannot attend to its task."""
-
-    policy: int
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
 class Declined:
     """Answers that this rank has left the policy."""
 
     policy: int
 
 
-SuccessionMessage: TypeAlias = Nomination | TakeOver | HandOver | Declined
+SuccessionMessage: TypeAlias = Nomination | TakeOver | Declined
 
-#: A coordinator hands over after so many steps in a row that took longer than this and longer by this factor than those
-#: of a member which has reported meanwhile. Less delays rounds little; one long step may be a checkpoint, or a process
-#: that the host did not run. One step is enough if it is very long: then many rounds have been missed.
-SLOW_STEP_COUNT: Final = 2
-VERY_LONG_STEP_S: Final = 2.0
-SLOW_STEP_S: Final = 0.5
-SLOWNESS: Final = 4.0
+_UNKNOWN: Final = "after a rank that is gone"  # of whose epoch only its end is heard
 #: Policies that a rank remembers to have left: those of long ago have no members any more.
 LEFT_COUNT_MAX: Final = 1024
 
@@ -116,7 +102,7 @@ class _Board:
         handler = self._policies.get(message.policy)
         if handler is not None:
             handler(message, source)
-        elif message.policy in self._left and isinstance(message, Nomination | TakeOver | HandOver):
+        elif message.policy in self._left and isinstance(message, Nomination | TakeOver):
             self.send(Declined(message.policy), source)
 
 
@@ -162,9 +148,8 @@ class Leadership:
         self._succession = Succession(services.rank, order, coordinator)
         self._has_left = self._is_reserved = is_reserved
         self._is_closed = False
-        self._predecessor = f"after rank {coordinator}, which has asked it to"
-        self._stepped_at = math.inf
-        self._slow_step_count = 0  # in a row
+        self._predecessor = _UNKNOWN
+        self._watch = Watch()
         self._serving: Coordinator | None = None
         self._served: CoordinatorStatistics | None = None
         self._board = services.shared(_Board)
@@ -193,30 +178,6 @@ class Leadership:
         """Of the coordinator; it grows whenever another rank takes over."""
         return self._succession.epoch
 
-    @property
-    def is_serving(self) -> bool:
-        """Whether this rank coordinates."""
-        return self._serving is not None
-
-    def note_step(self) -> None:
-        """Note that this rank, which coordinates, comes to the next step of its training.
-
-        A coordinator answers at the safe points of its rank. If its steps are so long that other members come round in
-        one, their rounds wait for this rank, and one of them takes over.
-        """
-        began_at, now = self._stepped_at, self._services.time()
-        self._stepped_at = now
-        if self._serving is None or now - began_at < SLOW_STEP_S:
-            self._slow_step_count = 0
-            return
-        rank = self._serving.quicker_member((now - began_at) / SLOWNESS, began_at)
-        is_very_long = now - began_at >= VERY_LONG_STEP_S
-        self._slow_step_count = 0 if rank is None else self._slow_step_count + (SLOW_STEP_COUNT if is_very_long else 1)
-        if rank is not None and self._slow_step_count >= SLOW_STEP_COUNT:
-            logger.info("a step of this rank took %.3g s: rank %d is asked to coordinate", now - began_at, rank)
-            self._slow_step_count = 0  # a rank that does not take over is lost or busy: another one is asked later
-            self._board.send(HandOver(self._scopes.policy, self.epoch), rank)
-
     def statistics(self) -> CoordinatorStatistics | None:
         """Return what has been decided here; None where this rank has never coordinated."""
         return self._serving.statistics() if self._serving is not None else self._served
@@ -226,9 +187,33 @@ class Leadership:
         if rank == self._succession.coordinator:
             self._lose("has stopped", rank)
 
-    def look(self) -> None:
-        """Go on looking for a coordinator, while there is none; called once in a cadence."""
-        self._carry_out(self._succession.on_cadence())
+    def on_report(self, step_s: float, interval_s: float) -> bool:
+        """Look after the coordinator; called before each report of this rank.
+
+        Goes on looking for one while there is none, and takes over from one that does not attend to its task.
+
+        Args:
+            step_s, interval_s: how long this rank's steps and the time between its reports are.
+
+        Returns:
+            whether the report is to ask the coordinator for an answer.
+        """
+        if self._succession.coordinator is None:
+            self._carry_out(self._succession.on_cadence())
+        place = self._succession.place(WATCHER_COUNT)
+        if place is None or self._succession.coordinator is None:
+            return False
+        now = self._services.time()
+        self._watch.on_report(step_s, interval_s, now)
+        why = self._watch.suspicion(place, now)
+        if why is not None:
+            self._predecessor = f"after rank {self._succession.coordinator}, which {why}"
+            self._carry_out(self._succession.on_suspicion())
+        return why is None
+
+    def note_answer(self) -> None:
+        """Note that the coordinator has read a report that asked for an answer."""
+        self._watch.on_answer(self._services.time())
 
     async def serve_reserved(self) -> CoordinatorStatistics:
         """Coordinate in the caller's task until every member has left, or another rank has taken over."""
@@ -282,12 +267,10 @@ class Leadership:
                 if self._serving is not None:
                     self._serving.note_left(source)
                 self._carry_out(self._succession.on_left(source))
-            case Nomination(_, epoch) | HandOver(_, epoch) if self._has_left and not self._serves_in(epoch):
+            case Nomination(_, epoch) if self._has_left and not self._serves_in(epoch):
                 self._board.send(Declined(self._scopes.policy), source)
             case Nomination(_, epoch):
                 self._carry_out(self._succession.on_nomination(source, epoch))
-            case HandOver(_, epoch):
-                self._carry_out(self._succession.on_hand_over(source, epoch))
             case TakeOver(_, epoch, coordinator):
                 self._carry_out(self._succession.on_claim(epoch, coordinator, source))
 
@@ -315,7 +298,8 @@ class Leadership:
         if self._has_left:
             self._board.send(Declined(self._scopes.policy), coordinator)
         else:
-            self._predecessor = f"after rank {coordinator}, which has asked it to"
+            self._predecessor = _UNKNOWN
+            self._watch.begin()
             self._on_new(epoch, coordinator)
 
     def _inform(self, rank: int) -> None:
@@ -332,12 +316,10 @@ class Leadership:
         for rank in self._everybody:
             if rank != services.rank and rank not in services.gone:
                 self._board.send(TakeOver(self._scopes.policy, epoch, services.rank), rank)
-        is_asked = self._predecessor.endswith("has asked it to")
-        logger.log(logging.INFO if is_asked else logging.WARNING, "this rank coordinates now, %s", self._predecessor)
+        logger.warning("this rank coordinates now, %s", self._predecessor)
         self._on_new(epoch, services.rank)
 
     def _serve(self, *, epoch: int, members: Sequence[int]) -> None:
-        self._stepped_at = self._services.time()
         self._serving = Coordinator(
             self._services,
             members,

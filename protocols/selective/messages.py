@@ -19,7 +19,7 @@ REPLACER: Final = "replacer"
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Member to coordinator, on the metric tag: how well this rank does. It asks for no answer.
+    """Member to coordinator, on the metric tag: how well this rank does.
 
     Attributes:
         iteration: The step that `value` was measured at.
@@ -27,12 +27,19 @@ class Report:
         step_time_s: How long it takes lately from one call of this rank's policy to the next. Deadlines that
             wait for the rank are made from it.
         interval_s: The time since this rank's report before.
+        asks: Whether the coordinator is to say that it has read this.
     """
 
     iteration: int
     value: float
     step_time_s: float
     interval_s: float
+    asks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """Coordinator to a member whose report asks for it: it attends to its task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +175,10 @@ def _check_ascending(ranks: tuple[int, ...]) -> None:
         raise ValueError(f"the donors {ranks} are not in ascending order")
 
 
-ControlMessage = Assign | Ready | Decline | Frozen | Applied | Abandoned | End | Leave | Joined | Rejoin
+ControlMessage = Assign | Ready | Decline | Frozen | Applied | Abandoned | End | Leave | Joined | Rejoin | Heard
 
 METRIC_TYPES: Final[tuple[type, ...]] = (Report,)
 CONTROL_TYPES: Final[tuple[type, ...]] = (
     *(Assign, Ready, Decline, Frozen, Applied, Abandoned, End, Leave),
-    *(Joined, Rejoin),
+    *(Joined, Rejoin, Heard),
 )

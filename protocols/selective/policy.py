@@ -55,7 +55,7 @@ from protocols.selective.member import (
     Withdraw,
 )
 from protocols.selective.member_channels import MemberChannels
-from protocols.selective.messages import Assign, End, Frozen, Leave, Rejoin, Report
+from protocols.selective.messages import Assign, End, Frozen, Heard, Leave, Rejoin, Report
 from protocols.selective.rules import SelectiveRules
 from protocols.selective.statistics import SelectiveStatistics
 from protocols.step_info import NOTHING, PolicyEvent, SnapshotTaken, StepInfo
@@ -307,8 +307,6 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             await self._world.safe_point()
             return NOTHING
         await self._world.progress()
-        if self._leadership.is_serving:
-            self._leadership.note_step()
         info = self._act() if self._member.wants_step else NOTHING
         if self._is_due():
             self._report(local_metric)
@@ -329,14 +327,14 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         now = self._world.time()
         call = self.iteration - self._skipped_count  # messages are answered once in a call, not in an iteration
         interval_s = now - self._reported_at
-        report = Report(self.iteration, value, interval_s / max(1, call - self._reported_call), interval_s)
+        step_s = interval_s / max(1, call - self._reported_call)
         self._reported_at, self._reported_call = now, call
+        asks = self._leadership.on_report(step_s, interval_s)
+        report = Report(self.iteration, value, step_s, interval_s, asks)
         self._newest_report = report
         self._counts["reports"] += 1
         if not math.isfinite(value):
             self._counts["nonfinite"] += 1
-        if self._leadership.coordinator is None:
-            self._leadership.look()
         coordinator = self._leadership.coordinator
         if coordinator is not None and not self._channels.report(report, coordinator):
             self._counts["skipped reports"] += 1
@@ -409,6 +407,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
                     self._carry_out(member.on_end(reason, envelope.round))
                 case Leave():
                     self._leadership.note_stopped(envelope.source)
+                case Heard():
+                    self._leadership.note_answer()
                 case Rejoin():
                     self._carry_out((member.joined(self._newest_report),))
                 case other:

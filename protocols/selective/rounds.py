@@ -217,18 +217,6 @@ class RoundCoordinator:
             return self._round.deadline
         return self._patience.deadline
 
-    def quicker_member(self, rank: int, step_time_s: float, since: float) -> int | None:
-        """Return the live member other than `rank` with the shortest steps, among the newest reports, or None.
-
-        Only those count that have come since then, and that tell of steps shorter than `step_time_s`.
-        """
-        quick = [
-            (member.report.step_time_s, other)
-            for other, member in self._members.items()
-            if other != rank and member.report is not None and member.report.received_at > since
-        ]
-        return min(quick)[1] if quick and 0 <= min(quick)[0] < step_time_s else None
-
     @property
     def finished(self) -> bool:
         """Whether every member has left or is lost."""

@@ -1,4 +1,4 @@
-"""Decides which rank coordinates a policy when its coordinator is lost, stops, or hands its task over.
+"""Decides which rank coordinates a policy when its coordinator is lost, stops, or does not attend to its task.
 
 `Succession` is one rank's view: a plain synchronous object that turns news into instructions, like
 `protocols.selective.member`. All ranks know the order of succession. When a rank learns that the coordinator is gone,
@@ -12,6 +12,7 @@ without the vote: nothing that a coordinator decides has to outlive it, since we
 """
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Final, NamedTuple, TypeAlias
 
 #: So often is a rank nominated, once in each of the nominating rank's cadences, until the next in the order is.
@@ -109,11 +110,10 @@ class Succession:
         self.epoch, self.coordinator = epoch, None  # of a coordinator that this rank has not heard of, and that is gone
         return self._seek()
 
-    def on_hand_over(self, source: int, epoch: int) -> Steps:
-        """Take the task over from a coordinator that cannot attend to it."""
-        if epoch < self.epoch:
-            return () if self.coordinator is None else (Inform(source),)
-        return self._claim() if source == self.coordinator and epoch == self.epoch else ()
+    def on_suspicion(self) -> Steps:
+        """Take the task over from a coordinator that does not attend to it; it may do so again later."""
+        is_due = self.coordinator not in (None, self.rank) and self.rank not in self._unavailable
+        return self._claim() if is_due else ()
 
     def on_claim(self, epoch: int, coordinator: int, source: int) -> Steps:
         """Note which rank coordinates in an epoch, as ``source`` says."""
@@ -134,6 +134,13 @@ class Succession:
     def is_available(self, rank: int) -> bool:
         """Return whether a rank may take part, as far as is known."""
         return rank not in self._unavailable
+
+    def place(self, limit: int) -> int | None:
+        """Return this rank's place, from 0, among those that can take over from the coordinator; None from a limit."""
+        if self.rank == self.coordinator or self.rank in self._unavailable:
+            return None
+        able = (rank for rank in self._order if rank != self.coordinator and rank not in self._unavailable)
+        return next((place for place, rank in enumerate(islice(able, limit)) if rank == self.rank), None)
 
     # ---------------------------------------------------------------- helpers
 

@@ -18,6 +18,6 @@ def test_lies_of_a_rank_crash_no_other_one() -> None:
         seen = run_hostile(seed)
         sent += seen.sent
         ends += seen.ends
-    assert len(sent) > 30, "lies of many types were told"
+    assert len(sent) > 25, "lies of many types were told"
     assert ends["well"] > 5 and len(ends) > 3, "they did some harm, and not everywhere"
     assert len(PROGRAMS) == 6

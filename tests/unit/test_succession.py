@@ -59,16 +59,32 @@ def test_epochs_of_two_ranks_are_never_equal() -> None:
         view.on_lost(9)
         for epoch in range(60):
             view.epoch, view.coordinator = epoch, 9
-            (claim,) = view.on_hand_over(9, epoch)
+            (claim,) = view.on_suspicion()
             assert isinstance(claim, Claim) and epoch < claim.epoch <= epoch + len(ORDER)
             epochs[rank].add(claim.epoch)
     assert sum(map(len, epochs.values())) == len(set.union(*epochs.values()))
 
 
-def test_only_the_coordinator_of_this_epoch_hands_over() -> None:
+def test_a_member_takes_over_from_a_coordinator_that_it_suspects() -> None:
     view = Succession(2, ORDER, 0)
-    assert view.on_hand_over(1, 0) == () == view.on_hand_over(0, 1)
-    assert view.on_hand_over(0, 0) == (Claim(3),)
+    assert view.on_suspicion() == (Claim(3),)
+    assert view.on_suspicion() == (), "it coordinates itself"
+    assert view.on_claim(5, 0, 0) == (Follow(5, 0),), "the suspected one may do so again"
+    view.leave()
+    assert view.on_suspicion() == ()
+    leaderless = Succession(3, ORDER, 0)
+    leaderless.on_lost(0)
+    assert leaderless.on_suspicion() == (), "it nominates the first of the order"
+
+
+def test_the_first_of_those_that_can_take_over_have_a_place() -> None:
+    assert [Succession(rank, ORDER, 1).place(2) for rank in ORDER] == [0, None, 1, None]
+    view = Succession(3, ORDER, 1)
+    view.on_left(0)
+    assert view.place(2) == 1
+    view.leave()
+    assert view.place(2) is None
+    assert Succession(9, ORDER, 9).place(2) is None, "a reserved coordinator"
 
 
 def test_who_has_missed_a_claim_is_told() -> None:
@@ -76,7 +92,6 @@ def test_who_has_missed_a_claim_is_told() -> None:
     view.on_lost(0)
     assert view.on_nomination(3, 0) == (Inform(3),)
     assert view.on_claim(1, 0, 0) == (Inform(0),), "a coordinator that was only slow"
-    assert view.on_hand_over(0, 0) == (Inform(0),), "it does not know that it was replaced, and hands over"
     assert view.on_nomination(3, 2) == ()
     leaderless = Succession(3, ORDER, 0)
     leaderless.on_lost(0)

@@ -1,0 +1,57 @@
+"""A coordinator is suspected when its answers are missing or late, and only then."""
+
+from __future__ import annotations
+
+import pytest
+
+from protocols.selective.watching import MISSED_REPORT_COUNT, SILENT_S, Watch
+
+
+def suspicions(answers_s: list[float | None], *, step_s: float = 0.1, interval_s: float = 0.5, place: int = 0) -> int:
+    """Report at each interval, with these times until the answer, and count the suspicions."""
+    watch, count = Watch(), 0
+    for index, answer_s in enumerate(answers_s):
+        now = index * interval_s
+        watch.on_report(step_s, interval_s, now)
+        count += watch.suspicion(place, now) is not None
+        if answer_s is not None:
+            watch.on_answer(now + answer_s)
+    return count
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_silence_is_suspected_after_some_reports_and_some_time(place: int) -> None:
+    needed = MISSED_REPORT_COUNT * (1 + place)
+    assert suspicions([None] * (needed + 1), interval_s=SILENT_S, place=place) == 1
+    assert suspicions([None] * needed, interval_s=SILENT_S, place=place) == 0
+    assert suspicions([None] * needed, interval_s=60.0, place=place) == 0, "long steps of our own are no silence"
+    assert suspicions([None] * 50, interval_s=SILENT_S / 100, place=place) == 0, "a process may be away for a while"
+
+
+def test_an_answer_ends_the_silence() -> None:
+    assert suspicions([None, 0.1, None, None, 0.1] * 10, step_s=SILENT_S, interval_s=SILENT_S) == 0
+
+
+def test_answers_are_late_by_the_steps_of_the_rank_that_waits() -> None:
+    assert suspicions([0.1] * 50) == 0
+    assert suspicions([0.2] * 50) == 0, "both are in a step of equal length"
+    assert suspicions([0.35] * 50) > 0
+    assert suspicions([0.35, 0.35, 0.1, 0.1] * 20) == 0, "now and then"
+    assert suspicions([0.35] * 50, step_s=0.2) == 0
+    assert suspicions([0.35] * 50, interval_s=5.0) == 0, "no round is lost by it"
+    assert suspicions([0.09] * 50, step_s=0.001, interval_s=0.005) == 0, "hosts are busy for so long"
+
+
+def test_another_coordinator_is_judged_anew() -> None:
+    watch = Watch()
+    for index in range(20):
+        watch.on_report(0.01, 0.05, index * 0.05)
+    assert watch.suspicion(0, 1.0) == "has not answered for 1 s"
+    watch.begin()
+    assert watch.suspicion(0, 1.0) is None
+
+
+def test_an_answer_that_nothing_asked_for_is_ignored() -> None:
+    watch = Watch()
+    watch.on_answer(5.0)
+    assert watch.suspicion(0, 100.0) is None
