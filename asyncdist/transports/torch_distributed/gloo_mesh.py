@@ -19,6 +19,7 @@ from asyncdist.errors import RankLostError, TransportError
 from asyncdist.transports.matching import Matcher
 from asyncdist.transports.torch_distributed.failures import reason
 from asyncdist.transports.torch_distributed.gloo import Link
+from asyncdist.transports.torch_distributed.keepalive import probed_connections
 
 logger = logging.getLogger("asyncdist.transports.torch_distributed.gloo_mesh")
 
@@ -57,7 +58,8 @@ class Mesh:
         self._switch_interval_s = sys.getswitchinterval()
         if size > 1:
             sys.setswitchinterval(min(self._switch_interval_s, _SWITCH_INTERVAL_S))
-            control, bulk = make_group("control"), make_group("bulk")
+            with probed_connections():
+                control, bulk = make_group("control"), make_group("bulk")
             self._groups = [control, bulk]
             peers = (peer for peer in range(size) if peer != rank)
             self.links = {peer: Link(peer, control, bulk, matcher, self._on_lost) for peer in peers}
