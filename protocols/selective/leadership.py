@@ -21,8 +21,16 @@ from asyncdist.messaging.services import Services
 from protocols.selective.coordinator import Coordinator, PolicyScopes
 from protocols.selective.rules import SelectiveRules
 from protocols.selective.statistics import CoordinatorStatistics
-from protocols.selective.succession import Claim, Follow, Inform, Nominate, Steps, Succession
-from protocols.selective.watching import WATCHER_COUNT, Watch
+from protocols.selective.succession import (
+    WATCHER_COUNT,
+    Claim,
+    Follow,
+    Inform,
+    Nominate,
+    Steps,
+    Succession,
+    Watch,
+)
 
 logger = logging.getLogger("protocols.selective.leadership")
 

@@ -333,8 +333,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         report = Report(self.iteration, value, step_s, interval_s, asks)
         self._newest_report = report
         self._counts["reports"] += 1
-        if not math.isfinite(value):
-            self._counts["nonfinite"] += 1
+        self._counts["nonfinite"] += not math.isfinite(value)
         coordinator = self._leadership.coordinator
         if coordinator is not None and not self._channels.report(report, coordinator):
             self._counts["skipped reports"] += 1

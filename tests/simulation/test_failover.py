@@ -21,7 +21,7 @@ import asyncdist as ad
 import protocols
 from asyncdist.simulation import Fault, Kill, Partition, SimReport, Stall, simulate
 from protocols import AsyncSelectiveAveragingPolicy, AverageApplied, PolicyEvent, SelectiveStatistics, SnapshotTaken
-from protocols.selective import leadership, watching
+from protocols.selective import leadership, succession
 from protocols.selective.leadership import Leadership
 from protocols.selective.member_channels import MemberChannels
 from protocols.selective.messages import REPLACER, Assign, Joined
@@ -390,7 +390,7 @@ def test_a_member_takes_over_from_a_coordinator_that_has_left_the_policy_and_com
         return story
 
     stories = simulate(main, ranks=4, seed=2, strict=True).results
-    check_goes_on(stories, 20 * STEP_S + watching.SILENT_S + 2 * CADENCE_S)
+    check_goes_on(stories, 20 * STEP_S + succession.SILENT_S + 2 * CADENCE_S)
     assert {story.statistics.coordinator_rank for story in stories[1:] if story.statistics} == {1}
 
 
@@ -403,7 +403,7 @@ def test_a_second_member_takes_over_when_the_first_is_as_slow() -> None:
         return await train(world, steps=800)
 
     stories = simulate(main, ranks=5, seed=3, strict=True).results
-    check_goes_on(stories, 0.3 + 2 * watching.SILENT_S + 2 * CADENCE_S)
+    check_goes_on(stories, 0.3 + 2 * succession.SILENT_S + 2 * CADENCE_S)
     assert {(s.statistics.coordinator_rank, s.statistics.epoch) for s in stories if s.statistics} == {(2, 3)}
 
 

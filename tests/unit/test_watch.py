@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protocols.selective.watching import MISSED_REPORT_COUNT, SILENT_S, Watch
+from protocols.selective.succession import MISSED_REPORT_COUNT, SILENT_S, Watch
 
 
 def suspicions(answers_s: list[float | None], *, step_s: float = 0.1, interval_s: float = 0.5, place: int = 0) -> int:
