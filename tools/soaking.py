@@ -9,7 +9,7 @@ that are not true (``tests/simulation/hostile_scenarios.py``).
 
 With ``--memory`` it simulates one population for a million steps, in which all that a job opens is opened and closed
 again and again, ranks are killed and stalled, and the coordinator changes (``tests/simulation/long_run.py``). It prints
-the memory over time, and the exit code is 1 if it grows. This takes some ten minutes.
+the memory over time, and the exit code is 1 if it grows. This takes some five minutes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PROGRESS_PERIOD_S: Final = 5.0
 #: Seeds with a rank that lies between two lines.
 _LIES_COUNT: Final = 50
 #: Together about a million steps of three to six ranks, 20 ms each.
-MEMORY_PHASE_COUNT: Final = 150
+MEMORY_PHASE_COUNT: Final = 152
 MEMORY_TRAIN_S: Final = 40.0
 
 

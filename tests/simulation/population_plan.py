@@ -27,7 +27,7 @@ from asyncdist.simulation import (
 from protocols.ranking import STRATEGIES
 
 #: In a second phase the start waits for ranks that are a hundred times slower.
-_START_TIMEOUT_S: Final = 1e5
+_START_TIMEOUT_S: Final = 1e4
 
 
 # -- the plan ---------------------------------------------------------------------------------------------------------
