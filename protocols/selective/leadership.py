@@ -195,13 +195,14 @@ class Leadership:
         if rank == self._succession.coordinator:
             self._lose("has stopped", rank)
 
-    def on_report(self, step_s: float, interval_s: float) -> bool:
+    def on_report(self, step: int, interval_s: float) -> bool:
         """Look after the coordinator; called before each report of this rank.
 
         Goes on looking for one while there is none, and takes over from one that does not attend to its task.
 
         Args:
-            step_s, interval_s: how long this rank's steps and the time between its reports are.
+            step: the number of this rank's step.
+            interval_s: the time since its report before.
 
         Returns:
             whether the report is to ask the coordinator for an answer.
@@ -211,17 +212,16 @@ class Leadership:
         place = self._succession.place(WATCHER_COUNT)
         if place is None or self._succession.coordinator is None:
             return False
-        now = self._services.time()
-        self._watch.on_report(step_s, interval_s, now)
-        why = self._watch.suspicion(place, now)
+        self._watch.on_report(step, interval_s, self._services.time())
+        why = self._watch.suspicion(place)
         if why is not None:
             self._predecessor = f"after rank {self._succession.coordinator}, which {why}"
             self._carry_out(self._succession.on_suspicion())
         return why is None
 
-    def note_answer(self) -> None:
-        """Note that the coordinator has read a report that asked for an answer."""
-        self._watch.on_answer(self._services.time())
+    def note_answer(self, step: int) -> None:
+        """Note that the coordinator has read a report that asked for an answer; ``step`` as in :meth:`on_report`."""
+        self._watch.on_answer(step, self._services.time())
 
     async def serve_reserved(self) -> CoordinatorStatistics:
         """Coordinate in the caller's task until every member has left, or another rank has taken over."""

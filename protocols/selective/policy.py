@@ -329,7 +329,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         interval_s = now - self._reported_at
         step_s = interval_s / max(1, call - self._reported_call)
         self._reported_at, self._reported_call = now, call
-        asks = self._leadership.on_report(step_s, interval_s)
+        asks = self._leadership.on_report(call, interval_s)
         report = Report(self.iteration, value, step_s, interval_s, asks)
         self._newest_report = report
         self._counts["reports"] += 1
@@ -407,7 +407,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
                 case Leave():
                     self._leadership.note_stopped(envelope.source)
                 case Heard():
-                    self._leadership.note_answer()
+                    self._leadership.note_answer(self.iteration - self._skipped_count)
                 case Rejoin():
                     self._carry_out((member.joined(self._newest_report),))
                 case other:

@@ -426,3 +426,29 @@ def test_a_coordinator_that_calls_its_policy_at_due_iterations_only_keeps_its_ta
 
 def test_a_coordinator_whose_peers_are_as_slow_keeps_its_task() -> None:
     assert [s.statistics.epoch for s in slow_rank_0(1.0, is_all=True) if s.statistics] == [0] * 4
+
+
+@pytest.mark.parametrize("every", [1, 40])
+@pytest.mark.parametrize("is_reserved", [False, True], ids=["member", "reserved"])
+def test_a_coordinator_keeps_its_task_where_members_pause_for_evaluations(is_reserved: bool, every: int) -> None:
+    """A pause follows a report, and rank 0 is the last that comes back. A reserved one has answered meanwhile."""
+
+    async def main(world: ad.World) -> Any:
+        members = [rank for rank in range(4) if rank or not is_reserved]
+        if world.rank not in members:
+            return await protocols.coordinate(members)
+        group = await ad.new_group(members)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        async with AsyncSelectiveAveragingPolicy(
+            model, optimizer, average_every=every, group=group, coordinator=0
+        ) as policy:
+            for epoch in range(15):
+                for _ in range(40):
+                    compute(STEP_S)
+                    await policy.step(float(world.rank))
+                compute(3.0 * (epoch + 1) - 0.04 * world.rank - world.time())
+        return policy.statistics()
+
+    for statistics in simulate(main, ranks=4, strict=True).results[is_reserved:]:
+        assert (statistics.coordinator_rank, statistics.epoch) == (0, 0)

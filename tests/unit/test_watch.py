@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from protocols.selective.succession import MISSED_REPORT_COUNT, SILENT_S, Watch
@@ -12,10 +14,11 @@ def suspicions(answers_s: list[float | None], *, step_s: float = 0.1, interval_s
     watch, count = Watch(), 0
     for index, answer_s in enumerate(answers_s):
         now = index * interval_s
-        watch.on_report(step_s, interval_s, now)
-        count += watch.suspicion(place, now) is not None
+        step = round(now / step_s)
+        watch.on_report(step, interval_s, now)
+        count += watch.suspicion(place) is not None
         if answer_s is not None:
-            watch.on_answer(now + answer_s)
+            watch.on_answer(step + math.ceil(answer_s / step_s), now + answer_s)
     return count
 
 
@@ -45,13 +48,35 @@ def test_answers_are_late_by_the_steps_of_the_rank_that_waits() -> None:
 def test_another_coordinator_is_judged_anew() -> None:
     watch = Watch()
     for index in range(20):
-        watch.on_report(0.01, 0.05, index * 0.05)
-    assert watch.suspicion(0, 1.0) == "has not answered for 1 s"
+        watch.on_report(5 * index, 0.1, index * 0.1)
+    assert watch.suspicion(0) == "has not answered for 1.9 s"
     watch.begin()
-    assert watch.suspicion(0, 1.0) is None
+    assert watch.suspicion(0) is None
+
+
+def test_a_pause_of_the_rank_that_waits_is_no_silence() -> None:
+    """All evaluate for ten seconds, each time after a report, and this rank is back a little before the coordinator."""
+    watch = Watch()
+    now = 0.0
+    for index in range(400):
+        interval_s = 10.0 if index % 20 == 1 else 0.01
+        now += interval_s
+        watch.on_report(index, interval_s, now)
+        assert watch.suspicion(0) is None
+        if index % 20 not in range(8):  # which is asked for before the pause, and missed in some steps after it
+            watch.on_answer(index + 1, now)
+
+
+def test_an_answer_that_waits_for_the_rank_that_asked_is_not_late() -> None:
+    """An evaluation follows each report, and the answer is read after it."""
+    watch = Watch()
+    for index in range(50):
+        watch.on_report(20 * index, 2.2, 2.2 * index)
+        assert watch.suspicion(0) is None
+        watch.on_answer(20 * index + 1, 2.2 * index + 2.0)
 
 
 def test_an_answer_that_nothing_asked_for_is_ignored() -> None:
     watch = Watch()
-    watch.on_answer(5.0)
-    assert watch.suspicion(0, 100.0) is None
+    watch.on_answer(500, 5.0)
+    assert watch.suspicion(0) is None
