@@ -426,22 +426,31 @@ class SpawnPolicy(abc.ABC):
             raise
 
     async def _explain_models(self, error: DisagreementError) -> DisagreementError:
-        """Find out where the models differ, together with all members, which know that they do."""
+        """Find out where the models differ, together with all members, which know that they do.
+
+        In a group of its own: the caller of a start that was given up may be calling something else in the policy's.
+        """
+        start = self._joint_start
+        left_s = start.left_s(self._start_timeout_s)
+        async with await self._world.peers.groups.new_group(self._group.ranks, left_s, part_of=start) as group:
+            return await self._explain_in(group, error)
+
+    async def _explain_in(self, group: Group, error: DisagreementError) -> DisagreementError:
         mine = self._flat.fingerprint
-        first = self._group.ranks[0]
+        first = group.ranks[0]
         text = mine.to_text().encode()
-        length = await self._world.collectives.broadcast(torch.tensor(len(text), device="cpu"), self._group, first)
+        length = await self._world.collectives.broadcast(torch.tensor(len(text), device="cpu"), group, first)
         if self._world.rank == first:
             theirs = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         else:
             theirs = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-        await self._world.collectives.broadcast(theirs, self._group, first)
+        await self._world.collectives.broadcast(theirs, group, first)
         difference = first_difference(mine, Fingerprint.from_text(bytes(theirs.numpy()).decode()))
         note = f"{difference} (here: rank {self._world.rank}, there: rank {first})" if difference else ""
         found = torch.zeros(512, dtype=torch.uint8, device="cpu")
         encoded = note.encode()[: found.numel()]
         found.numpy()[: len(encoded)] = list(encoded)
-        for other in await self._world.collectives.all_gather(found, self._group):
+        for other in await self._world.collectives.all_gather(found, group):
             said = bytes(other.numpy()).rstrip(b"\0").decode(errors="ignore")
             if said:
                 return DisagreementError(f"the models differ: {said}", difference="model")

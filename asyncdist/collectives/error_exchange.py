@@ -45,6 +45,8 @@ _OPERATIONS: Final = (
     "average_models",
     "average_gradients",
     "gather_distributed_data",
+    "save_population",
+    "load_population",
 )
 _NO_ROOT: Final = -1
 

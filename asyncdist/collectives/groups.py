@@ -7,7 +7,8 @@ itself (:mod:`asyncdist.collectives.group_ledger`).
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,8 @@ class Lease:
         is_freed: whether this rank has freed it.
         subjects: what its members agree on as long as they have it, and never again.
         bound_to: ranks that are no members, and whose loss ends the group's collectives as a member's does.
+        joint_work: the newest call of this rank that does several collectives as one, while it is under way
+            (:mod:`asyncdist.functional.joint_work`).
     """
 
     serial: int = 0
@@ -37,6 +40,7 @@ class Lease:
     subjects: list[str] = field(default_factory=list)
     origin: int = 0
     bound_to: tuple[int, ...] = ()
+    joint_work: object = None
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -106,6 +110,18 @@ class Group:
     def seen_from_outside(cls, ranks: Sequence[int]) -> Group:
         """Make the group as a rank that is not a member sees it: its ranks, and nothing to call."""
         return cls(tuple(ranks), -1, -1, None)
+
+
+async def free_all(groups: Iterable[Group]) -> None:
+    """Free some groups, one after the other. **Cancellation**: it is raised when the last one has been freed."""
+    cancellation: asyncio.CancelledError | None = None
+    for group in groups:
+        try:
+            await group.free()
+        except asyncio.CancelledError as error:
+            cancellation = error
+    if cancellation is not None:
+        raise cancellation
 
 
 def check_group(group: object) -> None:

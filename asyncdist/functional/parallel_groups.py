@@ -20,7 +20,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from asyncdist import validation
 from asyncdist.collectives.agreed_start import Start, start_together
-from asyncdist.collectives.groups import Group
+from asyncdist.collectives.groups import Group, free_all
 from asyncdist.errors import LocalProtocolError
 from asyncdist.runtime.world import World, current_world
 
@@ -144,16 +144,11 @@ async def new_parallel_groups(
         return await world.peers.groups.new_groups(lists, start.left_s(_TIMEOUT_S), part_of=start)
 
     model, pipeline, data = await start_together(
-        world.services, world.agreements, everybody, _SUBJECT, make, _free, name=_SUBJECT
+        world.services, world.agreements, everybody, _SUBJECT, make, free_all, name=_SUBJECT
     )
     groups = ParallelGroups(layout, model, pipeline, data)
     current_groups.set(groups)
     return groups
-
-
-async def _free(groups: list[Group]) -> None:
-    for group in groups:
-        await group.free()
 
 
 def parallel_groups() -> ParallelGroups[Any]:

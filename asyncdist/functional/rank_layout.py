@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from asyncdist import validation
 from asyncdist.collectives.agreed_start import Start, start_together
-from asyncdist.collectives.groups import Group
+from asyncdist.collectives.groups import Group, free_all
 from asyncdist.functional.main_process import compute_and_broadcast, gather_from_all_ranks
 from asyncdist.runtime.world import World, current_world
 from asyncdist.transports.select import check_torch_backend
@@ -258,8 +258,7 @@ class DistributedContext:
         From then on this rank is outside of all of them. A second call does nothing.
         """
         groups, self._groups = self._groups, {}
-        for ranks in sorted(groups):
-            await groups[ranks].free()
+        await free_all(groups[ranks] for ranks in sorted(groups))
 
     def _group(self, ranks: tuple[int, ...]) -> Group:
         return self._groups.get(ranks) or Group.seen_from_outside(ranks)
@@ -329,8 +328,18 @@ async def initialize_distributed_compute(
         groups = await world.peers.groups.new_groups(own, start.left_s(_TIMEOUT_S), part_of=start)
         return DistributedContext(world, plan, dict(zip(own, groups, strict=True)))
 
+    # The names of the hosts go through the group of the world: a caller that went on before would call something else
+    # there in between.
+    is_held = placement == "host" and layout is None
     return await start_together(
-        world.services, world.agreements, everybody, _SUBJECT, make, DistributedContext.cleanup, name=_SUBJECT
+        world.services,
+        world.agreements,
+        everybody,
+        _SUBJECT,
+        make,
+        DistributedContext.cleanup,
+        name=_SUBJECT,
+        is_held=is_held,
     )
 
 

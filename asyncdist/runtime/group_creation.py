@@ -16,11 +16,11 @@ from asyncdist import validation
 from asyncdist.collectives.agreed_start import Start, assemble, start_together
 from asyncdist.collectives.agreement import Agreements
 from asyncdist.collectives.group_ledger import GroupLedger
-from asyncdist.collectives.groups import Group, check_ranks, short
+from asyncdist.collectives.groups import Group, check_ranks, free_all, short
 from asyncdist.collectives.membership import MembershipLog
 from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.collectives.turns import Turns
-from asyncdist.errors import ClosedError, DisagreementError, RankLostError
+from asyncdist.errors import ClosedError, DisagreementError, LocalProtocolError, RankLostError
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
@@ -67,17 +67,29 @@ class GroupCreation:
     ) -> list[Group]:
         """Make several groups; see :meth:`asyncdist.World.new_groups`, and :meth:`new_group` for ``part_of``."""
         made: list[Group] = []
+        wanted = list(lists)
         now = self._services.time
         give_up_at = now() + timeout_s
         try:
-            for ranks in lists:
+            for ranks in wanted:
                 left_s = max(round(give_up_at - now(), 3), 0.001)
                 made += [await self.new_group(ranks, left_s, part_of=part_of)]
-        except BaseException:  # a cancellation too, and a list that is refused
-            for group in made:
-                await group.free()
+        except BaseException as error:  # a cancellation too, and a list that is refused
+            self._stay_away(wanted[len(made) + 1 :], error, part_of)
+            await free_all(made)
             raise
         return made
+
+    def _stay_away(self, lists: Iterable[Sequence[int]], error: BaseException, part_of: Start[Any] | None) -> None:
+        """Tell the members of some groups that this rank does not come: they would wait until their time is up."""
+        subject = _SUBJECT if part_of is None else _subject_for(part_of)
+        for ranks in lists:
+            with contextlib.suppress(
+                LocalProtocolError, TypeError
+            ):  # it is no group, and none waits in it for this rank
+                members = check_ranks(ranks, rank=self._services.rank, size=self._services.size)
+                meeting = self._agreements.next_meeting(members, subject)
+                self._agreements.stay_away(meeting, error if isinstance(error, Exception) else None)
 
     async def surviving_group(self, group: Group, timeout_s: float) -> Group:
         """Make a group of the live members of ``group``; see :func:`asyncdist.surviving_group`.
@@ -126,7 +138,7 @@ class GroupCreation:
             subject: names what is started; groups of equal ranks and other subjects are other ones.
         """
         if part_of is not None:
-            subject = f"{_SUBJECT} for {part_of.name}"
+            subject = _subject_for(part_of)
         services = self._services
         members = check_ranks(ranks, rank=services.rank, size=services.size)
         validation.seconds("timeout_s", timeout_s)
@@ -175,3 +187,8 @@ class GroupCreation:
         checker = self._services.engine.transport.collective_checker
         if checker is not None:
             checker.forget(group.ranks, group.key, self._services.rank)
+
+
+def _subject_for(part_of: Start[Any]) -> str:
+    """Return the subject of groups that belong to another start."""
+    return f"{_SUBJECT} for {part_of.name}"

@@ -336,6 +336,8 @@ class World:
     async def new_groups(self, lists: Iterable[Sequence[int]], *, timeout_s: float = _GROUP_TIMEOUT_S) -> list[Group]:
         """Make several groups, one after the other. Where one cannot be made, those before it are freed.
 
+        The members of those after it get RemoteError.
+
         Args:
             lists: the members of each, this rank among them.
             timeout_s: for all of them together.

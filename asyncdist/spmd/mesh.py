@@ -21,7 +21,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 from asyncdist import validation
 from asyncdist.collectives.agreed_start import Start, start_together
-from asyncdist.collectives.groups import Group, check_group, check_open, short
+from asyncdist.collectives.groups import Group, check_group, check_open, free_all, short
 from asyncdist.errors import ClosedError, LocalProtocolError
 from asyncdist.runtime.world import World, current_world
 
@@ -137,7 +137,7 @@ class Mesh:
         for axis in self._axes.values():
             if not axis.group.lease.is_freed:
                 self.world.agreements.withdraw(axis.group.ranks, axis.subject)
-            await axis.group.free()
+        await free_all(axis.group for axis in self._axes.values())
 
     def _check_open(self) -> None:
         if any(axis.group.lease.is_freed for axis in self._axes.values()):

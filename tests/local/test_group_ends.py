@@ -14,7 +14,7 @@ import asyncdist as ad
 from asyncdist import World
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.membership import MembershipLog
-from asyncdist.errors import ClosedError, LocalProtocolError, StartTimeoutError
+from asyncdist.errors import ClosedError, LocalProtocolError, RemoteError, StartTimeoutError
 from asyncdist.runtime.group_creation import GroupCreation
 from asyncdist.runtime.peers import Leave
 from asyncdist.tensors.model_cache import MODEL_COUNT_MAX, Scratch
@@ -86,6 +86,8 @@ def test_where_the_second_of_several_groups_cannot_be_made_the_first_is_given_ba
             came_to = "made"
         except StartTimeoutError as error:
             came_to = f"waited for {error.missing}"
+        except RemoteError as error:
+            came_to = f"waited for what {error}"
         await world.sleep(2000 - world.time())
         return came_to, bool(world.peers.groups.ledger.taken())
 

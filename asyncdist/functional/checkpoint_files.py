@@ -1,0 +1,154 @@
+"""Writes and reads the files of a checkpoint, each written aside and renamed. The manifest comes last.
+
+:mod:`asyncdist.functional.population_checkpoint` shows the folder. Everything here blocks on the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from asyncdist._version import __version__
+
+logger = logging.getLogger("asyncdist.population_checkpoint")
+
+_FORMAT: Final = "population checkpoint of asyncdist"
+_VERSION: Final = 1
+_MANIFEST: Final = "manifest.json"
+_PREFIX: Final = "checkpoint-"
+_PIECE_NBYTES: Final = 1 << 22
+
+
+def new_folder(place: Path) -> str:
+    """Make the folder of the next checkpoint below ``place``, and return its name."""
+    place.mkdir(parents=True, exist_ok=True)
+    folder = place / f"{_PREFIX}{max(_numbers(place), default=0) + 1:06}"
+    folder.mkdir()
+    return folder.name
+
+
+def rank_file(folder: Path, index: int) -> Path:
+    """Return the file of the rank that has place ``index`` in the population."""
+    return folder / f"rank-{index:05}.pt"
+
+
+def write_manifest(folder: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Make the checkpoint whole; ``entries`` say what :func:`write_file` has returned for each rank's file."""
+    manifest = {"format": _FORMAT, "version": _VERSION, "asyncdist": __version__, "files": entries}
+    _write_beside(folder / _MANIFEST, json.dumps(manifest, indent=1).encode())
+
+
+def write_file(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Write a rank's file, and return its entry in the manifest."""
+    beside = path.with_name(f"{path.name}.part")
+    with beside.open("wb") as file:
+        torch.save(dict(state), file)
+        file.flush()
+        os.fsync(file.fileno())
+    entry = {"nbytes": beside.stat().st_size, "crc32": _crc_of(beside)}
+    beside.rename(path)
+    return entry
+
+
+def read_file(path: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what :func:`write_file` has written. Raises ValueError where the file is torn."""
+    nbytes = path.stat().st_size
+    if nbytes != entry["nbytes"] or _crc_of(path) != entry["crc32"]:
+        raise ValueError(f"{path} is torn: {nbytes} bytes, where {entry['nbytes']} were saved, or another content")
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return state
+
+
+def _crc_of(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_NBYTES):
+            crc = zlib.crc32(piece, crc)
+    return crc
+
+
+def _write_beside(path: Path, content: bytes) -> None:
+    beside = path.with_name(f"{path.name}.part")
+    with beside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.rename(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _numbers(place: Path) -> list[int]:
+    """Return the numbers of all checkpoints below ``place``, whole or not."""
+    ends = [entry.name.removeprefix(_PREFIX) for entry in place.glob(f"{_PREFIX}*") if entry.is_dir()]
+    return sorted(int(end) for end in ends if end.isdigit())
+
+
+def delete_old(newest: Path, keep: int) -> None:
+    """Delete all but the newest ``keep`` whole checkpoints, and unfinished ones before this one."""
+    older = [newest.parent / f"{_PREFIX}{number:06}" for number in _numbers(newest.parent)]
+    older = [folder for folder in older if folder.name < newest.name]
+    whole = [folder for folder in older if (folder / _MANIFEST).is_file()]
+    for folder in older:
+        if folder not in whole[len(whole) - (keep - 1) :]:
+            (folder / _MANIFEST).unlink(missing_ok=True)  # first: what is half deleted is not valid
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def find_newest(path: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the newest whole checkpoint with its manifest."""
+    if (path / _MANIFEST).is_file():
+        return path, _read_manifest(path)
+    folders = [path / f"{_PREFIX}{number:06}" for number in reversed(_numbers(path))] if path.is_dir() else []
+    for folder in folders:
+        if (folder / _MANIFEST).is_file():
+            return folder, _read_manifest(folder)
+        logger.warning("%s was not finished, and is left alone", folder)
+    found = f"{len(folders)} unfinished ones" if folders else "nothing of the kind"
+    if path.name.startswith(_PREFIX) and path.is_dir():
+        found = "one that was not finished"
+    raise FileNotFoundError(f"{path} holds no whole population checkpoint, but {found}")
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest: Any = json.loads((folder / _MANIFEST).read_bytes())
+    except ValueError:
+        manifest = None
+    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+        raise ValueError(f"{folder / _MANIFEST} is no manifest of a population checkpoint")
+    if manifest.get("version") != _VERSION:
+        raise ValueError(f"{folder} has version {manifest.get('version')!r:.80}; allowed: {_VERSION}")
+    return manifest
+
+
+def plan(files: Sequence[Mapping[str, Any]], size: int) -> list[int]:
+    """Return for each rank whose file it loads: its own, those of the best, or copies beginning with the best."""
+    if size == len(files):
+        return list(range(size))
+
+    def quality(source: int) -> tuple[bool, float]:
+        value = files[source]["metric"]
+        if value is None or not math.isfinite(value):
+            return False, 0.0
+        return True, -value if files[source]["metric_mode"] == "min" else value
+
+    best_first = sorted(range(len(files)), key=quality, reverse=True)
+    if size < len(files):
+        if not any(quality(source)[0] for source in best_first):
+            warnings.warn(f"no metric was saved: the first {size} of {len(files)} ranks go on", stacklevel=3)
+        return sorted(best_first[:size])
+    return [*range(len(files)), *(best_first[i % len(files)] for i in range(size - len(files)))]

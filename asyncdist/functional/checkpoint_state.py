@@ -1,0 +1,148 @@
+"""Takes the state of one rank for a checkpoint, and compares a loaded one with what is here. Nothing here waits."""
+
+from __future__ import annotations
+
+import io
+import random
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+
+class Stateful(Protocol):
+    """What has a state to be saved: a policy, a scheduler, a sampler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
+        """Go on from it."""
+
+
+def state_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, policy: Stateful | None, extra: Any
+) -> dict[str, Any]:
+    """Return all that this rank needs to go on. Model and optimizer are not copied.
+
+    Raises:
+        TypeError: a part holds what ``torch.load(weights_only=True)`` refuses.
+    """
+    state = {
+        "model": model.state_dict(),
+        "optimizer": None if optimizer is None else _map_leaves(_plain_number, optimizer.state_dict()),
+        "optimizer_class": None if optimizer is None else type(optimizer).__qualname__,
+        "policy": None if policy is None else _map_leaves(_plain_number, policy.state_dict()),
+        "extra": _map_leaves(_plain_number, extra),
+        "random": _random_states(),
+    }
+    for name, part in state.items():
+        _check_loadable(name, part)
+    return state
+
+
+def _map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
+    """Return plain dictionaries, lists and tuples with all that they hold, keys too, changed."""
+    if type(value) in (dict, OrderedDict):
+        return type(value)((change(key), _map_leaves(change, each)) for key, each in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_map_leaves(change, each) for each in value)
+    return change(value)
+
+
+def _plain_number(value: Any) -> Any:
+    """Return a scalar of numpy as Python's: schedules compute learning rates with numpy, and no load takes them."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _check_loadable(name: str, part: Any) -> None:
+    """Raise TypeError for what a save would write and no load would take: afterwards only the file is left."""
+
+    def without_contents(value: Any) -> Any:
+        return torch.empty(0, device="cpu") if type(value) is torch.Tensor and not value.__dict__ else value
+
+    buffer = io.BytesIO()
+    try:
+        torch.save(_map_leaves(without_contents, part), buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:
+        lines = (str(error).strip() or type(error).__name__).splitlines()
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        reason = found[1] if found else lines[0]
+        raise TypeError(
+            f"{name} holds what torch.load(weights_only=True) refuses; allowed: tensors, numbers, texts, and lists and "
+            f"dictionaries of them ({reason:.200})"
+        ) from None
+
+
+def metric_entry(metric: float | None, policy: Any) -> dict[str, Any]:
+    """Return what the manifest says of a rank's metric: the given one, or the newest of the policy's state."""
+    state = policy if isinstance(policy, Mapping) else {}
+    value = state.get("metric") if metric is None else float(metric)
+    return {"metric": value, "metric_mode": state.get("metric_mode") or "max"}
+
+
+def policy_state(state: dict[str, Any], *, is_copy: bool) -> dict[str, Any]:
+    """Return what a policy loads: a copy without the random state, or it would draw for ever what its original does."""
+    return {**state, "draws": None} if is_copy and "draws" in state else state
+
+
+def _random_states() -> dict[str, Any]:
+    numbers: Any = np.random.get_state()
+    name, words, position, has_gauss, gauss = numbers
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(words.astype(np.int64)), int(position), int(has_gauss), float(gauss)),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
+    }
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Go on from the saved random states."""
+    random.setstate(states["python"])
+    name, words, position, has_gauss, gauss = states["numpy"]
+    np.random.set_state((name, words.numpy().astype(np.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+def compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: Mapping[str, Any]) -> None:
+    """Raise ValueError naming the first difference between what is here and what was saved."""
+    here, saved = model.state_dict(), loaded["model"]
+    for name, value in here.items():
+        if name not in saved:
+            raise ValueError(f"the checkpoint is of another model: {name!r} exists here and not there")
+        other = saved[name]
+        if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+            for what in ("shape", "dtype"):
+                mine, theirs = getattr(value, what), getattr(other, what)
+                if mine != theirs:
+                    mine, theirs = (tuple(mine), tuple(theirs)) if what == "shape" else (mine, theirs)
+                    raise ValueError(
+                        f"the checkpoint is of another model: {name!r} has {what} {mine} here and {theirs} there"
+                    )
+    for name in saved:
+        if name not in here:
+            raise ValueError(f"the checkpoint is of another model: {name!r} exists there and not here")
+    if optimizer is None:
+        return
+    if loaded["optimizer"] is None:
+        raise ValueError("the checkpoint was saved without an optimizer")
+    kind, other = type(optimizer).__qualname__, loaded.get("optimizer_class")
+    if other not in (kind, None):  # files of the first days do not name it
+        raise ValueError(f"the checkpoint is of another optimizer: {kind} here and {other} there")
+    counts, others = (
+        [len(group["params"]) for group in state["param_groups"]]
+        for state in (optimizer.state_dict(), loaded["optimizer"])
+    )
+    if counts != others:
+        raise ValueError(
+            f"the checkpoint is of another optimizer: its parameter groups have {others} parameters, these {counts}"
+        )

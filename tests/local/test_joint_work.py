@@ -1,0 +1,193 @@
+"""A function that makes several helper calls in a row, cancelled on one rank: the others hear of it, or it is done."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.local import worlds
+from torch import nn
+
+import asyncdist as ad
+from asyncdist import World
+from asyncdist.collectives.groups import free_all
+from asyncdist.errors import DisagreementError, RemoteError
+from asyncdist.simulation import Compute
+from protocols import AverageAllPolicy
+
+#: Of the time that the call takes, in parts of 14: a moment in each of its exchanges is among them.
+MOMENTS = range(1, 14)
+#: Most of a call's time is that of its messages.
+COMPUTE = Compute(step_s=0.0001)
+
+
+@pytest.fixture(autouse=True)
+def _fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No power fails here, and the disk's speed is no matter."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+def model_of(value: float) -> nn.Module:
+    model = nn.Linear(2, 2)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    return model
+
+
+async def given_up_after(seconds: float | None, call: asyncio.Future[object]) -> str:
+    """Return what came of the call: "done", "cancelled", or what it raised."""
+    try:
+        await asyncio.wait_for(call, seconds)
+    except TimeoutError:
+        return "cancelled"
+    except RemoteError as error:
+        return str(error)
+    return "done"
+
+
+@pytest.mark.parametrize("goes_on", ["barrier", "training"])
+def test_the_others_hear_of_a_save_that_one_rank_has_given_up_while_it_waited(goes_on: str, tmp_path: Path) -> None:
+    """They met its next call in place of the save's second helper, or waited for that helper until it left."""
+
+    async def main(world: World) -> tuple[str, float]:
+        if world.rank == 2:
+            await world.sleep(1)
+        save = asyncio.ensure_future(ad.save_population(tmp_path, model_of(0.0)))
+        outcome = await given_up_after(0.2 if world.rank == 1 else None, save)
+        told_at = world.time()
+        if goes_on == "barrier":
+            await ad.barrier()
+        elif world.rank == 1:
+            await world.sleep(300)
+        return outcome, told_at
+
+    first, cancelled, last = ad.simulate(main, ranks=3, strict=True).results
+    assert cancelled == ("cancelled", pytest.approx(0.2, abs=0.01))
+    for outcome, told_at in (first, last):
+        assert "rank 1 failed" in outcome
+        assert "save_population was cancelled" in outcome
+        assert told_at < 2
+    assert not list(tmp_path.glob("*/manifest.json"))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_save_that_is_cancelled_at_any_moment_is_whole_or_void_on_all_ranks(rank: int, tmp_path: Path) -> None:
+    async def main(world: World, path: Path, seconds: float | None) -> tuple[str, float]:
+        began_at = world.time()
+        save = asyncio.ensure_future(ad.save_population(path, model_of(1.0)))
+        outcome = await given_up_after(seconds if world.rank == rank else None, save)
+        duration_s = world.time() - began_at
+        await ad.barrier()
+        return outcome, duration_s
+
+    whole_s = ad.simulate(main, tmp_path / "whole", None, ranks=3, compute=COMPUTE, strict=True).value()[1]
+    seen = set()
+    for moment in MOMENTS:
+        path = tmp_path / str(moment)
+        report = ad.simulate(main, path, whole_s * moment / 14, ranks=3, compute=COMPUTE, strict=True)
+        report.value()
+        outcomes = [outcome for outcome, _ in report.results]
+        others = {outcome for at, outcome in enumerate(outcomes) if at != rank}
+        assert len(others) == 1, "one verdict"
+        is_whole = (path / "checkpoint-000001" / "manifest.json").exists()
+        assert is_whole == (others == {"done"})
+        seen.add((outcomes[rank], is_whole))
+    assert seen >= {("cancelled", False), ("cancelled", True)}
+
+
+async def roles(_: World) -> None:
+    context = await ad.initialize_distributed_compute(0, 3, placement="host")
+    await context.cleanup()
+
+
+async def two_groups(world: World) -> None:
+    for group in await world.new_groups([[0, 1, 2], [2, 1, 0]]):
+        await group.free()
+
+
+async def policy_of_another_model(world: World) -> None:
+    model = nn.Linear(2, 3 if world.rank == 2 else 2)
+    with pytest.raises(DisagreementError, match="the models differ: 'weight'"):
+        async with AverageAllPolicy(model, torch.optim.SGD(model.parameters()), average_every=2):
+            pass
+
+
+@pytest.mark.parametrize("call", [roles, two_groups, policy_of_another_model])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_call_that_one_rank_gives_up_does_not_meet_its_next_one(
+    call: Callable[[World], Coroutine[Any, Any, None]], rank: int
+) -> None:
+    """Each of them makes several collectives, or meets several times. What it began met the barrier of that rank."""
+
+    async def main(world: World, seconds: float | None) -> float:
+        began_at = world.time()
+        await given_up_after(seconds if world.rank == rank else None, asyncio.ensure_future(call(world)))
+        duration_s = world.time() - began_at
+        assert duration_s < 1, "no rank waits until its time is up"
+        await ad.barrier()
+        return duration_s
+
+    whole_s = ad.simulate(main, None, ranks=3, strict=True).value()
+    for moment in MOMENTS:
+        ad.simulate(main, whole_s * moment / 14, ranks=3, strict=True, seed=moment).value()
+
+
+async def test_all_groups_are_freed_where_the_first_ones_end_is_cancelled() -> None:
+    async with worlds(2) as (world, other):
+        made, _ = await asyncio.gather(world.new_groups([[0, 1], [1, 0]]), other.new_groups([[0, 1], [1, 0]]))
+        freeing = asyncio.ensure_future(free_all(made))
+        await asyncio.sleep(0)
+        freeing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await freeing
+        assert all(group.lease.is_freed for group in made)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_load_that_is_cancelled_at_any_moment_changes_all_models_or_none(rank: int, tmp_path: Path) -> None:
+    async def save(_: World) -> None:
+        await ad.save_population(tmp_path, model_of(1.0), extra=torch.ones(1))
+
+    async def main(world: World, seconds: float | None) -> tuple[str, float, float]:
+        began_at, model = world.time(), model_of(0.0)
+        load = asyncio.ensure_future(ad.load_population(tmp_path, model))
+        outcome = await given_up_after(seconds if world.rank == rank else None, load)
+        value, duration_s = next(model.parameters()).mean().item(), world.time() - began_at
+        await ad.barrier()
+        assert next(model.parameters()).mean().item() == value, "nothing comes later"
+        return outcome, value, duration_s
+
+    ad.simulate(save, ranks=3, strict=True).value()
+    whole_s = ad.simulate(main, None, ranks=3, compute=COMPUTE, strict=True).value()[2]
+    seen = set()
+    for moment in MOMENTS:
+        report = ad.simulate(main, whole_s * moment / 14, ranks=3, compute=COMPUTE, strict=True)
+        report.value()
+        results = report.results
+        assert len({value for _, value, _ in results}) == 1
+        assert len({outcome for at, (outcome, _, _) in enumerate(results) if at != rank}) == 1
+        seen.add((results[rank][0], results[rank][1]))
+    assert seen >= {("cancelled", 0.0), ("cancelled", 1.0)}
+
+
+def test_a_save_waits_for_one_that_this_rank_has_given_up(tmp_path: Path) -> None:
+    async def main(world: World) -> list[str]:
+        outcomes = []
+        for number in range(4):
+            if world.rank == 2:
+                await world.sleep(0.1)
+            save = asyncio.ensure_future(ad.save_population(tmp_path, model_of(number), keep=1))
+            outcomes.append(await given_up_after(0.05 if world.rank == 1 and number < 3 else None, save))
+        with contextlib.suppress(FileNotFoundError):
+            await ad.load_population(tmp_path, model_of(0.0))
+        return outcomes
+
+    results = ad.simulate(main, ranks=3, strict=True).results
+    assert results[1] == ["cancelled"] * 3 + ["done"]
+    assert [folder.name for folder in tmp_path.iterdir()] == ["checkpoint-000004"]
