@@ -553,7 +553,7 @@ def test_what_comes_from_a_buffer_can_be_learnt_from_and_what_it_holds_is_known(
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("transport", "clients", "iterations"),
-    [pytest.param("mpi", [[0, 2], [1]], 40, marks=pytest.mark.mpi), ("torch", [[0, 1]], 10)],
+    [pytest.param("mpi", [[0, 2], [1]], 16, marks=pytest.mark.mpi), ("torch", [[0, 1]], 8)],
 )
 def test_the_whole_demo_with_replay_buffers(
     transport: str, clients: list[list[int]], iterations: int, tmp_path: Path
