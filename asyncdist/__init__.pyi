@@ -55,6 +55,8 @@ from .functional.parallel_groups import (
 )
 from .functional.population_checkpoint import (
     LoadedPopulation as LoadedPopulation,
+    PendingSave as PendingSave,
+    async_save_population as async_save_population,
     load_population as load_population,
     save_population as save_population,
 )

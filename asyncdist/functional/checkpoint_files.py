@@ -42,10 +42,18 @@ def rank_file(folder: Path, index: int) -> Path:
     return folder / f"rank-{index:05}.pt"
 
 
-def write_manifest(folder: Path, entries: Sequence[Mapping[str, Any]]) -> None:
-    """Make the checkpoint whole; ``entries`` say what :func:`write_file` has returned for each rank's file."""
+def finish(folder: Path, entries: Sequence[Mapping[str, Any]], keep: int | None) -> None:
+    """Make the checkpoint whole, and delete all but the newest ``keep``.
+
+    Args:
+        folder: of the checkpoint.
+        entries: what :func:`write_file` has returned for each rank's file, and its metric.
+        keep: see :func:`asyncdist.save_population`.
+    """
     manifest = {"format": _FORMAT, "version": _VERSION, "asyncdist": __version__, "files": entries}
     _write_beside(folder / _MANIFEST, json.dumps(manifest, indent=1).encode())
+    if keep is not None:
+        _delete_old(folder, keep)
 
 
 def write_file(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +105,7 @@ def _numbers(place: Path) -> list[int]:
     return sorted(int(end) for end in ends if end.isdigit())
 
 
-def delete_old(newest: Path, keep: int) -> None:
+def _delete_old(newest: Path, keep: int) -> None:
     """Delete all but the newest ``keep`` whole checkpoints, and unfinished ones before this one."""
     older = [newest.parent / f"{_PREFIX}{number:06}" for number in _numbers(newest.parent)]
     older = [folder for folder in older if folder.name < newest.name]

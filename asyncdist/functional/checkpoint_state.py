@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import random
 import re
@@ -25,9 +26,13 @@ class Stateful(Protocol):
 
 
 def state_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, policy: Stateful | None, extra: Any
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    policy: Stateful | None,
+    extra: Any,
+    metric: float | None,
 ) -> dict[str, Any]:
-    """Return all that this rank needs to go on. Model and optimizer are not copied.
+    """Return all that this rank needs to go on, and as "entry" what the manifest says of it. Nothing is copied.
 
     Raises:
         TypeError: a part holds what ``torch.load(weights_only=True)`` refuses.
@@ -42,13 +47,38 @@ def state_of(
     }
     for name, part in state.items():
         _check_loadable(name, part)
-    return state
+    return {**state, "entry": _metric_entry(metric, state["policy"])}
+
+
+def copy_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy in CPU memory. Tensors that share memory share it there too: tied weights are copied once."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        is_plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_quantized
+        if not is_plain or value.is_conj() or value.is_neg() or value.__dict__:
+            return value.detach().cpu().clone()
+        storage = value.untyped_storage()
+        if storage._cdata not in storages:
+            there: Any = torch.UntypedStorage(storage.nbytes(), device="cpu")  # type: ignore[no-untyped-call]
+            storages[storage._cdata] = there.copy_(storage, False)
+        whole = torch.empty(0, dtype=value.dtype, device="cpu")
+        with torch.no_grad():
+            whole.set_(storages[storage._cdata], value.storage_offset(), value.shape, value.stride())
+        return whole.requires_grad_(value.requires_grad)
+
+    return {name: _map_leaves(copied, part) for name, part in state.items()}
 
 
 def _map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
     """Return plain dictionaries, lists and tuples with all that they hold, keys too, changed."""
     if type(value) in (dict, OrderedDict):
-        return type(value)((change(key), _map_leaves(change, each)) for key, each in value.items())
+        changed = type(value)((change(key), _map_leaves(change, each)) for key, each in value.items())
+        if type(value) is OrderedDict:
+            vars(changed).update(vars(value))  # a module's versions, which load_state_dict reads
+        return changed
     if type(value) in (list, tuple):
         return type(value)(_map_leaves(change, each) for each in value)
     return change(value)
@@ -80,8 +110,7 @@ def _check_loadable(name: str, part: Any) -> None:
         ) from None
 
 
-def metric_entry(metric: float | None, policy: Any) -> dict[str, Any]:
-    """Return what the manifest says of a rank's metric: the given one, or the newest of the policy's state."""
+def _metric_entry(metric: float | None, policy: Any) -> dict[str, Any]:
     state = policy if isinstance(policy, Mapping) else {}
     value = state.get("metric") if metric is None else float(metric)
     return {"metric": value, "metric_mode": state.get("metric_mode") or "max"}

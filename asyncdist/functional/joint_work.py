@@ -60,12 +60,15 @@ class JointWork(Generic[T]):
 
     async def begin(
         self, prepare: Callable[[], Coroutine[Any, Any, Any]], work: Callable[[Group, Any], Coroutine[Any, Any, T]]
-    ) -> None:
+    ) -> Any:
         """Wait until all members have come, and begin. Works of a group are done one after the other.
 
         Args:
             prepare: awaited on every member, before it comes; the others are told what it raises.
             work: is given the group of the work, and what ``prepare`` has returned on the first member.
+
+        Returns:
+            What ``prepare`` has returned on the first member.
 
         Raises:
             Exception: ``prepare`` raised it here.
@@ -85,19 +88,20 @@ class JointWork(Generic[T]):
         outcome = await attempt(in_turn)
         group = self._group
 
-        async def meet(collectives: Collectives) -> None:
+        async def meet(collectives: Collectives) -> Any:
             try:
                 headers = await exchange_headers(collectives, group, outcome, Call(self._operation))
                 raise_first_error(headers)
                 prepared = serialization.decode(await share_payload(collectives, group, outcome, headers[0]))
                 own = await self._new_group()
                 self._task = self._world.spawn(self._run(work, own, prepared), name=self._operation)
+                return prepared
             finally:
                 if self._task is None:
                     self._end()
 
         try:
-            await run_and_raise(self._world.collectives, group, outcome, meet)
+            return await run_and_raise(self._world.collectives, group, outcome, meet)
         except asyncio.CancelledError:
             await self._give_up()
             raise

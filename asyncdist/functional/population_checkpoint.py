@@ -15,10 +15,13 @@ A folder looks like this::
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
+import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +36,10 @@ from asyncdist.functional.checkpoint_state import Stateful
 from asyncdist.functional.collectives import place
 from asyncdist.functional.joint_work import JointWork
 from asyncdist.functional.main_process import compute_and_broadcast, gather_from_all_ranks
+from asyncdist.runtime.compute import Computing
 from asyncdist.runtime.world import World
+
+logger = logging.getLogger("asyncdist.population_checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,42 +105,152 @@ async def save_population(
     **Cancellation**: until this rank's file is whole the others get RemoteError, and the checkpoint is not valid; after
     that they complete it. It is raised when no file is being written.
     """
-    world, group = place(world, group)
-    saving: JointWork[Path] = JointWork(world, group, "save_population")
-    state: dict[str, Any] = {}
+    save = _Save(path, keep, group, world)
+    await save.begin(functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric))
+    return await save.joint.result_or_give_up()
 
-    async def prepare() -> str:
-        if keep is not None:
-            validation.count("keep", keep, besides=", or None")
-        state.update(checkpoint_state.state_of(model, optimizer, policy, extra))
-        state["entry"] = checkpoint_state.metric_entry(metric, state["policy"])
-        return checkpoint_files.new_folder(Path(path)) if group.index == 0 else ""
 
-    async def work(own: Group, name: str) -> Path:
-        folder = Path(path) / name
+async def async_save_population(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    policy: Stateful | None = None,
+    extra: Any = None,
+    metric: float | None = None,
+    keep: int | None = None,
+    group: Group | None = None,
+    world: World | None = None,
+) -> PendingSave:
+    """Copy what each rank needs to go on, and save it while training goes on, as ``async_save`` of torch does.
 
-        async def write() -> dict[str, Any]:
-            saving.check()
-            entry = state.pop("entry")
-            with saving.held():
-                file = checkpoint_files.rank_file(folder, group.index)
-                written = await world.compute(checkpoint_files.write_file, file, state)
-            saving.check()
-            return {**written, **entry}
+    Collective among the ranks of ``group``. It returns when all of them have copied their state to CPU memory, once for
+    model and optimizer, and nothing has been written: training may change them from then on. A thread writes the files.
+    At the end the ranks exchange a few bytes in a group of their own. ``await`` what is returned for the folder::
 
-        entries = await gather_from_all_ranks(write, group=own, world=world)
+        save = await ad.async_save_population("checkpoints", model, optimizer, policy=policy, keep=3)
+        ...  # training goes on
+        folder = await save
 
-        def finish() -> None:
-            saving.check()
-            checkpoint_files.write_manifest(folder, entries or [])
-            if keep is not None:
-                checkpoint_files.delete_old(folder, keep)
+    A second save of the group waits, before it copies anything, until the first one has ended. So does the end of the
+    rank: when ``main`` has returned the files are written first. Where the rank or the job fails the save is given up,
+    which a warning says.
 
-        await compute_and_broadcast(finish, group=own, world=world)
+    Args: as of :func:`save_population`.
+
+    Raises:
+        TypeError, ValueError, OSError: as of :func:`save_population`. A file that cannot be written is logged, and the
+            error is raised where the save is awaited.
+
+    **Cancellation**: the others get RemoteError, here or where they await the save, unless it is completed.
+    """
+    save = _Save(path, keep, group, world, is_beside=True)
+    name = await save.begin(functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric))
+    return PendingSave(Path(path) / name, save.joint)
+
+
+class PendingSave:
+    """Represents a save that :func:`async_save_population` has begun; ``await`` it for the folder of the checkpoint.
+
+    It may be awaited several times, or not at all. **Cancellation**: the save goes on.
+
+    Attributes:
+        folder: of the checkpoint, which is not valid before the save has ended.
+    """
+
+    def __init__(self, folder: Path, joint: JointWork[Path]) -> None:
+        self.folder = folder
+        self._joint = joint
+
+    def done(self) -> bool:
+        """Return whether the save has ended, well or not."""
+        return self._joint.is_over
+
+    def __await__(self) -> Generator[Any, None, Path]:
+        return self._joint.result().__await__()
+
+    def __repr__(self) -> str:
+        return f"<PendingSave {self.folder}{' done' if self.done() else ''}>"
+
+
+class _Save:
+    """Carries out one save of this rank.
+
+    Args:
+        path, keep, group, world: of the call.
+        is_beside: whether training goes on meanwhile: then a copy of the state is written, by a thread of its own.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        keep: int | None,
+        group: Group | None,
+        world: World | None,
+        *,
+        is_beside: bool = False,
+    ) -> None:
+        self._world, self._group = place(world, group)
+        self._path = path
+        self._keep = keep
+        self._is_beside = is_beside
+        self._state: dict[str, Any] = {}
+        self.joint: JointWork[Path] = JointWork(self._world, self._group, "save_population")
+
+    async def begin(self, take_state: Callable[[], dict[str, Any]]) -> str:
+        """Take the state, and begin when all ranks have come. Returns the name of the folder."""
+
+        async def prepare() -> str:
+            if self._keep is not None:
+                validation.count("keep", self._keep, besides=", or None")
+            self._state = take_state()
+            if self._is_beside:
+                self._state = await self._world.compute(checkpoint_state.copy_of, self._state)
+            return checkpoint_files.new_folder(Path(self._path)) if self._group.index == 0 else ""
+
+        name: str = await self.joint.begin(prepare, self._work)
+        return name
+
+    async def _work(self, own: Group, name: str) -> Path:
+        folder, world = Path(self._path) / name, self._world
+        disk = Computing(world.rank, asyncio.get_running_loop())
+        try:
+            entries = await gather_from_all_ranks(lambda: self._write(folder, disk), group=own, world=world)
+            await compute_and_broadcast(lambda: self._finish(folder, entries or [], disk), group=own, world=world)
+        except asyncio.CancelledError:
+            if self._is_beside:
+                logger.warning("rank %d: the save of %s was given up", world.rank, folder)
+            raise
+        except Exception as error:
+            if self._is_beside:
+                logger.error("rank %d: %s was not saved: %r", world.rank, folder, error)
+            raise
+        finally:
+            self._state = {}
+            disk.close()
         return folder
 
-    await saving.begin(prepare, work)
-    return await saving.result_or_give_up()
+    async def _write(self, folder: Path, disk: Computing) -> dict[str, Any]:
+        self.joint.check()
+        entry = self._state.pop("entry")
+        write = functools.partial(
+            checkpoint_files.write_file, checkpoint_files.rank_file(folder, self._group.index), self._state
+        )
+        if self._is_beside:
+            written = await disk.run(self._world.virtual_clock, write)
+        else:
+            with self.joint.held():
+                written = await self._world.compute(write)
+        self.joint.check()
+        return {**written, **entry}
+
+    async def _finish(self, folder: Path, entries: Sequence[Mapping[str, Any]], disk: Computing) -> None:
+        self.joint.check()
+        finish = functools.partial(checkpoint_files.finish, folder, entries, self._keep)
+        if self._is_beside:
+            await disk.run(self._world.virtual_clock, finish)
+        else:
+            finish()
 
 
 async def load_population(

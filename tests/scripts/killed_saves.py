@@ -27,7 +27,10 @@ async def save_for_ever(world: ad.World, folder: Path) -> None:
     number = 0
     while True:
         number += 1
-        await ad.save_population(folder, made(number), extra=number, keep=2, world=world)
+        if number % 2:
+            await ad.save_population(folder, made(number), extra=number, keep=2, world=world)
+        else:
+            await (await ad.async_save_population(folder, made(number), extra=number, keep=2, world=world))
 
 
 async def load(world: ad.World, folder: Path) -> int:

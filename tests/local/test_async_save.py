@@ -1,0 +1,171 @@
+"""Saving a population while training goes on: what is saved, who waits for the disk, and what ends before it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import asyncdist as ad
+from asyncdist import World
+from asyncdist.errors import RankLostError, RemoteError
+from asyncdist.functional import checkpoint_files
+from asyncdist.simulation import Compute, Kill
+from protocols import AverageAllPolicy
+
+#: In a simulation a file is written within the time of one ``world.compute``.
+WRITE_S = 10.0
+COMPUTE = Compute(step_s=WRITE_S)
+
+
+class Tied(nn.Module):
+    """A model with a shared weight, a buffer, and a view that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(64, 64, bias=False)
+        self.other = nn.Linear(64, 64, bias=False)
+        self.other.weight = self.one.weight
+        self.norm = nn.BatchNorm1d(64)
+        self.register_buffer("turned", torch.arange(6.0).reshape(2, 3).T)
+
+
+def filled(value: float) -> tuple[nn.Linear, torch.optim.Optimizer]:
+    model = nn.Linear(4, 4)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+async def loaded(path: Path) -> tuple[str, float]:
+    model, optimizer = filled(-1.0)
+    found = await ad.load_population(path, model, optimizer)
+    return found.folder.name, next(model.parameters()).mean().item()
+
+
+def newest(path: Path, ranks: int = 2) -> tuple[str, float]:
+    async def main(_: World) -> tuple[str, float]:
+        return await loaded(path)
+
+    found: tuple[str, float] = ad.simulate(main, ranks=ranks, strict=True).value()
+    return found
+
+
+def test_what_is_saved_is_the_state_at_the_call_and_no_step_waits_for_the_disk(tmp_path: Path) -> None:
+    async def main(world: World) -> tuple[int, float]:
+        model, optimizer = filled(0.0)
+        async with AverageAllPolicy(model, optimizer, average_every=2) as policy:
+            save = await ad.async_save_population(tmp_path, model, optimizer, policy=policy)
+            assert not save.done()
+            for parameter in model.parameters():
+                nn.init.constant_(parameter, 1.0 + world.rank)
+            await policy.step()  # it refuses to step beside world.compute
+            await policy.step()
+            assert model.weight.mean() == 1.5
+            count, longest_s = 0, 0.0
+            while not save.done():
+                began_at = world.time()
+                await world.sleep(0.1)
+                count, longest_s = count + 1, max(longest_s, world.time() - began_at)
+        assert await save == save.folder == await save
+        return count, longest_s
+
+    report = ad.simulate(main, ranks=2, seed=1, compute=COMPUTE, strict=True)
+    report.value()
+    assert max(count for count, _ in report.results) > 10
+    assert max(longest_s for _, longest_s in report.results) < 0.2
+    assert newest(tmp_path) == ("checkpoint-000001", 0.0)
+
+
+def test_the_end_of_main_waits_for_the_files_and_a_second_save_for_the_first(tmp_path: Path) -> None:
+    async def main(world: World) -> None:
+        for value in (1.0, 2.0):
+            began_at = world.time()
+            first = await ad.async_save_population(tmp_path, *filled(value), keep=1)
+        assert not first.done()
+        assert world.time() - began_at > WRITE_S
+
+    ad.simulate(main, ranks=2, compute=COMPUTE, strict=True).value()
+    assert newest(tmp_path) == ("checkpoint-000002", 2.0)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["checkpoint-000002"]
+
+
+def test_a_file_that_cannot_be_written_is_logged_and_raised_where_the_save_is_awaited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_file = checkpoint_files.write_file
+
+    def full(path: Path, state: Any) -> Any:
+        if path.parent.name == "checkpoint-000002" and path.name == "rank-00001.pt":
+            raise OSError(28, "No space left on device")
+        return write_file(path, state)
+
+    monkeypatch.setattr(checkpoint_files, "write_file", full)
+
+    async def main(world: World) -> None:
+        await ad.save_population(tmp_path, *filled(1.0))
+        save = await ad.async_save_population(tmp_path, *filled(2.0))
+        with pytest.raises(OSError if world.rank == 1 else RemoteError, match="No space left"):
+            await save
+        await ad.async_save_population(tmp_path, *filled(3.0))
+        assert (await loaded(tmp_path))[1] == 3.0, "it waits for the save under way"
+
+    ad.simulate(main, ranks=2, strict=True).value()
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(lines) == 2
+    assert all("checkpoint-000002 was not saved: " in line for line in lines)
+
+
+def test_a_job_that_fails_gives_the_save_up_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def main(world: World) -> None:
+        await ad.save_population(tmp_path, *filled(1.0))
+        await ad.async_save_population(tmp_path, *filled(2.0))
+        raise ValueError("the training has failed")
+
+    with pytest.raises(ValueError, match="the training has failed"):
+        ad.simulate(main, ranks=2, compute=COMPUTE).value()
+    assert "checkpoint-000002 was given up" in caplog.text
+    assert newest(tmp_path) == ("checkpoint-000001", 1.0)
+
+
+async def test_the_copy_shares_what_the_model_shares_and_is_the_same_to_the_bit(tmp_path: Path) -> None:
+    async def main(_: World) -> None:
+        model = Tied()
+        extra = {"conjugated": torch.tensor([1 + 2j]).conj(), "grad": torch.ones(2, requires_grad=True)}
+        plain = await ad.save_population(tmp_path / "plain", model, extra=extra)
+        beside = await (await ad.async_save_population(tmp_path / "beside", model, extra=extra))
+        one, other = (torch.load(folder / "rank-00000.pt", weights_only=True) for folder in (plain, beside))
+        assert list(one["model"]) == list(other["model"])
+        assert one["model"]._metadata == other["model"]._metadata
+        for name, tensor in one["model"].items():
+            assert torch.equal(tensor, other["model"][name])
+            assert tensor.stride() == other["model"][name].stride()
+        assert other["model"]["one.weight"].data_ptr() == other["model"]["other.weight"].data_ptr()
+        assert torch.equal(one["extra"]["conjugated"], other["extra"]["conjugated"])
+        assert other["extra"]["grad"].requires_grad
+
+    ad.simulate(main, ranks=1, strict=True).value()
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_beside_a_save_leaves_a_whole_population(tmp_path: Path) -> None:
+    async def main(world: World) -> None:
+        save = await ad.async_save_population(tmp_path, *filled(2.0), keep=2)
+        for _ in range(100):
+            await world.sleep(0.0001)
+        await save
+
+    async def first(_: World) -> None:
+        await ad.save_population(tmp_path, *filled(1.0))
+
+    ad.simulate(first, ranks=3, strict=True).value()
+    values = set()
+    for turn in range(1, 240, 12):
+        report = ad.simulate(main, ranks=3, seed=turn, faults=[Kill(rank=turn % 3, at_turn=turn // 3 + 1)])
+        assert all(result is None or isinstance(result, (RankLostError, RemoteError)) for result in report.results)
+        values.add(newest(tmp_path, ranks=3)[1])
+    assert values == {1.0, 2.0}
