@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -12,21 +13,39 @@ import os
 import shutil
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import torch
 
+from asyncdist import validation
 from asyncdist._version import __version__
+from asyncdist.functional import safetensors_model
 
 logger = logging.getLogger("asyncdist.population_checkpoint")
+
+#: How the weights of the models are written.
+ModelFormat: TypeAlias = Literal["torch", "safetensors"]
 
 _FORMAT: Final = "population checkpoint of asyncdist"
 _VERSION: Final = 1
 _MANIFEST: Final = "manifest.json"
 _PREFIX: Final = "checkpoint-"
 _PIECE_NBYTES: Final = 1 << 22
+
+
+def check_format(format: ModelFormat) -> None:
+    """Refuse a format that is not known, or whose package is missing.
+
+    Raises:
+        ValueError: it is not known.
+        ModuleNotFoundError: the package is missing; the error says what to install.
+    """
+    if format not in get_args(ModelFormat):
+        validation.refuse("format", format, ", ".join(map(repr, get_args(ModelFormat))))
+    if format == "safetensors":
+        safetensors_model.check_installed()
 
 
 def new_folder(place: Path) -> str:
@@ -37,44 +56,67 @@ def new_folder(place: Path) -> str:
     return folder.name
 
 
-def rank_file(folder: Path, index: int) -> Path:
-    """Return the file of the rank that has place ``index`` in the population."""
-    return folder / f"rank-{index:05}.pt"
-
-
 def finish(folder: Path, entries: Sequence[Mapping[str, Any]], keep: int | None) -> None:
     """Make the checkpoint whole, and delete all but the newest ``keep``.
 
     Args:
         folder: of the checkpoint.
-        entries: what :func:`write_file` has returned for each rank's file, and its metric.
+        entries: what :func:`write_rank` has returned for each rank, and its metric.
         keep: see :func:`asyncdist.save_population`.
     """
     manifest = {"format": _FORMAT, "version": _VERSION, "asyncdist": __version__, "files": entries}
-    _write_beside(folder / _MANIFEST, json.dumps(manifest, indent=1).encode())
+    _write_aside(folder / _MANIFEST, lambda path: path.write_text(json.dumps(manifest, indent=1)))
+    _sync(folder)
     if keep is not None:
         _delete_old(folder, keep)
 
 
-def write_file(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a rank's file, and return its entry in the manifest."""
-    beside = path.with_name(f"{path.name}.part")
-    with beside.open("wb") as file:
+def write_rank(folder: Path, index: int, state: Mapping[str, Any], format: ModelFormat) -> dict[str, Any]:
+    """Write the files of the rank that has place ``index`` in the population; return its entry in the manifest."""
+    stem, entry = folder / f"rank-{index:05}", {}
+    if format == "safetensors":
+
+        def write_model(path: Path) -> None:
+            nonlocal state
+            rest, tied = safetensors_model.write_model(path, state["model"])
+            state = {**state, "model": rest, "tied": tied}
+
+        entry["safetensors"] = _write_aside(stem.with_suffix(".safetensors"), write_model)
+    return {**_write_aside(stem.with_suffix(".pt"), functools.partial(_save, state)), **entry}
+
+
+def read_rank(folder: Path, index: int, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state that :func:`write_rank` has written. Raises ValueError where a file is torn."""
+    stem = folder / f"rank-{index:05}"
+    path = stem.with_suffix(".pt")
+    _check_whole(path, entry)
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    if "safetensors" in entry:
+        path = stem.with_suffix(".safetensors")
+        _check_whole(path, entry["safetensors"])
+        state["model"] = safetensors_model.read_model(path, state["model"], state["tied"])
+    return state
+
+
+def _save(state: Mapping[str, Any], path: Path) -> None:
+    with path.open("wb") as file:
         torch.save(dict(state), file)
-        file.flush()
-        os.fsync(file.fileno())
+
+
+def _write_aside(path: Path, write: Callable[[Path], object]) -> dict[str, Any]:
+    """Write a file under another name, rename it, and return its size and checksum."""
+    beside = path.with_name(f"{path.name}.part")
+    write(beside)
+    _sync(beside)
     entry = {"nbytes": beside.stat().st_size, "crc32": _crc_of(beside)}
     beside.rename(path)
     return entry
 
 
-def read_file(path: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what :func:`write_file` has written. Raises ValueError where the file is torn."""
+def _check_whole(path: Path, entry: Mapping[str, Any]) -> None:
     nbytes = path.stat().st_size
     if nbytes != entry["nbytes"] or _crc_of(path) != entry["crc32"]:
         raise ValueError(f"{path} is torn: {nbytes} bytes, where {entry['nbytes']} were saved, or another content")
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    return state
 
 
 def _crc_of(path: Path) -> int:
@@ -85,18 +127,13 @@ def _crc_of(path: Path) -> int:
     return crc
 
 
-def _write_beside(path: Path, content: bytes) -> None:
-    beside = path.with_name(f"{path.name}.part")
-    with beside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.rename(path)
-    folder = os.open(path.parent, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def _numbers(place: Path) -> list[int]:

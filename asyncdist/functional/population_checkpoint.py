@@ -11,6 +11,9 @@ A folder looks like this::
             manifest.json       number of ranks, and of each rank's file the size, the CRC-32 and the metric
             rank-00000.pt       what torch.load(..., weights_only=True) opens: a dictionary with "model", "optimizer",
             rank-00001.pt       "optimizer_class", "policy", "extra" and "random"
+
+With ``format="safetensors"`` the weights lie beside it in ``rank-00000.safetensors``. "model" then has only what that
+format does not hold, and "tied" says which names share a tensor.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from torch import nn
 from asyncdist import validation
 from asyncdist.collectives.groups import Group
 from asyncdist.functional import checkpoint_files, checkpoint_state
+from asyncdist.functional.checkpoint_files import ModelFormat
 from asyncdist.functional.checkpoint_state import Stateful
 from asyncdist.functional.collectives import place
 from asyncdist.functional.joint_work import JointWork
@@ -71,6 +75,7 @@ async def save_population(
     extra: Any = None,
     metric: float | None = None,
     keep: int | None = None,
+    format: ModelFormat = "torch",
     group: Group | None = None,
     world: World | None = None,
 ) -> Path:
@@ -88,6 +93,8 @@ async def save_population(
         metric: by which :func:`load_population` chooses ranks; by default the newest one that the policy was given.
             Larger is better, unless ``policy`` has ``metric_mode="min"``.
         keep: how many checkpoints to keep, this one included; the oldest ones are deleted. None keeps all.
+        format: ``"torch"``, or ``"safetensors"``: then the weights of each rank are a file of their own, which
+            ``safetensors.torch.load_file`` opens. It needs that package (``pip install 'asyncdist[safetensors]'``).
         group: the ranks of the population; all by default.
         world: the current one by default.
 
@@ -98,14 +105,15 @@ async def save_population(
         TypeError: ``extra``, or the state of model, optimizer or policy, holds something that
             ``torch.load(weights_only=True)`` refuses; a RemoteError on the others.
         OSError: a file cannot be written; a RemoteError on the others.
-        ValueError: ``keep`` is not a whole number above 0.
+        ValueError: ``keep`` is not a whole number above 0, or ``format`` is not known.
+        ModuleNotFoundError: the package safetensors is missing.
 
     Where this raises, the checkpoint is not valid, and those before it are untouched.
 
     **Cancellation**: until this rank's file is whole the others get RemoteError, and the checkpoint is not valid; after
     that they complete it. It is raised when no file is being written.
     """
-    save = _Save(path, keep, group, world)
+    save = _Save(path, keep, format, group, world)
     await save.begin(functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric))
     return await save.joint.result_or_give_up()
 
@@ -119,6 +127,7 @@ async def async_save_population(
     extra: Any = None,
     metric: float | None = None,
     keep: int | None = None,
+    format: ModelFormat = "torch",
     group: Group | None = None,
     world: World | None = None,
 ) -> PendingSave:
@@ -144,7 +153,7 @@ async def async_save_population(
 
     **Cancellation**: the others get RemoteError, here or where they await the save, unless it is completed.
     """
-    save = _Save(path, keep, group, world, is_beside=True)
+    save = _Save(path, keep, format, group, world, is_beside=True)
     name = await save.begin(functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric))
     return PendingSave(Path(path) / name, save.joint)
 
@@ -177,7 +186,7 @@ class _Save:
     """Carries out one save of this rank.
 
     Args:
-        path, keep, group, world: of the call.
+        path, keep, format, group, world: of the call.
         is_beside: whether training goes on meanwhile: then a copy of the state is written, by a thread of its own.
     """
 
@@ -185,6 +194,7 @@ class _Save:
         self,
         path: str | os.PathLike[str],
         keep: int | None,
+        format: ModelFormat,
         group: Group | None,
         world: World | None,
         *,
@@ -193,6 +203,7 @@ class _Save:
         self._world, self._group = place(world, group)
         self._path = path
         self._keep = keep
+        self._format: ModelFormat = format
         self._is_beside = is_beside
         self._state: dict[str, Any] = {}
         self.joint: JointWork[Path] = JointWork(self._world, self._group, "save_population")
@@ -203,6 +214,7 @@ class _Save:
         async def prepare() -> str:
             if self._keep is not None:
                 validation.count("keep", self._keep, besides=", or None")
+            checkpoint_files.check_format(self._format)
             self._state = take_state()
             if self._is_beside:
                 self._state = await self._world.compute(checkpoint_state.copy_of, self._state)
@@ -233,9 +245,7 @@ class _Save:
     async def _write(self, folder: Path, disk: Computing) -> dict[str, Any]:
         self.joint.check()
         entry = self._state.pop("entry")
-        write = functools.partial(
-            checkpoint_files.write_file, checkpoint_files.rank_file(folder, self._group.index), self._state
-        )
+        write = functools.partial(checkpoint_files.write_rank, folder, self._group.index, self._state, self._format)
         if self._is_beside:
             written = await disk.run(self._world.virtual_clock, write)
         else:
@@ -301,8 +311,7 @@ async def load_population(
         async def read() -> None:
             loading.check()
             with loading.held():
-                file = checkpoint_files.rank_file(folder, source)
-                loaded.update(await world.compute(checkpoint_files.read_file, file, entry))
+                loaded.update(await world.compute(checkpoint_files.read_rank, folder, source, entry))
             checkpoint_state.compare(model, optimizer, loaded)
             if policy is not None and not isinstance(loaded["policy"], Mapping):
                 raise ValueError(f"{folder} was saved without a policy")

@@ -97,14 +97,14 @@ def test_the_end_of_main_waits_for_the_files_and_a_second_save_for_the_first(tmp
 def test_a_file_that_cannot_be_written_is_logged_and_raised_where_the_save_is_awaited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write_file = checkpoint_files.write_file
+    write_rank = checkpoint_files.write_rank
 
-    def full(path: Path, state: Any) -> Any:
-        if path.parent.name == "checkpoint-000002" and path.name == "rank-00001.pt":
+    def full(folder: Path, index: int, *args: Any) -> Any:
+        if folder.name == "checkpoint-000002" and index == 1:
             raise OSError(28, "No space left on device")
-        return write_file(path, state)
+        return write_rank(folder, index, *args)
 
-    monkeypatch.setattr(checkpoint_files, "write_file", full)
+    monkeypatch.setattr(checkpoint_files, "write_rank", full)
 
     async def main(world: World) -> None:
         await ad.save_population(tmp_path, *filled(1.0))
