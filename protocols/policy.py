@@ -380,7 +380,7 @@ class SpawnPolicy(abc.ABC):
     def _go_to(self, number: int) -> None:
         """Take the caller's number of this iteration. The policy's own number only grows: reports and ages use it."""
         expected = self.iteration - self._restarted_at
-        if number == expected - 1:  # the last number is given again
+        if 0 < number == expected - 1:  # the last number is given again; 0 is taken for an epoch of one iteration
             self._restarted_at += 1
             return
         if number < expected:  # an epoch has begun

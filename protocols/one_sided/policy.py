@@ -322,10 +322,12 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
 
     def _act(self) -> StepInfo:
         """Apply an average that is complete, or report a replacement that was given up."""
-        self._needs_step = False
-        given_up, self._given_up = self._given_up, NOTHING
+        info, self._given_up = self._given_up, NOTHING
         replacement = self._replacement
-        return self._apply(replacement) if replacement is not None and replacement.complete else given_up
+        if replacement is not None and replacement.complete:
+            info = self._apply(replacement)
+        self._needs_step = False  # only now: `model_builder` may raise, and the next step tries again
+        return info
 
     def _publish(self, metric: float) -> None:
         """Expose the weights of this moment, and their metric."""

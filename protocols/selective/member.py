@@ -264,6 +264,7 @@ class RoundMember:
             return TakeSnapshot(self.round)
         if self.state is State.COMPLETE:
             assert self._frozen is not None, f"round {self.round} is complete without having been frozen"
+            self.wants_step = True  # until it is applied: `model_builder` may raise, and the next step tries again
             return Apply(self.round, self._frozen)
         return None
 
@@ -295,6 +296,7 @@ class RoundMember:
         """Take the new weights as being in place; reports up to this iteration are void."""
         applied = Tell(Applied(iteration), self.round)
         self._go(Event.APPLIED)
+        self.wants_step = False
         self._applied_iteration = iteration
         self._frozen = None
         return (applied,)

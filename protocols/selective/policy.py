@@ -362,6 +362,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         else:
             self._snapshots.release(snapshot)
         self._carry_out(member.on_copied(round, iteration, is_sound=is_sound))
+        if is_sound and self._averaging.on_event is not None:  # it may raise, so the coordinator has been told before
+            self._averaging.on_event(SnapshotTaken(round, iteration, snapshot.by_name()))
 
     def _apply(self, frozen: Frozen) -> StepInfo:
         """Put the new weights in place."""
@@ -430,8 +432,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
                         self._channels.tell(message, self._leadership.coordinator, round)
                 case RefuseUpTo(round):
                     self._channels.server.end_rounds(round)
-                case Give(round, iteration):
-                    self._give(round, iteration)
+                case Give(round, _):
+                    self._give(round)
                 case Withdraw():
                     offer, self._offer = self._offer, None
                     if offer is not None:
@@ -452,15 +454,13 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
                 case unknown:
                     assert_never(unknown)
 
-    def _give(self, round: int, iteration: int) -> None:
+    def _give(self, round: int) -> None:
         """Offer the snapshot that has just been copied."""
         assert self._copied is not None, f"round {round} is to be given no snapshot"
         (snapshot, began_at), self._copied = self._copied, None
         self._offer = self._channels.server.offer(round, snapshot, self._snapshots.release)
         self._counts["snapshots"] += 1
         self._timing.add("snapshot", self._world.time() - began_at)
-        if self._averaging.on_event is not None:
-            self._averaging.on_event(SnapshotTaken(round, iteration, snapshot.by_name()))
 
     def _begin_to_read(self, frozen: Frozen) -> None:
         exchange = self._exchange

@@ -16,6 +16,7 @@ from scripts.population import Mixed, sgd
 from torch import nn
 
 import asyncdist as ad
+from asyncdist.simulation import simulate
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedSelectiveAveragingPolicy, SpawnPolicy
 
 POLICIES: dict[str, Callable[..., SpawnPolicy]] = {
@@ -79,6 +80,7 @@ def test_epochs_that_are_shorter_than_the_cadence_count_together() -> None:
     assert ported(AverageAllPolicy, [*range(5)] * 6, average_every=10) == [10, 20]
     assert ported(AverageAllPolicy, [*range(1, 8)] * 6, average_every=10) == [14, 28]
     assert ported(AverageAllPolicy, [*range(5), *range(12), *range(5), *range(12)], average_every=10) == [14, 31]
+    assert ported(AverageAllPolicy, [0] * 35, average_every=10) == [10, 20, 30], "of one batch, the whole of the data"
 
 
 def test_a_ported_call_before_the_start_is_refused_as_a_step_is() -> None:
@@ -277,3 +279,42 @@ def test_the_process_is_searched_for_wrappers_once_at_each_start(monkeypatch: py
     monkeypatch.setattr(gc, "get_referrers", search)
     ad.run_local(main, ranks=2)
     assert searches == 2
+
+
+@pytest.mark.parametrize("policy", ["selective", "one-sided"])
+@pytest.mark.parametrize("callback", ["on_event", "model_builder"])
+def test_averaging_goes_on_after_a_callback_has_raised_where_the_training_loop_catches_that(
+    policy: str, callback: str
+) -> None:
+    """A round waited for a donor's word, or a replacer's, until its time was up; one-sided for ever."""
+
+    def build() -> nn.Module:
+        return nn.Linear(2, 2)
+
+    async def main(world: ad.World) -> tuple[int, int]:
+        calls = 0
+
+        def fail_twice(*_: Any) -> nn.Module:
+            nonlocal calls
+            calls += 1
+            if calls in (2, 3):
+                raise ArithmeticError(callback)
+            return build()
+
+        model = build()
+        options: dict[str, Any] = {callback: fail_twice}
+        if callback == "model_builder":
+            options["averaging_strategy"] = "reset_weights"
+        replaced = caught = 0
+        async with POLICIES[policy](model, sgd(model), average_every=5, **options) as member:
+            for _ in range(100):
+                await asyncio.sleep(0.01)
+                try:
+                    replaced += bool(await member.step(float(world.rank)))
+                except ArithmeticError:
+                    caught += 1
+        return replaced, caught
+
+    results: Any = simulate(main, ranks=3, strict=True).results
+    assert results[0][0] > 10, "the worst is replaced at most reports, of which there are 20"
+    assert results[0][1] == 2
