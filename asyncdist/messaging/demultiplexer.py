@@ -132,6 +132,8 @@ class TagDemultiplexer:
             self.drop(source, "another version", f"version {route.version}, not {wire.VERSION}")
         elif route.nonce != self.nonce:
             self.drop(source, "another job")
+        elif route.reserved:  # it would wait for ever for a channel that no rank has
+            self.drop(source, "reserved part of the route", f"reserved part {route.reserved} of the route, not 0")
         elif channel is not None and route.kind >= channel.kind_count:
             self.drop(source, "unknown kind", f"{channel.name}: kind {route.kind}, of {channel.kind_count} known")
         elif channel is not None and not channel.has_epochs and route.epoch:

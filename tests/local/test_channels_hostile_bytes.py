@@ -145,6 +145,18 @@ async def test_a_frame_with_an_epoch_is_dropped_by_a_channel_without(pair: list[
     assert dropped(pair[1]) == {"no epochs": 1}
 
 
+async def test_a_frame_that_uses_the_reserved_part_of_its_route_is_dropped(pair: list[World]) -> None:
+    """It waited for a channel that no rank can open; a thousand of them stalled a user's tag for ever."""
+    a, b = both(pair)
+    route = bytearray(wire.pack_route(0, NONCE, 0, a.scope))
+    route[2] = 1
+    send_raw(pair[0], bytes(wire.FrameWriter(bytes(route)).frame(0, 1, a._codec.encode(Number(1))[1])), 1)
+    pair[1].services.engine.poll()
+    assert b.receive_nowait() is None
+    assert dropped(pair[1]) == {"reserved part of the route": 1}
+    assert pair[1].services.leftovers() == []
+
+
 async def test_messages_of_an_earlier_epoch_are_dropped_and_those_of_a_later_one_wait(pair: list[World]) -> None:
     a, b = (world.services.open_channel(Number, tag=tags.CONTROL, scope=7, name="numbers", epoch=0) for world in pair)
     a.send_nowait(Number(1), 1)
