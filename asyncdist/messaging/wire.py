@@ -26,6 +26,7 @@ from asyncdist.messaging import _crc32
 
 VERSION: Final = 2
 ROUND_MAX: Final = 0xFFFFFFFF
+EPOCH_MAX: Final = 0xFFFFFFFF
 FRAME_NBYTES_MAX: Final = 65536
 
 #: Four bytes of CRC32 of all bytes after them, 16 of the route, four of the round and eight of the sequence. The byte

@@ -279,7 +279,7 @@ class Leadership:
                 self._board.send(Declined(self._scopes.policy), source)
             case Nomination(_, epoch):
                 self._carry_out(self._succession.on_nomination(source, epoch))
-            case TakeOver(_, epoch, coordinator):
+            case TakeOver(_, epoch, coordinator) if coordinator in self._everybody:
                 self._carry_out(self._succession.on_claim(epoch, coordinator, source))
 
     def _serves_in(self, epoch: int) -> bool:

@@ -24,6 +24,8 @@ from protocols.selective.waiting import Pace, Patience, cadence_s, is_late
 
 _STORY_LENGTH: Final = 32
 _HISTORY_LENGTH: Final = 64
+#: A larger number of a round is not believed: numbers have 32 bits in a frame's header, and the next ones are larger.
+ROUND_BELIEVED_MAX: Final = 2**31
 _REASON_LIMIT: Final = 32  # reasons come from peers: beyond this many different ones they are counted together
 
 
@@ -117,7 +119,7 @@ class RoundCoordinator:
             return ()
         self._tell("{:.6f} rank {} joins: {}", now, rank, joined)
         member.joined = True
-        self._last_number = max(self._last_number, joined.last_round)
+        self._last_number = max(self._last_number, min(joined.last_round, ROUND_BELIEVED_MAX))
         if joined.applied_iteration >= 0:
             member.applied_iteration = max(joined.applied_iteration, member.applied_iteration or 0)
         if joined.judged_iteration >= 0:

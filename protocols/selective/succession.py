@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Final, NamedTuple, TypeAlias
 
+from asyncdist.messaging.wire import EPOCH_MAX
 from protocols.selective.waiting import NOISE_S
 
 #: So often is a rank nominated, once in each of the nominating rank's cadences, until the next in the order is.
@@ -129,7 +130,7 @@ class Succession:
         """Answer a rank that knows of no coordinator. If none is known here either, this rank is looking already."""
         if epoch < self.epoch:
             return () if self.coordinator is None else (Inform(source),)
-        if epoch == self.epoch:
+        if epoch == self.epoch or epoch > EPOCH_MAX:
             return ()
         self.epoch, self.coordinator = epoch, None  # of a coordinator that this rank has not heard of, and that is gone
         return self._seek()
@@ -143,8 +144,8 @@ class Succession:
         """Note which rank coordinates in an epoch, as ``source`` says."""
         if epoch < self.epoch:
             return () if self.coordinator is None else (Inform(source),)
-        if epoch == self.epoch and self.coordinator is not None:
-            return ()
+        if (epoch == self.epoch and self.coordinator is not None) or epoch > EPOCH_MAX or coordinator == self.rank:
+            return ()  # known, or not to be believed: this rank alone claims for itself
         if coordinator in self._lost:  # it has claimed, and died
             self.epoch = max(self.epoch, epoch)
             self.coordinator = None
@@ -182,9 +183,12 @@ class Succession:
         return self._claim() if rank == self.rank else (Nominate(rank),)
 
     def _claim(self) -> Steps:
-        """Open the next epoch that is this rank's own."""
+        """Open the next epoch that is this rank's own; after the last one, of which only a lie can tell, none."""
         count, place = len(self._order), self._order.index(self.rank)
-        self.epoch = self.epoch - (self.epoch - 1 - place) % count + count
+        epoch = self.epoch - (self.epoch - 1 - place) % count + count
+        if epoch > EPOCH_MAX:
+            return ()
+        self.epoch = epoch
         self.coordinator = self.rank
         self._passed_over.clear()
         return (Claim(self.epoch),)

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
+import torch
 
+import asyncdist as ad
+from asyncdist.simulation import Compute, simulate
+from protocols import AsyncSelectiveAveragingPolicy
+from protocols.selective.leadership import Nomination, SuccessionMessage, TakeOver, _Board
 from simulation.hostile_scenarios import PROGRAMS, run_hostile
 
 
@@ -21,3 +27,32 @@ def test_lies_of_a_rank_crash_no_other_one() -> None:
     assert len(sent) > 25, "lies of many types were told"
     assert ends["well"] > 5 and len(ends) > 3, "they did some harm, and not everywhere"
     assert len(PROGRAMS) == 6
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda policy: TakeOver(policy, 2**63 - 1, 2),
+        lambda policy: Nomination(policy, 2**63 - 1),
+        lambda policy: TakeOver(policy, 7, 99),
+        lambda policy: TakeOver(policy, 7, 1),
+    ],
+    ids=["epoch", "nomination", "no member", "the rank itself"],
+)
+def test_an_untrue_word_about_the_coordinator_changes_nothing(lie: Callable[[int], SuccessionMessage]) -> None:
+    """The first three ended the rank, and the job; with the last one it took part in no round any more."""
+
+    async def main(world: ad.World) -> int:
+        model = torch.nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=2) as policy:
+            for step in range(40):
+                if world.rank == 2 and step == 10:
+                    board = world.services.shared(_Board)
+                    board.send(lie(next(iter(board._policies))), 1)
+                await policy.step(float(world.rank))
+            statistics = policy.statistics().coordinator
+        return 0 if statistics is None else statistics.reports[1]
+
+    reports = simulate(main, ranks=3, seed=1, compute=Compute(step_s=0.01)).results
+    assert reports[0] >= 18 and [*reports[1:]] == [0, 0], reports

@@ -1,15 +1,15 @@
 """The coordinator of selective averaging: rounds by hand and at random, and the defects it must not have again."""
 
 import math
-from collections import Counter
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from support.referee import Referee
 from support.selective import STRATEGIES, rules
 
-from protocols.selective.messages import Assign, End, Frozen
-from protocols.selective.rounds import RoundCoordinator, Send
+from protocols.selective.messages import Assign, Frozen, Joined
+from protocols.selective.rounds import ROUND_BELIEVED_MAX, RoundCoordinator, Send
 from protocols.selective.rules import Decision, SelectiveRules
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=200)
@@ -274,6 +274,13 @@ def test_reasons_from_peers_do_not_grow_without_bound() -> None:
     assert len(abandoned) == 33
 
 
+def test_a_round_number_that_no_frame_can_carry_is_not_believed() -> None:
+    coordinator = RoundCoordinator(range(2), rules(), have_joined=False)
+    for rank in range(2):
+        sends = coordinator.on_joined(rank, Joined(2**63 - 1, -1, -1, 9, float(rank), 0.5, 0.0), 0.0)
+    assert [send.round for send in sends] == [ROUND_BELIEVED_MAX + 1] * 2
+
+
 @pytest.mark.parametrize("members", [[], [1, 1]])
 def test_members_are_checked(members: list[int]) -> None:
     with pytest.raises(ValueError, match="members are"):
@@ -290,105 +297,6 @@ def test_a_broken_invariant_tells_the_story() -> None:
 
 
 # -------------------------------------------------------------------------------------- coordinator, at random
-
-
-class Referee:
-    """Feeds a coordinator and checks every promise after every call."""
-
-    def __init__(self, size: int, options: SelectiveRules) -> None:
-        self.coordinator = RoundCoordinator(range(size), options)
-        self.live = set(range(size))
-        self.now = 0.0
-        self.number = 0
-        self.named: set[int] = set()
-        self.assigned: dict[int, Assign] = {}
-        self.ends: Counter[int] = Counter()
-        self.frozen: set[int] = set()
-
-    def check(self, sends: tuple[Send, ...]) -> None:
-        for send in sends:
-            assert send.dest in self.live
-            message = send.message
-            if isinstance(message, Assign):
-                self.on_assign(send.dest, send.round, message)
-                continue
-            assert send.round == self.number
-            assert send.dest in self.named
-            assert self.ends[send.dest] == 0, "nothing comes after End"
-            if isinstance(message, Frozen):
-                assert send.dest not in self.frozen
-                assert self.assigned[send.dest].role == "replacer"
-                self.frozen.add(send.dest)
-                self.on_frozen(message)
-            else:
-                assert isinstance(message, End)
-                self.ends[send.dest] += 1
-        statistics = self.coordinator.statistics()
-        open_count = statistics.rounds_decided - statistics.rounds_ended
-        assert open_count in (0, 1)
-        if not open_count:
-            self.all_released()
-        else:
-            assert self.coordinator.next_deadline() is not None
-        assert self.coordinator.finished == (not self.live)
-
-    def all_released(self) -> None:
-        assert all(self.ends[rank] == 1 for rank in self.named & self.live), "everyone named hears of the end, once"
-
-    def on_assign(self, dest: int, number: int, message: Assign) -> None:
-        if number != self.number:
-            self.all_released()
-            assert number == self.number + 1
-            self.number, self.assigned, self.frozen = number, {}, set()
-            self.named = set(message.donors) | set(message.replacers)
-            self.ends.clear()
-        assert dest not in self.assigned
-        self.assigned[dest] = message
-        assert (dest in message.donors) != (dest in message.replacers)
-        assert message.role == ("donor" if dest in message.donors else "replacer")
-
-    def on_frozen(self, message: Frozen) -> None:
-        allowed = next(iter(self.assigned.values())).donors
-        assert set(message.donors) <= set(allowed) & self.live
-        assert list(message.donors) == sorted(message.donors)
-        assert len(message.donors) == len(message.weights) == len(message.iterations)
-        assert all(weight > 0 for weight in message.weights)
-        assert message.best in message.donors or (message.best == -1 and not allowed)
-        assert 0 < message.timeout_s < INF
-
-    def feed(self, event: tuple[str, int, int, int, float, float]) -> None:
-        kind, rank, back, iteration, value, step = event
-        self.now += step
-        number = self.number - back
-        coordinator = self.coordinator
-        match kind:
-            case "report":
-                sends = coordinator.on_report(rank, iteration, value, step, self.now, interval_s=iteration / 100)
-            case "ready":
-                sends = coordinator.on_ready(rank, number, iteration, self.now)
-            case "decline":
-                sends = coordinator.on_decline(rank, number, "no", self.now)
-            case "applied":
-                sends = coordinator.on_applied(rank, number, iteration, self.now)
-            case "abandoned":
-                sends = coordinator.on_abandoned(rank, number, "gave up", self.now)
-            case "gone":
-                self.live.discard(rank)
-                sends = (coordinator.on_leave if back else coordinator.on_lost)(rank, self.now)
-            case _:
-                sends = coordinator.on_time(self.now)
-        self.check(sends)
-
-    def drain(self) -> None:
-        for _ in range(6):
-            deadline = self.coordinator.next_deadline()
-            if deadline is None:
-                break
-            self.now = max(self.now, deadline)
-            self.check(self.coordinator.on_time(self.now))
-        assert self.coordinator.next_deadline() is None, "with no more reports everything comes to rest"
-        statistics = self.coordinator.statistics()
-        assert statistics.rounds_decided == statistics.rounds_ended == self.number
 
 
 KINDS = ("report",) * 6 + ("ready",) * 4 + ("applied",) * 2 + ("decline", "abandoned", "gone", "time", "time")

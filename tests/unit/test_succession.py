@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from asyncdist.messaging.wire import EPOCH_MAX
 from protocols.selective.succession import (
     NOMINATION_COUNT_MAX,
     Claim,
@@ -85,6 +86,20 @@ def test_the_first_of_those_that_can_take_over_have_a_place() -> None:
     view.leave()
     assert view.place(2) is None
     assert Succession(9, ORDER, 9).place(2) is None, "a reserved coordinator"
+
+
+def test_an_epoch_that_no_frame_can_carry_is_not_believed() -> None:
+    view = Succession(2, ORDER, 0)
+    assert view.on_nomination(3, EPOCH_MAX + 1) == () == view.on_claim(2**63 - 1, 1, 1)
+    assert (view.epoch, view.coordinator) == (0, 0)
+    assert view.on_claim(EPOCH_MAX, 1, 1) == (Follow(EPOCH_MAX, 1),), "the last one"
+    assert view.on_suspicion() == (), "there is no later one to claim"
+
+
+def test_a_claim_that_this_rank_has_not_made_is_not_believed() -> None:
+    """It followed itself, coordinated nothing, and no round had it any more."""
+    view = Succession(2, ORDER, 0)
+    assert view.on_claim(7, 2, 3) == () and (view.epoch, view.coordinator) == (0, 0)
 
 
 def test_who_has_missed_a_claim_is_told() -> None:
