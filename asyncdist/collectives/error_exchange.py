@@ -22,7 +22,7 @@ import torch
 
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.nonblocking import Collectives
-from asyncdist.errors import AsyncdistError, DisagreementError, RemoteError, remote_error
+from asyncdist.errors import AsyncdistError, DisagreementError, RemoteError, RemoteProtocolError, remote_error
 from asyncdist.tensors import serialization
 
 T = TypeVar("T")
@@ -116,9 +116,11 @@ class ResultHeader:
         return self.nbytes if self.has_value and self.nbytes > INLINE_NBYTES else 0
 
     def remote_error(self) -> RemoteError:
-        """Make the member's exception, as the other ranks raise it."""
-        kind, text = serialization.decode(self.inline)
-        return remote_error(self.rank, kind, text)
+        """Make the member's exception, as the other ranks raise it. Raises RemoteProtocolError."""
+        words = serialization.decode(self.inline)
+        if type(words) is not list or list(map(type, words)) != [str, str]:
+            raise RemoteProtocolError(f"rank {self.rank} failed, and says {words!r:.80} of it", rank=self.rank)
+        return remote_error(self.rank, *words)
 
 
 async def attempt(
@@ -264,6 +266,9 @@ def _pack_header(outcome: LocalResult, call: Call) -> bytes:
 def _read_header(rank: int, tensor: torch.Tensor) -> ResultHeader:
     data = bytes(tensor.numpy())
     nbytes, status, operation, root = _FORMAT.unpack_from(data)
+    if status > _ERROR or operation >= len(_OPERATIONS):
+        what = f"status {status} of operation {operation}"
+        raise RemoteProtocolError(f"rank {rank} sent a header with {what}, which do not exist", rank=rank)
     inline = data[_FORMAT.size : _FORMAT.size + nbytes] if nbytes <= INLINE_NBYTES else b""
     return ResultHeader(rank, Call(_OPERATIONS[operation], None if root == _NO_ROOT else root), status, nbytes, inline)
 

@@ -171,13 +171,23 @@ def find_newest(path: Path) -> tuple[Path, dict[str, Any]]:
 def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest: Any = json.loads((folder / _MANIFEST).read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         manifest = None
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         raise ValueError(f"{folder / _MANIFEST} is no manifest of a population checkpoint")
     if manifest.get("version") != _VERSION:
         raise ValueError(f"{folder} has version {manifest.get('version')!r:.80}; allowed: {_VERSION}")
+    files = manifest.get("files")
+    if not isinstance(files, list) or not files or not all(map(_is_entry, files)):
+        raise ValueError(f"{folder / _MANIFEST} does not say what each rank's file holds: {files!s:.80}")
     return manifest
+
+
+def _is_entry(entry: Any) -> bool:
+    """Return whether a manifest's entry has what is read of it."""
+    if not isinstance(entry, dict) or not {"nbytes", "crc32", "metric"} <= entry.keys():
+        return False
+    return type(entry["metric"]) in (float, int, type(None)) and entry.get("metric_mode") in ("min", "max")
 
 
 def plan(files: Sequence[Mapping[str, Any]], size: int) -> list[int]:
@@ -187,7 +197,7 @@ def plan(files: Sequence[Mapping[str, Any]], size: int) -> list[int]:
 
     def quality(source: int) -> tuple[bool, float]:
         value = files[source]["metric"]
-        if value is None or not math.isfinite(value):
+        if value is None or not -math.inf < value < math.inf:
             return False, 0.0
         return True, -value if files[source]["metric_mode"] == "min" else value
 

@@ -67,11 +67,12 @@ class Fingerprint:
         """
         try:
             lines = tuple((tuple(names), tuple(map(int, shape)), dtype) for names, shape, dtype in json.loads(text))
+            known = {name for line in lines for name in line[0]}
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"not a fingerprint: {text[:80]!r}") from error
-        names = [name for line in lines for name in line[0]]
         fingerprint = cls(lines)
-        if not all(line[0] for line in lines) or len(set(names)) < len(names) or fingerprint.to_text() != text:
+        is_once = len(known) == sum(len(line[0]) for line in lines)
+        if not is_once or not all(line[0] for line in lines) or fingerprint.to_text() != text:
             raise ValueError(f"not a fingerprint: {text[:80]!r}")
         return fingerprint
 

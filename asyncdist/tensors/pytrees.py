@@ -106,8 +106,18 @@ def lines_to_text(lines: Lines) -> str:
 
 
 def lines_from_text(text: str) -> Lines:
-    """Read what :func:`lines_to_text` wrote, on another rank."""
-    return tuple((str(path), str(what)) for path, what in json.loads(text))
+    """Read what :func:`lines_to_text` wrote, on another rank.
+
+    Raises:
+        ValueError: the text is something else.
+    """
+    try:
+        lines = tuple((str(path), str(what)) for path, what in json.loads(text))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"not a tree: {text[:80]!r}") from error
+    if len(dict(lines)) < len(lines):
+        raise ValueError(f"not a tree, a path occurs twice: {text[:80]!r}")
+    return lines
 
 
 def first_difference(lines: Sequence[Lines], ranks: Sequence[int]) -> tuple[str, str]:

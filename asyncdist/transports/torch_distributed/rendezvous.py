@@ -143,6 +143,10 @@ class _Gathering:
                 self._lead()
             else:
                 self._follow()
+        except ValueError as error:
+            raise TransportError(
+                f"rank {self._rank} found in the store what no rank of this job writes there: {error}"
+            ) from error
         except RuntimeError as error:
             # The rank that serves the store has ended; its deadline may come a moment before ours.
             raise TransportError(
@@ -307,7 +311,7 @@ def _announced_port(rendezvous: Rendezvous, deadline: float) -> int:
                 if announcement.check([_PORT]):
                     return int(announcement.get(_PORT))
                 time.sleep(_PAUSE_S)
-        except (RuntimeError, TransportError) as error:
+        except (RuntimeError, ValueError, TransportError) as error:
             if time.monotonic() >= deadline:
                 raise TransportError(f"{_who_waits(rendezvous)}: {error}", missing=[0]) from error
         if time.monotonic() >= deadline:
