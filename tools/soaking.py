@@ -7,6 +7,11 @@ With ``--kills`` it starts real jobs on MPI in place of simulations, and kills r
 the seed (``tests/scripts/killed_members.py``). With ``--lies`` one rank of each simulation sends well-formed messages
 that are not true (``tests/simulation/hostile_scenarios.py``).
 
+With ``--frames`` it hands so many million frames, most of them damaged, to a rank's receive path on channels of all
+kinds, and a tenth as many damaged texts to everything else that reads what others have written (``tests/fuzzing``).
+With ``--sequences`` it tells the state machines of the protocols so many million sequences of events, untrue ones
+included. Both see that the memory stays flat. A seed of frames stands for a million; each sequence has its own.
+
 With ``--memory`` it simulates one population for a million steps, in which all that a job opens is opened and closed
 again and again, ranks are killed and stalled, and the coordinator changes (``tests/simulation/long_run.py``). It prints
 the memory over time, and the exit code is 1 if it grows. This takes some five minutes.
@@ -15,6 +20,7 @@ the memory over time, and the exit code is 1 if it grows. This takes some five m
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
 import math
 import multiprocessing
@@ -22,13 +28,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
 TESTS: Final = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
+from fuzzing import decoders, frames, memory, sequences  # noqa: E402 the path is set above
 from scripts import killed_members  # noqa: E402 the path is set above
 from simulation import long_run  # noqa: E402 as above
 from simulation.hostile_scenarios import run_hostile  # noqa: E402 as above
@@ -42,6 +49,11 @@ _LIES_COUNT: Final = 50
 #: Together about a million steps of three to six ranks, 20 ms each.
 MEMORY_PHASE_COUNT: Final = 152
 MEMORY_TRAIN_S: Final = 40.0
+#: Frames of one seed, and how many of a hundred thousand have their memory traced.
+_FRAMES_PER_SEED: Final = 1_000_000
+_TRACED_COUNT: Final = 3_000
+#: Sequences between two looks at the memory.
+_SEQUENCES_PER_LOOK: Final = 10_000
 
 
 def main() -> int:
@@ -55,6 +67,10 @@ def main() -> int:
                 return
             yield seed
 
+    if options.frames is not None:
+        return _repeat_on_failure(_feed_frames, "frames", options.frames, options.seed_start)
+    if options.sequences is not None:
+        return _repeat_on_failure(_tell_sequences, "sequences", options.sequences, options.seed_start)
     if options.memory:
         return _watch_memory(options.seed_start)
     if options.kills:
@@ -87,6 +103,60 @@ def _hear_lies(seed_start: int, ends_at: float, processes: int | None) -> int:
             print(f"{seed - seed_start} seeds, {sent.total()} lies; the others ended: {dict(ends)}", flush=True)
     print(f"no failure; lies: {dict(sent)}; go on with --seed-start {seed}")
     return 0
+
+
+def _repeat_on_failure(run: Callable[[int, int], None], what: str, millions: float, seed_start: int) -> int:
+    """Fuzz; print the line that repeats a failure."""
+    try:
+        run(round(millions * 1e6), seed_start)
+    except frames.FrameFailure as failure:
+        print(f"{failure}\n{failure.__cause__!r}\nrepeat: ./tools/soak --frames 1 --seed-start {failure.seed}")
+        return 1
+    except sequences.SequenceFailure as failure:
+        print(f"{failure}\nrepeat: ./tools/soak --sequences 0.000001 --seed-start {failure.seed}")
+        return 1
+    except AssertionError as error:
+        print(f"--{what}, from seed {seed_start} on: {error}")
+        return 1
+    return 0
+
+
+def _feed_frames(count: int, seed_start: int) -> None:
+    """Feed so many frames, and a tenth as many texts. Raises AssertionError."""
+    first: memory.Look | None = None
+    fates: Counter[str] = Counter()
+    read: Counter[str] = Counter()
+    began_at = time.monotonic()
+    for place in range(-(-count // _FRAMES_PER_SEED)):
+        seed = seed_start + place
+        fed = asyncio.run(frames.fuzz(seed, min(count, _FRAMES_PER_SEED)))
+        with memory.bounded_peak():
+            asyncio.run(frames.fuzz(-1 - seed, _TRACED_COUNT))
+        fates += Counter(fed.reasons) + Counter(received=fed.received_count)
+        read += Counter({name: counts[0] for name, counts in decoders.fuzz(seed, fed.fed_count // 10).items()})
+        now = memory.look()
+        first = first or now
+        memory.check_flat(first, now)
+        total = place * _FRAMES_PER_SEED + fed.fed_count
+        rate = total / (time.monotonic() - began_at)
+        print(f"seed {seed}: {total:,} frames, {read.total():,} texts, {rate:,.0f} frames/s; {now}", flush=True)
+    print(f"no failure; frames by fate: {dict(fates.most_common())}; texts: {dict(read)}")
+
+
+def _tell_sequences(count: int, seed_start: int) -> None:
+    """Tell so many sequences. Raises AssertionError."""
+    first: memory.Look | None = None
+    told: Counter[str] = Counter()
+    began_at = time.monotonic()
+    for begin in range(seed_start, seed_start + count, _SEQUENCES_PER_LOOK):
+        seeds = range(begin, min(begin + _SEQUENCES_PER_LOOK, seed_start + count))
+        told += sequences.fuzz(seeds)
+        now = memory.look()
+        first = first or now
+        memory.check_flat(first, now)
+        rate = (seeds.stop - seed_start) / (time.monotonic() - began_at)
+        print(f"{seeds.stop - seed_start:,} sequences, {rate:,.0f}/s; {now}", flush=True)
+    print(f"no failure; sequences by machine: {dict(told)}")
 
 
 def _watch_memory(seed: int) -> int:
@@ -140,13 +210,15 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--lies", action="store_true", help="let a rank of each simulation say what is not true")
     parser.add_argument("--kills", action="store_true", help="kill ranks of real jobs on MPI that go on without them")
     parser.add_argument("--memory", action="store_true", help="a million simulated steps, whose memory must stay flat")
+    parser.add_argument("--frames", type=_positive, metavar="MILLIONS", help="hand so many damaged frames to a rank")
+    parser.add_argument("--sequences", type=_positive, metavar="MILLIONS", help="so many sequences for state machines")
     return parser.parse_args()
 
 
 def _positive(text: str) -> float:
     value = float(text)
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no number of minutes above 0")
+        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
     return value
 
 

@@ -13,7 +13,6 @@ import dataclasses
 import itertools
 import random
 import tracemalloc
-import types
 import typing
 from collections import Counter
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from unittest import mock
 
 import torch
 import torch._dynamo  # what optimizers import at first: 70 MiB that no message has asked for
+from support.drawing import draw
 
 import asyncdist as ad
 from asyncdist.errors import AsyncdistError, DeadlockError, TimeLimitError
@@ -39,8 +39,6 @@ from protocols import (
 
 LIMIT_S: Final = 400.0
 GROWTH_NBYTES_MAX: Final = 32 * 2**20
-_NUMBERS: Final = (-1, 0, 1, 2, 3, 7, 255, 2**16, 2**31, 2**32 - 1, 2**53, 2**63 - 1, -(2**63))
-_FLOATS: Final = (0.0, -0.0, 1.0, -1.0, 1e-300, 1e300, float("inf"), float("-inf"), float("nan"))
 
 
 @dataclass
@@ -101,7 +99,9 @@ class _Liar:
         rng = self._rng
         cls = type(like) if rng.random() < 0.5 else rng.choice(classes)
         hints = typing.get_type_hints(cls)
-        drawn = {entry.name: self._draw(hints[entry.name]) for entry in dataclasses.fields(cls)}
+        drawn = {
+            entry.name: draw(hints[entry.name], rng, self._values, self._texts) for entry in dataclasses.fields(cls)
+        }
         if cls is type(like):
             kept = [name for name in drawn if rng.random() < 0.7]
             drawn.update({name: getattr(like, name) for name in kept})
@@ -109,39 +109,6 @@ class _Liar:
             return cls(**drawn)
         except ValueError:  # a rank's own class refuses it, as the receiver's would
             return like
-
-    def _draw(self, annotation: Any) -> Any:
-        rng = self._rng
-        known = [value for value in self._values if type(value) is annotation]
-        if known and rng.random() < 0.5:
-            return rng.choice(known)
-        if annotation is bool:
-            return rng.random() < 0.5
-        if annotation is int:
-            return rng.choice((*_NUMBERS, rng.randrange(10), rng.randrange(1000)))
-        if annotation is float:
-            return rng.choice((*_FLOATS, rng.uniform(0, 10)))
-        if annotation is str:
-            text = rng.choice(self._texts)
-            return (
-                text
-                if rng.random() < 0.7
-                else text[: rng.randrange(len(text) + 1)] + rng.choice(("", "0", "é", ",", "-9"))
-            )
-        if annotation is bytes:
-            return rng.randbytes(rng.choice((0, 1, 8, 100)))
-        if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
-            hints = typing.get_type_hints(annotation)
-            return annotation(**{entry.name: self._draw(hints[entry.name]) for entry in dataclasses.fields(annotation)})
-        origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-        if origin in (typing.Union, types.UnionType):
-            return self._draw(rng.choice(arguments))
-        if origin is tuple:
-            if len(arguments) == 2 and arguments[1] is Ellipsis:
-                return tuple(self._draw(arguments[0]) for _ in range(rng.choice((0, 1, 1, 2, 3, 20))))
-            return tuple(map(self._draw, arguments))
-        assert annotation in (None, type(None)), annotation
-        return None
 
 
 def run_hostile(seed: int) -> Seen:

@@ -1,0 +1,89 @@
+"""Finds every channel that the runtime and the protocols open, in their source: a new one cannot be forgotten."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from asyncdist.messaging.channels import Overflow
+
+_ROOT: Final = Path(__file__).resolve().parents[2]
+#: The one call that passes on what a user has asked for.
+_USERS: Final = "asyncdist.messaging.services"
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelSite:
+    """One call of ``Services.open_channel`` in the code.
+
+    Attributes:
+        where: its module and line.
+        message_types: a dataclass, or a union of them.
+        tag: of its channels.
+        overflow: what happens when the mailbox is full.
+        has_handler, has_epochs, has_earlier_handler: whether the call names these.
+    """
+
+    where: str
+    message_types: Any
+    tag: int
+    overflow: Overflow
+    has_handler: bool
+    has_epochs: bool
+    has_earlier_handler: bool
+
+    @property
+    def classes(self) -> tuple[type[Any], ...]:
+        """The message types, in the order of their kinds."""
+        return classes_of(self.message_types)
+
+
+def classes_of(message_types: Any) -> tuple[type[Any], ...]:
+    """Return the dataclasses of a union, or the only one."""
+    is_union = typing.get_origin(message_types) in (typing.Union, types.UnionType)
+    return typing.get_args(message_types) if is_union else (message_types,)
+
+
+@functools.cache
+def channel_sites() -> tuple[ChannelSite, ...]:
+    """Return all of them, in the order of the files."""
+    found = []
+    for package in ("asyncdist", "protocols"):
+        for path in sorted((_ROOT / package).rglob("*.py")):
+            if "_compiled" not in path.parts and "open_channel(" in (text := path.read_text()):
+                found += _sites_in(ast.parse(text), ".".join(path.relative_to(_ROOT).with_suffix("").parts))
+    return tuple(found)
+
+
+def _sites_in(tree: ast.Module, name: str) -> list[ChannelSite]:
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    calls = [call for call in calls if call.func.attr == "open_channel"]  # type: ignore[attr-defined]  # see above
+    if name == _USERS:
+        assert len(calls) == 1, "a channel of the runtime's own is opened elsewhere"
+        return []
+    known = vars(importlib.import_module(name))
+
+    def value_of(node: ast.expr) -> Any:
+        return eval(ast.unparse(node), known)  # our own source
+
+    found = []
+    for call in calls:
+        given = {keyword.arg: keyword.value for keyword in call.keywords}
+        found.append(
+            ChannelSite(
+                f"{name}, line {call.lineno}",
+                value_of(call.args[0]),
+                value_of(given["tag"]),
+                value_of(given["overflow"]) if "overflow" in given else "error",
+                "handler" in given,
+                "epoch" in given,
+                "earlier_handler" in given,
+            )
+        )
+    return found

@@ -1,0 +1,63 @@
+"""Watches whether the memory of a long fuzz grows."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+#: What may be allocated at once while some frames or messages are read: a frame of 64 KiB may hold 65,000 small values.
+PEAK_NBYTES_MAX: Final = 16 << 20
+#: By how much a process may grow from its first tenth on.
+GROWTH_NBYTES_MAX: Final = 24 << 20
+GROWTH_BLOCKS_MAX: Final = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The memory of this process.
+
+    Attributes:
+        resident_nbytes: of the process; 0 where the system does not say.
+        blocks: that Python has given out.
+    """
+
+    resident_nbytes: int
+    blocks: int
+
+    def __str__(self) -> str:
+        return f"{self.resident_nbytes / 2**20:.1f} MiB resident, {self.blocks:,} blocks"
+
+
+def look() -> Look:
+    """Look at the memory, without what only waits to be collected."""
+    gc.collect()
+    try:
+        resident_nbytes = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    except FileNotFoundError:
+        resident_nbytes = 0
+    return Look(resident_nbytes, sys.getallocatedblocks())
+
+
+def check_flat(before: Look, after: Look) -> None:
+    """Raise AssertionError where memory has grown."""
+    assert after.resident_nbytes - before.resident_nbytes <= GROWTH_NBYTES_MAX, f"{before} became {after}"
+    assert after.blocks - before.blocks <= GROWTH_BLOCKS_MAX, f"{before} became {after}"
+
+
+@contextmanager
+def bounded_peak() -> Iterator[None]:
+    """See that little is allocated at once in the body. Raises AssertionError."""
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        yield
+        peak_nbytes = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    assert peak_nbytes <= PEAK_NBYTES_MAX, f"{peak_nbytes:,} bytes were allocated at once"

@@ -1,0 +1,50 @@
+"""A short form of the fuzz that ./tools/soak runs for long, and what it has found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fuzzing import decoders, frames, memory, sequences
+from fuzzing.channel_sites import channel_sites
+
+FOUND = json.loads((Path(__file__).resolve().parents[1] / "data" / "fuzzed.json").read_text())
+DECODERS = {decoder.name: decoder for decoder in decoders.decoders()}
+
+
+@pytest.mark.slow
+async def test_damaged_frames_are_received_or_counted() -> None:
+    fed = await frames.fuzz(0, 15_000)
+    assert fed.received_count > 1_000 and len(fed.reasons) > 8, fed.reasons
+
+
+@pytest.mark.slow
+async def test_frames_that_announce_much_take_little_memory() -> None:
+    with memory.bounded_peak():
+        await frames.fuzz(1, 400)
+
+
+def test_every_channel_of_the_code_is_fuzzed() -> None:
+    sites = channel_sites()
+    assert len(sites) >= 12
+    assert len({cls for site in sites for cls in site.classes}) >= 45
+
+
+@pytest.mark.slow
+def test_damaged_texts_are_refused_as_documented() -> None:
+    found = decoders.fuzz(0, 4_000)
+    assert found.keys() == DECODERS.keys()
+    assert all(counts[0] > 0 for counts in found.values()), found
+
+
+@pytest.mark.parametrize("found", FOUND, ids=lambda found: f"{found['decoder']}: {found['story']}")
+def test_what_was_refused_wrongly_once(found: dict[str, str]) -> None:
+    decoders.check(DECODERS[found["decoder"]], bytes.fromhex(found["hex"]))
+
+
+@pytest.mark.slow
+def test_state_machines_keep_their_promises() -> None:
+    told = sequences.fuzz(range(600))
+    assert set(told) == {machine.__name__ for machine in sequences.MACHINES}

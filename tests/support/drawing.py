@@ -1,0 +1,69 @@
+"""Draws values of the types that travel in messages."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any, Final
+
+_NUMBERS: Final = (-1, 0, 1, 2, 3, 7, 255, 2**16, 2**31, 2**32 - 1, 2**53, 2**63 - 1, -(2**63))
+_FLOATS: Final = (0.0, -0.0, 1.0, -1.0, 1e-300, 1e300, float("inf"), float("-inf"), float("nan"))
+
+
+def draw(annotation: Any, rng: random.Random, known: Sequence[Any] = (), texts: Sequence[str] = ("", "x")) -> Any:
+    """Return a value of a field's type.
+
+    Args:
+        annotation: of a field of a message.
+        rng: draws.
+        known: values that were met before; half of what is drawn is one of them, if there is one of that type.
+        texts: strings that were met before.
+
+    Raises:
+        ValueError: a dataclass in it refuses its values.
+    """
+    same = [value for value in known if type(value) is annotation] if known else []
+    if same and rng.random() < 0.5:
+        return rng.choice(same)
+    if annotation is bool:
+        return rng.random() < 0.5
+    if annotation is int:
+        return rng.choice((*_NUMBERS, rng.randrange(10), rng.randrange(1000)))
+    if annotation is float:
+        return rng.choice((*_FLOATS, rng.uniform(0, 10)))
+    if annotation is str:
+        text = rng.choice(texts)
+        end = rng.choice(("", "0", "é", ",", "-9"))
+        return text if rng.random() < 0.7 else text[: rng.randrange(len(text) + 1)] + end
+    if annotation is bytes:
+        return rng.randbytes(rng.choice((0, 1, 8, 100)))
+    if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+        return draw_message(annotation, rng, known, texts)
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return draw(rng.choice(arguments), rng, known, texts)
+    if origin is tuple:
+        if len(arguments) == 2 and arguments[1] is Ellipsis:
+            return tuple(draw(arguments[0], rng, known, texts) for _ in range(rng.choice((0, 1, 1, 2, 3, 20))))
+        return tuple(draw(argument, rng, known, texts) for argument in arguments)
+    assert annotation in (None, type(None)), annotation
+    return None
+
+
+def draw_message(
+    cls: type[Any], rng: random.Random, known: Sequence[Any] = (), texts: Sequence[str] = ("", "x"), **given: Any
+) -> Any:
+    """Return an instance of a dataclass, with the fields that are given. Raises as :func:`draw`."""
+    hints = _hints_of(cls)  # type: ignore[arg-type]  # a class is hashable
+    drawn = {name: draw(hint, rng, known, texts) for name, hint in hints.items() if name not in given}
+    return cls(**drawn, **given)
+
+
+@functools.cache
+def _hints_of(cls: type[Any]) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {entry.name: hints[entry.name] for entry in dataclasses.fields(cls)}
