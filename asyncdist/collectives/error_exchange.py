@@ -150,17 +150,26 @@ async def attempt(
 
 
 async def run_and_raise(
-    collectives: Collectives, group: Group, outcome: LocalResult, work: Callable[[Collectives], Coroutine[Any, Any, T]]
+    collectives: Collectives,
+    group: Group,
+    outcome: LocalResult,
+    work: Callable[[Collectives], Coroutine[Any, Any, T]],
+    *,
+    on_end: Callable[[], None] | None = None,
 ) -> T:
     """Run the collectives that make a result known, then raise its error, if any.
 
     An error that is no ``Exception`` (a cancellation, an interrupt, an exit) is raised at once, and sent in the
-    background.
+    background. ``on_end`` is called when the collectives have ended, well or not, or are not begun.
     """
     error = outcome.error
     if isinstance(error, GeneratorExit):  # the caller is being thrown away, perhaps with its loop
+        if on_end is not None:
+            on_end()
         raise error
     task = collectives.start_sequence(group, work)
+    if on_end is not None:
+        task.add_done_callback(lambda _: on_end())
     if error is not None and not isinstance(error, Exception):
         raise error
     try:

@@ -52,8 +52,10 @@ class JointWork(Generic[T]):
         self._engine = world.services.engine
         self._task: asyncio.Task[None] | None = None
         self._previous: JointWork[Any] | None = None
+        self._begun: asyncio.Future[None] = self._engine.loop.create_future()
         self._outcome: asyncio.Future[T] = self._engine.loop.create_future()
-        self._outcome.add_done_callback(_mark_retrieved)
+        for future in (self._begun, self._outcome):
+            future.add_done_callback(_mark_retrieved)
         self._is_given_up = False
         self._is_held = False
         self._is_over = False
@@ -89,19 +91,21 @@ class JointWork(Generic[T]):
         group = self._group
 
         async def meet(collectives: Collectives) -> Any:
-            try:
-                headers = await exchange_headers(collectives, group, outcome, Call(self._operation))
-                raise_first_error(headers)
-                prepared = serialization.decode(await share_payload(collectives, group, outcome, headers[0]))
-                own = await self._new_group()
-                self._task = self._world.spawn(self._run(work, own, prepared), name=self._operation)
-                return prepared
-            finally:
-                if self._task is None:
-                    self._end()
+            headers = await exchange_headers(collectives, group, outcome, Call(self._operation))
+            raise_first_error(headers)
+            prepared = serialization.decode(await share_payload(collectives, group, outcome, headers[0]))
+            self._task = self._world.spawn(self._run(work, prepared), name=self._operation)
+            return prepared
+
+        def on_met() -> None:
+            if self._task is None:
+                self._end()
 
         try:
-            return await run_and_raise(self._world.collectives, group, outcome, meet)
+            prepared = await run_and_raise(self._world.collectives, group, outcome, meet, on_end=on_met)
+            assert self._task is not None, "all have come"
+            await self._engine.settled_by(self._task, asyncio.shield(self._begun))
+            return prepared
         except asyncio.CancelledError:
             await self._give_up()
             raise
@@ -156,19 +160,35 @@ class JointWork(Generic[T]):
             self._group.lease.subjects.append(subject)
         return await self._world.peers.groups.new_group(self._group.ranks, _GROUP_TIMEOUT_S, subject=subject)
 
-    async def _run(self, work: Callable[[Group, Any], Coroutine[Any, Any, T]], own: Group, prepared: Any) -> None:
+    async def _run(self, work: Callable[[Group, Any], Coroutine[Any, Any, T]], prepared: Any) -> None:
+        # Not a part of the exchange before, which is cancelled where a member is lost: the making of a group would
+        # tell the others of that cancellation, and not of the loss.
+        own = self._group
         try:
+            own = await self._new_group()
+            self._begun.set_result(None)
             self._outcome.set_result(await work(own, prepared))
         except Exception as error:
-            self._outcome.set_exception(error)
+            self._settle(error)
         except BaseException as error:
-            self._outcome.cancel()
+            self._settle(None)
             if not (self._is_given_up and isinstance(error, asyncio.CancelledError)):
                 raise
         finally:
             self._end()
             if own is not self._group:
                 await own.free()
+
+    def _settle(self, error: Exception | None) -> None:
+        """End with an error, or as cancelled."""
+        futures: tuple[asyncio.Future[Any], ...] = (self._begun, self._outcome)
+        for future in futures:
+            if future.done():
+                continue
+            if error is None:
+                future.cancel()
+            else:
+                future.set_exception(error)
 
     def _end(self) -> None:
         self._is_over = True

@@ -252,7 +252,7 @@ def what_awaits(task: asyncio.Task[Any], world: World | None) -> str:
     if what is None:
         called = [frame.f_code.co_qualname for frame in frames[position + 1 :]]
         what = next((name for name in called if not name.endswith("__")), called[0] if called else None)
-    return _with_line(task, what or _name(awaited))
+    return _with_line(task, what or (_name(awaited) if settler is None else settler.get_name()))
 
 
 def _with_line(task: asyncio.Task[Any], what: str) -> str:

@@ -17,8 +17,8 @@ from torch import nn
 import asyncdist as ad
 from asyncdist import World
 from asyncdist.collectives.groups import free_all
-from asyncdist.errors import DisagreementError, RemoteError
-from asyncdist.simulation import Compute
+from asyncdist.errors import DisagreementError, RankLostError, RemoteError
+from asyncdist.simulation import Compute, Kill
 from protocols import AverageAllPolicy
 
 #: Of the time that the call takes, in parts of 14: a moment in each of its exchanges is among them.
@@ -191,3 +191,24 @@ def test_a_save_waits_for_one_that_this_rank_has_given_up(tmp_path: Path) -> Non
     results = ad.simulate(main, ranks=3, strict=True).results
     assert results[1] == ["cancelled"] * 3 + ["done"]
     assert [folder.name for folder in tmp_path.iterdir()] == ["checkpoint-000004"]
+
+
+def test_a_rank_that_is_lost_in_a_save_is_named_to_all_and_no_later_save_waits(tmp_path: Path) -> None:
+    """The exchange that was under way was cancelled, and the making of a group in it told the others of that alone."""
+
+    async def main(world: World) -> str:
+        try:
+            await ad.save_population(tmp_path, model_of(1.0))
+        except RankLostError as error:
+            with pytest.raises(RankLostError):
+                await ad.save_population(tmp_path, model_of(1.0))
+            return str(error)
+        return "saved"
+
+    seen = set()
+    for turn in range(3, 30, 2):
+        fault = Kill(rank=1, at_turn=turn)
+        results = ad.simulate(main, ranks=3, seed=turn, faults=[fault], compute=COMPUTE).results
+        assert all(isinstance(result, str) for result in results[::2]), (turn, results)
+        seen.update(results[::2])
+    assert any("rank 1" in each for each in seen)
