@@ -26,6 +26,7 @@ from support.drawing import draw
 
 import asyncdist as ad
 from asyncdist.errors import AsyncdistError, DeadlockError, TimeLimitError
+from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.simulation import Compute, Uniform, simulate
@@ -62,19 +63,24 @@ class _Liar:
         self._seen = seen
         self._texts: list[str] = ["", "x"]
         self._values: list[Any] = []
-        self._is_lying = False
+        self._channels: list[tuple[Callable[..., Any], tuple[type, ...]]] = []
+        self.scopes: list[int] = []  # as messages name policies
         self.rate = self._rng.choice((0.1, 0.3, 0.6))
 
     def posting(self, post: Callable[..., Any], classes: tuple[type, ...], size: int) -> Callable[..., Any]:
-        """Return a function that sends as ``post`` does, and lies beside it."""
+        """Return a function that sends as ``post`` does, and lies beside it, now and then on another channel."""
+        self._channels.append((post, classes))
 
         def hostile(message: Any, dest: int, round: int) -> Any:
             self._learn(message)
             for _ in itertools.takewhile(lambda _: self._rng.random() < self.rate, range(8)):
-                lie = self._draw_message(classes, message)
+                its_post, its_classes = post, classes
+                if self._rng.random() < 0.3:
+                    its_post, its_classes = self._rng.choice(self._channels)
+                lie = self._draw_message(its_classes, message)
                 whom = self._rng.choice((dest, self._rng.randrange(size)))
                 when = self._rng.choice((round, round, max(0, round - 1), min(round + 1, 2**32 - 1), 2**32 - 1))
-                self._say(post, lie, whom, when)
+                self._say(its_post, lie, whom, when)
             return post(message, dest, round)
 
         return hostile
@@ -97,11 +103,10 @@ class _Liar:
 
     def _draw_message(self, classes: tuple[type, ...], like: Any) -> Any:
         rng = self._rng
-        cls = type(like) if rng.random() < 0.5 else rng.choice(classes)
-        hints = typing.get_type_hints(cls)
-        drawn = {
-            entry.name: draw(hints[entry.name], rng, self._values, self._texts) for entry in dataclasses.fields(cls)
-        }
+        cls = type(like) if type(like) in classes and rng.random() < 0.5 else rng.choice(classes)
+        hints, known = typing.get_type_hints(cls), [*self._values, *self.scopes]
+        names = [entry.name for entry in dataclasses.fields(cls)]
+        drawn = {name: draw(hints[name], rng, known, self._texts) for name in names}
         if cls is type(like):
             kept = [name for name in drawn if rng.random() < 0.7]
             drawn.update({name: getattr(like, name) for name in kept})
@@ -132,10 +137,18 @@ def run_hostile(seed: int) -> Seen:
             channel._post = liar.posting(channel._post, classes, size)
         return channel
 
+    scope_of = wire.scope_of
+
+    def noted(*facts: Any) -> int:
+        scope = scope_of(*facts)
+        if scope not in liar.scopes:
+            liar.scopes.append(scope)
+        return scope
+
     program = rng.choice(PROGRAMS)
     tracemalloc.start()
     try:
-        with mock.patch.object(Services, "open_channel", opened):
+        with mock.patch.object(Services, "open_channel", opened), mock.patch.object(wire, "scope_of", noted):
             try:
                 compute = Compute(step_s=Uniform(0.001, 0.01))
                 results = simulate(program, ranks=size, seed=seed, compute=compute, until_s=LIMIT_S).results
