@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import itertools
 import math
 import multiprocessing
@@ -107,6 +108,7 @@ def _hear_lies(seed_start: int, ends_at: float, processes: int | None) -> int:
 
 def _repeat_on_failure(run: Callable[[int, int], None], what: str, millions: float, seed_start: int) -> int:
     """Fuzz; print the line that repeats a failure."""
+    gc.freeze()  # torch alone has a million objects, at which no collection need look again
     try:
         run(round(millions * 1e6), seed_start)
     except frames.FrameFailure as failure:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from asyncdist import Envelope
 from asyncdist.messaging import wire
 from asyncdist.messaging.outbound_streams import OutboundStream
@@ -9,6 +11,9 @@ from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import Grant
 from protocols.replay.messages import Declare, ReplayMessage
 from protocols.replay.store import Field, RowLayout, check_dtype
+
+#: No field of an item is larger: sizes of batches stay numbers that memory can have.
+ITEM_NBYTES_MAX: Final = 1 << 40
 
 
 def scopes(server: int, name: str) -> tuple[int, int]:
@@ -35,9 +40,10 @@ def declared(message: Declare) -> RowLayout:
     fields = []
     for name, dtype, shape in zip(message.names, message.dtypes, message.shapes, strict=True):
         check_dtype(dtype)
-        if min(shape, default=0) < 0:
-            raise ValueError(f"a field of shape {shape}")
         fields.append(Field(name, dtype, shape))
+        spanned = tuple(max(1, size) for size in shape)  # torch computes with it where another size is 0, too
+        if min(shape, default=0) < 0 or Field(name, dtype, spanned).nbytes > ITEM_NBYTES_MAX:
+            raise ValueError(f"a field of shape {shape}")
     return RowLayout(message.form, tuple(fields))  # type: ignore[arg-type]  # checked above
 
 

@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 
 from asyncdist import BusyError, Envelope, RankLostError, RemoteProtocolError, World, current_world, tags
+from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
@@ -61,6 +62,9 @@ Score = Callable[[Batch], float | int | torch.Tensor | None]
 IN_FLIGHT_MAX: Final = 64
 #: How long all clients may only wait, in draws of more than is held, before a warning is logged.
 _PATIENCE_S: Final = 10.0
+#: More items in one request are not believed, nor more bytes: what is computed with them would overflow.
+_COUNT_MAX: Final = 1 << 32
+_PAYLOAD_NBYTES_MAX: Final = 1 << 60
 
 
 async def serve_replay_buffer(
@@ -288,6 +292,10 @@ class _Server:
         if message.count < 0 or message.nbytes != expected or len(message.data) not in (0, expected):
             what = f"{message.nbytes} bytes, {len(message.data)} of them here, for {message.count} items"
             raise RemoteProtocolError(f"rank {client.rank} sent {what}: {end} bytes and priorities", rank=client.rank)
+        is_small = message.count <= _COUNT_MAX and message.nbytes <= _PAYLOAD_NBYTES_MAX
+        if not is_small or not 0 <= message.request <= wire.ROUND_MAX:
+            what = f"{message.nbytes} bytes in request {message.request}"
+            raise RemoteProtocolError(f"rank {client.rank} sent {what}, which none of ours does", rank=client.rank)
         if len(message.data) == expected:
             self._store_payload(client, message, np.frombuffer(message.data, np.uint8))
             return

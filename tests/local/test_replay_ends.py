@@ -377,6 +377,12 @@ def test_items_unlike_the_others_are_not_stored_behind_the_refusal(seed: int) ->
         ([messages.Draw(number, 900, 0.4, True) for number in range(5)], "more than 4 draws under way"),
         ([messages.Add(number, 9000, False, 72_000, b"") for number in range(6)], "more than 4 adds"),
         ([messages.Declare("list", ("a",), ("float32",), ((1,),))], "not a layout"),
+        ([messages.Declare("tuple", ("0",), ("float32",), ((1 << 61,),))], "not a layout"),
+        ([messages.Declare("tuple", ("0",), ("float32",), ((0, 1 << 62),))], "not a layout"),
+        ([messages.Add(0, 1 << 60, False, 1 << 63, b"")], "9223372036854775808 bytes"),
+        ([messages.Update(0, 1 << 59, 1 << 63, b"")], "9223372036854775808 bytes"),
+        ([messages.Add(0, 1 << 59, False, 1 << 62, b"")], "4611686018427387904 bytes"),
+        ([messages.Add(1 << 32, 9000, False, 72_000, b"")], "request 4294967296"),
     ],
 )
 def test_a_hostile_client_is_refused_and_the_others_are_served(hostile: list[Any], words: str) -> None:
