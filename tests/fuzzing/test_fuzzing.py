@@ -10,7 +10,7 @@ import pytest
 from fuzzing import decoders, frames, memory, sequences
 from fuzzing.channel_sites import channel_sites
 
-FOUND = json.loads((Path(__file__).resolve().parents[1] / "data" / "fuzzed.json").read_text())
+CORPUS = json.loads((Path(__file__).resolve().parents[1] / "data" / "fuzzed.json").read_text())
 DECODERS = {decoder.name: decoder for decoder in decoders.decoders()}
 
 
@@ -39,9 +39,16 @@ def test_damaged_texts_are_refused_as_documented() -> None:
     assert all(counts[0] > 0 for counts in found.values()), found
 
 
-@pytest.mark.parametrize("found", FOUND, ids=lambda found: f"{found['decoder']}: {found['story']}")
+@pytest.mark.parametrize("found", CORPUS["found"], ids=lambda found: f"{found['decoder']}: {found['story']}")
 def test_what_was_refused_wrongly_once(found: dict[str, str]) -> None:
     decoders.check(DECODERS[found["decoder"]], bytes.fromhex(found["hex"]))
+
+
+@pytest.mark.parametrize("name", CORPUS["reached"])
+def test_what_has_reached_other_lines_of_a_decoder(name: str) -> None:
+    """Found in ten minutes of atheris, which follows the lines that are run."""
+    for text in CORPUS["reached"][name]:
+        decoders.check(DECODERS[name], bytes.fromhex(text))
 
 
 @pytest.mark.slow
