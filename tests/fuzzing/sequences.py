@@ -9,19 +9,30 @@ from __future__ import annotations
 
 import math
 import random
+import types
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from support.drawing import draw_message
 from support.referee import Referee
 
-from asyncdist.collectives.agreement_messages import AgreementKey, Join, Verdict, runs_of
+from asyncdist.collectives.agreement import Agreements
+from asyncdist.collectives.agreement_messages import (
+    AgreementKey,
+    Inquiry,
+    Join,
+    Objection,
+    Reminder,
+    Verdict,
+    Withdraw as ReceivedWithdraw,
+    runs_of,
+)
 from asyncdist.collectives.agreement_verdicts import Absentees, LateVerdicts, is_go, judge, raise_refusal
 from asyncdist.collectives.groups import Group, Lease
 from asyncdist.collectives.membership import MembershipLog
-from asyncdist.errors import AsyncdistError
+from asyncdist.errors import AsyncdistError, RemoteProtocolError
 from asyncdist.messaging import wire
 from protocols.one_sided.rules import REPLACEMENT_MODES, OneSidedRules, choose, is_dying
 from protocols.ranking import STRATEGIES
@@ -379,6 +390,59 @@ def _raise_any(verdict: Verdict) -> None:
         assert not is_go(verdict) or verdict.lost
 
 
+def agreements(rng: random.Random) -> None:
+    """Tell a rank's agreements what peers say, in the order in which the system channel looks at it."""
+    size = rng.randrange(2, 6)
+    sent: list[tuple[Any, int]] = []
+    timer = types.SimpleNamespace(cancel=lambda: None)
+    loop = types.SimpleNamespace(time=lambda: rng.uniform(0, 100), call_later=lambda *_: timer)
+    engine: Any = types.SimpleNamespace(loop=loop, recheck=lambda: None, poll=lambda: 0, failure=None)
+    channel: Any = types.SimpleNamespace(send_nowait=lambda message, dest: sent.append((message, dest)))
+    told = Agreements(engine, channel, 0)
+    keys = [_key(rng, size) for _ in range(3)]
+    gone: set[int] = set()
+    mine = told.next_meeting(sorted({0, 1, rng.randrange(size)}), "barrier", rng.choice((0, 1)))
+    with told.rivals.starting(mine):
+        for _ in range(EVENT_COUNT):
+            if rng.random() < 0.05:
+                gone.add(peer := rng.randrange(1, size))
+                told.on_gone(peer, is_lost=rng.random() < 0.5)
+            key = rng.choice((*keys, mine.key))
+            text = (
+                key.text
+                if rng.random() < 0.9
+                else rng.choice(("", "barrier", "x on ranks 0-99999999", "x on ranks 1-0"))
+            )
+            try:
+                _tell_agreements(told, rng, text, rng.randrange(1, size), size)
+            except RemoteProtocolError:
+                assert text not in (key.text, mine.key.text), f"{text} is a key"
+            assert all(0 < dest < size for _, dest in sent), "whom it tells is a peer"
+            assert not {dest for _, dest in sent} & gone, "whom it tells is there"
+            sent.clear()
+            assert len(told._joins) <= len(keys) + 1 and len(told._verdicts) <= len(keys) + 1
+    told.leave()
+
+
+def _tell_agreements(told: Agreements, rng: random.Random, text: str, source: int, size: int) -> None:
+    kind = rng.choice((Join, Join, Join, Objection, Objection, Inquiry, Verdict, ReceivedWithdraw, Reminder))
+    message = draw_message(kind, rng, subject=text, texts=("", "x", "(postponed)"))
+    message.key.check(size)
+    match message:
+        case Join():
+            told.on_join(message, source)
+        case Objection():
+            told.on_objection(message, source)
+        case Inquiry():
+            told.on_inquiry(message)
+        case Verdict():
+            told.on_verdict(message)
+        case Reminder():
+            told.rivals.on_reminder(message, source)
+        case _:
+            told.on_withdraw(message, source)
+
+
 def membership(rng: random.Random) -> None:
     """Start and end collectives while members leave, free groups and are lost, and say any number."""
     log = MembershipLog()
@@ -423,7 +487,7 @@ async def _give_back(group: Group) -> None:
 
 MACHINES: Final[tuple[Callable[[random.Random], None], ...]] = (
     *(coordinator, coordinator, coordinator, member, member, succession, succession, watch),
-    *(one_sided, replay_store, verdicts, membership),
+    *(one_sided, replay_store, verdicts, agreements, agreements, membership),
 )
 
 
