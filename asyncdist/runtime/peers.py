@@ -14,7 +14,16 @@ from typing import Any
 
 from asyncdist import tags
 from asyncdist.collectives.agreement import Agreements
-from asyncdist.collectives.agreement_messages import Inquiry, Join, Keyed, Objection, Reminder, Verdict, Withdraw
+from asyncdist.collectives.agreement_messages import (
+    AgreementKey,
+    Inquiry,
+    Join,
+    Keyed,
+    Objection,
+    Reminder,
+    Verdict,
+    Withdraw,
+)
 from asyncdist.collectives.group_ledger import Freed
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.membership import MembershipLog
@@ -171,6 +180,7 @@ class Peers:
                 self._note_losses(lost)
                 self.agreements.on_withdraw(withdraw, source)
             case Freed() as freed:
+                AgreementKey("freed group", freed.ranks).check(self._services.size)
                 self._note_losses(freed.lost)
                 self.groups.ledger.on_freed(freed, source)
             case Leave(started, lost):

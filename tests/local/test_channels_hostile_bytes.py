@@ -13,6 +13,7 @@ from support.channels import TAG, Number, both, dropped
 from support.local import NONCE, worlds
 
 from asyncdist import World, tags
+from asyncdist.collectives.group_ledger import Freed
 from asyncdist.errors import ClosedError
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
@@ -262,3 +263,14 @@ async def test_too_many_early_messages_of_a_protocol_are_dropped(
         pair[1].services.engine.poll()
     assert sum(dropped(pair[1]).values()) == 5
     assert "nobody has opened" in caplog.text
+
+
+@pytest.mark.parametrize("ranks", [((0, 5),), ((0, 1), (0, 1)), ((1, 0),)])
+async def test_a_freed_group_of_ranks_that_no_world_has_is_not_kept(
+    pair: list[World], ranks: tuple[tuple[int, int], ...]
+) -> None:
+    """Hundreds of groups are kept that this rank has not made yet, each with all that the message names."""
+    pair[0].peers._system.send_nowait(Freed(ranks, 1, 0), 1)
+    pair[1].services.engine.poll()
+    assert dropped(pair[1]) == {"RemoteProtocolError": 1}
+    assert not pair[1].peers.groups.ledger._early
