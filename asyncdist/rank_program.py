@@ -82,7 +82,8 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
         sys.exit(code)
     except BaseException as error:
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # without this frame
-        sys.excepthook(type(error), error, error.__traceback__)
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C has ended a peer first, and this rank reports that
+            sys.excepthook(type(error), error, error.__traceback__)
         code = ending.code = 130 if isinstance(error, KeyboardInterrupt) else 1
         _end_job(code)
         sys.exit(code)

@@ -72,18 +72,23 @@ class FailureReport:
     def _hook(
         self, previous: Any, kind: type[BaseException], value: BaseException, trace: TracebackType | None
     ) -> None:
-        line = next((line for error, line in self._lines if error is value), None)
-        if line is not None:
-            sys.stderr.write(f"asyncdist: {line}\n")
-        elif not any(value is printed for printed in self._printed):
+        _let_interrupts_kill()
+        told = {id(error): None for error in self._printed} | {id(error): line for error, line in self._lines}
+        error: BaseException | None = value
+        if isinstance(value, KeyboardInterrupt):  # a Ctrl-C on the way here, of an error that says what happened
+            while error is not None and id(error) not in told:
+                error = error.__context__
+        if id(error) not in told:
             previous(kind, value, trace)
+        elif line := told[id(error)]:
+            sys.stderr.write(f"asyncdist: {line}\n")
 
 
 def _let_interrupts_kill() -> None:
-    """Let a Ctrl-C that comes while the interpreter ends kill the process: a traceback would say nothing.
+    """Let a Ctrl-C that comes while the process ends kill it: a traceback would say nothing.
 
-    It has ended the peers too, which have reported it. This is registered last, so it is called before other functions
-    of :mod:`atexit`.
+    It has ended the peers too, which have reported it. For the interpreter's end this is registered last, so it is
+    called before other functions of :mod:`atexit`.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -139,8 +139,8 @@ def run(
         task = event_loop.create_task(host)
         interrupts.cancel_on_first(event_loop, [task])
         outcome = _complete(event_loop, [task])[0]
-    if outcome.error is not None:
-        raise outcome.error
+        if outcome.error is not None:  # inside: a Ctrl-C from here on has this error as its context
+            raise outcome.error
     return cast(T, outcome.value)
 
 

@@ -21,6 +21,7 @@ from support import mpi, warm
 from support.local import worlds
 
 import asyncdist as ad
+from asyncdist import rank_program
 from asyncdist.messaging import wire
 from asyncdist.runtime import failure
 from asyncdist.runtime.failure_report import FailureReport, peer_failed, summarise
@@ -285,6 +286,39 @@ async def test_a_mistake_that_was_heard_of_is_told_in_a_line(
         assert capsys.readouterr().err == ""
         assert await failure._is_told_by_another(world, ValueError("boom-7\nand more"))
         assert capsys.readouterr().err == "asyncdist: rank 1 failed as rank 0 did: ValueError: boom-7\n"
+
+
+def test_a_ctrl_c_that_comes_after_the_report_adds_no_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher sends it to all ranks: one ends first, and the others are about to say so when theirs comes."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        report = FailureReport()
+        for told, error in enumerate((peer_failed(0, "KeyboardInterrupt"), KeyboardInterrupt())):
+            report.print_line(f"line {told}", error)
+            with pytest.raises(KeyboardInterrupt) as caught:
+                try:
+                    raise error
+                finally:
+                    raise KeyboardInterrupt
+            sys.excepthook(caught.type, caught.value, caught.tb)
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+        assert capsys.readouterr().err == "asyncdist: line 0\nasyncdist: line 1\n"
+        sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+        assert capsys.readouterr().err == "KeyboardInterrupt\n"
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_ctrl_c_during_the_report_adds_no_traceback(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import signal, sys\nsys.excepthook = lambda *_: signal.raise_signal(signal.SIGINT)\nraise ValueError\n"
+    )
+    ended = subprocess.run([sys.executable, rank_program.PROGRAM, script], capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (1, b"")
 
 
 @pytest.mark.mpi
