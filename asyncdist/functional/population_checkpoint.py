@@ -287,11 +287,12 @@ async def load_population(
         world: the current one by default.
 
     Raises:
-        FileNotFoundError: there is no whole checkpoint; what lies there instead is named.
+        FileNotFoundError: there is no whole checkpoint; what lies there instead is named. On all members, so each may
+            catch it and begin anew.
         ValueError: the checkpoint is of another model (the first difference is named), optimizer, policy or version,
             or a file is torn.
         LocalProtocolError: the policy was entered before.
-        RemoteError: on the members other than the one that raised.
+        RemoteError: on the members other than the one that raised another error than that.
 
     **Cancellation**: until all have read and compared their files the others get RemoteError, and no model is touched.
     After that all go on with what was loaded before it is raised.
@@ -300,9 +301,14 @@ async def load_population(
     loading: JointWork[LoadedPopulation] = JointWork(world, group, "load_population")
 
     async def prepare() -> tuple[str, str]:
-        return _choose(Path(path), group.size) if group.index == 0 else ("", "")
+        try:
+            return _choose(Path(path), group.size) if group.index == 0 else ("", "")
+        except FileNotFoundError as error:  # no mistake of this rank: all may catch it, and begin anew
+            return "", str(error)
 
     async def work(own: Group, chosen: tuple[str, str]) -> LoadedPopulation:
+        if not chosen[0]:
+            raise FileNotFoundError(chosen[1])
         folder, facts = Path(chosen[0]), json.loads(chosen[1])
         source, entry = facts["plan"][group.index], facts["files"][group.index]
         is_copy = source in facts["plan"][: group.index]
