@@ -109,6 +109,12 @@ class SnapshotServer:
             epoch=0,
             earlier_handler=self._on_earlier,
         )
+        services.on_returned(self._forget)
+
+    def _forget(self, rank: int) -> None:
+        """Drop what the process before has asked for, in whose place another one is."""
+        for key in [key for key in self._early if key[0] == rank]:
+            del self._early[key]
 
     def offer(self, round: int, snapshot: FlatBuffers, on_free: Callable[[FlatBuffers], None]) -> Offer:
         """Give ``snapshot`` to all replacers that ask in that round, or have asked.

@@ -159,6 +159,11 @@ class SpawnPolicy(abc.ABC):
             ranks = members if leader in members else (*members, leader)
             self._stage = "starting"
             try:
+                if self._world.incarnation and self._group is self._world.group:
+                    await self._join()
+                    self._stage = "open"
+                    return self
+                self._world.peers.attendance.check_whole(self._group)
                 await start_together(
                     self._services,
                     self._world.agreements,
@@ -339,6 +344,10 @@ class SpawnPolicy(abc.ABC):
         missing = sorted(own.keys() - state.keys())
         if missing:
             raise ValueError(f"the state of {own['policy']} has no {missing[0]!r}; its entries: {', '.join(own)}")
+        self._restore(state)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that has been checked, or is that of another member."""
         self.iteration = validation.count("iteration", state["iteration"], least=0)
         self._restarted_at = validation.count("restarted_at", state["restarted_at"], least=0)
         self._last_metric = state["metric"]
@@ -361,6 +370,13 @@ class SpawnPolicy(abc.ABC):
     @abc.abstractmethod
     async def _start(self) -> None:
         """Open channels and agree with the members (:meth:`_agree`). Only with others in the group."""
+
+    async def _join(self) -> None:
+        """Become a member of the policy that runs on the other ranks: this rank has been started again."""
+        raise LocalProtocolError(
+            f"this rank was started again, and {type(self).__name__} admits no rank to a policy that runs; start it on "
+            "a group that was made since, together with its other members"
+        )
 
     @abc.abstractmethod
     async def _stop(self, error: BaseException | None) -> None:
@@ -409,17 +425,20 @@ class SpawnPolicy(abc.ABC):
         """Return the rank that compares what the members say: one of them, or the reserved coordinator."""
         return self._group.ranks[0]
 
-    async def _agree(self) -> Agreed:
-        values = {
+    def _agreed_values(self) -> dict[str, str]:
+        """Return what must be equal on all members."""
+        return {
             "class": type(self).__name__,
             "name": self.name or "(none)",
             "model": self._flat.fingerprint.digest[:16],
             **{f"option {key}": json.dumps(value) for key, value in self._options().items()},
         }
+
+    async def _agree(self) -> Agreed:
         start = self._joint_start
         try:
             with told_of_rivals(self._world.agreements, start.meeting):
-                return await start.agree(values, timeout_s=self._start_timeout_s)
+                return await start.agree(self._agreed_values(), timeout_s=self._start_timeout_s)
         except DisagreementError as error:
             if error.facts.get("difference") == "model":
                 raise await self._explain_models(error) from None

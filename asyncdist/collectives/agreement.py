@@ -19,10 +19,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from asyncdist.collectives.agreement_messages import (
     Agreed,
@@ -37,14 +38,17 @@ from asyncdist.collectives.agreement_messages import (
 )
 from asyncdist.collectives.agreement_verdicts import (
     Absentees,
+    Caller,
     LateVerdicts,
+    Postponed,
     is_go,
     judge,
     raise_refusal,
     start_timeout_error,
 )
+from asyncdist.collectives.incarnations import Incarnations
 from asyncdist.collectives.rivals import Rivals
-from asyncdist.errors import AsyncdistError, BusyError, RankLostError, RemoteProtocolError, StartTimeoutError
+from asyncdist.errors import AsyncdistError, BusyError, RankLostError, RemoteProtocolError
 from asyncdist.tensors.serialization import words_of
 
 if TYPE_CHECKING:
@@ -61,20 +65,6 @@ _CANCELLED: Final = ("CancelledError", "it was cancelled while it waited for the
 _POSTPONED: Final = "(postponed)"
 
 
-class Postponed(Exception):
-    """This rank is to meet again, later: see :meth:`Agreements.postpone`."""
-
-
-class Caller(Protocol):
-    """Is told how far a start has come, and may give it up meanwhile; see ``collectives.agreed_start.Start``."""
-
-    def on_asked(self) -> None:
-        """This rank has told the leader that it has come, or is about to."""
-
-    def on_time_up(self, error: StartTimeoutError) -> None:
-        """The leader has not answered in time. This rank goes on waiting, since the answer may have been go."""
-
-
 class Agreements:
     """Carries out all agreements of one rank, over the world's system channel.
 
@@ -85,6 +75,7 @@ class Agreements:
 
     Attributes:
         rivals: finds starts in which ranks wait for each other.
+        incarnations: of the ranks that have been started again.
     """
 
     def __init__(self, engine: Engine, channel: Channel[Any], rank: int) -> None:
@@ -100,6 +91,7 @@ class Agreements:
         self._ahead: set[AgreementKey] = set()  # those that this rank has counted, and has not come to
         self._gone: set[int] = set()
         self._lost: set[int] = set()
+        self.incarnations = Incarnations(rank, engine.transport.incarnation)
         self.rivals = Rivals(engine, rank, self._joins, self._send, self._object)
         self._forsaken: set[AgreementKey] = set()
         self._is_failing = False
@@ -152,7 +144,7 @@ class Agreements:
         The occurrence is counted when the start is asked for, and not when its turn comes, so that a start which is
         given up meanwhile has the same number on all ranks.
         """
-        key = self._next_occurrence(AgreementKey.of(subject, ranks))
+        key = self._next_occurrence(self.incarnations.key_of(subject, ranks))
         leader = ranks[0] if leader is None else leader
         self._ahead.add(key)
         return Meeting(key, tuple(ranks), leader, self._engine.loop.time(), bound_to)
@@ -190,7 +182,8 @@ class Agreements:
         if caller is not None:
             caller.on_asked()
         withdrawn = self._withdrawn.setdefault(key.of_all_occurrences, set())
-        gone = Absentees(ranks, meeting.bound_to, self._gone, self._lost, withdrawn)
+        replaced = functools.partial(self.incarnations.replaced, key)
+        gone = Absentees(ranks, meeting.bound_to, self._gone, self._lost, withdrawn, replaced)
         try:
             if self._rank == leader:
                 verdict, first = await self._lead(meeting, join, gone, timeout_s)
@@ -222,7 +215,7 @@ class Agreements:
 
     def object(self, ranks: Sequence[int], subject: str, error: BaseException) -> None:
         """Tell the others, in place of :meth:`agree`, that ``error`` keeps this rank from starting ``subject``."""
-        key = self._next_occurrence(AgreementKey.of(subject, ranks))
+        key = self._next_occurrence(self.incarnations.key_of(subject, ranks))
         self._object(Objection(key.text, *words_of(error)), ranks[0])
 
     def stay_away(self, meeting: Meeting, error: Exception | None = None) -> None:
@@ -271,14 +264,14 @@ class Agreements:
 
     def withdraw(self, ranks: Sequence[int], subject: str) -> None:
         """Never agree to ``subject`` again: the other ``ranks`` get ClosedError when they try."""
-        message = Withdraw(AgreementKey.of(subject, ranks).text, tuple(sorted(self._lost)))
+        message = Withdraw(self.incarnations.key_of(subject, ranks).text, self.incarnations.losses(self._lost))
         for rank in ranks:
             if rank != self._rank:
                 self._send(message, rank)
 
     def forget(self, ranks: Sequence[int], subject: str) -> None:
         """Drop what is known of ``subject``, which all members have said that they never start again."""
-        key = AgreementKey.of(subject, ranks)
+        key = self.incarnations.key_of(subject, ranks)
         self._counts.pop(key, None)
         self._withdrawn.pop(key, None)
 
@@ -308,7 +301,8 @@ class Agreements:
         del self._joins[key]
         missing = tuple(rank for rank in ranks if rank not in joins)
         said = [rank for rank in ranks if rank in joins and joins[rank].values] or [self._rank]
-        verdict = judge(joins, said, missing, gone.ranks(), self._lost, timeout_s or 0.0)
+        lost = self._lost.union(self.incarnations.replaced(key))
+        verdict = judge(joins, said, missing, gone.ranks(), lost, timeout_s or 0.0)
         for rank in joins:
             if rank != self._rank:
                 self._send(verdict, rank)
@@ -361,7 +355,8 @@ class Agreements:
         verdict = self._verdicts.pop(key, None)
         if verdict is not None:
             return verdict
-        lost = tuple(rank for rank in (*meeting.ranks, *meeting.bound_to) if rank in self._lost)
+        all_lost = self._lost.union(self.incarnations.replaced(key))
+        lost = tuple(rank for rank in (*meeting.ranks, *meeting.bound_to) if rank in all_lost)
         if leader in gone.ranks():
             return Verdict(join.subject, gone=(leader,), lost=lost)
         self._forsaken.add(key)
@@ -478,16 +473,26 @@ class Agreements:
             self._refuse_if_one_is_gone(key)
         self._engine.recheck()
 
+    def on_returned(self, rank: int, incarnation: int) -> None:
+        """Note that a new process has the place of ``rank``; what was agreed on with the one before is over."""
+        self.incarnations.note(rank, incarnation)
+        self._gone.discard(rank)
+        self._lost.discard(rank)
+        self._engine.recheck()
+
     def _refuse_if_one_is_gone(self, key: AgreementKey) -> None:
         """Refuse a meeting of a rank that is gone, where others wait for this rank, which leads it and has not come.
 
         It may never come: when it has heard of a loss earlier than they, it asks for something else without that rank.
         """
         joins = self._joins.get(key, {})
-        gone = () if not joins or self._rank in joins else tuple(sorted(filter(key.has_member, self._gone)))
+        if not joins or self._rank in joins:
+            return
+        replaced = self.incarnations.replaced(key)
+        gone = tuple(sorted({*filter(key.has_member, self._gone), *replaced}))
         if gone:
             missing = tuple(sorted(key.members() - joins.keys()))
-            lost = tuple(rank for rank in gone if rank in self._lost)
+            lost = tuple(rank for rank in gone if rank in self._lost or rank in replaced)
             del self._joins[key]
             verdict = Verdict(key.text, missing=missing, gone=gone, lost=lost)
             self._keep_for(missing, verdict)

@@ -17,6 +17,9 @@ from asyncdist.errors import RemoteProtocolError
 #: thousands of them.
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 
+#: Ranks that are lost, each with the incarnation of the process that has died.
+Losses: TypeAlias = tuple[tuple[int, int], ...]
+
 _ON_RANKS: Final = " on ranks "
 _TIME: Final = ", time "
 _SECOND: Final = ", their turn"
@@ -223,7 +226,7 @@ class Withdraw(Keyed):
     """
 
     subject: str
-    lost: tuple[int, ...] = ()
+    lost: Losses = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from asyncdist.collectives.agreement_messages import AgreementKey, Join, Verdict, first_free
 from asyncdist.errors import ClosedError, DisagreementError, RankLostError, StartTimeoutError, remote_error
@@ -66,6 +66,20 @@ class LateVerdicts:
                 del self._kept[key]
 
 
+class Postponed(Exception):
+    """This rank is to meet again, later: see :meth:`Agreements.postpone`."""
+
+
+class Caller(Protocol):
+    """Is told how far a start has come, and may give it up meanwhile; see ``collectives.agreed_start.Start``."""
+
+    def on_asked(self) -> None:
+        """This rank has told the leader that it has come, or is about to."""
+
+    def on_time_up(self, error: StartTimeoutError) -> None:
+        """The leader has not answered in time. This rank goes on waiting, since the answer may have been go."""
+
+
 class Absentees:
     """Finds the ranks because of which a meeting cannot end well.
 
@@ -75,22 +89,31 @@ class Absentees:
         left: all ranks that have left the world or are lost; grows.
         lost: those of them that are lost; grows.
         withdrawn: the members that never come to this subject again; grows.
+        replaced: returns the members that were lost, and in whose place there is a new process.
     """
 
     def __init__(
-        self, ranks: Sequence[int], bound_to: Sequence[int], left: set[int], lost: set[int], withdrawn: set[int]
+        self,
+        ranks: Sequence[int],
+        bound_to: Sequence[int],
+        left: set[int],
+        lost: set[int],
+        withdrawn: set[int],
+        replaced: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self._ranks = ranks
         self._bound_to = bound_to
         self._left = left
         self._lost = lost
         self._withdrawn = withdrawn
+        self._replaced = replaced
 
     def ranks(self) -> tuple[int, ...]:
         """Return the members that will not come, in the order of the group, and then the lost ranks beside them."""
-        if not self._left and not self._withdrawn:
+        replaced = self._replaced()
+        if not self._left and not self._withdrawn and not replaced:
             return ()
-        absent = tuple(rank for rank in self._ranks if rank in self._left or rank in self._withdrawn)
+        absent = tuple(rank for rank in self._ranks if any(rank in s for s in (self._left, self._withdrawn, replaced)))
         return absent + self.lost_beside()
 
     def lost_beside(self) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from asyncdist import tags
-from asyncdist.collectives.agreement_messages import Runs, runs_of
+from asyncdist.collectives.agreement_messages import Losses, Runs, runs_of
 from asyncdist.collectives.groups import Group, Lease
 from asyncdist.collectives.membership import MembershipLog
 from asyncdist.errors import LocalProtocolError, RemoteProtocolError
@@ -46,7 +46,7 @@ class Freed:
     ranks: Runs
     serial: int
     started: int
-    lost: tuple[int, ...] = ()
+    lost: Losses = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -102,9 +102,22 @@ class GroupLedger:
             )
         return _FIRST_TAG + number
 
-    def open(self, ranks: tuple[int, ...], rank: int, tag: int, serial: int, native: GroupHandle | None) -> Group:
-        """Make the group object on this rank, once all members have agreed on the group."""
+    def open(
+        self,
+        ranks: tuple[int, ...],
+        rank: int,
+        tag: int,
+        serial: int,
+        native: GroupHandle | None,
+        *,
+        made_after: int = 0,
+    ) -> Group:
+        """Make the group object on this rank, once all members have agreed on the group.
+
+        ``made_after`` is how many losses this rank had heard of when it began to ask for the group.
+        """
         lease = Lease(serial, wire.scope_of(ranks, "group", serial), self._give_back)
+        lease.made_after = made_after
         group = Group(ranks, ranks.index(rank), tag, native, lease)
         self._membership.reset(tag)
         entry = self._entries[_key_of(group)] = _Entry(group)

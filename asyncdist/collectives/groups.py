@@ -28,6 +28,7 @@ class Lease:
         give_back: frees the group; None where it cannot be freed.
         is_freed: whether this rank has freed it.
         subjects: what its members agree on as long as they have it, and never again.
+        made_after: how many losses this rank had heard of when the group was made; a later one of a member ends it.
         bound_to: ranks that are no members, and whose loss ends the group's collectives as a member's does.
         joint_work: the newest call of this rank that does several collectives as one, while it is under way
             (:mod:`asyncdist.functional.joint_work`).
@@ -41,6 +42,7 @@ class Lease:
     origin: int = 0
     bound_to: tuple[int, ...] = ()
     joint_work: object = None
+    made_after: int = 0
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from asyncdist.collectives.agreement_messages import Losses
 from asyncdist.collectives.groups import Group, check_open, short
 from asyncdist.errors import AsyncdistError, ClosedError, DisagreementError, RankLostError, RemoteError
 
@@ -52,6 +53,9 @@ class MembershipLog:
         self._freed: dict[int, dict[int, int]] = {}
         self._spoiled: set[int] = set()
         self._lost: set[int] = set()
+        self._loss_count = 0
+        self._lost_at: dict[int, int] = {}  # of each rank that was ever lost, the number of its last loss
+        self._incarnations: dict[int, int] = {}  # of ranks that have been started again
         self._under_way: dict[Participation, None] = {}  # in the order in which they began
 
     def begin(self, group: Group) -> int:
@@ -81,7 +85,7 @@ class MembershipLog:
             ClosedError: a member has left, or freed the group, before it.
             RankLostError: a member is lost.
         """
-        if self._left or self._lost or self._freed:
+        if self._left or self._lost_at or self._freed:
             error = self._reason(group, number)
             if error is not None:
                 self._started[group.tag] -= 1  # so are those that were counted after it: they will be refused, too
@@ -132,9 +136,26 @@ class MembershipLog:
         """Return how many collectives of the group this rank has started."""
         return self._started[group.tag]
 
+    def check_whole(self, group: Group) -> None:
+        """Refuse what is to be started anew on a group that has lost a member, whose place a new process has.
+
+        Where no process has it, the start itself finds out.
+
+        Raises:
+            RankLostError: a member was started again since the group was made.
+        """
+        for rank in self._incarnations:
+            if rank in group.ranks and self._has_lost(group, rank):
+                text = f"rank {rank} was started again, and is no member of the earlier group {short(group.ranks)}"
+                raise RankLostError(f"{text}; make another group", rank=rank)
+
     def left_after(self, group: Group, rank: int) -> int | None:
         """Return how many ``rank`` had started when it left; None where it has not left, or is lost and did not say."""
-        return None if rank in self._lost or rank not in self._left else self._left[rank].get(group.tag, 0)
+        return None if self._has_lost(group, rank) or rank not in self._left else self._left[rank].get(group.tag, 0)
+
+    def _has_lost(self, group: Group, rank: int) -> bool:
+        """Return whether ``rank`` was lost since the group was made; a new process in its place is no member."""
+        return self._lost_at.get(rank, 0) > group.lease.made_after
 
     def on_freed(self, group: Group, rank: int, started: int) -> None:
         """Note that ``rank`` has freed the group after starting ``started`` collectives of it."""
@@ -149,13 +170,32 @@ class MembershipLog:
 
     def on_lost(self, rank: int) -> None:
         """Note that ``rank`` has died: no collective of a group with it goes on."""
-        self._lost.add(rank)
+        if rank not in self._lost:
+            self._lost.add(rank)
+            self._loss_count += 1
+            self._lost_at[rank] = self._loss_count
         self._stop_what_cannot_complete()
 
+    def on_returned(self, rank: int, incarnation: int) -> None:
+        """Note that a new process has the place of ``rank``: it may be in groups that are made from now on."""
+        self._lost.discard(rank)
+        self._left.pop(rank, None)
+        self._incarnations[rank] = incarnation
+
+    def has_heard_of(self, rank: int, incarnation: int) -> bool:
+        """Return whether the loss of that process of ``rank`` says nothing new here: it is known, or was never met."""
+        known = self._incarnations.get(rank, 0)
+        return incarnation != known or rank in self._lost
+
     @property
-    def lost(self) -> tuple[int, ...]:
-        """Ranks that are known to be lost, on this rank or on a rank that has left."""
-        return tuple(sorted(self._lost))
+    def loss_count(self) -> int:
+        """How many losses this rank has heard of."""
+        return self._loss_count
+
+    @property
+    def lost(self) -> Losses:
+        """Ranks that are known to be lost, on this rank or on a rank that has left, with their incarnations."""
+        return tuple((rank, self._incarnations.get(rank, 0)) for rank in sorted(self._lost))
 
     def on_left(self, rank: int, started: Mapping[int, int]) -> None:
         """Note that ``rank`` has left, and how many collectives it had started by tag."""
@@ -171,8 +211,8 @@ class MembershipLog:
                     entry.stop(entry.error)
 
     def _reason(self, group: Group, number: int) -> AsyncdistError | None:
-        for rank in (*group.ranks, *group.lease.bound_to) if self._lost else ():
-            if rank in self._lost:
+        for rank in (*group.ranks, *group.lease.bound_to) if self._lost_at else ():
+            if self._has_lost(group, rank):
                 return RankLostError(f"rank {rank} is gone, and with it the group {short(group.ranks)}", rank=rank)
         for rank, started in self._freed.get(group.tag, {}).items():
             if started < number:

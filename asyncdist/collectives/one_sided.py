@@ -314,7 +314,9 @@ class _StreamedWindow(VersionedWindow):
         self._closed = False
         self._answers: list[_Answer] = []
         self._newest: dict[int, VersionRecord] = {}
-        self._retired: set[int] = set()
+        self._retired: set[int] = set()  # also those that are gone: a new process in the place of one has no window
+        self._retired.update(services.gone)
+        services.on_gone(self._retired.add)
         self._reports: Channel[VersionRecord | Retired] = services.open_channel(
             VersionRecord | Retired, tag=tags.METRIC, scope=scope, name="published versions", handler=self._on_report
         )
@@ -338,7 +340,7 @@ class _StreamedWindow(VersionedWindow):
 
     def _tell(self, message: VersionRecord | Retired) -> None:
         for rank in self._others:
-            if rank not in self._services.gone and rank not in self._retired:
+            if rank not in self._retired:
                 try:
                     self._reports.send_nowait(message, rank)
                 except RankLostError as error:
@@ -353,7 +355,7 @@ class _StreamedWindow(VersionedWindow):
             self._retired.add(envelope.source)
 
     async def published_by(self, rank: int) -> VersionRecord | None:
-        if rank in self._services.gone or rank in self._retired:
+        if rank in self._retired:
             return None
         return self._newest.get(rank)
 
@@ -361,7 +363,7 @@ class _StreamedWindow(VersionedWindow):
         services, version = self._services, record.version
 
         def cancel(slot: int) -> None:
-            if rank not in services.gone:
+            if rank not in self._retired:
                 self._reads.send_nowait(Cancel(slot), rank, round=version)
 
         try:
@@ -418,6 +420,7 @@ class _StreamedWindow(VersionedWindow):
             return
         self._closed = True
         self._tell(Retired())
+        self._services.off_gone(self._retired.add)
         self._reports.close()
         try:
             if deadline is not None:

@@ -61,8 +61,10 @@ class Channel(Generic[MessageT]):
         left: Collection[int] = (),
         epoch: int | None = None,
         earlier_handler: Callable[[Envelope[Any]], None] | None = None,
+        admits_restarted: bool = False,
     ) -> None:
         self.demultiplexer = demultiplexer
+        self._admits_restarted = admits_restarted
         self.scope = scope
         self._peer_scope = scope if peer_scope is None else peer_scope
         self.name = name
@@ -280,6 +282,25 @@ class Channel(Generic[MessageT]):
         """Give a message of an earlier epoch to the function that was named for these, if there is one."""
         if self._earlier_inbox is not None:
             self._earlier_inbox.deliver(self._codec.decoders[kind], frame, source)
+
+    def on_restarted(self, rank: int) -> None:
+        """Expect the first messages of a new process in the place of ``rank``.
+
+        A protocol's state was made with the process before. Unless the channel was opened for both, sends to the new
+        one raise RankLostError until it has sent something on this channel, or :meth:`admit` is called.
+        """
+        for inbox in (self.inbox, self._earlier_inbox):
+            if inbox is not None:
+                inbox.on_restarted(rank)
+                inbox.on_first = self.admit
+        if not self._admits_restarted:
+            self._outbox.strangers = {*self._outbox.strangers, rank}
+        self._outbox.look_again()
+
+    def admit(self, rank: int) -> None:
+        """Send to the new process in the place of ``rank`` from now on; nothing where it is not new."""
+        if rank in self._outbox.strangers:
+            self._outbox.strangers = {other for other in self._outbox.strangers if other != rank}
 
     def on_left(self) -> None:
         """Check the next message's rank: a rank has left."""

@@ -78,6 +78,9 @@ class ReceivingChannel(Protocol):
     def on_left(self) -> None:
         """Note that a rank has left."""
 
+    def on_restarted(self, rank: int) -> None:
+        """Note that a new process has the place of ``rank``."""
+
     def statistics(self) -> ChannelStatistics:
         """Return the counts since the channel was opened."""
 
@@ -181,6 +184,16 @@ class TagDemultiplexer:
         for channel in self._channels.values():
             channel.on_left()
         return self.is_users and rank in self.slow_dests
+
+    def on_restarted(self, rank: int) -> None:
+        """Note that a new process has the place of ``rank``: it counts its messages anew."""
+        self.slow_dests.discard(rank)
+        self._complained_about.discard(rank)
+        if count := self.early.forget(rank):
+            self.dropped["earlier incarnation"] += count
+            self.receiver.resume(self.receiver)
+        for channel in self._channels.values():
+            channel.on_restarted(rank)
 
     def _awaited_names(self) -> list[str]:
         return [channel.name for channel in self._channels.values() if channel.is_awaited]

@@ -56,6 +56,15 @@ class EarlyFrames:
         self._sources = set()
         return frames
 
+    def forget(self, source: int) -> int:
+        """Drop the frames of ``source``; return how many these were."""
+        kept = deque((rank, frame) for rank, frame in self._frames if rank != source)
+        count = len(self._frames) - len(kept)
+        self._frames = kept
+        self._sources.discard(source)
+        self._told_of.discard(source)
+        return count
+
     def watch(self) -> None:
         """Say in a while that frames wait, if a task of the user awaits another channel by then.
 

@@ -28,6 +28,7 @@ cdef class Outbox:
     cdef Py_ssize_t _size
     cdef object _name
     cdef object _left
+    cdef public object strangers
     cdef object _dest
     cdef public unsigned long long sequence
     cdef readonly Py_ssize_t sent_count
@@ -46,6 +47,7 @@ cdef class Inbox:
     cdef object _overflow
     cdef object _fail
     cdef public object handler
+    cdef public object on_first
     cdef readonly object mailbox
     cdef object _append
     cdef object _popleft

@@ -17,7 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
 from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
-from asyncdist.errors import AsyncdistError, ClosedError, LocalProtocolError, RemoteProtocolError
+from asyncdist.errors import AsyncdistError, ClosedError, LocalProtocolError, RankLostError, RemoteProtocolError
 from asyncdist.messaging import wire
 from asyncdist.messaging.polling import Pollable
 from asyncdist.messaging.wire import FrameBuffer, FrameReader, FrameWriter
@@ -76,6 +76,7 @@ class Outbox:
         left: ranks that receive nothing on this channel any more. When one is added, :meth:`look_again` is called.
 
     Attributes:
+        strangers: ranks whose process has been started again, and has not been met on this channel.
         sequence: number of the last message that was posted.
         sent_count: number of messages posted.
     """
@@ -100,6 +101,7 @@ class Outbox:
         self._size = size
         self._name = name
         self._left = left
+        self.strangers: Collection[int] = ()
         self._dest: int | None = None  # of the last message: a rank that has not left
         self.routes = routes
         # Made for the first message of a kind: they take a KiB each, and most channels of most ranks send few kinds.
@@ -149,6 +151,8 @@ class Outbox:
             raise LocalProtocolError(f"{self._name}: dest is {dest!r}; ranks go from 0 to {self._size - 1}", dest=dest)
         if dest in self._left:
             raise ClosedError(f"{self._name}: rank {dest} has left and receives nothing more", dest=dest, tag=self._tag)
+        if dest in self.strangers:
+            raise RankLostError(f"{self._name}: rank {dest} is gone; a new process has its place", rank=dest)
         if not 0 <= round <= wire.ROUND_MAX:
             raise LocalProtocolError(
                 f"{self._name}: round is {round!r}; rounds go from 0 to {wire.ROUND_MAX}", round=round
@@ -190,6 +194,7 @@ class Inbox:
         fail: called with the error when a peer has sent more than may be under way.
 
     Attributes:
+        on_first: called with a rank whose first message comes; set where ranks have been started again.
         mailbox: the messages.
         waiters: futures of the tasks that the next messages wake, one each.
         received_count: number of messages that were received.
@@ -215,6 +220,7 @@ class Inbox:
         self._overflow = overflow
         self._fail = fail
         self.handler = handler
+        self.on_first: Callable[[int], object] | None = None
         self.mailbox: deque[Envelope[Any]] | _LatestMailbox = _LatestMailbox() if overflow == "latest" else deque()
         self._append = self.mailbox.append
         self._popleft = self.mailbox.popleft
@@ -233,6 +239,8 @@ class Inbox:
             self._last_sequence[self._source] = self._sequence
             self._source = rank
             self._sequence = self._last_sequence.get(source, 0)
+            if not self._sequence and self.on_first is not None:
+                self.on_first(source)
         if frame.sequence <= self._sequence:
             self._receiver.drop(
                 source, "out of order", f"{self._name}: sequence {frame.sequence} after {self._sequence}"
@@ -295,6 +303,12 @@ class Inbox:
         elif self._receiver.stalled_on is self:
             self._receiver.resume(self)
         return envelope
+
+    def on_restarted(self, source: int) -> None:
+        """Expect the first message of a new process in the place of ``source``."""
+        if source == self._source:
+            self._source = -1
+        self._last_sequence.pop(source, None)
 
     def wake_one(self) -> None:
         """Wake the first task that waits."""

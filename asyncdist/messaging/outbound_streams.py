@@ -126,6 +126,8 @@ class OutboundStream(StreamEnd):
 
     def _post(self, chunk: memoryview) -> None:
         """Send one chunk. The engine keeps a send that does not complete at once; most small ones do."""
+        if self._is_over():
+            return
         try:
             request = self._engine.transport.start_send(chunk, self._peer, self._tag)
         except AsyncdistError as error:

@@ -52,10 +52,15 @@ class Services:
     Attributes:
         rank: this rank, from 0.
         size: the number of ranks.
+        incarnation: how often this rank has been started again.
+        is_admitted: whether the others count on this rank, so that its failure ends the job. A rank that was started
+            again is admitted by the first policy or group that takes it.
         time: a function without arguments that returns seconds on the loop's clock, from an arbitrary start.
         engine: polls the requests of this rank.
         slots: the slots of the bulk streams that this rank receives, and the bytes of all its streams.
         gone: ranks that have left or are lost.
+        restarted: ranks whose process is not the first one that this rank has met, each with its incarnation. Protocols
+            that admit no such rank take it for gone.
         left: ranks that have stopped: main has returned there, or they have answered a failure elsewhere.
         leftover_probes: functions that name what a protocol has not cleared away; they are asked at the end.
 
@@ -68,10 +73,14 @@ class Services:
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, nonce: int) -> None:
         self.rank = engine.transport.rank
         self.size = engine.transport.size
+        self.incarnation = engine.transport.incarnation
+        self.is_admitted = not self.incarnation
         self.time: Callable[[], float] = loop.time
         self.engine = engine
-        self.slots = streams.Slots(engine)
         self.gone: set[int] = set()
+        self.restarted: dict[int, int] = {}
+        self._met: set[int] = set()  # by this process, if it has been started again
+        self.slots = streams.Slots(engine, self.restarted)
         self.left: set[int] = set()
         self.leftover_probes: list[Callable[[], Sequence[str]]] = []
         self._loop = loop
@@ -81,6 +90,7 @@ class Services:
         self._tags = tags.TagRegistry()
         self._scope_counts: Counter[tuple[tuple[int, ...], str]] = Counter()
         self._gone_listeners: list[Callable[[int], None]] = []
+        self._returned_listeners: list[Callable[[int], None]] = []
         self._defect_listeners: list[Callable[[BaseException], None]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._shared: dict[Callable[[Services], Any], Any] = {}
@@ -100,6 +110,7 @@ class Services:
         handler: Callable[[Envelope[Any]], None] | None = None,
         epoch: int | None = None,
         earlier_handler: Callable[[Envelope[Any]], None] | None = None,
+        admits_restarted: bool = False,
     ) -> Channel[Any]:
         """Open a protocol's channel, on any tag.
 
@@ -115,6 +126,8 @@ class Services:
             handler: called with each message as it arrives, inside a pass, in place of a mailbox.
             epoch: of the first messages, where the protocol has epochs; see :meth:`Channel.enter_epoch`.
             earlier_handler: called with each message of an earlier epoch; without it these are only counted.
+            admits_restarted: whether messages go to a rank that is started again while the channel is open, though it
+                has sent none; see :meth:`Channel.on_restarted`.
         """
         codec = wire.Codec(message_types)
         demultiplexer = self._demultiplexer(tag, is_users=overflow == "stall")
@@ -130,6 +143,7 @@ class Services:
             left=self._returned if demultiplexer.is_users else (),
             epoch=epoch,
             earlier_handler=earlier_handler,
+            admits_restarted=admits_restarted or demultiplexer.is_users,
         )
 
     def open_user_channel(
@@ -218,6 +232,10 @@ class Services:
         """Return the ranks that ended without leaving."""
         return self.engine.transport.lost_ranks()
 
+    def is_unmet(self, rank: int) -> bool:
+        """Return whether ``rank`` is lost here only since this rank, which was started again, is not connected yet."""
+        return bool(self.incarnation) and rank != self.rank and rank not in self._met
+
     def on_gone(self, listener: Callable[[int], None]) -> None:
         """Call ``listener(rank)`` for each rank that leaves or is lost from now on."""
         self._gone_listeners.append(listener)
@@ -227,6 +245,10 @@ class Services:
         if listener in self._gone_listeners:
             self._gone_listeners.remove(listener)
 
+    def on_returned(self, listener: Callable[[int], None]) -> None:
+        """Call ``listener(rank)`` for each lost rank in whose place a new process is from now on."""
+        self._returned_listeners.append(listener)
+
     # -- for the runtime --------------------------------------------------------------------------------------------
 
     def tell_gone(self, rank: int) -> None:
@@ -234,6 +256,26 @@ class Services:
         for listener in list(self._gone_listeners):
             listener(rank)
         self.engine.recheck()  # now: what the listeners noted is waited for
+
+    def note_restarted(self, rank: int, incarnation: int) -> None:
+        """Forget what belongs to the process before: its frames that no channel has taken are dropped and counted.
+
+        A process that has itself been started again comes to know most others after it has opened channels. These are
+        nobody's in whose place another one was known before.
+        """
+        is_replaced = not self.incarnation or rank in self._met
+        self._met.add(rank)
+        self.restarted[rank] = incarnation
+        self._returned.discard(rank)
+        if is_replaced:
+            for demultiplexer in self._demultiplexers.values():
+                demultiplexer.on_restarted(rank)
+
+    def tell_returned(self, rank: int) -> None:
+        """Call the listeners of :meth:`on_returned`."""
+        for listener in list(self._returned_listeners):
+            listener(rank)
+        self.engine.recheck()
 
     def note_returned(self, rank: int) -> list[int]:
         """Note that main has returned on ``rank``, which reads users' messages no more.

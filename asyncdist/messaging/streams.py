@@ -18,12 +18,12 @@ import enum
 import functools
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from asyncdist import tags
-from asyncdist.errors import AsyncdistError, BusyError, RemoteProtocolError
+from asyncdist.errors import AsyncdistError, BusyError, RankLostError, RemoteProtocolError
 from asyncdist.messaging.engine import Engine
 from asyncdist.transports.base import Request
 
@@ -88,6 +88,7 @@ class StreamEnd:
         self._slots = slots
         self._engine = slots.engine
         self._peer = peer
+        self._incarnation = slots.incarnation_of(peer)
         self._tag = tags.BULK_FIRST + slot
         self._error: AsyncdistError | None = None
 
@@ -96,9 +97,15 @@ class StreamEnd:
         """Describes this end, for reports."""
         return f"stream {self._direction} rank {self._peer}, tag {self._tag}"
 
+    def _is_over(self) -> bool:
+        """Note a loss of the peer if another process has its place: nothing of this stream may reach that one."""
+        if self._slots.incarnation_of(self._peer) != self._incarnation:
+            self._error = self._error or RankLostError(f"rank {self._peer} is gone", rank=self._peer)
+        return self._error is not None
+
     async def _until(self, condition: Callable[[], bool], deadline: float | None = None) -> None:
         def holds() -> bool:
-            if self._error is not None:
+            if self._is_over() and self._error is not None:
                 raise self._error
             return condition()
 
@@ -227,7 +234,7 @@ class InboundStream(StreamEnd):
         """Post the receives of the first ``count`` chunks, as far as they are not posted yet."""
         if count > self._post_limit:
             self._post_limit = count
-        if self._posting:  # a chunk was there already: the loop below goes on
+        if self._posting or self._is_over():  # posting: a chunk was there already, and the loop below goes on
             return
         self._posting = True
         try:
@@ -263,7 +270,7 @@ class InboundStream(StreamEnd):
 
     def finish(self, cancel: Callable[[InboundStream], None]) -> None:
         """End the stream. If the sender has not answered yet, ``cancel`` tells it, and the rest is discarded."""
-        if self._error is not None or (not self._answered and self._peer in self._engine.transport.lost_ranks()):
+        if self._is_over() or (not self._answered and self._peer in self._engine.transport.lost_ranks()):
             self._retire()
         elif self._answered:
             if self._taken_count == len(self._targets):
@@ -272,7 +279,10 @@ class InboundStream(StreamEnd):
         else:
             self._state = _State.DISCARDING
             self._slots.discarding_count += 1
-            cancel(self)
+            try:
+                cancel(self)
+            except RankLostError as error:  # the grant has not left either: a new process has the sender's place
+                self._error = self._error or error
             self._discard_more()
 
     def _discard_more(self) -> None:
@@ -301,6 +311,7 @@ class InboundStream(StreamEnd):
 
     def _retire(self) -> None:
         """Leave the slot taken for ever, since nobody will answer. A sender that lives may still write a piece."""
+        self._slots.retired_counts[self._peer] += 1
         self._state = _State.ENDED
         self._withdraw()
         if self._kept is not None:
@@ -322,17 +333,24 @@ class Slots:
         sent_nbytes: bytes of streams that have been sent, also of those that were given up.
         received_nbytes: bytes of streams that have been received whole.
         discarding_count: streams that were given up and have not been answered yet.
+        retired_counts: slots that stay taken for ever, by sender.
         kept: memory that a sender that is believed to be lost may still write to.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, incarnations: Mapping[int, int] | None = None) -> None:
         self.engine = engine
+        self._incarnations = incarnations
         self.kept: list[memoryview] = []
         self.discarding_count = 0
         self.sent_nbytes = self.received_nbytes = 0
         # By sender: how many slots have ever been taken, the lowest first, and a heap of those given back since.
         self._used_counts: Counter[int] = Counter()
+        self.retired_counts: Counter[int] = Counter()
         self._given_back: defaultdict[int, list[int]] = defaultdict(list)
+
+    def incarnation_of(self, rank: int) -> int:
+        """Return the incarnation of the process that has the place of ``rank``."""
+        return self._incarnations.get(rank, 0) if self._incarnations else 0
 
     def take(self, source: int) -> int:
         """Take the lowest free slot of ``source``.
@@ -356,7 +374,11 @@ class Slots:
     def unanswered_count(self) -> int:
         """Number of slots in use that a peer can still answer for: those granted to lost ranks are retired."""
         lost = self.engine.transport.lost_ranks()
-        return sum(self._taken_count(source) for source in self._used_counts if source not in lost)
+        return sum(
+            self._taken_count(source) - self.retired_counts[source]
+            for source in list(self._used_counts)
+            if source not in lost
+        )
 
     @property
     def taken_count(self) -> int:

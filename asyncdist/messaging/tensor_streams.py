@@ -113,7 +113,9 @@ class UserStreams:
             scope=scope,
             name="streams",
             handler=self._on_message,
+            admits_restarted=True,
         )
+        services.on_returned(self._on_returned)
         self._early_offers = None
         for source, offer in early_offers.items():
             self._look_for(source, offer)
@@ -199,7 +201,7 @@ class UserStreams:
                 lambda: outgoing.is_answered or dest in services.gone, f"rank {dest} to receive a stream"
             )
             if not outgoing.is_answered:
-                ended = "was lost" if dest in services.lost_ranks() else "left"
+                ended = "left" if dest in services.left else "was lost"
                 raise RankLostError(f"rank {dest} {ended} before it received", rank=dest)
             complete = await outgoing.run(dest)
         finally:
@@ -253,6 +255,13 @@ class UserStreams:
         """Let a rank that is lost, or seems so, not write any more."""
         if rank in self._tokens:
             self._tokens[rank].revoke()
+
+    def _on_returned(self, rank: int) -> None:
+        """Forget the process before: what it has granted, what waits for it, and how each writes to the other."""
+        self._on_gone(rank)
+        for of_ranks in (self._grants, self._waiting, self._tokens, self._processes):
+            of_ranks.pop(rank, None)
+        self._finders.discard(rank)
 
     def _write(self, sender: DirectWriteSender) -> None:
         """Write the tail of a stream; one stream at a time where receivers copy a share, maybe on a core each."""

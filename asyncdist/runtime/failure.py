@@ -84,9 +84,14 @@ async def fail(world: World, transport: Transport, error: BaseException, grace_s
     in_process = transport.capabilities.shares_process  # run_local raises for all of them
     if not in_process and not await _is_told_by_another(world, error):
         _print_failure(world.rank, error, world.services.engine.failure if from_peer else None)
+    is_newcomer = not world.services.is_admitted and world.services.engine.failure is None
     if world.services.engine.failure is None:
         world.services.engine.fail(peer_failed(world.rank, summarise(error)))
     world.services.cancel_tasks()
+    if is_newcomer:  # nobody counts on it: it ends as a rank that is lost, and the others go on
+        world.close()
+        transport.close_failed()
+        return
     world.peers.announce(FailureAcknowledged() if from_peer else Failed(summarise(error)))
     deadline = loop.time() + grace_s
     has_everybody_answered = Everybody(world, transport, world.peers.answered)

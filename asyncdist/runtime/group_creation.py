@@ -55,6 +55,7 @@ class GroupCreation:
         system: Channel[object],
         turns: Turns,
     ) -> None:
+        self._attendance = attendance
         self.ledger = GroupLedger(attendance, self._free, self._forget)
         self._services = services
         self._agreements = agreements
@@ -143,6 +144,7 @@ class GroupCreation:
         members = check_ranks(ranks, rank=services.rank, size=services.size)
         validation.seconds("timeout_s", timeout_s)
         transport = services.engine.transport
+        loss_count = self._attendance.loss_count  # a later loss ends the group, also one before all have agreed on it
 
         async def make(start: Start[Group]) -> Group:
             async with self._turns.turn(start, timeout_s, self.ledger.taken) as agreed:
@@ -152,8 +154,10 @@ class GroupCreation:
                     await assemble(self._agreements, members, "new communicator")
                     native = transport.new_group(members, tag)
                 # The serial tells apart all groups of these ranks, of all subjects.
-                serial = agreed.time if subject == _SUBJECT else wire.scope_of(members, subject, agreed.time)
-                group = self.ledger.open(members, services.rank, tag, serial, native)
+                qualified = start.meeting.key.subject
+                serial = agreed.time if qualified == _SUBJECT else wire.scope_of(members, qualified, agreed.time)
+                group = self.ledger.open(members, services.rank, tag, serial, native, made_after=loss_count)
+                services.is_admitted = services.is_admitted or len(members) > 1
                 if part_of is not None:
                     group.lease.subjects.append(subject)
                 return group

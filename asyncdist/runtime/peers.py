@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from asyncdist import tags
 from asyncdist.collectives.agreement import Agreements
@@ -19,6 +19,7 @@ from asyncdist.collectives.agreement_messages import (
     Inquiry,
     Join,
     Keyed,
+    Losses,
     Objection,
     Reminder,
     Verdict,
@@ -46,7 +47,7 @@ class Leave:
     """
 
     started: tuple[tuple[int, int], ...] = ()
-    lost: tuple[int, ...] = ()
+    lost: Losses = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Finalize:
     """
 
     started: tuple[tuple[int, int], ...] = ()
-    lost: tuple[int, ...] = ()
+    lost: Losses = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,9 @@ class Unheard:
 @dataclass(frozen=True, slots=True)
 class FailureAcknowledged:
     """Answers :class:`Failed`: this rank has stopped because the job has failed."""
+
+
+LastWords: TypeAlias = Leave | Failed | Finalize | FailureAcknowledged
 
 
 class Peers:
@@ -106,6 +110,7 @@ class Peers:
         self.attendance = MembershipLog()
         self._services = services
         self._has_returned = False
+        self._last_words: list[LastWords] = []  # for a rank that is started again after they were said
         self._failure_listeners: list[Callable[[int, str], None]] = []
         self._system: Channel[Any] = services.open_channel(
             Join
@@ -124,6 +129,7 @@ class Peers:
             scope=wire.scope_of(group.ranks, "system", 0),
             name="system",
             handler=self._on_message,
+            admits_restarted=True,
         )
         self.agreements = Agreements(services.engine, self._system, services.rank)
         self.collectives = Collectives(services.engine, services.rank, services.spawn_service, self.attendance)
@@ -131,7 +137,12 @@ class Peers:
         self.groups = GroupCreation(
             services, self.agreements, self.collectives, self.attendance, self._system, self.turns
         )
+        if services.engine.transport.incarnation:  # the group of all ranks has ended with the process before
+            self.attendance.on_lost(services.rank)
+            for rank in sorted(services.lost_ranks()):
+                self.mark_lost(rank)
         services.engine.transport.set_loss_listener(self.mark_lost)
+        services.engine.transport.set_return_listener(self.mark_returned)
 
     def on_failure(self, listener: Callable[[int, str], None]) -> None:
         """Call ``listener(rank, summary)`` when a peer has failed."""
@@ -155,11 +166,33 @@ class Peers:
 
     def mark_lost(self, rank: int) -> None:
         """Note that ``rank`` has died, perhaps after its main had returned: the services it still ran end now."""
+        if self._services.is_unmet(rank) and rank in self._services.gone:
+            return  # known since this rank was started again
         self._services.left.discard(rank)
         self._services.forget_returned(rank)
         self._services.gone.discard(rank)
         self.attendance.on_lost(rank)
         self.mark_gone(rank, is_lost=True)
+
+    def mark_returned(self, rank: int, incarnation: int) -> None:
+        """Connect to the new process in the place of ``rank``, whose loss was noted before.
+
+        Of what this rank has done with the process before, nothing goes on with the new one: not the collectives of
+        groups made before, nor starts, streams, channels' counts. The new one hears what it has to know of this rank.
+        """
+        services = self._services
+        services.engine.poll()  # what has come of the process before is delivered as that one's
+        if not services.engine.transport.accept(rank, incarnation):
+            return
+        services.left.discard(rank)
+        services.gone.discard(rank)
+        self.answered.discard(rank)
+        self.attendance.on_returned(rank, incarnation)
+        self.agreements.on_returned(rank, incarnation)
+        services.note_restarted(rank, incarnation)
+        for message in self._last_words:
+            self._send(message, rank)
+        services.tell_returned(rank)
 
     def _on_message(self, envelope: Envelope[Any]) -> None:
         source = envelope.source
@@ -203,7 +236,7 @@ class Peers:
                     self._services.drop_messages(tag)
         self._services.engine.recheck()
 
-    def _note_left(self, rank: int, started: Sequence[tuple[int, int]], lost: Sequence[int]) -> None:
+    def _note_left(self, rank: int, started: Sequence[tuple[int, int]], lost: Losses) -> None:
         """Note that main has returned on ``rank``."""
         self._services.left.add(rank)
         self._note_losses(lost)
@@ -211,11 +244,11 @@ class Peers:
         for tag in self._services.note_returned(rank):
             self._system.send_nowait(Unheard(tag), rank)
 
-    def _note_losses(self, ranks: Sequence[int]) -> None:
+    def _note_losses(self, losses: Losses) -> None:
         """Note what a peer knows of lost ranks, of which this rank may hear later: it may have left because of them."""
-        for rank in ranks:
+        for rank, incarnation in losses:
             is_peer = 0 <= rank < self._services.size and rank != self._services.rank
-            if is_peer and rank not in self.attendance.lost:
+            if is_peer and not self.attendance.has_heard_of(rank, incarnation):
                 self.attendance.on_lost(rank)
                 self.agreements.on_gone(rank, is_lost=True)
 
@@ -234,11 +267,15 @@ class Peers:
         """Tell every peer that this rank has come to its end."""
         self.announce(Finalize(self.attendance.started(), self.attendance.lost))
 
-    def announce(self, message: Leave | Failed | Finalize | FailureAcknowledged) -> None:
+    def announce(self, message: LastWords) -> None:
         """Send ``message`` to every peer that can still receive it."""
         services = self._services
+        self._last_words.append(message)
         lost = services.lost_ranks()
         for rank in range(services.size):
             if rank != services.rank and rank not in lost:
-                with contextlib.suppress(RankLostError, BusyError):
-                    self._system.send_nowait(message, rank)
+                self._send(message, rank)
+
+    def _send(self, message: LastWords, rank: int) -> None:
+        with contextlib.suppress(RankLostError, BusyError):
+            self._system.send_nowait(message, rank)

@@ -128,6 +128,17 @@ class World:
         return f"<World rank {self.rank} of {self.size}, {self._transport.name}>"
 
     @property
+    def incarnation(self) -> int:
+        """How often this rank has been started again in this job: 0 in its first process.
+
+        A process with a higher number joins ranks that go on without it. The group of all ranks has ended with the one
+        before: collectives and groups need a group made since. It is admitted to policies that can do that, see
+        :class:`protocols.AsyncSelectiveAveragingPolicy`. Ranks that it has not met yet are among the lost ones. An
+        error that ends it before a policy or a group has taken it is no failure of the job: it is lost once more.
+        """
+        return self._transport.incarnation
+
+    @property
     def transport_name(self) -> str:
         """The name of the transport: ``"local"``, ``"mpi"``, ..."""
         return self._transport.name

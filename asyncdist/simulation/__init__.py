@@ -7,7 +7,18 @@ __path__[:0] = compiled.search_path("simulation")  # before any of its modules i
 from asyncdist.simulation.arguments import Compute
 from asyncdist.simulation.distributions import Duration, Exponential, LogNormal, Uniform
 from asyncdist.simulation.exploration.explore import ExploreReport, Failure, Scenario, explore
-from asyncdist.simulation.faults import Corrupt, Delay, Fault, Interrupt, Kill, Partition, SlowLink, SlowRank, Stall
+from asyncdist.simulation.faults import (
+    Corrupt,
+    Delay,
+    Fault,
+    Interrupt,
+    Kill,
+    Partition,
+    Restart,
+    SlowLink,
+    SlowRank,
+    Stall,
+)
 from asyncdist.simulation.links import Link, Network
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.simulate import simulate
@@ -28,6 +39,7 @@ __all__ = [
     "LogNormal",
     "Network",
     "Partition",
+    "Restart",
     "Scenario",
     "SimReport",
     "SlowLink",

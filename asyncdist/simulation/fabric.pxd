@@ -15,6 +15,8 @@ cdef class Message:
     cdef readonly bint eager
     cdef readonly bint done
     cdef readonly double left_at
+    cdef readonly object source_incarnation
+    cdef readonly object dest_incarnation
     cdef public object error
 
     cpdef bint test(self) except -1
@@ -68,7 +70,6 @@ cdef class Fabric:
     cdef list _posted
     cdef list _unexpected
     cdef list _doorbells
-    cdef list _listeners
     cdef list _known_lost
     cdef set _dead
     cdef dict _died_at
@@ -80,6 +81,8 @@ cdef class Fabric:
     cdef object _all_ranks
     cdef bint _has_message_faults
     cdef bint _has_link_faults
+    cdef bint _has_restarts
+    cdef readonly object liveness
     cdef list _turns
     cdef object _take_in
     cdef object _take_whole
@@ -105,7 +108,8 @@ cdef class Fabric:
     )
     cpdef object _transfer(self, Receive receive, Message message)
     cpdef object _arrive_whole(self, Receive receive, Message message)
-    cdef object _fail_send(self, Message message)
+    cdef bint _is_held(self, Message message) except -1
+    cpdef object fail_send(self, Message message)
     cpdef object _complete(self, Receive receive, Message message, bint is_running=*)
     cpdef object withdraw(self, Receive receive)
     cdef object _ring(self, Py_ssize_t rank)

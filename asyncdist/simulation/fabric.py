@@ -19,10 +19,10 @@ from typing import Final
 
 from asyncdist.collectives.call_checker import CollectiveChecker
 from asyncdist.errors import AsyncdistError, RankLostError, TruncationError
-from asyncdist.simulation.distributions import draw
-from asyncdist.simulation.faults import Fault
+from asyncdist.simulation.faults import Fault, Restart
 from asyncdist.simulation.links import Link, Network
 from asyncdist.simulation.message_faults import MessageFaults
+from asyncdist.simulation.restarts.liveness import Liveness
 from asyncdist.simulation.scheduler import Scheduler
 from asyncdist.simulation.trace import Trace
 from asyncdist.simulation.turns import Turns
@@ -35,7 +35,19 @@ _EAGER_CHOICES: Final = (256, 4096, 65536)
 class Message:
     """A send request, and the message that travels."""
 
-    __slots__ = ("data", "dest", "done", "eager", "error", "left_at", "nbytes", "source", "tag")
+    __slots__ = (
+        "data",
+        "dest",
+        "dest_incarnation",
+        "done",
+        "eager",
+        "error",
+        "left_at",
+        "nbytes",
+        "source",
+        "source_incarnation",
+        "tag",
+    )
 
     cancelled: Final = False
 
@@ -48,6 +60,7 @@ class Message:
         self.eager = False
         self.done = False
         self.left_at = 0.0
+        self.source_incarnation = self.dest_incarnation = 0
         self.error: AsyncdistError | None = None
 
     def test(self) -> bool:
@@ -132,6 +145,13 @@ class _ArrivalQueue:
         """Return the messages of ``source``, oldest first."""
         return self._by_source.get(source, ())
 
+    def drop(self, source: int) -> Iterable[Message]:
+        """Take all messages of ``source``."""
+        messages = self._by_source.pop(source, None)
+        if messages:
+            self._sources.remove(source)
+        return messages or ()
+
     def take(self, wanted: int, rng: random.Random) -> Message | None:
         """Take the oldest message of a source; a wildcard takes that of a source which is drawn."""
         sources = self._sources
@@ -198,10 +218,10 @@ class Fabric:
         self._posted: list[dict[int, deque[Receive]]] = [{} for _ in range(size)]
         self._unexpected: list[dict[int, _ArrivalQueue]] = [{} for _ in range(size)]
         self._doorbells: list[Callable[[], None] | None] = [None] * size
-        self._listeners: list[Callable[[int], object] | None] = [None] * size
-        self._known_lost: list[set[int]] = [set() for _ in range(size)]
-        self._dead: set[int] = set()
-        self._died_at: dict[int, float] = {}
+        self.liveness = Liveness(size, network, scheduler, rng, trace, self.fail_sends)
+        self._known_lost = self.liveness.known_lost
+        self._dead = self.liveness.dead
+        self._died_at = self.liveness.died_at
         self.job_nonce = rng.getrandbits(32)
         self.collective_checker = CollectiveChecker()
         self.message_count = 0
@@ -210,6 +230,7 @@ class Fabric:
         self._all_ranks = frozenset(range(size))
         self._has_message_faults = self._faults.has_message_faults
         self._has_link_faults = self._faults.has_link_faults
+        self._has_restarts = any(isinstance(fault, Restart) for fault in faults)
         self._turns: list[Turns] = []
         self._take_in = self._arrive  # one bound method for all messages
         self._take_whole = self._arrive_whole
@@ -233,6 +254,8 @@ class Fabric:
         if dest in self._known_lost[source]:
             message.error = RankLostError(f"rank {dest} is gone", rank=dest)
             return message
+        if self._has_restarts:
+            message.source_incarnation, message.dest_incarnation = self.liveness.connection(source, dest)
         if nbytes <= self._eager_nbytes:
             message.data = bytes(data)  # no copy of bytes
             message.eager = message.done = True
@@ -275,7 +298,9 @@ class Fabric:
 
     def _arrive(self, message: Message) -> None:
         if message.dest in self._dead:
-            self._fail_send(message)
+            self.fail_send(message)
+            return
+        if self._has_restarts and self._is_held(message):
             return
         if self._dead and message.left_at > self._died_at.get(message.source, math.inf):
             return  # its sender died while it blocked, before it came to send this
@@ -292,6 +317,25 @@ class Fabric:
                     return
         self._keep(message)
         self._ring(message.dest)  # a demultiplexer posts its receive when it is polled
+
+    def _is_held(self, message: Message) -> bool:
+        """Drop a message of an earlier connection, or keep one of a connection that its receiver has not made yet."""
+        if self.liveness.is_stale(message):
+            self.fail_send(message)
+            return True
+        if message.dest in self.liveness.closed:
+            self._refuse(message)
+            return True
+        if message.source in self._known_lost[message.dest]:
+            self.liveness.hold(message)
+            return True
+        return False
+
+    def _refuse(self, message: Message) -> None:
+        """Fail a send to a process that has ended, which waited for all but those that were started again meanwhile."""
+        if not message.done:
+            message.error = RankLostError(f"rank {message.dest} is gone", rank=message.dest)
+            self._ring(message.source)
 
     def _keep(self, message: Message) -> None:
         """Keep a message that no posted receive matches."""
@@ -325,7 +369,7 @@ class Fabric:
     def _rendezvous(self, receive: Receive, message: Message) -> None:
         """Let the receiver of a large message, which has met its receive, answer the sender."""
         if message.dest in self._dead:
-            self._fail_send(message)
+            self.fail_send(message)
         elif self._is_pushed:
             self._turns[message.source].attend(self._travel, (receive, message))
         else:
@@ -333,6 +377,9 @@ class Fabric:
 
     def _transfer(self, receive: Receive, message: Message) -> None:
         """Let the bytes of a large message travel, behind what their link has to carry."""
+        if self._has_restarts and self.liveness.is_stale(message):
+            self._complete(receive, message)
+            return
         pair = (message.source, message.dest)
         path = self._paths[message.source][message.dest]
         now = self._scheduler.time()
@@ -352,12 +399,15 @@ class Fabric:
         """Complete a large message as soon as its receiver is not busy: only the receiver can take its last bytes."""
         self._turns[message.dest].attend(self._finish, (receive, message))
 
-    def _fail_send(self, message: Message) -> None:
+    def fail_send(self, message: Message) -> None:
         """Fail the send of a message that no receive will match: at once, or when its sender knows ``dest`` is lost."""
         source, dest = message.source, message.dest
+        is_stale = self._has_restarts and self.liveness.is_stale(message)
+        if is_stale:
+            self.liveness.stale_count += 1
         if message.done or source in self._dead:
             return
-        if dest in self._known_lost[source]:
+        if is_stale or dest in self._known_lost[source]:
             message.error = RankLostError(f"rank {dest} is gone", rank=dest)
             self._ring(source)
         else:
@@ -365,10 +415,11 @@ class Fabric:
 
     def _complete(self, receive: Receive, message: Message, is_running: bool = False) -> None:
         """Complete a receive whose bytes are there. ``is_running``: the receiver posts it now, and needs no bell."""
-        if message.dest in self._dead:
-            self._fail_send(message)
+        is_stale = self._has_restarts and self.liveness.is_stale(message)
+        if message.dest in self._dead or (is_stale and self.liveness.is_for_earlier(message)):
+            self.fail_send(message)
             return
-        if message.source in self._dead and not message.eager:
+        if (is_stale or message.source in self._dead) and not message.eager:
             receive.error = RankLostError(f"rank {message.source} is gone", rank=message.source)
             self._ring(message.dest)
             return
@@ -393,37 +444,50 @@ class Fabric:
             receive.done = receive.cancelled = True
             self._ring(receive.dest)
 
-    # -- lost ranks ---------------------------------------------------------------------------------------------------
+    # -- lost ranks, and ranks that are started again ---------------------------------------------------------------
 
     def kill(self, rank: int) -> None:
         """Let the process of ``rank`` be gone; its peers find out one by one."""
-        self._dead.add(rank)
-        self._died_at[rank] = self._scheduler.now
         self._doorbells[rank] = None
         self._posted[rank].clear()
-        for dest in range(self.size):
-            if dest != rank and dest not in self._dead:
-                seconds = draw(self.network.loss_detection_s, self._rng)
-                self._scheduler.at(self._scheduler.now + seconds, self._detect, (dest, rank))
+        for message in self.liveness.kill(rank):
+            self.fail_send(message)
 
-    def _detect(self, observer: int, lost: int) -> None:
-        if observer in self._dead:
-            return
-        self._known_lost[observer].add(lost)
-        self._trace.add(self._scheduler.now, "lost", lost, observer, 0, 0)
+    def fail_sends(self, observer: int, lost: int) -> None:
+        """Fail what ``observer`` still sends to ``lost``, and receives from it alone."""
         error = RankLostError(f"rank {lost} is gone", rank=lost)
         for posted in self._posted[observer].values():
             for receive in [receive for receive in posted if receive.wanted == lost]:
                 posted.remove(receive)
                 receive.error = error
-        for messages in self._unexpected[lost].values():
-            for message in messages.of(observer):
+        for queue in self._unexpected[lost].values():
+            for message in queue.of(observer):
                 if not message.done:
                     message.error = error
-        listen = self._listeners[observer]
-        if listen is not None:
-            listen(lost)
         self._ring(observer)
+
+    def restart(self, rank: int) -> None:
+        """Let a new process have the place of ``rank``, which is dead. It meets the others one by one."""
+        unheard = self._unexpected[rank]
+        self._paths[rank], self._posted[rank], self._unexpected[rank] = {}, {}, {}
+        for paths in self._paths:
+            paths.pop(rank, None)
+        self.liveness.restart(rank)
+        for queue in unheard.values():
+            for source in range(self.size):
+                for message in queue.drop(source):
+                    self.fail_send(message)
+
+    def accept(self, observer: int, other: int, incarnation: int) -> bool:
+        """Make a connection, in a turn of ``observer``; return whether ``other`` is there, and was not yet known."""
+        if not self.liveness.accept(observer, other, incarnation):
+            return False
+        for queue in self._unexpected[observer].values():  # of the process before
+            for message in queue.drop(other):
+                self.fail_send(message)
+        for message in self.liveness.take_held(other, observer):
+            self._scheduler.at(self._scheduler.now, self._take_in, (message,))
+        return True
 
     def mute(self) -> None:
         """Send nothing any more: what still runs is only being cleared away."""
@@ -434,18 +498,18 @@ class Fabric:
     def set_doorbell(self, rank: int, ring: Callable[[], None]) -> None:
         self._doorbells[rank] = ring
 
-    def set_loss_listener(self, rank: int, listen: Callable[[int], object]) -> None:
-        self._listeners[rank] = listen
-        for lost in sorted(self._known_lost[rank]):
-            listen(lost)
-
     def lost_ranks(self, observer: int) -> frozenset[int]:
         return self._all_ranks if self._muted else frozenset(self._known_lost[observer])
 
     def close(self, rank: int) -> None:
         self._doorbells[rank] = None
-        self._listeners[rank] = None
         self._posted[rank].clear()
+        self.liveness.close(rank)
+        if self._has_restarts:
+            for queue in self._unexpected[rank].values():
+                for source in range(self.size):
+                    for message in queue.drop(source):
+                        self._refuse(message)
 
     def _ring(self, rank: int) -> None:
         ring = self._doorbells[rank]

@@ -142,7 +142,22 @@ class Interrupt:
             raise ValueError(f"{self!r}: signal is {self.signal!r}; allowed: 'SIGTERM', 'SIGINT'")
 
 
-Fault: TypeAlias = Kill | Interrupt | Stall | SlowRank | SlowLink | Partition | Delay | Corrupt
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """At ``at_s`` a new process takes the place of ``rank``, which a fault has killed; ``main`` begins there anew.
+
+    It fires only if the rank is dead at that moment, and some other rank has not ended. The new process has the next
+    ``world.incarnation``; the others find out one by one. Its result is the rank's.
+    """
+
+    rank: int
+    at_s: float
+
+    def __post_init__(self) -> None:
+        _check(self, "at_s")
+
+
+Fault: TypeAlias = Kill | Restart | Interrupt | Stall | SlowRank | SlowLink | Partition | Delay | Corrupt
 
 
 def _check(fault: Fault, *names: str) -> None:
@@ -167,7 +182,7 @@ def check_plan(faults: Sequence[Fault], size: int) -> None:
         raise TypeError(f"faults is {faults!r}; allowed: a list of faults")
     for fault in faults:
         match fault:
-            case Kill(rank) | Interrupt(rank) | Stall(rank) | SlowRank(rank):
+            case Kill(rank) | Restart(rank) | Interrupt(rank) | Stall(rank) | SlowRank(rank):
                 check_ranks(repr(fault), [rank], size)
             case SlowLink(source, dest) | Delay(source, dest) | Corrupt(source, dest):
                 check_ranks(repr(fault), [source, dest], size)

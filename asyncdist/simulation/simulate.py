@@ -41,7 +41,7 @@ from asyncdist.simulation.determinism.sets import ordered_sets
 from asyncdist.simulation.distributions import check_number
 from asyncdist.simulation.event_loop import RankLoop
 from asyncdist.simulation.fabric import Fabric
-from asyncdist.simulation.faults import Fault, Interrupt, Kill, SlowRank, Stall
+from asyncdist.simulation.faults import Fault, Interrupt, Kill, Restart, SlowRank, Stall
 from asyncdist.simulation.links import Network
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.scheduler import EndlessLoopError, Scheduler
@@ -172,7 +172,7 @@ class _Clock:
         before_s = seconds * self._simulation.draw_share()
 
         def run() -> None:
-            if self._simulation.has_died(loop.rank):
+            if self._simulation.has_died(loop):
                 over.cancel()
                 return
             result = call()
@@ -216,30 +216,29 @@ class _Simulation:
             for index, f in enumerate(faults)
             if isinstance(f, Kill) and f.at_turn is not None
         }
-        self._loops = self._new_loops(compute)
+        self._compute = compute
+        self._loops = [self._new_loop(rank) for rank in range(size)]
+        self._earlier_loops: list[RankLoop] = []  # of processes that were killed, in whose place there is another
         self._fabric.connect(self._loops)
         self._interrupts = [Interrupts() for _ in range(size)]
         self._hosts: list[asyncio.Task[None]] = []
+        self._start: Callable[[int], asyncio.Task[None]]
         self._outcomes: dict[int, RankResult] = {}
         self._worlds: dict[int, World] = {}
         self._killed: set[int] = set()
         self._generators = Generators()
         self._is_interrupted = False
 
-    def _new_loops(self, compute: Compute) -> list[RankLoop]:
-        loops = [
-            RankLoop(  # type: ignore[abstract]
-                self._scheduler,
-                rank,
-                before_turn=self._before_turn if self._turn_kills else None,
-                enter=self._states.switch,
-                background=Engine._tick,
-            )
-            for rank in range(self._size)
-        ]
-        for rank, factor in compute.factors.items():
-            loops[rank].slowness = max(1.0, factor)
-        return loops
+    def _new_loop(self, rank: int) -> RankLoop:
+        loop = RankLoop(  # type: ignore[abstract]
+            self._scheduler,
+            rank,
+            before_turn=self._before_turn if self._turn_kills else None,
+            enter=self._states.switch,
+            background=Engine._tick,
+        )
+        loop.slowness = max(1.0, self._compute.factors.get(rank, 1.0))
+        return loop
 
     def run(
         self,
@@ -256,17 +255,22 @@ class _Simulation:
         for index, fault in enumerate(self._faults):
             if isinstance(fault, (Stall, SlowRank)) and not fault.at_s:
                 self._strike(index, fault)  # before the rank begins
-            elif isinstance(fault, (Kill, Interrupt, Stall, SlowRank)) and fault.at_s is not None:
+            elif isinstance(fault, (Kill, Restart, Interrupt, Stall, SlowRank)) and fault.at_s is not None:
                 self._scheduler.at(fault.at_s, self._strike, (index, fault))
-        for rank, loop in enumerate(self._loops):
-            context = loop.context = contextvars.copy_context()
-            loop.generators = self._generators.of
-            call_soon = functools.partial(loop.call_soon, context=context)
-            transport = SimTransport(self._fabric, rank, call_soon)
-            host = self._host(transport, main, args, strict=strict)
-            self._hosts.append(loop.create_task(host, name=f"main of rank {rank}", context=context))
+        self._start = functools.partial(self._start_rank, main=main, args=args, strict=strict)
+        self._hosts = [self._start(rank) for rank in range(self._size)]
         with self._generators.followed():
             return self._run_all(until_s, after_event)
+
+    def _start_rank(self, rank: int, *, main: Any, args: tuple[Any, ...], strict: bool) -> asyncio.Task[None]:
+        """Start a process of ``rank``; return its main task."""
+        loop = self._loops[rank]
+        context = loop.context = contextvars.copy_context()
+        loop.generators = self._generators.of
+        call_soon = functools.partial(loop.call_soon, context=context)
+        transport = SimTransport(self._fabric, rank, call_soon)
+        host = self._host(transport, main, args, strict=strict)
+        return loop.create_task(host, name=f"main of rank {rank}", context=context)
 
     def _run_all(self, until_s: float | None, after_event: Callable[[], object] | None) -> SimReport:
         try:
@@ -325,20 +329,21 @@ class _Simulation:
 
     async def _host(self, transport: SimTransport, main: Any, args: tuple[Any, ...], *, strict: bool) -> None:
         rank = transport.rank
+        loop, interrupts = self._loops[rank], self._interrupts[rank]
 
         def on_open(world: World) -> None:
             self._worlds[rank] = world
-            world.virtual_clock = _Clock(self, self._loops[rank])
+            world.virtual_clock = _Clock(self, loop)
 
-        outcome = await host_rank(main, args, transport, self._interrupts[rank], strict=strict, on_open=on_open)
+        outcome = await host_rank(main, args, transport, interrupts, strict=strict, on_open=on_open)
         try:
-            await self._loops[rank].shutdown_asyncgens()
+            await loop.shutdown_asyncgens()
         except asyncio.CancelledError:
-            error = self._interrupts[rank].error(rank)
+            error = interrupts.error(rank)
             if error is None:
                 raise
             outcome = RankResult(error=error)  # a signal ends the rank, whose main has returned
-        if rank not in self._killed and not self._scheduler.stopped:
+        if not self.has_died(loop) and not self._scheduler.stopped:
             self._outcomes[rank] = outcome
             self._trace.add(self._scheduler.now, "end", rank, 0, 0, 0)
             self._stop_if_over()
@@ -357,9 +362,9 @@ class _Simulation:
         """Draw a number from 0 to 1."""
         return self._scheduler.random()
 
-    def has_died(self, rank: int) -> bool:
-        """Return whether ``rank`` was killed, or the simulation is over and only being cleared away."""
-        return rank in self._killed
+    def has_died(self, loop: RankLoop) -> bool:
+        """Return whether the process of ``loop`` was killed, or the simulation is over and only being cleared away."""
+        return loop.rank in self._killed or loop is not self._loops[loop.rank]
 
     def _stop_if_over(self) -> None:
         if len(self._outcomes) + len(self._killed) == self._size:
@@ -372,9 +377,13 @@ class _Simulation:
 
     # -- faults of ranks --------------------------------------------------------------------------------------------
 
-    def _strike(self, index: int, fault: Kill | Interrupt | Stall | SlowRank) -> None:
+    def _strike(self, index: int, fault: Kill | Restart | Interrupt | Stall | SlowRank) -> None:
         """Let a fault happen, since its time has come, unless the rank has died or ended."""
         rank, loop = fault.rank, self._loops[fault.rank]
+        if isinstance(fault, Restart):
+            if rank in self._killed:
+                self._restart(rank, index)
+            return
         if rank in self._killed or rank in self._outcomes:
             return
         match fault:
@@ -412,6 +421,19 @@ class _Simulation:
         self._loops[rank].die()
         self._stop_if_over()
 
+    def _restart(self, rank: int, index: int) -> None:
+        """Start a new process in the place of one that was killed."""
+        self._fire(index)
+        self._killed.discard(rank)
+        self._trace.add(self._scheduler.now, "restart", rank, 0, 0, 0)
+        self._earlier_loops.append(self._loops[rank])
+        self._loops[rank] = self._new_loop(rank)
+        self._interrupts[rank] = Interrupts()
+        self._worlds.pop(rank, None)
+        self._fabric.connect(self._loops)
+        self._fabric.restart(rank)
+        self._hosts[rank] = self._start(rank)
+
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def _whereabouts(self, what: str, of_whom: str) -> str:
@@ -436,7 +458,8 @@ class _Simulation:
         """Cancel what killed ranks left unfinished, or all of them after a deadlock or an early end, in silence."""
         self._fabric.mute()
         self._trace.end()
-        left = [(loop, task) for loop in self._loops for task in loop.unfinished_tasks()]
+        loops = [*self._earlier_loops, *self._loops]
+        left = [(loop, task) for loop in loops for task in loop.unfinished_tasks()]
         if not left:
             return
         self._killed.update(range(self._size))  # no rank dies any more
@@ -464,9 +487,9 @@ class _Simulation:
                     break
         finally:
             logging.disable(logging_was)
-            for loop in self._loops:
+            for loop in loops:
                 loop.die()
-            for task in [task for _, task in left] + [task for loop in self._loops for task in loop.unfinished_tasks()]:
+            for task in [task for _, task in left] + [task for loop in loops for task in loop.unfinished_tasks()]:
                 task._log_destroy_pending = False  # type: ignore[attr-defined]
                 work = task.get_coro()
                 if inspect.iscoroutine(work) and inspect.getcoroutinestate(work) == inspect.CORO_CREATED:

@@ -39,6 +39,7 @@ class SimTransport(Transport):
         self.collective_checker = fabric.collective_checker
         self.job_nonce = fabric.job_nonce
         self.size = fabric.size
+        self.incarnation = fabric.liveness.incarnation_of(rank)
         self.capabilities = Capabilities(
             native_collectives=False,
             survives_rank_loss=True,
@@ -80,12 +81,22 @@ class SimTransport(Transport):
     def close(self) -> None:
         self._fabric.close(self.rank)
 
+    def close_failed(self) -> None:
+        if self.incarnation:  # the others may go on
+            self._fabric.kill(self.rank)
+
     def set_doorbell(self, ring: Callable[[], None]) -> None:
         self._fabric.set_doorbell(self.rank, ring)
 
     def set_loss_listener(self, listen: Callable[[int], None]) -> None:
         # Called in a turn of the rank's own, as from a poll: a rank that computes is busy.
-        self._fabric.set_loss_listener(self.rank, partial(self._call_soon, listen))
+        self._fabric.liveness.set_loss_listener(self.rank, partial(self._call_soon, listen))
+
+    def set_return_listener(self, listen: Callable[[int, int], None]) -> None:
+        self._fabric.liveness.set_return_listener(self.rank, partial(self._call_soon, listen))
+
+    def accept(self, rank: int, incarnation: int) -> bool:
+        return self._fabric.accept(self.rank, rank, incarnation)
 
     def describe(self) -> str:
         return f"sim: {self.size} ranks in virtual time"

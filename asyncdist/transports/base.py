@@ -171,6 +171,8 @@ class Transport(abc.ABC):
         name: how it is called in options and reports, e.g. ``"mpi"``.
         rank: this process's rank.
         size: the number of ranks.
+        incarnation: how often this rank has been started again. Such a process finds all others lost at first, and
+            hears of each (:meth:`set_return_listener`) when it is connected to it.
         capabilities: what it can do beyond the contract.
         call_book: where the collectives that its ranks call are compared, if they are.
         job_nonce: where the ranks are known to be of one job and version, the number that they share; they need not
@@ -181,6 +183,7 @@ class Transport(abc.ABC):
     rank: int
     size: int
     capabilities: Capabilities
+    incarnation: int = 0
     collective_checker: CollectiveCheckerProtocol | None = None
     job_nonce: int | None = None
 
@@ -263,6 +266,22 @@ class Transport(abc.ABC):
         It is called at once for those that are lost already: a rank may be lost before others have opened their world.
         """
         del listen
+
+    def set_return_listener(self, listen: Callable[[int, int], None]) -> None:
+        """Have ``listen(rank, incarnation)`` called when a lost rank is there again, as a new process.
+
+        Its loss has been told before. It stays lost until :meth:`accept` is called.
+        """
+        del listen
+
+    def accept(self, rank: int, incarnation: int) -> bool:
+        """Connect to the new process of a rank, if it is still there; return whether it is.
+
+        From then on messages go to it and come from it. Nothing of the process before arrives any more, and nothing
+        that was sent to that one reaches the new one.
+        """
+        del rank, incarnation
+        return False
 
     def describe(self) -> str:
         """Return one line for reports: backend, library, version."""

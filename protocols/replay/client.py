@@ -137,7 +137,7 @@ class ReplayBuffer:
         self._entry = self._channel.demultiplexer.sent_count
         services.on_gone(self._on_gone)
         try:
-            if server in services.gone:
+            if server in services.gone and not services.is_unmet(server):
                 self._on_gone(server)
             self._welcome = await self._enter()
         except BaseException:
@@ -157,6 +157,9 @@ class ReplayBuffer:
                     f"rank {self._server} served no replay buffer {self._name!r} within {self._start_timeout_s:g} s",
                     missing=(self._server,),
                 )
+            if self._services.is_unmet(self._server):  # this rank was started again
+                await engine.until(lambda: not self._services.is_unmet(self._server), what, deadline=give_up_at)
+                continue
             self._send(Open(self._entry))
             ask_again_at = min(give_up_at, self._services.time() + period_s)
             period_s *= 2

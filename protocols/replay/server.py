@@ -203,6 +203,7 @@ class _Server:
     def _on_gone(self, rank: int) -> None:
         if rank in self._clients:  # a client that leaves in order has its answers, and has said so
             self._finish(self._clients[rank])
+            self._clients[rank] = Client(rank, is_done=True)  # started again, it counts its entries anew
             self._has_lost_one = True  # others may have waited for its items
 
     def _finish(self, client: Client) -> None:

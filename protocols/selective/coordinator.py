@@ -12,7 +12,7 @@ the last member has left.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, assert_never
 
 from asyncdist import Envelope, RankLostError, tags
@@ -20,8 +20,10 @@ from asyncdist.collectives.agreement_messages import Agreed
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
+from protocols.selective.joining.admission import Welcome
 from protocols.selective.messages import (
     Abandoned,
+    Admitted,
     Applied,
     Assign,
     ControlMessage,
@@ -47,12 +49,26 @@ class PolicyScopes:
     Args:
         ranks: those that agreed to start it, in that order.
         agreed: the result of the agreement.
+
+    Attributes:
+        policy: names the policy.
+        to_members, to_coordinator: of the messages to these.
+        values: what all members agree in.
     """
 
     def __init__(self, ranks: tuple[int, ...], agreed: Agreed) -> None:
         self.policy = wire.scope_of(ranks, "policy", agreed.time)
         self.to_members = wire.scope_of(ranks, "members of a policy", agreed.time)
         self.to_coordinator = wire.scope_of(ranks, "coordinator of a policy", agreed.time)
+        self.values = dict(agreed.values)
+
+    @classmethod
+    def of_running(cls, welcome: Welcome, values: Mapping[str, str]) -> PolicyScopes:
+        """Return the scopes of a policy that runs on other ranks, and has welcomed this one."""
+        scopes = cls.__new__(cls)
+        scopes.policy, scopes.values = welcome.policy, dict(values)
+        scopes.to_members, scopes.to_coordinator = welcome.to_members, welcome.to_coordinator
+        return scopes
 
 
 class Coordinator:
@@ -78,9 +94,16 @@ class Coordinator:
         stream_safe_points: int,
     ) -> None:
         self._services = services
-        self._core = RoundCoordinator(members, rules, stream_safe_points=stream_safe_points, have_joined=epoch == 0)
+        self._core = RoundCoordinator(
+            members,
+            rules,
+            stream_safe_points=stream_safe_points,
+            have_joined=epoch == 0,
+            incarnations={**services.restarted, services.rank: services.incarnation},
+        )
         self._is_stopped = False
         self._left: list[int] = []
+        self._newcomers: list[tuple[int, int]] = []
         self._gone = [rank for rank in members if rank in services.gone]
         services.on_gone(self._gone.append)
         self._reports: Channel[Report] = services.open_channel(
@@ -112,6 +135,10 @@ class Coordinator:
                     self._send(core.on_lost(self._gone.pop(0), services.time()))
                 while self._left:
                     self._send(core.on_leave(self._left.pop(0), services.time()))
+                while self._newcomers:
+                    newcomer = self._newcomers.pop(0)
+                    self._control.admit(newcomer[0])
+                    self._send(core.on_newcomer(*newcomer, services.time()))
                 deadline = core.next_deadline()
                 if deadline is not None and services.time() >= deadline:
                     self._send(core.on_time(services.time()))
@@ -134,9 +161,22 @@ class Coordinator:
         self._reports.close(afterwards=afterwards)
         self._control.close(afterwards=afterwards)
 
+    def note_lost(self, rank: int) -> None:
+        """Note that a rank was lost before this coordinator began, though a new process has its place."""
+        self._gone.append(rank)
+
     def note_left(self, rank: int) -> None:
         """Note that a rank has left the policy, as it says itself."""
         self._left.append(rank)
+        self._services.engine.recheck()
+
+    def members(self) -> tuple[tuple[int, int], ...]:
+        """Return the ranks that take part, each with its incarnation."""
+        return self._core.members()
+
+    def note_newcomer(self, rank: int, incarnation: int) -> None:
+        """Note that a process of ``rank`` asks to be admitted."""
+        self._newcomers.append((rank, incarnation))
         self._services.engine.recheck()
 
     def statistics(self) -> CoordinatorStatistics:
@@ -147,7 +187,12 @@ class Coordinator:
         return self._is_stopped or self._core.finished
 
     def _has_work(self) -> bool:
-        return self._is_stopped or self._control.is_ready or self._reports.is_ready or bool(self._gone or self._left)
+        return (
+            self._is_stopped
+            or self._control.is_ready
+            or self._reports.is_ready
+            or bool(self._gone or self._left or self._newcomers)
+        )
 
     def _next_envelope(self) -> Envelope[Any] | None:
         return None if self._is_stopped else self._control.receive_nowait() or self._reports.receive_nowait()
@@ -173,7 +218,7 @@ class Coordinator:
                 return core.on_leave(rank, now)
             case Joined() as joined:
                 return core.on_joined(rank, joined, now)
-            case Assign() | Frozen() | End() | Rejoin() | Heard():
+            case Assign() | Frozen() | End() | Rejoin() | Heard() | Admitted():
                 return ()  # these go the other way
             case unknown:
                 assert_never(unknown)

@@ -10,7 +10,7 @@ after it has left the policy: it answers that it has, for which it keeps a numbe
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -19,6 +19,7 @@ from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from protocols.selective.coordinator import Coordinator, PolicyScopes
+from protocols.selective.joining.admission import Application, Over, Refusal, Request, Welcome, difference, key_of
 from protocols.selective.rules import SelectiveRules
 from protocols.selective.statistics import CoordinatorStatistics
 from protocols.selective.succession import (
@@ -45,11 +46,12 @@ class Nomination:
 
 @dataclass(frozen=True, slots=True)
 class TakeOver:
-    """Tells a member which rank coordinates in an epoch."""
+    """Tells a member which rank coordinates in an epoch, and how often that one has been started again."""
 
     policy: int
     epoch: int
     coordinator: int
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class Declined:
 
 
 SuccessionMessage: TypeAlias = Nomination | TakeOver | Declined
+BoardMessage: TypeAlias = SuccessionMessage | Request | Welcome | Refusal | Over
 
 _UNKNOWN: Final = "after a rank that is gone"  # of whose epoch only its end is heard
 #: Policies that a rank remembers to have left: those of long ago have no members any more.
@@ -74,28 +77,52 @@ class _Board:
 
     def __init__(self, services: Services) -> None:
         self._policies: dict[int, Callable[[SuccessionMessage, int], None]] = {}
-        self._left: dict[int, None] = {}  # oldest first
+        self._left: dict[int, int] = {}  # oldest first, with the key of requests
+        self._askable: dict[int, tuple[int, Callable[[Request, int], None]]] = {}  # by policy, with the key of requests
+        self._applications: dict[int, Application] = {}  # by the key of requests
         self._loop = services.engine.loop
-        self._channel: Channel[SuccessionMessage] = services.open_channel(
-            SuccessionMessage,
+        self._channel: Channel[BoardMessage] = services.open_channel(
+            BoardMessage,
             tag=tags.CONTROL,
             scope=wire.scope_of((), "coordinators of policies", 0),
             name="succession",
             handler=self._on_message,
         )
 
-    def open(self, policy: int, handler: Callable[[SuccessionMessage, int], None]) -> None:
-        """Call ``handler(message, source)`` for the messages about a policy."""
+    def open(
+        self,
+        policy: int,
+        handler: Callable[[SuccessionMessage, int], None],
+        key: int,
+        on_request: Callable[[Request, int], None],
+    ) -> None:
+        """Call ``handler(message, source)`` for the messages about a policy.
+
+        Args:
+            policy: its number.
+            handler: takes them.
+            key: of requests to be admitted to it.
+            on_request: takes these.
+        """
         self._policies[policy] = handler
+        self._askable[policy] = key, on_request
 
     def close(self, policy: int) -> None:
         """Answer from now on that this rank has left the policy."""
         del self._policies[policy]
-        self._left[policy] = None
+        self._left[policy] = self._askable.pop(policy)[0]
         if len(self._left) > LEFT_COUNT_MAX:
             del self._left[next(iter(self._left))]
 
-    def send(self, message: SuccessionMessage, dest: int) -> None:
+    def apply(self, application: Application) -> None:
+        """Hand the answers to a request of this rank to ``application``."""
+        self._applications[application.request.key] = application
+
+    def end_application(self, application: Application) -> None:
+        """Drop further answers."""
+        self._applications.pop(application.request.key, None)
+
+    def send(self, message: BoardMessage, dest: int) -> None:
         """Send, unless ``dest`` cannot be reached; what is not heard is asked for again."""
         try:
             self._channel.send_nowait(message, dest)
@@ -106,7 +133,24 @@ class _Board:
         """Take a message in the loop's next turn: a pass may run while a policy carries out what it was told."""
         self._loop.call_soon(self._handle, envelope.message, envelope.source)
 
-    def _handle(self, message: SuccessionMessage, source: int) -> None:
+    def _handle(self, message: BoardMessage, source: int) -> None:
+        match message:
+            case Request():
+                self._ask(message, source)
+            case Welcome() | Refusal() | Over():
+                if message.key in self._applications:
+                    self._applications[message.key].on_message(message, source)
+            case _:
+                self._tell(message, source)
+
+    def _ask(self, request: Request, source: int) -> None:
+        handlers = [on_request for key, on_request in self._askable.values() if key == request.key]
+        for on_request in handlers:
+            on_request(request, source)
+        if not handlers and (request.key in self._left.values() or request.key in self._applications):
+            self.send(Over(request.key), source)
+
+    def _tell(self, message: SuccessionMessage, source: int) -> None:
         handler = self._policies.get(message.policy)
         if handler is not None:
             handler(message, source)
@@ -126,7 +170,10 @@ class Leadership:
         stream_safe_points: as for :class:`Coordinator`.
         on_gone: called with the reason, as "is gone", when the coordinator is.
         on_new: called with the epoch and the rank when another one, or this rank, takes over.
+        on_admitted: called with a rank and its incarnation, which was started again and takes part.
         is_reserved: whether this rank is no member, and coordinates only in :meth:`serve_reserved`.
+        epoch: of the coordinator, where this rank waits to be admitted; None where it begins with all others.
+        replaced: members that were lost since they agreed to start, and in whose place there is a new process.
     """
 
     def __init__(
@@ -141,7 +188,10 @@ class Leadership:
         stream_safe_points: int,
         on_gone: Callable[[str], None],
         on_new: Callable[[int, int], None],
+        on_admitted: Callable[[int, int], None] = lambda *_: None,
         is_reserved: bool = False,
+        epoch: int | None = None,
+        replaced: Sequence[int] = (),
     ) -> None:
         self._services = services
         self._members = tuple(members)
@@ -153,6 +203,7 @@ class Leadership:
         self._stream_safe_points = stream_safe_points
         self._on_gone = on_gone
         self._on_new = on_new
+        self._on_admitted = on_admitted
         self._succession = Succession(services.rank, order, coordinator)
         self._has_left = self._is_reserved = is_reserved
         self._is_closed = False
@@ -160,10 +211,17 @@ class Leadership:
         self._watch = Watch()
         self._serving: Coordinator | None = None
         self._served: CoordinatorStatistics | None = None
+        # Of ranks that were started again, and of all others where this rank was: the incarnation that takes part.
+        self._admitted: dict[int, int] = {}
+        self._replaced = tuple(replaced)
+        self._unnoted: list[int] = []  # ranks that are gone, as this object hears in a turn of its own
         self._board = services.shared(_Board)
-        self._board.open(scopes.policy, self._on_message)
+        self._board.open(scopes.policy, self._on_message, key_of(members, scopes.values), self._on_request)
         services.on_gone(self._on_peer)
-        if services.rank == coordinator:
+        services.on_returned(self._on_met)
+        if epoch is not None:
+            self._succession.begin_in(epoch)
+        elif services.rank == coordinator:
             self._serve(epoch=0, members=self._members)
 
     @staticmethod
@@ -173,7 +231,7 @@ class Leadership:
 
     def begin(self) -> None:
         """Take note of the ranks that have gone since the start was agreed on."""
-        for rank in sorted(self._services.gone):
+        for rank in sorted({*self._services.gone, *self._replaced}):
             self._note_peer(rank)
 
     @property
@@ -194,6 +252,35 @@ class Leadership:
         """Note that the coordinator has stopped, as it says."""
         if rank == self._succession.coordinator:
             self._lose("has stopped", rank)
+
+    def note_admitted(self, rank: int, incarnation: int) -> None:
+        """Note that a new process in the place of ``rank``, maybe this one, takes part."""
+        if rank in self._everybody:
+            self._admitted[rank] = incarnation
+            self._look_at(rank)
+
+    def _look_at(self, rank: int) -> None:
+        """Let a rank take part, if the process that is admitted is the one that is there."""
+        services = self._services
+        known = services.incarnation if rank == services.rank else services.restarted.get(rank, 0)
+        if self._admitted.get(rank) == known and rank not in services.gone:
+            self._succession.on_admitted(rank)
+            self._on_admitted(rank, known)
+
+    def note_welcome(self, welcome: Welcome, rank: int) -> None:
+        """Note what ``rank`` says, which coordinates, to this rank, which waits to be admitted."""
+        for member in welcome.members:
+            self.note_admitted(*member)
+        self._carry_out(self._succession.on_claim(welcome.epoch, rank, rank))
+
+    @staticmethod
+    def apply(services: Services, values: Mapping[str, str], ranks: Sequence[int], timeout_s: float) -> Application:
+        """Return an application to the policy on ``ranks`` that agrees in ``values``; it asks when it is awaited."""
+        board = services.shared(_Board)
+        request = Request(key_of(ranks, values), services.incarnation, tuple(ranks), tuple(values.items()))
+        application = Application(services, board.send, request, timeout_s, on_end=board.end_application)
+        board.apply(application)
+        return application
 
     def on_report(self, step: int, interval_s: float) -> bool:
         """Look after the coordinator; called before each report of this rank.
@@ -233,7 +320,7 @@ class Leadership:
         self._has_left = True
         self._succession.leave()
         self._on_gone = lambda _: None  # it was the policy's, which has the model
-        self._on_new = lambda *_: None
+        self._on_new = self._on_admitted = lambda *_: None
         if self._serving is None:
             self._close()
 
@@ -243,13 +330,35 @@ class Leadership:
             self._services.off_gone(self._on_peer)
             self._board.close(self._scopes.policy)
 
+    def _on_request(self, request: Request, source: int) -> None:
+        """Answer a rank that asks to be admitted, where this rank coordinates."""
+        if self._serving is None or request.ranks != self._members or source not in self._everybody:
+            return
+        refusal = difference(request, self._scopes.values)
+        if refusal is not None:
+            self._board.send(refusal, source)
+            return
+        scopes, members = self._scopes, self._serving.members()
+        self._board.send(
+            Welcome(request.key, scopes.policy, scopes.to_members, scopes.to_coordinator, self.epoch, members), source
+        )
+        self._serving.note_newcomer(source, request.incarnation)
+
     # -- news -------------------------------------------------------------------------------------------------------
 
     def _on_peer(self, rank: int) -> None:
+        self._unnoted.append(rank)
         self._services.engine.loop.call_soon(self._note_peer, rank)
+
+    def _on_met(self, rank: int) -> None:
+        """Note that this rank is connected to a new process of ``rank``, or that a new one is connected to it."""
+        if rank in self._admitted:
+            self._services.engine.loop.call_soon(self._look_at, rank)
 
     def _note_peer(self, rank: int) -> None:
         """Note that a rank is lost, or that its main has returned; a coordinator goes on serving after that."""
+        if rank in self._unnoted:
+            self._unnoted.remove(rank)
         if rank not in self._everybody or self._is_closed:
             return
         if rank in self._services.left:
@@ -279,7 +388,9 @@ class Leadership:
                 self._board.send(Declined(self._scopes.policy), source)
             case Nomination(_, epoch):
                 self._carry_out(self._succession.on_nomination(source, epoch))
-            case TakeOver(_, epoch, coordinator) if coordinator in self._everybody:
+            case TakeOver(_, epoch, coordinator, incarnation) if coordinator in self._everybody:
+                if incarnation or self._services.incarnation:
+                    self.note_admitted(coordinator, incarnation)
                 self._carry_out(self._succession.on_claim(epoch, coordinator, source))
 
     def _serves_in(self, epoch: int) -> bool:
@@ -313,17 +424,24 @@ class Leadership:
     def _inform(self, rank: int) -> None:
         """Tell a rank that still addresses this one who coordinates now."""
         if self.coordinator is not None:
-            self._board.send(TakeOver(self._scopes.policy, self.epoch, self.coordinator), rank)
+            self._board.send(self._claim_of(self.coordinator), rank)
+
+    def _claim_of(self, coordinator: int) -> TakeOver:
+        services = self._services
+        is_own = coordinator == services.rank
+        incarnation = services.incarnation if is_own else services.restarted.get(coordinator, 0)
+        return TakeOver(self._scopes.policy, self.epoch, coordinator, incarnation)
 
     def _claim(self, epoch: int) -> None:
         services = self._services
-        members = [rank for rank in self._members if self._succession.is_available(rank)]
+        available = self._succession.is_available
+        members = [rank for rank in self._members if available(rank) and rank not in self._unnoted]
         if self._serving is not None:  # in an epoch that others have left behind
             self._serving.stop(self._inform)
         self._serve(epoch=epoch, members=members)
         for rank in self._everybody:
             if rank != services.rank and rank not in services.gone:
-                self._board.send(TakeOver(self._scopes.policy, epoch, services.rank), rank)
+                self._board.send(self._claim_of(services.rank), rank)
         logger.warning("this rank coordinates now, %s", self._predecessor)
         self._on_new(epoch, services.rank)
 
@@ -336,6 +454,9 @@ class Leadership:
             epoch=epoch,
             stream_safe_points=self._stream_safe_points,
         )
+        if epoch == 0:
+            for rank in self._replaced:
+                self._serving.note_lost(rank)
         if not self._is_reserved:
             self._services.spawn_service(self._run(self._serving), name="coordinator")
 

@@ -99,6 +99,7 @@ TRANSITIONS: Final[Mapping[tuple[State, Event], State]] = {
     (State.READING, Event.AVERAGED): State.COMPLETE,
     (State.READING, Event.FAILED): State.IDLE,
     (State.COMPLETE, Event.APPLIED): State.IDLE,
+    (State.COMPLETE, Event.FAILED): State.IDLE,
     **{(state, Event.ROLE_ENDED): State.IDLE for state in (_GIVING_STATES | _TAKING_STATES) - {State.LASTING}},
     (State.LASTING, Event.ROLE_ENDED): State.LEAVING,
     **{(state, Event.LEAVE): State.LEAVING for state in (State.IDLE, State.CHOSEN, State.COPYING)},
@@ -177,6 +178,7 @@ class RoundMember:
         state: what the member does now.
         round: of the current role, 0 without one.
         last_round: the newest round that this member was named in.
+        admitting: the newest round in which this member gave, or took, all of a rank's state; 0 for none.
         wants_step: whether the next step has something to do; a step that finds it false does nothing.
         declined: roles refused, by reason.
         abandoned: rounds given up as a replacer, by reason.
@@ -188,6 +190,7 @@ class RoundMember:
         "_frozen",
         "_judged_iteration",
         "abandoned",
+        "admitting",
         "declined",
         "last_round",
         "round",
@@ -200,6 +203,7 @@ class RoundMember:
         self.state = State.IDLE
         self.round = 0
         self.last_round = 0
+        self.admitting = 0
         self.wants_step = False
         self.declined: Counter[str] = Counter()
         self.abandoned: Counter[str] = Counter()
@@ -218,10 +222,12 @@ class RoundMember:
         before = (*self._end_giving(), RefuseUpTo(round - 1), *self._end_taking(f"round {round} began"))
         if self.state is State.LEAVING:
             return (*before, self._decline(round, "leaving"))
+        if assign.admits:
+            self.admitting = round
         if assign.role == DONOR:
             self._go(Event.CHOSEN_TO_GIVE, round)
             return before
-        if self._applied_iteration > assign.judged_iteration:
+        if self._applied_iteration > assign.judged_iteration and not assign.admits:
             reason = f"replaced at iteration {self._applied_iteration}, after the one that was judged"
             return (*before, self._decline(round, reason))
         self._go(Event.CHOSEN_TO_TAKE, round)
@@ -248,11 +254,12 @@ class RoundMember:
             return ()
         return (*self._end_giving(), RefuseUpTo(self.last_round), *self._end_taking(f"the coordinator {why}"))
 
-    def joined(self, newest: Report | None) -> Tell:
+    def joined(self, newest: Report | None, incarnation: int = 0) -> Tell:
         """Return what a coordinator that has taken over has to know; ``newest`` is this member's newest report."""
         report = newest or Report(-1, 0.0, 0.0, 0.0)
         facts = self.last_round, self._applied_iteration, self._judged_iteration
-        return Tell(Joined(*facts, report.iteration, report.value, report.step_time_s, report.interval_s))
+        times = report.step_time_s, report.interval_s
+        return Tell(Joined(*facts, report.iteration, report.value, *times, incarnation))
 
     # ---------------------------------------------------------------- what the member does
 
@@ -277,6 +284,13 @@ class RoundMember:
             return (RefuseUpTo(round), self._decline(round, "weights are not finite"))
         self._go(Event.COPIED, round)
         return (Give(round, iteration), Tell(Ready(iteration), round))
+
+    def on_refused(self, round: int, reason: str) -> Instructions:
+        """Give up an average that is whole, since the rest of the donor's state has not come."""
+        if self.state is not State.COMPLETE or self.round != round:
+            return ()
+        self._go(Event.FAILED)
+        return (self._discard(round, reason), Tell(Abandoned(reason), round))
 
     def on_averaged(self, round: int) -> bool:
         """Take the average as whole, and tell whether it is still wanted."""

@@ -65,6 +65,16 @@ class MemberChannels:
         except RankLostError as error:
             logger.debug("no coordinator to answer: %s", error)
 
+    def exclude(self, rank: int) -> None:
+        """Send nothing to the new process of a rank, which was lost since the start was agreed on."""
+        for channel in (self.control, self._reports, self.server.channel):
+            channel.on_restarted(rank)
+
+    def admit(self, rank: int) -> None:
+        """Send to the new process of a rank that was started again: it takes part, as the coordinator says or is it."""
+        for channel in (self.control, self._reports, self.server.channel):
+            channel.admit(rank)
+
     def enter_epoch(self, epoch: int) -> None:
         """Leave what an earlier coordinator has begun behind."""
         self.control.enter_epoch(epoch)

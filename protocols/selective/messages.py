@@ -53,6 +53,9 @@ class Assign:
         judged_iteration: The iteration of the receiver's own report that the decision used, so that a replacer which
             has applied an average since can decline.
         best: The donor whose integer and bool entries are taken if all donors are ready; -1 when there is none.
+        admits: Whether the replacer is a newcomer, which takes the donor's optimizer and policy state too.
+        restarted: Those of the ranks above that have been started again, with their incarnations: the round is theirs,
+            and not that of a later process in the place of one.
     """
 
     role: str
@@ -60,6 +63,8 @@ class Assign:
     replacers: tuple[int, ...]
     judged_iteration: int
     best: int
+    admits: bool = False
+    restarted: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse what no coordinator of ours decides."""
@@ -154,6 +159,7 @@ class Joined:
         applied_iteration: Where it took its last average, -1 for none; its reports up to then are void.
         judged_iteration: That of its newest report which an acting decision used, -1 for none.
         iteration, value, step_time_s, interval_s: Its newest report; the iteration is -1 if there is none.
+        incarnation: How often its process has been started again.
     """
 
     last_round: int
@@ -163,6 +169,7 @@ class Joined:
     value: float
     step_time_s: float
     interval_s: float
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +182,20 @@ def _check_ascending(ranks: tuple[int, ...]) -> None:
         raise ValueError(f"the donors {ranks} are not in ascending order")
 
 
-ControlMessage = Assign | Ready | Decline | Frozen | Applied | Abandoned | End | Leave | Joined | Rejoin | Heard
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """Coordinator to every member: a process of that rank has taken a member's state, and counts from now on."""
+
+    rank: int
+    incarnation: int
+
+
+ControlMessage = (
+    Assign | Ready | Decline | Frozen | Applied | Abandoned | End | Leave | Joined | Rejoin | Heard | Admitted
+)
 
 METRIC_TYPES: Final[tuple[type, ...]] = (Report,)
 CONTROL_TYPES: Final[tuple[type, ...]] = (
     *(Assign, Ready, Decline, Frozen, Applied, Abandoned, End, Leave),
-    *(Joined, Rejoin, Heard),
+    *(Joined, Rejoin, Heard, Admitted),
 )

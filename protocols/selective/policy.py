@@ -24,12 +24,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Literal, Self, assert_never
+from typing import Any, Final, Literal, Self, assert_never
 
 import torch
 from torch import nn
 
 from asyncdist import AsyncdistError, Group, World, current_world, validation
+from asyncdist.messaging import wire
 from asyncdist.tensors.flat_state import FlatBuffers, SnapshotPool
 from protocols.applier import Applier, NewWeights
 from protocols.metrics import Metric, MetricSource
@@ -39,6 +40,7 @@ from protocols.parameter_stream import Offer, safe_point_count
 from protocols.policy import SpawnPolicy
 from protocols.selective.coordinator import PolicyScopes
 from protocols.selective.exchange import Exchange, ExchangeBuffers
+from protocols.selective.joining.state_transfer import StateTransfer, packed, unpacked
 from protocols.selective.leadership import Leadership
 from protocols.selective.member import (
     Apply,
@@ -55,12 +57,16 @@ from protocols.selective.member import (
     Withdraw,
 )
 from protocols.selective.member_channels import MemberChannels
-from protocols.selective.messages import Assign, End, Frozen, Heard, Leave, Rejoin, Report
+from protocols.selective.messages import Admitted, Assign, End, Frozen, Heard, Leave, Rejoin, Report
 from protocols.selective.rules import SelectiveRules
 from protocols.selective.statistics import SelectiveStatistics
 from protocols.step_info import NOTHING, PolicyEvent, SnapshotTaken, StepInfo
 
 logger = logging.getLogger("protocols.selective.policy")
+
+#: A newcomer takes a state of so many bytes, and so many times its model's.
+_STATE_NBYTES_MAX: Final = 64 << 20
+_STATE_MODEL_COUNT_MAX: Final = 16
 
 
 class AsyncSelectiveAveragingPolicy(SpawnPolicy):
@@ -195,6 +201,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._counts: Counter[str] = Counter()
         self._reported_at = 0.0
         self._reported_call = -1
+        self._states: StateTransfer
+        self._is_joining = False
 
     # -- the user's calls, beyond SpawnPolicy's ---------------------------------------------------------------------
 
@@ -248,27 +256,103 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         return super()._choose_leader() if self._coordinator_rank is None else self._coordinator_rank
 
     async def _start(self) -> None:
-        world, services, members = self._world, self._services, self._group.ranks
+        services = self._services
         self._own.begin()
         Leadership.listen(services)
         meeting = self._joint_start.meeting
         scopes = PolicyScopes(meeting.ranks, await self._agree())
+        self._open(scopes, meeting.leader, replaced=self._world.agreements.incarnations.replaced(meeting.key))
+
+    def _open(
+        self, scopes: PolicyScopes, coordinator: int, epoch: int | None = None, replaced: Sequence[int] = ()
+    ) -> None:
+        """Open the channels, and take part.
+
+        Args:
+            scopes: of the policy.
+            coordinator: its rank.
+            epoch: its epoch, where this rank waits to be admitted.
+            replaced: members that were lost since they agreed, and in whose place there is a new process.
+        """
+        world, services, members = self._world, self._services, self._group.ranks
+        self._states = StateTransfer(services, wire.scope_of((), f"states of policy {scopes.policy}", 0))
         self._channels = MemberChannels(services, scopes)
+        if epoch:
+            self._channels.enter_epoch(epoch)
         self._leadership = Leadership(
             services,
             members,
             tuple(dict.fromkeys((*self._successors, *members))) if self._successors else members,
-            meeting.leader,
+            coordinator,
             self._rules,
             scopes,
             stream_safe_points=safe_point_count(self._flat.nbytes),
             on_gone=self._on_coordinator_gone,
             on_new=self._on_new_coordinator,
+            on_admitted=self._admit,
+            epoch=epoch,
+            replaced=replaced,
         )
+        for rank in replaced:
+            self._channels.exclude(rank)
         self._leadership.begin()
         services.leftover_probes.append(self._leftovers)
         self._reported_at, self._reported_call = world.time(), self.iteration - self._skipped_count - 1
         self._listener = services.spawn_service(self._listen(), name="policy member")
+
+    async def _join(self) -> None:
+        """Take all of a member's state, and then part in the policy that runs on the other ranks."""
+        self._own.begin()
+        self._is_joining = True
+        Leadership.listen(self._services)
+        values = self._agreed_values()
+        application = Leadership.apply(self._services, values, self._group.ranks, self._start_timeout_s)
+        is_open = False
+        try:
+            while self._is_joining:
+                await application.until(lambda: not self._is_joining or self._member.state is State.COMPLETE)
+                welcome = application.take_welcome()
+                if welcome is not None:
+                    if not is_open:
+                        self._open(PolicyScopes.of_running(welcome[0], values), welcome[1], welcome[0].epoch)
+                        is_open = True
+                    self._leadership.note_welcome(*welcome)
+                if self._member.state is State.COMPLETE:
+                    await self._take_state()
+        except BaseException as error:
+            self._stage = "closed"
+            if is_open:
+                await self._stop(error)
+            raise
+        finally:
+            application.close()
+        self._services.is_admitted = True
+        self._reported_at, self._reported_call = self._world.time(), self.iteration - self._skipped_count - 1
+
+    async def _take_state(self) -> None:
+        """Take the rest of the state whose weights have come, and put all of it in place."""
+        exchange, number = self._exchange, self._member.round
+        assert exchange is not None, f"round {number} is complete without an exchange"
+        try:
+            state = await self._states.take(
+                exchange.donor,
+                number,
+                nbytes_max=_STATE_NBYTES_MAX + _STATE_MODEL_COUNT_MAX * self._flat.nbytes,
+                deadline=self._world.time() + self._rules.round_timeout_s,
+            )
+            parts = unpacked(state)
+        except (AsyncdistError, TimeoutError) as error:
+            self._carry_out(self._member.on_refused(number, f"the state of a member did not come: {error}"))
+            return
+        if self._exchange is not exchange or exchange.average is None:
+            return  # the round has ended meanwhile
+        self._member.on_step()
+        self.optimizer.load_state_dict(parts["optimizer"])
+        self._flat.load(exchange.average)
+        self._restore(parts["policy"])
+        self._buffers.accumulators.release(exchange.average)
+        self._exchange = None
+        self._carry_out(self._member.on_applied(self.iteration))
 
     async def _stop(self, error: BaseException | None) -> None:
         """Leave the policy. Streams under way are finished first, unless ``error`` makes that pointless."""
@@ -281,6 +365,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
                 await self._services.engine.until(self._is_quiet, "the end of its part in a round", deadline=deadline)
         finally:  # cancelled or not: the others must hear of it
             self._carry_out(self._member.on_left())
+            self._states.withdraw()
             self._channels.close()
             self._leadership.leave()
             if not self._leftovers():  # it would keep model and buffers for the life of the world
@@ -342,6 +427,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         """Copy the weights of this moment. A GPU copies them during the next steps; the engine sees when it is done."""
         began_at, iteration = self._world.time(), self.iteration
         snapshot = self._snapshots.acquire()
+        if round == self._member.admitting:
+            self._give_state(round)
 
         def on_copied(_: object = None) -> None:
             self._on_copied(round, snapshot, iteration, began_at)
@@ -351,6 +438,15 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             on_copied()
         else:
             self._services.engine.watch(copy, f"a snapshot for round {round}", on_copied)
+
+    def _give_state(self, round: int) -> None:
+        """Copy what a newcomer needs besides the weights."""
+        try:
+            state = packed({"optimizer": self.optimizer.state_dict(), "policy": self.state_dict()})
+        except (TypeError, ValueError) as error:
+            logger.warning("a rank that was started again cannot be admitted: the optimizer's state: %s", error)
+        else:
+            self._states.offer(round, state)
 
     def _on_copied(self, round: int, snapshot: FlatBuffers, iteration: int, began_at: float) -> None:
         """Give the snapshot to the round, if that goes on and if all values are finite."""
@@ -391,6 +487,11 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._applier.announce(new, self.iteration)
         return info
 
+    def _admit(self, rank: int, incarnation: int) -> None:
+        """Exchange messages with a process that was started again, and has been admitted, if it still has its place."""
+        if self._services.restarted.get(rank, 0) == incarnation:
+            self._channels.admit(rank)
+
     # -- events, and what they lead to ------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
@@ -401,6 +502,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
                 continue  # its loss was known before its last messages were read
             match envelope.message:
                 case Assign() as assign if assign.is_among(self._group.ranks):
+                    for restarted in assign.restarted:
+                        self._admit(*restarted)
                     self._carry_out(member.on_assign(assign, envelope.round))
                 case Frozen() as frozen if frozen.is_among(self._group.ranks):
                     self._carry_out(member.on_frozen(frozen, envelope.round))
@@ -410,8 +513,13 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
                     self._leadership.note_stopped(envelope.source)
                 case Heard():
                     self._leadership.note_answer(self.iteration - self._skipped_count)
-                case Rejoin():
-                    self._carry_out((member.joined(self._newest_report),))
+                case Rejoin() if not self._is_joining:
+                    self._carry_out((member.joined(self._newest_report, self._world.incarnation),))
+                case Admitted(rank, incarnation):
+                    self._leadership.note_admitted(rank, incarnation)
+                    if (rank, incarnation) == (self._world.rank, self._world.incarnation):
+                        self._is_joining = False
+                        self._services.engine.recheck()
                 case other:
                     logger.debug("the coordinator sent a %s", type(other).__name__)
 
@@ -422,7 +530,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         """End what an earlier coordinator has begun, and take part in what the new one decides."""
         self._carry_out(self._member.on_coordinator_gone("is replaced"))
         self._channels.enter_epoch(epoch)
-        self._carry_out((self._member.joined(self._newest_report),))
+        if not self._is_joining:
+            self._carry_out((self._member.joined(self._newest_report, self._world.incarnation),))
 
     def _carry_out(self, instructions: Instructions) -> None:
         for instruction in instructions:
@@ -436,6 +545,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
                     self._give(round)
                 case Withdraw():
                     offer, self._offer = self._offer, None
+                    self._states.withdraw()
                     if offer is not None:
                         self._channels.server.withdraw(offer)
                 case Ask(round, donors, best):

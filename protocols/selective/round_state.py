@@ -1,11 +1,11 @@
 """Defines what the coordinator keeps about its members and about the round under way."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from protocols.selective.messages import ControlMessage
+from protocols.selective.messages import DONOR, REPLACER, Assign, ControlMessage
 from protocols.selective.rules import Decision
 from protocols.selective.waiting import Pace, believed_s
 
@@ -32,6 +32,8 @@ class Member:
     """Holds what the coordinator knows about one rank.
 
     Attributes:
+        admitted: Whether it counts. A newcomer does not until it has taken a donor's state, but messages go to it.
+        incarnation: How often its process had been started again when it asked to be admitted.
         fresh: Whether it has reported since the last decision.
         heard_at: When its newest report came; None before the first one.
         step_s, interval_s: What that report said of its step time and of the time since the one before.
@@ -39,6 +41,8 @@ class Member:
     """
 
     joined: bool
+    admitted: bool = True
+    incarnation: int = 0
     live: bool = True
     report: ReportRecord | None = None
     fresh: bool = False
@@ -51,6 +55,11 @@ class Member:
     interval_s: float = 0.0
     last_step_s: float = 0.0
     last_interval_s: float = 0.0
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is waited for and judged."""
+        return self.live and self.admitted
 
     def hear(self, step_s: float, interval_s: float, now: float) -> None:
         """Note what a report says of its time."""
@@ -81,6 +90,19 @@ class Round:
     ready: dict[int, int] = field(default_factory=dict)
     released: set[int] = field(default_factory=set)
     frozen: bool = False
+    admits: bool = False
+
+    def openings(self, members: Mapping[int, Member]) -> list[Send]:
+        """Return what tells the ranks that are named their roles."""
+        decision, best = self.decision, self.decision.best
+        restarted = tuple((rank, n) for rank in self.named if (n := members[rank].incarnation))
+        sends = []
+        for rank in self.named:
+            role = DONOR if rank in decision.donors else REPLACER
+            judged_at = self.judged[rank].iteration
+            assign = Assign(role, decision.donors, decision.replacers, judged_at, best, self.admits, restarted)
+            sends.append(Send(rank, self.number, assign))
+        return sends
 
     @property
     def named(self) -> list[int]:

@@ -10,20 +10,18 @@ always has a deadline. Nothing that a peer sends can raise here: what does not f
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from decimal import ROUND_CEILING, Decimal
 from typing import Final
 
 from protocols.ranking import order_worst_first
-from protocols.selective.messages import DONOR, REPLACER, Assign, End, Frozen, Joined, Leave, Rejoin
+from protocols.selective.joining.newcomers import Newcomers
+from protocols.selective.messages import Admitted, End, Frozen, Joined, Leave, Rejoin
 from protocols.selective.round_state import Member, ReportRecord, Round, Send, step_s
 from protocols.selective.rules import Decision, SelectiveRules, decide
-from protocols.selective.statistics import CoordinatorStatistics, LeftOut, Straggler
+from protocols.selective.statistics import HISTORY_LENGTH, CoordinatorStatistics, History, LeftOut, Straggler
 from protocols.selective.waiting import Pace, Patience, cadence_s, is_late
 
-_STORY_LENGTH: Final = 32
-_HISTORY_LENGTH: Final = 64
 #: A larger number of a round is not believed: numbers have 32 bits in a frame's header, and the next ones are larger.
 ROUND_BELIEVED_MAX: Final = 2**31
 _REASON_LIMIT: Final = 32  # reasons come from peers: beyond this many different ones they are counted together
@@ -38,7 +36,13 @@ class RoundCoordinator:
     """
 
     def __init__(
-        self, members: Iterable[int], rules: SelectiveRules, *, stream_safe_points: int = 1, have_joined: bool = True
+        self,
+        members: Iterable[int],
+        rules: SelectiveRules,
+        *,
+        stream_safe_points: int = 1,
+        have_joined: bool = True,
+        incarnations: Mapping[int, int] | None = None,
     ) -> None:
         """Start with all members live and no report.
 
@@ -49,6 +53,7 @@ class RoundCoordinator:
                 inside its owner's calls; in practice chunks per stream over chunks in flight, rounded up.
             have_joined: Whether nothing has happened yet that this coordinator does not know. One that takes over
                 names no member in a round before its `Joined` has come.
+            incarnations: How often the processes of members have been started again; those not listed never.
 
         Raises:
             ValueError: No members, a member twice, or fewer than one safe point.
@@ -61,6 +66,11 @@ class RoundCoordinator:
         self._rules = rules
         self._stream_safe_points = stream_safe_points
         self._members = {rank: Member(joined=have_joined) for rank in ranks}
+        for rank, incarnation in (incarnations or {}).items():
+            if rank in self._members:
+                self._members[rank].incarnation = incarnation
+        self._takes_over = not have_joined
+        self._newcomers = Newcomers(self._members, rules)
         self._last_number = 0
         self._live_count = len(self._members)
         self._fresh_count = 0
@@ -75,10 +85,8 @@ class RoundCoordinator:
         self._decision_count = self._rounds_decided = self._rounds_ended = 0
         self._nonfinite_count = self._overdue_count = 0
         self._abandoned: Counter[str] = Counter()
-        self._ignored: Counter[str] = Counter()
-        self._left_out: deque[LeftOut] = deque(maxlen=_HISTORY_LENGTH)
-        self._stragglers: deque[tuple[Straggler, float]] = deque(maxlen=_HISTORY_LENGTH)
-        self._story: deque[tuple[str, tuple[object, ...]]] = deque(maxlen=_STORY_LENGTH)
+        self._history = History()
+        self._tell, self._ignore = self._history.tell, self._history.ignore
 
     # ---------------------------------------------------------------- what happened
 
@@ -86,8 +94,10 @@ class RoundCoordinator:
         self, rank: int, iteration: int, value: float, step_time_s: float, now: float, *, interval_s: float = 0.0
     ) -> tuple[Send, ...]:
         """Take a member's report; the newest one counts, unless it was measured before its last average."""
+        if rank not in self._members and self._takes_over:  # admitted by an earlier coordinator
+            return (Send(rank, 0, Rejoin()),)
         member = self._live(rank, "Report")
-        if member is None:
+        if member is None or not member.admitted:
             return ()
         if not member.joined:
             self._ignore("Report from a rank that has not joined")
@@ -98,8 +108,8 @@ class RoundCoordinator:
         self._nonfinite_count += not math.isfinite(value)
         if iteration > self._largest_iteration:
             self._largest_iteration = iteration
-        if self._stragglers:
-            self._note_arrival(rank, now)
+        if self._history.stragglers:
+            self._history.note_arrival(rank, now)
         if member.applied_iteration is not None and iteration <= member.applied_iteration:
             self._ignore("Report from before the average was applied")
             return ()
@@ -114,20 +124,42 @@ class RoundCoordinator:
 
     def on_joined(self, rank: int, joined: Joined, now: float) -> tuple[Send, ...]:
         """Take what a coordinator that has taken over has to know of a member, and the newest report of that one."""
+        if rank not in self._members and self._takes_over:
+            self._members[rank] = Member(joined=False)
+            self._count_in()
         member = self._live(rank, "Joined")
-        if member is None:
+        if member is None or not member.admitted:
             return ()
         self._tell("{:.6f} rank {} joins: {}", now, rank, joined)
-        member.joined = True
+        member.joined, member.incarnation = True, joined.incarnation
         self._last_number = max(self._last_number, min(joined.last_round, ROUND_BELIEVED_MAX))
         if joined.applied_iteration >= 0:
             member.applied_iteration = max(joined.applied_iteration, member.applied_iteration or 0)
         if joined.judged_iteration >= 0:
             self._acted_at_iteration = max(joined.judged_iteration, self._acted_at_iteration or 0)
+        # It may have missed that these were admitted.
+        told = tuple(Send(rank, 0, Admitted(*known)) for known in self.members() if known[1])
         if joined.iteration < 0:
-            return ()
+            return told
         facts = joined.iteration, joined.value, joined.step_time_s
-        return self.on_report(rank, *facts, now, interval_s=joined.interval_s)
+        return (*told, *self.on_report(rank, *facts, now, interval_s=joined.interval_s))
+
+    def members(self) -> tuple[tuple[int, int], ...]:
+        """Return the ranks that take part, each with its incarnation."""
+        return tuple((rank, member.incarnation) for rank, member in self._members.items() if member.counts)
+
+    def on_newcomer(self, rank: int, incarnation: int, now: float) -> tuple[Send, ...]:
+        """Take a request to be admitted. It may be repeated, since the answer may be lost."""
+        member = self._members.get(rank)
+        if member is not None and member.live:
+            if not member.admitted:
+                return ()
+            member.incarnation = incarnation  # admitted by an earlier coordinator, whose word has not come
+            return (Send(rank, 0, Admitted(rank, incarnation)),)
+        self._tell("{:.6f} rank {} asks to be admitted", now, rank)
+        self._members[rank] = Member(joined=False, admitted=False, incarnation=incarnation)
+        self._newcomers.add(rank)
+        return self._advance(now)
 
     def on_ready(self, rank: int, round: int, iteration: int, now: float) -> tuple[Send, ...]:
         """Take a donor's word that its snapshot waits; the last one freezes the round."""
@@ -174,6 +206,7 @@ class RoundCoordinator:
         else:
             self._ignore("Applied from a rank that owes none")
             return ()
+        admissions = () if member.admitted else self._admit(rank, member, now)
         self._tell("{:.6f} round {}: replacer {} applied at iteration {}", now, round, rank, iteration)
         member.applied_count += 1
         member.applied_iteration = max(iteration, -1 if member.applied_iteration is None else member.applied_iteration)
@@ -181,7 +214,7 @@ class RoundCoordinator:
             member.report = None
             self._mark(member, fresh=False)
             self._patience.on_void(rank)
-        return self._advance(now)
+        return (*admissions, *self._advance(now))
 
     def on_abandoned(self, rank: int, round: int, reason: str, now: float) -> tuple[Send, ...]:
         """Take a replacer's failure: the round goes on for the others."""
@@ -226,7 +259,7 @@ class RoundCoordinator:
 
     def story(self) -> tuple[str, ...]:
         """Return the latest events, oldest first, for error messages."""
-        return tuple(words.format(*facts) for words, facts in self._story)
+        return self._history.story()
 
     def statistics(self) -> CoordinatorStatistics:
         """Return the counts so far."""
@@ -240,9 +273,9 @@ class RoundCoordinator:
             abandoned=dict(self._abandoned),
             declines={rank: member.decline_count for rank, member in self._members.items()},
             overdue_count=self._overdue_count,
-            left_out=tuple(self._left_out),
-            stragglers=tuple(straggler for straggler, _ in self._stragglers),
-            ignored=dict(self._ignored),
+            left_out=tuple(self._history.left_out),
+            stragglers=tuple(straggler for straggler, _ in self._history.stragglers),
+            ignored=dict(self._history.ignored),
         )
 
     # ---------------------------------------------------------------- transitions
@@ -261,6 +294,9 @@ class RoundCoordinator:
         """Make the next transition, if one is due, and tell whether there was one."""
         state = self._round
         if state is None:
+            if self._newcomers and (admission := self._newcomers.next(self._decision_count, now)) is not None:
+                self._start(sends, *admission, now, admits=True)
+                return True
             if not self._decision_is_due(now, timers):
                 return False
             self._judge(sends, now)
@@ -284,13 +320,13 @@ class RoundCoordinator:
         if not self._live_count or self._fresh_count < self._quorum_count:
             self._patience.on_no_quorum()
         elif self._patience.deadline is None:
-            others = {rank: member.pace(now) for rank, member in self._members.items() if member.live > member.fresh}
+            others = {rank: member.pace(now) for rank, member in self._members.items() if member.counts > member.fresh}
             start = now if self._window_start is None else self._window_start
             self._patience.on_quorum(others, self._cadence_s(), now - start, now)
 
     def _cadence_s(self) -> float:
         """Return the time between reports of the median member."""
-        return cadence_s([member.interval_s for member in self._members.values() if member.live])
+        return cadence_s([member.interval_s for member in self._members.values() if member.counts])
 
     def _count_quorum(self) -> int:
         """Return how many reports meet the quorum, with those who live now."""
@@ -332,7 +368,7 @@ class RoundCoordinator:
             member = self._members[rank]
             if rank in slow or (not member.fresh and is_late(member.pace(now), cadence_s)):
                 offset_s = member.heard_at - start if member.fresh and member.heard_at is not None else None
-                self._stragglers.append((Straggler(self._decision_count, rank, offset_s), start))
+                self._history.stragglers.append((Straggler(self._decision_count, rank, offset_s), start))
 
     def _is_cooling_down(self) -> bool:
         """Tell whether the last acting round is too recent, counted in iterations of the fastest member."""
@@ -340,7 +376,15 @@ class RoundCoordinator:
             return False
         return self._largest_iteration - self._acted_at_iteration < self._rules.cooldown
 
-    def _start(self, sends: list[Send], decision: Decision, judged: dict[int, ReportRecord], now: float) -> None:
+    def _start(
+        self,
+        sends: list[Send],
+        decision: Decision,
+        judged: dict[int, ReportRecord],
+        now: float,
+        *,
+        admits: bool = False,
+    ) -> None:
         """Open the round. Donors get their longest step plus a quarter of the timeout to take their snapshots."""
         assert self._round is None, self._broken("a round starts before the last one ended")
         assert decision.replacers, self._broken(f"{decision} replaces no rank")
@@ -357,12 +401,10 @@ class RoundCoordinator:
             deadline=now + patience_s + self._rules.round_timeout_s / 4,
             waiting_donors=set(decision.donors),
             waiting_replacers=set(decision.replacers),
+            admits=admits,
         )
         self._tell("{:.6f} round {}: {}", now, state.number, decision)
-        for rank in state.named:
-            role = DONOR if rank in decision.donors else REPLACER
-            assign = Assign(role, decision.donors, decision.replacers, judged[rank].iteration, decision.best)
-            sends.append(Send(rank, state.number, assign))
+        sends += state.openings(self._members)
 
     def _freeze(self, sends: list[Send], state: Round, now: float) -> None:
         """Fix the donors. Those not ready are let go; the others' weights stay what their metrics gave them."""
@@ -390,14 +432,16 @@ class RoundCoordinator:
         """Close the round: every named rank that is still live is told, once."""
         for rank in sorted(state.waiting_replacers):
             if state.frozen:  # it may have applied already, with its answer under way
-                self._overdue.setdefault(rank, deque(maxlen=_HISTORY_LENGTH)).append(state.number)
+                self._overdue.setdefault(rank, deque(maxlen=HISTORY_LENGTH)).append(state.number)
                 self._overdue_count += 1
             else:
                 self._abandon(state, rank, reason)
         for rank in state.named:
             self._release(sends, state, rank, reason)
         self._round = None
-        if state.frozen:
+        if state.admits:
+            self._newcomers.on_failed(state.decision.replacers[0], self._decision_count)
+        elif state.frozen:
             self._patience.on_round(state.named, now - state.began_at, now)
         self._rounds_ended += 1
         assert self._rounds_ended == self._rounds_decided, self._broken("rounds overlap")
@@ -415,7 +459,7 @@ class RoundCoordinator:
             return False
         state.waiting_donors.discard(rank)
         state.ready.pop(rank, None)
-        self._left_out.append(LeftOut(state.number, rank, reason))
+        self._history.left_out.append(LeftOut(state.number, rank, reason))
         return True
 
     def _abandon(self, state: Round, rank: int, reason: str) -> None:
@@ -433,7 +477,8 @@ class RoundCoordinator:
         self._mark(member, fresh=False)
         self._patience.on_arrival(rank, now)
         member.live, member.report = False, None
-        self._live_count -= 1
+        self._newcomers.remove(rank)
+        self._live_count -= member.admitted
         self._quorum_count = self._count_quorum()
         self._overdue.pop(rank, None)
         state = self._round
@@ -449,6 +494,20 @@ class RoundCoordinator:
         """Set whether a member has reported since the last decision. The sum is kept: there may be thousands."""
         self._fresh_count += fresh - member.fresh
         member.fresh = fresh
+
+    def _admit(self, rank: int, member: Member, now: float) -> tuple[Send, ...]:
+        """Let a newcomer count, which has a member's state now, and tell all."""
+        self._tell("{:.6f} rank {} is admitted", now, rank)
+        member.admitted = member.joined = True
+        self._newcomers.remove(rank)
+        self._count_in()
+        # Those that have not joined may have left, and hear of it when they join; other newcomers are told.
+        dests = [dest for dest, other in self._members.items() if other.live and (other.joined or not other.admitted)]
+        return tuple(Send(dest, 0, Admitted(rank, member.incarnation)) for dest in dests)
+
+    def _count_in(self) -> None:
+        self._live_count += 1
+        self._quorum_count = self._count_quorum()
 
     def _live_ranks(self) -> list[int]:
         return [rank for rank, member in self._members.items() if member.live]
@@ -469,19 +528,6 @@ class RoundCoordinator:
             self._ignore(f"{kind} of another round")
             return None
         return self._round
-
-    def _note_arrival(self, rank: int, now: float) -> None:
-        """Fill in how late a straggler was, for the decisions that did not wait for it."""
-        for index, (straggler, start) in enumerate(self._stragglers):
-            if straggler.rank == rank and straggler.offset_s is None:
-                self._stragglers[index] = (replace(straggler, offset_s=now - start), start)
-
-    def _ignore(self, what: str) -> None:
-        self._ignored[what] += 1
-
-    def _tell(self, words: str, *facts: object) -> None:
-        """Note what happened. The text is made only when it is asked for, which is rare: making it takes long."""
-        self._story.append((words, facts))
 
     def _broken(self, fact: str) -> str:
         return "\n  ".join((fact, "the story so far:", *self.story()))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,45 @@ class CoordinatorStatistics:
     left_out: tuple[LeftOut, ...]
     stragglers: tuple[Straggler, ...]
     ignored: Mapping[str, int]
+
+
+#: So many of the newest are kept.
+HISTORY_LENGTH: Final = 64
+_STORY_LENGTH: Final = 32
+
+
+class History:
+    """Keeps what has happened at a coordinator lately, for statistics and error messages.
+
+    Attributes:
+        left_out: donors that a round went on without.
+        stragglers: those that decisions did not wait for, each with the time at which the decision's reports began.
+        ignored: how many messages came too late or were not allowed, by kind.
+    """
+
+    def __init__(self) -> None:
+        self.left_out: deque[LeftOut] = deque(maxlen=HISTORY_LENGTH)
+        self.stragglers: deque[tuple[Straggler, float]] = deque(maxlen=HISTORY_LENGTH)
+        self.ignored: Counter[str] = Counter()
+        self._story: deque[tuple[str, tuple[object, ...]]] = deque(maxlen=_STORY_LENGTH)
+
+    def tell(self, words: str, *facts: object) -> None:
+        """Note what happened. The text is made only when it is asked for, which is rare: making it takes long."""
+        self._story.append((words, facts))
+
+    def story(self) -> tuple[str, ...]:
+        """Return the latest events, oldest first."""
+        return tuple(words.format(*facts) for words, facts in self._story)
+
+    def ignore(self, what: str) -> None:
+        """Count a message that changes nothing."""
+        self.ignored[what] += 1
+
+    def note_arrival(self, rank: int, now: float) -> None:
+        """Fill in how late a straggler was, for the decisions that did not wait for it."""
+        for index, (straggler, start) in enumerate(self.stragglers):
+            if straggler.rank == rank and straggler.offset_s is None:
+                self.stragglers[index] = (replace(straggler, offset_s=now - start), start)
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,7 @@ class Succession:
         self._unavailable: set[int] = set()  # lost, left, or out of the policy
         self._passed_over: set[int] = set()  # for now: they do not answer
         self._nomination_count = 0
+        self._lost_claim: tuple[int, int] | None = None  # the last claim of a rank that was lost here: epoch and rank
 
     def on_lost(self, rank: int) -> Steps:
         """Note that a rank was lost, or as the coordinator has stopped."""
@@ -110,6 +111,17 @@ class Succession:
         """Note that a rank cannot take over, since it has left the policy. As the coordinator it goes on."""
         self._unavailable.add(rank)
         return self._seek() if self.coordinator is None else ()
+
+    def on_admitted(self, rank: int) -> None:
+        """Note that a new process in the place of a rank takes part, and may take over."""
+        self._lost.discard(rank)
+        self._unavailable.discard(rank)
+
+    def begin_in(self, epoch: int) -> None:
+        """Begin in an epoch that is under way. Who takes part, and may take over, is told by :meth:`on_admitted`."""
+        self.epoch = epoch
+        self._unavailable.update(self._order)
+        self._unavailable.add(self.rank)
 
     def leave(self) -> None:
         """Claim nothing from now on: this rank leaves the policy. As the coordinator it goes on."""
@@ -149,8 +161,10 @@ class Succession:
         if coordinator in self._lost:  # it has claimed, and died
             self.epoch = max(self.epoch, epoch)
             self.coordinator = None
+            self._lost_claim = epoch, coordinator
             return self._seek()
-        if epoch == self.epoch:  # of a coordinator that is gone here
+        # A coordinator that was gone here is none any more, unless its process was started again, and is met only now.
+        if epoch == self.epoch and (epoch, coordinator) != self._lost_claim:
             return ()
         self.epoch, self.coordinator = epoch, coordinator
         self._passed_over.clear()

@@ -25,7 +25,7 @@ from support.local import NONCE, engines
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel, Envelope
 from asyncdist.messaging.engine import yield_to_loop
-from asyncdist.messaging.services import Services
+from asyncdist.messaging.services import PROTOCOL_CAPACITY, Services
 from fuzzing.channel_sites import ChannelSite, channel_sites
 from fuzzing.mutations import mutate, odd_values
 
@@ -141,7 +141,7 @@ class _Target:
             handler=self._on_message if site.has_handler else None,
             epoch=self.epoch if site.has_epochs else None,
             earlier_handler=self._on_earlier if site.has_earlier_handler else None,
-            **({"capacity": 1} if site.overflow == "stall" else {}),
+            capacity=1 if site.overflow == "stall" else PROTOCOL_CAPACITY,
         )
         return self.channel
 

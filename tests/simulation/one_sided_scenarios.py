@@ -32,6 +32,7 @@ from asyncdist.simulation import (
     LogNormal,
     Network,
     Partition,
+    Restart,
     SimReport,
     SlowLink,
     SlowRank,
@@ -104,7 +105,7 @@ def draw_plan(seed: int) -> Plan:
         chunk_nbytes=rng.choice((64, 128, 4096)),
         network=Network() if calm else network,
         compute=Compute() if calm else Compute(step_s=rng.choice((1e-3, LogNormal(1e-3, 1.0))), factors=factors),
-        faults=() if calm or rng.random() < 0.3 else tuple(_draw_faults(rng, ranks)),
+        faults=() if calm or rng.random() < 0.3 else _with_restarts(seed, _draw_faults(rng, ranks)),
         calm=calm,
     )
 
@@ -150,6 +151,15 @@ def _draw_faults(rng: random.Random, ranks: int) -> Iterator[Fault]:
             yield Corrupt(rank, other, rng.randint(6, 60), rng.randrange(64))
 
 
+def _with_restarts(seed: int, faults: Iterator[Fault]) -> tuple[Fault, ...]:
+    """Start some of the ranks that die again, which the policy takes for gone: of a generator of its own."""
+    rng = random.Random(f"restarts of {seed}")
+    drawn = tuple(faults)
+    kills = [fault for fault in drawn if isinstance(fault, Kill) and rng.random() < 0.7]
+    times = [(fault.at_s or 0.02) + rng.choice((1e-6, 1e-3, 0.01)) for fault in kills]
+    return (*drawn, *(Restart(fault.rank, at_s=at_s) for fault, at_s in zip(kills, times, strict=True)))
+
+
 class Watch(Ledger):
     """A ledger with a tally, and what must hold around each step."""
 
@@ -184,7 +194,9 @@ def fresh() -> Mixed:
 async def _main(world: ad.World, watch: Watch) -> int:
     plan = watch.plan
     rng = random.Random(f"training of rank {world.rank}")
-    if world.rank not in plan.members:
+    if world.incarnation:
+        await _try_to_come_back(world, watch)
+    if world.rank not in plan.members or world.incarnation:
         for _ in range(5):
             await world.safe_point()
         return 0
@@ -224,6 +236,17 @@ async def _main(world: ad.World, watch: Watch) -> int:
     if world.rank in plan.exits:
         sys.exit(0)
     return statistics.num_replacements
+
+
+async def _try_to_come_back(world: ad.World, watch: Watch) -> None:
+    """A policy without a coordinator admits no rank that was started again, and says so."""
+    model = Mixed(0.0)
+    try:
+        async with OneSidedSelectiveAveragingPolicy(model, sgd(model), **watch.plan.options, model_builder=fresh):
+            raise AssertionError(f"rank {world.rank} was admitted")
+    except ad.LocalProtocolError as error:
+        assert "admits no rank" in str(error), error
+        watch.seen["came back"] += 1
 
 
 async def _step(

@@ -19,6 +19,7 @@ from asyncdist.simulation import (
     LogNormal,
     Network,
     Partition,
+    Restart,
     SlowLink,
     SlowRank,
     Stall,
@@ -100,7 +101,34 @@ def draw_plan(seed: int) -> Plan:
     )
     if any(isinstance(fault, Corrupt) for fault in plan.faults):
         plan = replace(plan, streams=None)  # as with a synchronous policy: the frame that never comes is waited for
-    return _calmed(plan) if seed % 20 == 10 else plan
+    return _calmed(plan) if seed % 20 == 10 else _with_restarts(plan)
+
+
+def _with_restarts(plan: Plan) -> Plan:
+    """Let ranks that die be started again, by a generator of its own: what else is drawn does not change with it.
+
+    Such a rank is admitted to a policy of all ranks that has a member as its coordinator.
+    """
+    rng = random.Random(f"restarts of scenario {plan.seed}")
+    kills = [fault for fault in plan.faults if isinstance(fault, Kill)]
+    admitting = [policy for policy in plan.policies if policy.kind == "selective"]
+    is_for_all = len(plan.policies) == len(admitting) == 1 and admitting[0].members == tuple(range(plan.ranks))
+    if not kills or not is_for_all or plan.phases > 1 or plan.streams is not None or rng.random() < 0.2:
+        return plan
+    step_s = plan.compute.step_s if isinstance(plan.compute.step_s, float) else 1e-3
+    restarts: list[Fault] = []
+    for kill in kills:
+        at_s = rng.uniform(0.0, plan.steps * step_s) if kill.at_s is None else kill.at_s
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            at_s += rng.choice((1e-6, 0.1, 1.0, 10.0)) * step_s
+            restarts.append(Restart(kill.rank, at_s=at_s))
+            if rng.random() < 0.5:
+                at_s += rng.choice((0.01, 0.3, 3.0, 10.0)) * step_s
+                restarts.append(Kill(kill.rank, at_s=at_s))
+    network = plan.network
+    if rng.random() < 0.7:  # else few are admitted before the others have ended
+        network = replace(network, loss_detection_s=rng.choice((0.0, Uniform(0.0, step_s))))
+    return replace(plan, faults=(*plan.faults, *restarts), network=network, steps=plan.steps + rng.choice((0, 30)))
 
 
 def _calmed(plan: Plan) -> Plan:

@@ -27,6 +27,7 @@ from typing import Any, Final, TypeAlias
 from unittest import mock
 
 import torch
+from scripts.population import same_bits
 
 import asyncdist as ad
 from asyncdist.simulation import (
@@ -55,6 +56,10 @@ from simulation.population_watch import Member, Replica, Watch, reason_kind
 VIRTUAL_TIME_MAX_S: Final = 1e6
 
 
+#: A rank that is started again after the others have ended waits so long for them.
+_ADMISSION_TIMEOUT_S: Final = 100.0
+
+
 # -- one run ----------------------------------------------------------------------------------------------------------
 
 
@@ -62,7 +67,7 @@ async def _main(world: ad.World, watch: Watch) -> int:
     """What every rank runs; returns the steps that it took."""
     plan = watch.plan
     watch.open(world)
-    rng = random.Random(f"{plan.seed} rank {world.rank}")
+    rng = random.Random(f"{plan.seed} rank {world.rank}{f' again {world.incarnation}' if world.incarnation else ''}")
     if plan.streams is not None and world.rank in plan.streams:
         world.spawn(_stream(watch, world, *plan.streams), name="the user's own streams")
     groups: dict[tuple[int, ...], ad.Group] = {world.group.ranks: world.group}
@@ -94,7 +99,7 @@ async def _live(
                     await stack.enter_async_context(member.policy)
                     watch.members.append(member)
                     mine.append((member, stack))
-        for step in range(exit_at):
+        for step in range(_first_step(watch, mine), exit_at):
             for member, stack in list(mine):
                 if member.plan.leaves.get(world.rank) == step:
                     mine.remove((member, stack))
@@ -113,6 +118,20 @@ async def _live(
     if coordinators:
         await asyncio.wait(coordinators)
     return exit_at
+
+
+def _first_step(watch: Watch, mine: list[_Part]) -> int:
+    """Return where training begins: a rank that was started again goes on where a donor was, with all that it had."""
+    first = 0
+    for member, _ in mine:
+        if member.world.incarnation:
+            watch.seen["admitted"] += 1
+            first = member.policy.iteration
+            now = member.replica.flat()
+            given = [state for (number, _, _), state in watch.snapshots.items() if number == member.number]
+            known = any(all(same_bits(state[name], now[name]) for name in now) for state in given)
+            watch.check(known, f"{member} was admitted with a state that no donor has given")
+    return first
 
 
 async def _stream(watch: Watch, world: ad.World, source: int, dest: int) -> None:
@@ -156,6 +175,8 @@ async def _join(
         groups[plan.members] = await world.new_group(plan.members)
     member = Member(watch, number, plan, world.rank, replica, None, world)  # type: ignore[arg-type]
     options = {**plan.options, "name": plan.name, "group": groups[plan.members], "world": world}
+    if world.incarnation:
+        options["start_timeout_s"] = _ADMISSION_TIMEOUT_S
     options["on_event"] = member.on_event
     if plan.kind == "all":
         member.policy = AverageAllPolicy(replica.model, replica.optimizer, **options)

@@ -1,0 +1,1 @@
+"""Connects ranks that are started again after their death to the others."""

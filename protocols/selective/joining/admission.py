@@ -1,0 +1,179 @@
+"""Finds the policy that runs on the other ranks, and asks to be admitted to it.
+
+A newcomer asks all live ranks, again and again until it is admitted, since the rank that coordinates may change, or not
+have heard of it yet. The one that coordinates the policy compares class, name, model and options, and answers with what
+the newcomer needs to talk to the members. A rank that has left the policy says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from asyncdist import AsyncdistError, ClosedError, DisagreementError, RankLostError, StartTimeoutError
+from asyncdist.messaging import wire
+from asyncdist.messaging.services import Services
+
+#: How long a newcomer waits for an answer before it asks again.
+_ASK_AGAIN_S: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Newcomer to all: it asks to be admitted to the policy on these ranks that agrees with these values."""
+
+    key: int
+    incarnation: int
+    ranks: tuple[int, ...]
+    values: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Coordinator to newcomer: it will be admitted between two rounds, and these are the scopes of the policy.
+
+    ``members`` are those that take part now, each with its incarnation: they may take over, and others may not.
+    """
+
+    key: int
+    policy: int
+    to_members: int
+    to_coordinator: int
+    epoch: int
+    members: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Coordinator to newcomer: a value differs, which is named."""
+
+    key: int
+    name: str
+    here: str
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """Answers a request: this rank has left that policy, or waits to be admitted itself."""
+
+    key: int
+
+
+AdmissionMessage: TypeAlias = Request | Welcome | Refusal | Over
+
+
+def key_of(ranks: Sequence[int], values: Mapping[str, str]) -> int:
+    """Return a number for the policies of one class and name on these ranks, in a request and its answers."""
+    return wire.scope_of(ranks, f"{values.get('class')} {values.get('name')}", 0)
+
+
+def difference(request: Request, values: Mapping[str, str]) -> Refusal | None:
+    """Return the first value of a running policy from which a request differs."""
+    asked = dict(request.values)
+    for name, here in values.items():
+        if asked.get(name) != here:
+            return Refusal(request.key, name, here)
+    return None
+
+
+class Application:
+    """Asks for one newcomer, until it is admitted.
+
+    Args:
+        services: of this rank.
+        send: sends a message to a rank that may be unreachable.
+        request: what is asked for.
+        timeout_s: how long all of it may take.
+        on_end: called with this when it is closed.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        send: Callable[[AdmissionMessage, int], None],
+        request: Request,
+        timeout_s: float,
+        *,
+        on_end: Callable[[Application], None],
+    ) -> None:
+        self.request = request
+        self._on_end = on_end
+        self._services = services
+        self._send = send
+        self._timeout_s = timeout_s
+        self._deadline = services.time() + timeout_s
+        self._over: set[int] = set()
+        self._asked: set[int] = set()
+        self._met: set[int] = set()
+        self._everybody = frozenset(request.ranks) - {services.rank}
+        self._ask_again_at = services.time()
+        self._welcome: tuple[Welcome, int] | None = None
+        self._error: AsyncdistError | None = None
+
+    def _others(self) -> list[int]:
+        services = self._services
+        return [rank for rank in self.request.ranks if rank != services.rank and rank not in services.gone]
+
+    def on_message(self, message: AdmissionMessage, source: int) -> None:
+        """Take an answer."""
+        match message:
+            case Welcome():
+                self._welcome = message, source
+            case Over():
+                self._over.add(source)
+            case Refusal(_, name, here):
+                mine = dict(self.request.values).get(name)
+                text = f"this rank's {name} is {mine}, that of the running policy is {here} (rank {source} says so)"
+                self._error = DisagreementError(text, difference=name)
+        self._services.engine.recheck()
+
+    def close(self) -> None:
+        """Take no answers any more."""
+        self._on_end(self)
+
+    def take_welcome(self) -> tuple[Welcome, int] | None:
+        """Return the newest answer that was not taken yet, and who coordinates."""
+        welcome, self._welcome = self._welcome, None
+        return welcome
+
+    async def until(self, is_over: Callable[[], bool]) -> None:
+        """Ask until ``is_over``, or until an answer has come.
+
+        Raises:
+            DisagreementError: class, name, model or an option differs.
+            ClosedError: all others have left the policy.
+            StartTimeoutError: the time is up.
+            RankLostError: no other rank is there any more.
+        """
+        services = self._services
+        while not is_over() and self._welcome is None:
+            others = self._others()
+            if services.time() >= self._ask_again_at or not self._asked.issuperset(others):
+                self._ask_again_at = services.time() + _ASK_AGAIN_S
+                self._asked = set(others)
+                self._over.clear()
+                for rank in others:
+                    self._send(self.request, rank)
+
+            def has_news() -> bool:
+                is_answered = self._welcome is not None or self._error is not None
+                return is_answered or is_over() or not self._asked.issuperset(self._others())
+
+            until = min(self._ask_again_at, self._deadline)
+            await services.engine.until(has_news, "to be admitted to a policy", deadline=until)
+            if self._error is not None:
+                raise self._error
+            if is_over() or self._welcome is not None:
+                return
+            self._met |= services.left.union(others)
+            is_time_up = services.time() >= self._deadline
+            # A rank that was not met yet may have the policy: a slow one is met late.
+            if self._over.issuperset(others) and (self._met >= self._everybody or (is_time_up and others)):
+                raise ClosedError(
+                    "no other rank has this policy any more: they have ended it, or were started again, too"
+                )
+            if is_time_up:
+                if not others:
+                    raise RankLostError("no other rank of this policy is there: it has ended, or is lost")
+                raise StartTimeoutError(f"this rank was not admitted to its policy within {self._timeout_s:g} s")

@@ -1,0 +1,234 @@
+"""Carries the optimizer's state, and the policy's, from a donor to a newcomer: what goes with the weights of a round.
+
+The donor copies its optimizer's state in the step in which it takes its snapshot, as bytes: a description without code,
+and the tensors behind it. The newcomer asks for the size, allocates, and takes it as one stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import torch
+
+from asyncdist import BusyError, Envelope, RankLostError, RemoteProtocolError, tags
+from asyncdist.messaging.channels import Channel
+from asyncdist.messaging.outbound_streams import OutboundStream
+from asyncdist.messaging.services import Services
+from asyncdist.messaging.streams import CHUNK_NBYTES
+from asyncdist.tensors import serialization
+from asyncdist.tensors.byte_views import byte_view, split
+
+logger = logging.getLogger("protocols.selective.joining.state_transfer")
+
+_ALIGNMENT_NBYTES: Final = 16
+#: Stands for a tensor in the description: dtype, shape, and where its bytes begin.
+_TENSOR: Final = "asyncdist tensor"
+_LENGTH_NBYTES: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StateAsked:
+    """Newcomer to donor: how large is the state of that round?"""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateSize:
+    """Donor to newcomer: so many bytes; -1 where there is none for that round."""
+
+    round: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateGrant:
+    """Newcomer to donor: the receives for the state are posted on a slot."""
+
+    round: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateCancel:
+    """Newcomer to donor: stop the stream on that slot."""
+
+    slot: int
+
+
+StateMessage: TypeAlias = StateAsked | StateSize | StateGrant | StateCancel
+
+
+def packed(value: Any) -> torch.Tensor:
+    """Return a copy of a tree of dicts, lists, tuples, numbers, texts and tensors, as bytes."""
+    tensors: list[tuple[int, torch.Tensor]] = []
+    end = 0
+
+    def place(node: Any) -> Any:
+        nonlocal end
+        if isinstance(node, torch.Tensor):
+            tensor, begin = node.detach(), end
+            tensors.append((begin, tensor))
+            nbytes = tensor.numel() * tensor.element_size()
+            end += -(-nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
+            return (_TENSOR, str(tensor.dtype), tuple(tensor.shape), begin)
+        return _mapped(place, node)
+
+    description = serialization.encode(place(value))
+    head = -(-(_LENGTH_NBYTES + len(description)) // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
+    data = torch.zeros(head + end, dtype=torch.uint8, device="cpu")
+    bytes_of = byte_view(data)
+    bytes_of[:_LENGTH_NBYTES] = len(description).to_bytes(_LENGTH_NBYTES, "little")
+    bytes_of[_LENGTH_NBYTES : _LENGTH_NBYTES + len(description)] = description
+    for begin, tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes:
+            into = data[head + begin : head + begin + nbytes].view(tensor.dtype)
+            into.view(tensor.shape).copy_(tensor)
+    return data
+
+
+def unpacked(data: torch.Tensor) -> Any:
+    """Return what :func:`packed` was given; its tensors are views of ``data``.
+
+    Raises:
+        RemoteProtocolError: the bytes are something else.
+    """
+    try:
+        return _unpacked(data)
+    except Exception as error:  # torch raises errors of many kinds for what it does not understand
+        raise RemoteProtocolError(f"{data.numel()} bytes that are no state: {error}") from error
+
+
+def _unpacked(data: torch.Tensor) -> Any:
+    length = int.from_bytes(bytes(byte_view(data[:_LENGTH_NBYTES])), "little")
+    if not 0 <= length <= data.numel() - _LENGTH_NBYTES:
+        raise ValueError(f"a description of {length} bytes in a state of {data.numel()}")
+    head = -(-(_LENGTH_NBYTES + length) // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
+
+    def restore(node: Any) -> Any:
+        if isinstance(node, tuple) and len(node) == 4 and node[0] == _TENSOR:
+            _, name, shape, begin = node
+            dtype = getattr(torch, str(name).removeprefix("torch."), None)
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"a tensor of dtype {name!r}")
+            count = 1
+            for extent in shape:
+                count *= extent
+            nbytes = count * dtype.itemsize
+            if min((begin, *shape)) < 0 or head + begin + nbytes > data.numel():
+                raise ValueError(f"a tensor of {nbytes} bytes at {begin} in a state of {data.numel()}")
+            if not nbytes:
+                return torch.empty(shape, dtype=dtype, device="cpu")
+            return data[head + begin : head + begin + nbytes].view(dtype).view(shape)
+        return _mapped(restore, node)
+
+    return restore(serialization.decode(byte_view(data[_LENGTH_NBYTES : _LENGTH_NBYTES + length])))
+
+
+def _mapped(change: Any, node: Any) -> Any:
+    if isinstance(node, Mapping):
+        return {key: change(value) for key, value in node.items()}
+    if isinstance(node, tuple):
+        return tuple(change(value) for value in node)
+    return [change(value) for value in node] if isinstance(node, list) else node
+
+
+class StateTransfer:
+    """Gives this rank's state to newcomers, or takes another's.
+
+    Args:
+        services: of this rank.
+        scope: one that only the policy's members use.
+    """
+
+    def __init__(self, services: Services, scope: int) -> None:
+        self._services = services
+        self._offered: tuple[int, torch.Tensor] | None = None
+        self._sizes: dict[tuple[int, int], int] = {}  # by donor and round
+        self._under_way: dict[tuple[int, int], OutboundStream] = {}
+        self._channel: Channel[StateMessage] = services.open_channel(
+            StateMessage, tag=tags.PARAM, scope=scope, name="states for newcomers", handler=self._on_message
+        )
+
+    def offer(self, round: int, state: torch.Tensor) -> None:
+        """Give ``state`` in that round, until :meth:`withdraw`."""
+        self._offered = round, state
+
+    def withdraw(self) -> None:
+        """Give nothing any more; a stream under way is stopped."""
+        self._offered = None
+        for stream in self._under_way.values():
+            stream.stop()
+
+    async def take(self, donor: int, round: int, *, nbytes_max: int, deadline: float) -> torch.Tensor:
+        """Return the state that ``donor`` gives in that round.
+
+        Raises:
+            RankLostError: the donor is gone.
+            TimeoutError: the deadline passed.
+            RemoteProtocolError: the donor gives none, or gave up, or its state is larger than ``nbytes_max``.
+        """
+        services, key = self._services, (donor, round)
+        self._channel.send_nowait(StateAsked(round), donor)
+        is_told = await services.engine.until(
+            lambda: key in self._sizes or donor in services.gone, f"the state of rank {donor}", deadline=deadline
+        )
+        if key not in self._sizes:
+            if is_told:
+                raise RankLostError(f"rank {donor} is gone", rank=donor)
+            raise TimeoutError(f"rank {donor} has not answered")
+        nbytes = self._sizes.pop(key)
+        if not _LENGTH_NBYTES <= nbytes <= nbytes_max:
+            raise RemoteProtocolError(f"rank {donor} gives a state of {nbytes} bytes", rank=donor)
+        state = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+        def cancel(slot: int) -> None:
+            if donor not in services.gone:
+                self._send(StateCancel(slot), donor)
+
+        with services.slots.inbound(donor, split(byte_view(state), CHUNK_NBYTES), cancel) as stream:
+            self._channel.send_nowait(StateGrant(round, stream.slot), donor)
+            async for _ in stream.chunks(deadline=deadline):
+                pass
+        return state
+
+    def _send(self, message: StateMessage, dest: int) -> None:
+        with contextlib.suppress(RankLostError, BusyError):
+            self._channel.send_nowait(message, dest)
+
+    def _on_message(self, envelope: Envelope[StateMessage]) -> None:
+        source = envelope.source
+        match envelope.message:
+            case StateAsked(round):
+                state = self._state_of(round)
+                self._send(StateSize(round, -1 if state is None else state.numel()), source)
+            case StateSize(round, nbytes):
+                self._sizes = {(source, round): nbytes}
+                self._services.engine.recheck()
+            case StateGrant(round, slot):
+                state = self._state_of(round)
+                chunks = [] if state is None else split(byte_view(state), CHUNK_NBYTES)
+                stream = OutboundStream(self._services.slots, chunks, source, slot)
+                work = stream.abort() if state is None else self._stream(stream)
+                self._services.spawn_service(work, name=f"state to rank {source}")
+            case StateCancel(slot) if (source, slot) in self._under_way:
+                self._under_way[source, slot].stop()
+
+    def _state_of(self, round: int) -> torch.Tensor | None:
+        return self._offered[1] if self._offered is not None and self._offered[0] == round else None
+
+    async def _stream(self, stream: OutboundStream) -> None:
+        key = stream.dest, stream.slot
+        self._under_way[key] = stream
+        try:
+            await stream.run()
+        except RankLostError as error:
+            logger.info("a newcomer is lost: %s", error)
+        finally:
+            if self._under_way.get(key) is stream:
+                del self._under_way[key]

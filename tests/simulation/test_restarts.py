@@ -1,0 +1,246 @@
+"""Ranks that are killed and started again: admitted between two rounds, with all of a member's state."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import asyncdist as ad
+from asyncdist.simulation import Fault, Kill, Network, Restart, SimReport, Stall, simulate
+from protocols import AsyncSelectiveAveragingPolicy, PolicyEvent, ReplayBuffer, SnapshotTaken, serve_replay_buffer
+
+_LATE = "late"
+
+
+class Tiny(nn.Module):
+    """A parameter, and a buffer that counts."""
+
+    count: torch.Tensor
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((40,), value))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+
+@dataclass
+class Shared:
+    """What all ranks of a population note. ``given``: by rank and round, the bytes of all that a donor has."""
+
+    given: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+    admitted: list[tuple[int, int, int]] = field(default_factory=list)  # rank, incarnation, iteration
+    rounds: dict[int, list[int]] = field(default_factory=dict)  # that changed weights, by rank
+    errors: list[Exception] = field(default_factory=list)
+
+
+def all_of(tiny: Tiny, optimizer: torch.optim.Optimizer, policy: AsyncSelectiveAveragingPolicy) -> list[Any]:
+    momentum = optimizer.state.get(tiny.weight, {}).get("momentum_buffer")
+    return [
+        policy.iteration,
+        *(tensor.tolist() for tensor in tiny.state_dict().values()),
+        None if momentum is None else momentum.tolist(),
+    ]
+
+
+async def train(world: ad.World, shared: Shared, steps: int, options: dict[str, Any]) -> Any:
+    """Train; a rank that was started again begins with what it is given."""
+    rng = random.Random(f"{world.rank} {world.incarnation}")
+    tiny = Tiny(float(100 * world.incarnation + world.rank))
+    optimizer = torch.optim.SGD([tiny.weight], lr=0.5, momentum=0.5)
+
+    def note(event: PolicyEvent) -> None:
+        if isinstance(event, SnapshotTaken):
+            shared.given[world.rank, event.round] = all_of(tiny, optimizer, policy)
+
+    known = {"grace_s": 0.001, "round_timeout_s": 0.5, "start_timeout_s": 5.0, **options}
+    if world.incarnation:
+        known |= known.pop("newcomer", {})
+    known.pop("newcomer", None)
+    policy = AsyncSelectiveAveragingPolicy(tiny, optimizer, average_every=3, on_event=note, **known)
+    try:
+        async with policy:
+            if world.incarnation:
+                assert all_of(tiny, optimizer, policy) in shared.given.values(), "the state of no donor"
+                shared.admitted.append((world.rank, world.incarnation, policy.iteration))
+            while policy.iteration < steps:
+                tiny.weight.grad = torch.full_like(tiny.weight, float(rng.randint(-3, 3)))
+                optimizer.step()
+                tiny.count += 1
+                info = await policy.step(rng.random())
+                if info:
+                    shared.rounds.setdefault(world.rank, []).append(info.round)
+    except (ad.ClosedError, ad.StartTimeoutError, ad.RankLostError, ad.DisagreementError) as error:
+        if not world.incarnation:
+            raise
+        shared.errors.append(error)
+        return _LATE
+    return policy.statistics().epoch
+
+
+def check(report: SimReport) -> None:
+    for result in report.results:
+        if isinstance(result, BaseException):
+            raise result
+
+
+def population(
+    shared: Shared, faults: Sequence[Fault], *, ranks: int = 4, seed: int = 0, steps: int = 150, **options: Any
+) -> SimReport:
+    network = Network(loss_detection_s=1e-4)
+    report = simulate(
+        train, shared, steps, options, ranks=ranks, seed=seed, faults=faults, network=network, until_s=1e4, strict=True
+    )
+    check(report)
+    return report
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_rank_that_is_started_again_gets_all_of_a_members_state_and_takes_part(rank: int) -> None:
+    shared = Shared()
+    population(shared, [Kill(rank, at_s=0.02), Restart(rank, at_s=0.021)], seed=rank)
+    ((again, incarnation, iteration),) = shared.admitted
+    assert (again, incarnation) == (rank, 1)
+    assert iteration > 0
+    newest = max(number for _, number in shared.given)
+    of_newcomer = [number for donor, number in shared.given if donor == rank] + shared.rounds[rank]
+    assert newest - max(of_newcomer) < 5, "it gives or takes in later rounds, as the others do"
+
+
+def test_a_newcomer_with_other_options_is_refused_and_the_others_go_on() -> None:
+    shared = Shared()
+    faults = [Kill(2, at_s=0.02), Restart(2, at_s=0.021)]
+    report = population(shared, faults, newcomer={"grace_s": 0.002})
+    assert report.results[2] == _LATE
+    (error,) = shared.errors
+    assert isinstance(error, ad.DisagreementError)
+    assert "option grace_s is 0.002, that of the running policy is 0.001" in str(error)
+    assert max(number for _, number in shared.given) > 20
+
+
+def test_a_newcomer_that_comes_after_the_others_have_left_hears_so() -> None:
+    shared = Shared()
+    report = population(shared, [Kill(2, at_s=0.02), Restart(2, at_s=0.0201)], steps=20)
+    if report.results[2] == _LATE:
+        assert isinstance(shared.errors[0], ad.ClosedError)
+
+
+def test_a_group_of_all_ranks_ends_with_a_member_and_a_new_one_has_the_new_process() -> None:
+    async def main(world: ad.World) -> str:
+        await world.sleep(0.1)
+        try:
+            await ad.barrier()
+        except ad.RankLostError as error:
+            ended = str(error)
+        async with await world.new_group([0, 1, 2]) as group:
+            await ad.barrier(group=group)
+        return ended
+
+    report = simulate(main, ranks=3, faults=[Kill(2, at_s=0.02), Restart(2, at_s=0.03)], network=Network())
+    check(report)
+    assert all("is gone, and with it the group [0, 1, 2]" in text for text in report.results)
+
+
+def test_a_newcomer_that_fails_before_it_is_admitted_is_lost_once_more_and_the_others_go_on() -> None:
+    async def main(world: ad.World, shared: Shared) -> Any:
+        if world.incarnation:
+            await world.sleep(0.001)
+            raise RuntimeError("bad start")
+        return await train(world, shared, 100, {})
+
+    faults = [Kill(2, at_s=0.01), Restart(2, at_s=0.011)]
+    report = simulate(main, Shared(), ranks=4, faults=faults, network=Network(loss_detection_s=1e-4), strict=True)
+    failed = report.results[2]
+    assert isinstance(failed, RuntimeError)
+    assert [result for result in report.results if result is not failed] == [0, 0, 0]
+
+
+def test_a_policy_of_an_earlier_group_names_the_member_that_was_started_again() -> None:
+    async def main(world: ad.World) -> str:
+        await world.sleep(0.1)
+        if world.incarnation:
+            return ""
+        tiny = Tiny(0.0)
+        try:
+            async with AsyncSelectiveAveragingPolicy(tiny, torch.optim.SGD([tiny.weight]), average_every=1):
+                return "started"
+        except ad.RankLostError as error:
+            return str(error)
+
+    report = simulate(main, ranks=3, faults=[Kill(2, at_s=0.02), Restart(2, at_s=0.03)], network=Network())
+    check(report)
+    assert all("rank 2 was started again, and is no member of the earlier group" in r for r in report.results[:2])
+
+
+@dataclass(frozen=True)
+class Word:
+    number: int
+
+
+def test_a_users_channel_and_stream_go_on_with_the_new_process() -> None:
+    async def main(world: ad.World) -> Any:
+        channel = world.channel(Word, tag=40)
+        tensor = torch.empty(5000)
+        if world.rank == 1:
+            if not world.incarnation:
+                await world.sleep(1.0)
+            envelope = await channel.receive()
+            await world.receive_stream(tensor, 0)
+            return envelope.message.number, float(tensor.sum())
+        for number in range(5):
+            channel.send_nowait(Word(number), 1)
+        try:
+            await world.send_stream(torch.ones(5000), 1)
+        except ad.RankLostError:
+            lost = True
+        while 1 in world.services.lost_ranks():
+            await world.sleep(0.001)
+        channel.send_nowait(Word(7), 1)
+        await world.send_stream(torch.ones(5000), 1)
+        return lost
+
+    faults = [Kill(1, at_s=0.02), Restart(1, at_s=0.03)]
+    report = simulate(main, ranks=2, faults=faults, network=Network(loss_detection_s=1e-4))
+    check(report)
+    assert report.results == (True, (7, 5000.0)), "what was sent to the process before is lost with it"
+
+
+def test_a_replay_buffer_serves_a_client_that_was_started_again() -> None:
+    async def main(world: ad.World) -> Any:
+        if world.rank == 0:
+            statistics = await serve_replay_buffer([1, 2], capacity=100)
+            return dict(statistics.added)
+        async with ReplayBuffer(0) as buffer:
+            if world.rank == 2 and not world.incarnation:
+                await world.sleep(1.0)
+            await buffer.add(torch.full((2, 3), float(world.rank)))
+            if world.rank == 1:
+                await world.sleep(0.1)
+        return world.incarnation
+
+    faults = [Kill(2, at_s=0.02), Restart(2, at_s=0.03)]
+    report = simulate(main, ranks=3, faults=faults, network=Network(loss_detection_s=1e-4))
+    check(report)
+    assert report.results == ({1: 2, 2: 2}, 0, 1)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_ranks_killed_and_started_again_at_any_time(seed: int) -> None:
+    rng = random.Random(f"restarts {seed}")
+    ranks = rng.randint(2, 6)
+    faults: list[Fault] = []
+    for rank in rng.sample(range(ranks), rng.randint(1, max(1, ranks // 2))):
+        at_s = rng.uniform(5e-4, 0.02)
+        for _ in range(rng.randint(1, 3)):
+            faults.append(Kill(rank, at_s=at_s))
+            at_s += rng.choice((1e-5, 1e-3, 5e-3))
+            faults.append(Restart(rank, at_s=at_s))
+            at_s += rng.choice((1e-5, 2e-4, 3e-3, 1e-2))
+    if rng.random() < 0.3:
+        faults.append(Stall(rng.randrange(ranks), rng.uniform(0, 0.02), rng.uniform(0, 0.02)))
+    population(Shared(), faults, ranks=ranks, seed=seed, steps=100)

@@ -1,0 +1,150 @@
+"""Ranks that were started again: who they are, how they are admitted, and how all of a state becomes bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from asyncdist import RemoteProtocolError
+from asyncdist.collectives.incarnations import Incarnations
+from protocols.selective.joining.state_transfer import packed, unpacked
+from protocols.selective.messages import Admitted, Assign, Joined
+from protocols.selective.round_state import Send
+from protocols.selective.rounds import RoundCoordinator
+from protocols.selective.rules import SelectiveRules
+
+
+def rules(**options: Any) -> SelectiveRules:
+    return SelectiveRules(**{"grace_s": 1.0, "round_timeout_s": 10.0, **options})
+
+
+def running(values: list[float]) -> RoundCoordinator:
+    """Return a coordinator whose members have all reported, and whose first round is over."""
+    coordinator = RoundCoordinator(range(len(values)), rules(replacement_ratio=0.0))
+    for rank, value in enumerate(values):
+        coordinator.on_report(rank, 9, value, 1.0, 0.0)
+    return coordinator
+
+
+def admission(coordinator: RoundCoordinator, rank: int, *, donor: int, now: float) -> int:
+    """Carry out the round that admits a rank; return its number."""
+    sends = coordinator.on_newcomer(rank, 1, now)
+    assigned = [send for send in sends if isinstance(send.message, Assign)]
+    assert {send.dest for send in assigned} == {rank, donor}
+    assert all(send.message.admits and send.message.restarted == ((rank, 1),) for send in assigned)  # type: ignore[union-attr]
+    number = assigned[0].round
+    coordinator.on_ready(donor, number, 9, now)
+    return number
+
+
+def test_a_newcomer_gets_the_best_members_state_and_counts_from_then_on() -> None:
+    coordinator = running([1.0, 5.0, 3.0])
+    coordinator.on_lost(2, 1.0)
+    number = admission(coordinator, 2, donor=1, now=2.0)
+    assert coordinator.members() == ((0, 0), (1, 0)), "it does not count before it has the state"
+    sends = coordinator.on_applied(2, number, 9, 3.0)
+    assert [send for send in sends if isinstance(send.message, Admitted)] == [
+        Send(rank, 0, Admitted(2, 1)) for rank in range(3)
+    ]
+    assert coordinator.members() == ((0, 0), (1, 0), (2, 1))
+    assert coordinator.on_newcomer(2, 1, 4.0) == (Send(2, 0, Admitted(2, 1)),), "it has not heard yet"
+
+
+def test_a_newcomer_is_neither_waited_for_nor_judged() -> None:
+    coordinator = running([1.0, 5.0, 3.0])
+    coordinator.on_lost(2, 1.0)
+    admission(coordinator, 2, donor=1, now=2.0)
+    coordinator.on_lost(2, 3.0)
+    for rank in range(2):
+        coordinator.on_report(rank, 19, 1.0, 1.0, 4.0)
+    assert coordinator.statistics().decision_count == 2, "the two that count have reported"
+    assert not coordinator.on_report(2, 19, 9.0, 1.0, 4.0)
+
+
+def test_another_donor_gives_after_a_failure_and_after_the_others_next_decision() -> None:
+    coordinator = running([1.0, 5.0, 3.0])
+    coordinator.on_lost(0, 1.0)
+    number = admission(coordinator, 0, donor=1, now=2.0)
+    assert not any(isinstance(s.message, Assign) for s in coordinator.on_abandoned(0, number, "no", 3.0))
+    coordinator.on_report(1, 19, 5.0, 1.0, 4.0)
+    sends = coordinator.on_report(2, 19, 3.0, 1.0, 4.0)
+    assert {s.dest for s in sends if isinstance(s.message, Assign)} == {0, 2}
+
+
+def test_a_coordinator_that_takes_over_counts_a_rank_that_an_earlier_one_has_admitted() -> None:
+    coordinator = RoundCoordinator([0, 1], rules(), have_joined=False)
+    coordinator.on_joined(2, Joined(7, -1, -1, 9, 1.0, 1.0, 1.0, incarnation=3), 0.0)
+    assert coordinator.members() == ((0, 0), (1, 0), (2, 3))
+
+
+def test_what_is_agreed_on_after_a_restart_is_another_subject() -> None:
+    known = Incarnations(0, 0)
+    before = known.key_of("a policy's start", [0, 1, 2])
+    assert not known.replaced(before)
+    known.note(2, 1)
+    assert known.replaced(before) == (2,)
+    assert known.key_of("a policy's start", [0, 1]) == Incarnations(0, 0).key_of("a policy's start", [0, 1])
+    after = known.key_of("a policy's start", [0, 1, 2])
+    assert after != before
+    assert not known.replaced(after)
+    assert known.replaced(type(after).parse(f"{after}, time 2")) == ()
+    known.note(2, 2)
+    assert known.replaced(after) == (2,)
+    assert known.losses([2, 1]) == ((1, 0), (2, 2))
+
+
+# -- the state's bytes ------------------------------------------------------------------------------------------------
+
+
+def same(one: Any, two: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == two.dtype and one.shape == two.shape and torch.equal(one, two)
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(same(one[key], two[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(two) and len(one) == len(two) and all(map(same, one, two))
+    return type(one) is type(two) and (one == two or (one != one and two != two))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_an_optimizers_state_survives_the_way_bit_by_bit(kind: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {"amsgrad": True}
+    optimizer = kind(model.parameters(), lr=0.1, **options)
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    state = {"optimizer": optimizer.state_dict(), "policy": {"metric": None, "scale": math.pi}}
+    assert same(unpacked(packed(state)), state)
+
+
+def test_odd_tensors_survive_too() -> None:
+    state = [
+        torch.empty(0, 3),
+        torch.tensor(2.0, dtype=torch.bfloat16),
+        torch.arange(6).reshape(2, 3).T,
+        torch.tensor([True]),
+        (),
+    ]
+    assert same(unpacked(packed(state)), state)
+
+
+@given(st.binary(max_size=200))
+@settings(deadline=None, derandomize=True, max_examples=300)
+def test_any_bytes_are_a_state_or_refused(data: bytes) -> None:
+    with contextlib.suppress(RemoteProtocolError):
+        unpacked(torch.frombuffer(bytearray(data.ljust(8, b"\0")), dtype=torch.uint8))
+
+
+@given(st.data())
+@settings(deadline=None, derandomize=True, max_examples=300)
+def test_a_state_with_changed_bytes_is_a_state_or_refused(data: st.DataObject) -> None:
+    state = packed({"a": torch.arange(5.0), "b": [1, torch.zeros(2, 2, dtype=torch.int64)]})
+    for _ in range(data.draw(st.integers(1, 4))):
+        state[data.draw(st.integers(0, state.numel() - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(RemoteProtocolError):
+        unpacked(state)
