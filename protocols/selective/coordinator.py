@@ -76,7 +76,8 @@ class Coordinator:
 
     Args:
         services: of the coordinator's rank.
-        members: ranks of the policy's group.
+        members: those of the policy's ranks that take part, as far as is known.
+        ranks: all of the policy's group.
         rules: its options.
         scopes: of the policy.
         epoch: 0 for the coordinator that the members have agreed on, more for one that takes over.
@@ -87,6 +88,7 @@ class Coordinator:
         self,
         services: Services,
         members: Sequence[int],
+        ranks: Sequence[int],
         rules: SelectiveRules,
         scopes: PolicyScopes,
         *,
@@ -98,7 +100,7 @@ class Coordinator:
             members,
             rules,
             stream_safe_points=stream_safe_points,
-            have_joined=epoch == 0,
+            may_join=ranks if epoch else None,
             incarnations={**services.restarted, services.rank: services.incarnation},
         )
         self._is_stopped = False

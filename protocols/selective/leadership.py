@@ -332,7 +332,7 @@ class Leadership:
 
     def _on_request(self, request: Request, source: int) -> None:
         """Answer a rank that asks to be admitted, where this rank coordinates."""
-        if self._serving is None or request.ranks != self._members or source not in self._everybody:
+        if self._serving is None or request.ranks != self._members or source not in self._members:
             return
         refusal = difference(request, self._scopes.values)
         if refusal is not None:
@@ -449,6 +449,7 @@ class Leadership:
         self._serving = Coordinator(
             self._services,
             members,
+            self._members,
             self._rules,
             self._scopes,
             epoch=epoch,

@@ -10,7 +10,7 @@ always has a deadline. Nothing that a peer sends can raise here: what does not f
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from decimal import ROUND_CEILING, Decimal
 from typing import Final
 
@@ -41,18 +41,18 @@ class RoundCoordinator:
         rules: SelectiveRules,
         *,
         stream_safe_points: int = 1,
-        have_joined: bool = True,
+        may_join: Collection[int] | None = None,
         incarnations: Mapping[int, int] | None = None,
     ) -> None:
         """Start with all members live and no report.
 
         Args:
-            members: The ranks of the policy's group.
+            members: Those of the policy's ranks that take part, as far as is known.
             rules: The options.
             stream_safe_points: Safe points that each end of one donor's stream needs when a message progresses only
                 inside its owner's calls; in practice chunks per stream over chunks in flight, rounded up.
-            have_joined: Whether nothing has happened yet that this coordinator does not know. One that takes over
-                names no member in a round before its `Joined` has come.
+            may_join: For one that takes over, all ranks of the policy: those that an earlier coordinator has admitted
+                may come beside the members, and no member is named in a round before its `Joined` has come.
             incarnations: How often the processes of members have been started again; those not listed never.
 
         Raises:
@@ -65,11 +65,11 @@ class RoundCoordinator:
             raise ValueError(f"stream_safe_points is {stream_safe_points}; allowed: 1 or more")
         self._rules = rules
         self._stream_safe_points = stream_safe_points
-        self._members = {rank: Member(joined=have_joined) for rank in ranks}
+        self._members = {rank: Member(joined=may_join is None) for rank in ranks}
         for rank, incarnation in (incarnations or {}).items():
             if rank in self._members:
                 self._members[rank].incarnation = incarnation
-        self._takes_over = not have_joined
+        self._may_join = () if may_join is None else may_join
         self._newcomers = Newcomers(self._members, rules)
         self._last_number = 0
         self._live_count = len(self._members)
@@ -94,7 +94,7 @@ class RoundCoordinator:
         self, rank: int, iteration: int, value: float, step_time_s: float, now: float, *, interval_s: float = 0.0
     ) -> tuple[Send, ...]:
         """Take a member's report; the newest one counts, unless it was measured before its last average."""
-        if rank not in self._members and self._takes_over:  # admitted by an earlier coordinator
+        if rank not in self._members and rank in self._may_join:  # admitted by an earlier coordinator
             return (Send(rank, 0, Rejoin()),)
         member = self._live(rank, "Report")
         if member is None or not member.admitted:
@@ -124,7 +124,7 @@ class RoundCoordinator:
 
     def on_joined(self, rank: int, joined: Joined, now: float) -> tuple[Send, ...]:
         """Take what a coordinator that has taken over has to know of a member, and the newest report of that one."""
-        if rank not in self._members and self._takes_over:
+        if rank not in self._members and rank in self._may_join:
             self._members[rank] = Member(joined=False)
             self._count_in()
         member = self._live(rank, "Joined")

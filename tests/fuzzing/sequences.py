@@ -104,7 +104,7 @@ def coordinator(rng: random.Random) -> None:
         max_report_age_s=rng.choice((5.0, 600.0)),
         round_timeout_s=rng.choice((1.0, 20.0)),
     )
-    referee = Referee(size, options, have_joined=rng.random() < 0.8)
+    referee = Referee(size, options, takes_over=rng.random() >= 0.8)
     for _ in range(rng.randrange(2 * EVENT_COUNT)):
         kind = rng.choice(_EVENTS)
         rank = rng.randrange(size) if rng.random() < 0.95 else rng.choice((size, -1, 2**31))

@@ -15,8 +15,8 @@ from protocols.selective.rules import SelectiveRules
 class Referee:
     """Feeds a coordinator and checks every promise after every call."""
 
-    def __init__(self, size: int, options: SelectiveRules, *, have_joined: bool = True) -> None:
-        self.coordinator = RoundCoordinator(range(size), options, have_joined=have_joined)
+    def __init__(self, size: int, options: SelectiveRules, *, takes_over: bool = False) -> None:
+        self.coordinator = RoundCoordinator(range(size), options, may_join=range(size) if takes_over else None)
         self.live = set(range(size))
         self.now = 0.0
         self.number = 0

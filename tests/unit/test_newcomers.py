@@ -77,9 +77,20 @@ def test_another_donor_gives_after_a_failure_and_after_the_others_next_decision(
 
 
 def test_a_coordinator_that_takes_over_counts_a_rank_that_an_earlier_one_has_admitted() -> None:
-    coordinator = RoundCoordinator([0, 1], rules(), have_joined=False)
+    coordinator = RoundCoordinator([0, 1], rules(), may_join=[0, 1, 2])
     coordinator.on_joined(2, Joined(7, -1, -1, 9, 1.0, 1.0, 1.0, incarnation=3), 0.0)
     assert coordinator.members() == ((0, 0), (1, 0), (2, 3))
+
+
+def test_a_coordinator_that_takes_over_believes_no_rank_that_has_no_part_in_the_policy() -> None:
+    coordinator = RoundCoordinator([0, 1], rules(), may_join=[0, 1, 2])
+    assert coordinator.on_joined(3, Joined(7, -1, -1, 9, 1.0, 1.0, 1.0), 0.0) == ()
+    assert coordinator.on_report(3, 9, 1.0, 1.0, 0.0) == ()
+    assert coordinator.members() == ((0, 0), (1, 0))
+    assert coordinator.statistics().ignored == {
+        "Joined from a rank that is no member": 1,
+        "Report from a rank that is no member": 1,
+    }
 
 
 def test_what_is_agreed_on_after_a_restart_is_another_subject() -> None:

@@ -275,7 +275,7 @@ def test_reasons_from_peers_do_not_grow_without_bound() -> None:
 
 
 def test_a_round_number_that_no_frame_can_carry_is_not_believed() -> None:
-    coordinator = RoundCoordinator(range(2), rules(), have_joined=False)
+    coordinator = RoundCoordinator(range(2), rules(), may_join=range(2))
     for rank in range(2):
         sends = coordinator.on_joined(rank, Joined(2**63 - 1, -1, -1, 9, float(rank), 0.5, 0.0), 0.0)
     assert [send.round for send in sends] == [ROUND_BELIEVED_MAX + 1] * 2
