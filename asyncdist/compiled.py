@@ -32,6 +32,7 @@ MODULES: Final = (
     "simulation.turns",
     "simulation.trace",
     "simulation.distributions",
+    "simulation.arrivals",
     "simulation.fabric",
     "simulation.message_faults",
     "simulation.transport",

@@ -24,10 +24,8 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 from weakref import WeakKeyDictionary
-
-import torch
 
 from asyncdist import Envelope, RankLostError, tags
 from asyncdist.messaging.channels import Channel
@@ -37,18 +35,13 @@ from asyncdist.messaging.streams import CHUNK_NBYTES, WINDOW_COUNT, Cancel, Gran
 from asyncdist.tensors.byte_views import byte_view, split
 from asyncdist.tensors.flat_state import FlatBuffers
 from asyncdist.tensors.means import WeightedMean
+from protocols.landing import ASKED_COUNT_MAX, ChunkRing, Landing, parts_of
 
 logger = logging.getLogger("protocols.parameter_stream")
 
 StreamMessage = Grant | Cancel
 
-#: Donors that a replacer has asked and not yet taken: each posted receive is tested in every pass.
-ASKED_COUNT_MAX: Final = 16
 EARLY_COUNT_MAX: Final = 4096  #: Grants that wait at a donor for its snapshot; further ones get the abort.
-#: Shares of donors that a layout keeps: of as many as a replacer asks at once, with the exact tensors and without.
-SHARE_COUNT_MAX: Final = 2 * ASKED_COUNT_MAX
-#: Places in a page begin at multiples of the widest element.
-_ALIGNMENT_NBYTES: Final = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -222,14 +215,14 @@ class SnapshotServer:
 
 def stream_nbytes(buffers: FlatBuffers, *, exact: bool) -> int:
     """Return the bytes of a stream of that state, with the exact (integer and bool) tensors or without."""
-    return sum(tensor.numel() * dtype.itemsize for dtype, tensor in _parts(buffers, exact))
+    return sum(tensor.numel() * dtype.itemsize for dtype, tensor in parts_of(buffers, exact))
 
 
 def snapshot_chunks(snapshot: FlatBuffers, grant: Grant) -> list[memoryview] | None:
     """Return what a donor sends for ``grant``; None when the grant fits no stream of this state."""
     for exact in (False, True):
         if grant.nbytes == stream_nbytes(snapshot, exact=exact) and grant.chunk_nbytes == CHUNK_NBYTES:
-            parts = _parts(snapshot, exact)
+            parts = parts_of(snapshot, exact)
             return [chunk for _, tensor in parts for chunk in split(byte_view(tensor), grant.chunk_nbytes)]
     return None
 
@@ -239,121 +232,9 @@ def safe_point_count(nbytes: int) -> int:
     return max(1, -(-nbytes // (CHUNK_NBYTES * WINDOW_COUNT)))
 
 
-class ChunkRing:
-    """Keeps ``WINDOW_COUNT`` buffers of one chunk each, allocated when first needed.
-
-    The ring remembers the layouts of the accumulators that were used with it.
-
-    Args:
-        chunk_nbytes: of each; those of a parameter stream by default.
-    """
-
-    def __init__(self, chunk_nbytes: int | None = None) -> None:
-        self._chunk_nbytes = chunk_nbytes
-        self._buffers: dict[int, torch.Tensor] = {}
-        self._layouts: WeakKeyDictionary[FlatBuffers, _Layout] = WeakKeyDictionary()
-        self._next = 0
-
-    def layout_of(self, accumulator: FlatBuffers) -> _Layout:
-        """Return where streams into ``accumulator`` are received."""
-        found = self._layouts.get(accumulator)
-        if found is None:
-            found = self._layouts[accumulator] = _Layout(accumulator)
-        return found
-
-    def take(self, dtype: torch.dtype, count: int) -> torch.Tensor:
-        """Return the next buffer, as ``count`` elements of ``dtype``."""
-        self._next += 1
-        return self.page(self._next)[: count * dtype.itemsize].view(dtype)
-
-    def page(self, number: int) -> torch.Tensor:
-        """Return the bytes of a buffer; pages that are ``WINDOW_COUNT`` apart are the same one."""
-        place = number % WINDOW_COUNT
-        found = self._buffers.get(place)
-        if found is None:
-            found = torch.empty(self._chunk_nbytes or CHUNK_NBYTES, dtype=torch.uint8, device="cpu")
-            self._buffers[place] = found
-        return found
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that are allocated."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
-
-
-class _Piece(NamedTuple):
-    """A chunk of the state, as it is cut for every donor. ``view`` is where it is received if it can land in place."""
-
-    into: torch.Tensor
-    dtype: torch.dtype
-    nbytes: int
-    averaged: bool
-    view: memoryview | None
-
-
-class _Landing(NamedTuple):
-    """A chunk of one donor, and the page that it counts to. ``chunk`` is where it lies there, unless it is in place."""
-
-    piece: _Piece
-    page: int
-    chunk: torch.Tensor | None
-
-
-class _Share(NamedTuple):
-    """Says what comes from one donor, its size, and the place of the next donor's first chunk."""
-
-    landings: list[_Landing]
-    targets: list[memoryview]
-    nbytes: int
-    page: int
-    offset: int
-
-
-class _Layout:
-    """Says where streams into one accumulator are received: in its tensors, or in pages of the ring that made this.
-
-    The first shares that fit into the ring are kept: small states lie in the same places in each round.
-    """
-
-    def __init__(self, accumulator: FlatBuffers) -> None:
-        self._pieces = _pieces(accumulator)
-        self._shares: dict[tuple[int, int, bool, bool], _Share] = {}
-
-    def share(self, ring: ChunkRing, page: int, offset: int, *, first: bool, exact: bool) -> _Share:
-        """Return the share of the donor whose first chunk is received there.
-
-        Args:
-            ring: the one that made this.
-            page, offset: behind the donor before; the page bounds what is under way, and chunks in place have one too.
-            first: whether it is the first donor: its chunks land in place where the accumulator has their dtype, as do
-                all that are not summed.
-            exact: whether it gives what is not averaged, too.
-        """
-        key = page, offset, first, exact
-        found = self._shares.get(key)
-        if found is None:
-            found = self._new_share(ring, *key)
-            if found.page < WINDOW_COUNT and len(self._shares) < SHARE_COUNT_MAX:
-                self._shares[key] = found
-        return found
-
-    def _new_share(self, ring: ChunkRing, page: int, offset: int, first: bool, exact: bool) -> _Share:
-        landings, targets, share_nbytes = [], [], 0
-        for piece in self._pieces:
-            if not (piece.averaged or exact):
-                continue
-            nbytes = piece.nbytes
-            if offset + nbytes > CHUNK_NBYTES:
-                page, offset = page + 1, 0
-            chunk, target = None, piece.view
-            if target is None or (piece.averaged and not first):
-                place = ring.page(page)[offset : offset + nbytes]
-                chunk, target = place.view(piece.dtype), byte_view(place)
-            landings.append(_Landing(piece, page, chunk))
-            targets.append(target)
-            share_nbytes += nbytes
-            offset += -(-nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
-        return _Share(landings, targets, share_nbytes, page, offset)
+def new_ring() -> ChunkRing:
+    """Return a ring for the chunks of parameter streams."""
+    return ChunkRing(CHUNK_NBYTES)
 
 
 class SnapshotReceiver:
@@ -396,13 +277,13 @@ class SnapshotReceiver:
         self._ring = ring
         self._layout = ring.layout_of(accumulator)
         self._page = self._offset = 0
-        self._asked: deque[tuple[InboundStream, Sequence[_Landing]]] = deque()
+        self._asked: deque[tuple[InboundStream, Sequence[Landing]]] = deque()
         self._asked_count = 0
         self._is_asking = True  # until all that all donors will send has its receives posted
         self._posting: InboundStream | None = None  # of the donor that was asked last
-        self._unposted: deque[_Landing] = deque()  # its chunks
+        self._unposted: deque[Landing] = deque()  # its chunks
         self._posted_count = 0
-        self._under_way: deque[_Landing] = deque()  # posted, and not taken
+        self._under_way: deque[Landing] = deque()  # posted, and not taken
         self.donor = donors[0]
         self.received_nbytes = 0
         self.mean = WeightedMean()
@@ -477,7 +358,7 @@ class SnapshotReceiver:
             self._posted_count += 1
             self._posting.post_up_to(self._posted_count)
 
-    def _take(self, landing: _Landing) -> None:
+    def _take(self, landing: Landing) -> None:
         """Add the chunk that has landed, and free its place."""
         if landing.piece.averaged:
             self.mean.add(landing.piece.into, landing.chunk)
@@ -486,21 +367,3 @@ class SnapshotReceiver:
     def _cancel(self, stream: InboundStream) -> None:
         if stream.source not in self._services.gone:
             self._channel.send_nowait(Cancel(stream.slot), stream.source, round=self._round)
-
-
-def _pieces(accumulator: FlatBuffers) -> list[_Piece]:
-    """Return the chunks of a stream, averaged ones first."""
-    pieces = []
-    averaged = accumulator.averaged().keys()
-    for dtype, tensor in _parts(accumulator, exact=True):
-        count = CHUNK_NBYTES // dtype.itemsize
-        for into in torch.split(tensor, count) if tensor.numel() else ():
-            view = byte_view(into) if into.dtype == dtype else None
-            pieces.append(_Piece(into, dtype, into.numel() * dtype.itemsize, dtype in averaged, view))
-    return pieces
-
-
-def _parts(buffers: FlatBuffers, exact: bool) -> list[tuple[torch.dtype, torch.Tensor]]:
-    """Return the tensors of a stream in their order, each with the dtype that it has on the wire."""
-    parts = list(buffers.averaged().items())
-    return parts + list(buffers.exact().items()) if exact else parts

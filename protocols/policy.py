@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import contextlib
 import json
 import sys
 import warnings
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from types import TracebackType
 from typing import Any, ClassVar, Final, Literal, Self, TypeAlias
 
@@ -30,13 +29,13 @@ from asyncdist import (
     validation,
 )
 from asyncdist.collectives.agreed_start import Start, start_together
-from asyncdist.collectives.agreement import Agreements
-from asyncdist.collectives.agreement_messages import Agreed, Meeting
+from asyncdist.collectives.agreement_messages import Agreed
 from asyncdist.collectives.groups import check_open
 from asyncdist.messaging.services import Services
-from asyncdist.tensors.flat_state import Fingerprint, FlatState, first_difference
+from asyncdist.tensors.flat_state import FlatState
 from protocols.metrics import Metric, MetricSource, metric_as_number
 from protocols.options import check_callable
+from protocols.start_differences import model_difference, told_of_rivals
 from protocols.step_info import StepInfo
 from protocols.wrappers import check_not_inside, check_not_wrapped
 
@@ -441,39 +440,11 @@ class SpawnPolicy(abc.ABC):
                 return await start.agree(self._agreed_values(), timeout_s=self._start_timeout_s)
         except DisagreementError as error:
             if error.facts.get("difference") == "model":
-                raise await self._explain_models(error) from None
+                found = await model_difference(
+                    self._world, self._group.ranks, self._flat.fingerprint, start, start.left_s(self._start_timeout_s)
+                )
+                raise (found or error) from None
             raise
-
-    async def _explain_models(self, error: DisagreementError) -> DisagreementError:
-        """Find out where the models differ, together with all members, which know that they do.
-
-        In a group of its own: the caller of a start that was given up may be calling something else in the policy's.
-        """
-        start = self._joint_start
-        left_s = start.left_s(self._start_timeout_s)
-        async with await self._world.peers.groups.new_group(self._group.ranks, left_s, part_of=start) as group:
-            return await self._explain_in(group, error)
-
-    async def _explain_in(self, group: Group, error: DisagreementError) -> DisagreementError:
-        mine = self._flat.fingerprint
-        first = group.ranks[0]
-        text = mine.to_text().encode()
-        length = await self._world.collectives.broadcast(torch.tensor(len(text), device="cpu"), group, first)
-        if self._world.rank == first:
-            theirs = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        else:
-            theirs = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-        await self._world.collectives.broadcast(theirs, group, first)
-        difference = first_difference(mine, Fingerprint.from_text(bytes(theirs.numpy()).decode()))
-        note = f"{difference} (here: rank {self._world.rank}, there: rank {first})" if difference else ""
-        found = torch.zeros(512, dtype=torch.uint8, device="cpu")
-        encoded = note.encode()[: found.numel()]
-        found.numpy()[: len(encoded)] = list(encoded)
-        for other in await self._world.collectives.all_gather(found, group):
-            said = bytes(other.numpy()).rstrip(b"\0").decode(errors="ignore")
-            if said:
-                return DisagreementError(f"the models differ: {said}", difference="model")
-        return error
 
     def _refuse(self) -> None:
         """Say why there can be no step now, on every rank in the same words: a mistake of all is told once."""
@@ -484,26 +455,6 @@ class SpawnPolicy(abc.ABC):
         if self._stepping:
             raise BusyError("another task of this rank is inside step(); one task trains a model")
         raise BusyError("step() while world.compute(...) runs: it may be changing weights")
-
-
-@contextlib.contextmanager
-def told_of_rivals(agreements: Agreements, meeting: Meeting) -> Iterator[None]:
-    """Agree on the start of a policy in the body. Where ranks wait for each other in different ones, it is told why.
-
-    Raises:
-        DisagreementError: of the body; it names both lists of ranks then, and the argument that decides them.
-    """
-    try:
-        with agreements.rivals.starting(meeting):
-            yield
-    except DisagreementError as error:
-        if error.facts.get("difference") != "ranks":
-            raise
-        hint = (
-            "a policy's ranks are those of its group=, by default all, and a reserved coordinator that is no member; "
-            "coordinator= is equal on all"
-        )
-        raise DisagreementError(f"{error.message}; {hint}", **error.facts) from None
 
 
 def _line_of_caller() -> tuple[str, int]:

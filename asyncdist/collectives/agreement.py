@@ -41,6 +41,7 @@ from asyncdist.collectives.agreement_verdicts import (
     Caller,
     LateVerdicts,
     Postponed,
+    check_room,
     is_go,
     judge,
     raise_refusal,
@@ -48,15 +49,13 @@ from asyncdist.collectives.agreement_verdicts import (
 )
 from asyncdist.collectives.incarnations import Incarnations
 from asyncdist.collectives.rivals import Rivals
-from asyncdist.errors import AsyncdistError, BusyError, RankLostError, RemoteProtocolError
+from asyncdist.errors import AsyncdistError, BusyError, RankLostError
 from asyncdist.tensors.serialization import words_of
 
 if TYPE_CHECKING:
     from asyncdist.messaging.channels import Channel
     from asyncdist.messaging.engine import Engine
 
-#: Agreements of which a rank keeps something that it has been told and not come to. More are no mistake of timing.
-_KEPT_COUNT_MAX: Final = 4096
 #: How much longer a member waits for the leader's verdict, so that the leader is the one that names the missing ranks.
 MEMBER_PATIENCE_S: Final = 5.0
 #: The reason that the other members are told when this rank was cancelled.
@@ -374,7 +373,7 @@ class Agreements:
             return  # lost since it sent this
         over = self._over.hear(join.key, source)
         if over is None:
-            _check_room(self._joins, join.key)
+            check_room(self._joins, join.key)
             self._joins.setdefault(join.key, {})[source] = join
             self._refuse_if_one_is_gone(join.key)
         else:
@@ -450,13 +449,13 @@ class Agreements:
         if verdict.key in self._forsaken:
             self._forsaken.discard(verdict.key)
         else:
-            _check_room(self._verdicts, verdict.key)
+            check_room(self._verdicts, verdict.key)
             self._verdicts[verdict.key] = verdict
 
     def on_withdraw(self, message: Withdraw, source: int) -> None:
         """Note that a member will not start this again."""
         key = message.key
-        _check_room(self._withdrawn, key)
+        check_room(self._withdrawn, key)
         self._withdrawn.setdefault(key, set()).add(source)
         self._over.on_withdrawn(source, key)
 
@@ -497,9 +496,3 @@ class Agreements:
             verdict = Verdict(key.text, missing=missing, gone=gone, lost=lost)
             self._keep_for(missing, verdict)
             self._tell(joins, verdict)
-
-
-def _check_room(kept: Mapping[AgreementKey, object], key: AgreementKey) -> None:
-    """Refuse to keep something about one more agreement, where that is no mistake of timing any more."""
-    if len(kept) >= _KEPT_COUNT_MAX and key not in kept:
-        raise RemoteProtocolError(f"{str(key)!r:.200}: {_KEPT_COUNT_MAX} other agreements are still to come")

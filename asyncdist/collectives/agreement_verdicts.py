@@ -7,8 +7,16 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from asyncdist.collectives.agreement_messages import AgreementKey, Join, Verdict, first_free
-from asyncdist.errors import ClosedError, DisagreementError, RankLostError, StartTimeoutError, remote_error
+from asyncdist.errors import (
+    ClosedError,
+    DisagreementError,
+    RankLostError,
+    RemoteProtocolError,
+    StartTimeoutError,
+    remote_error,
+)
 
+#: Agreements of which a rank keeps something that it has been told and not come to. More are no mistake of timing.
 _KEPT_COUNT_MAX: Final = 4096
 
 
@@ -64,6 +72,12 @@ class LateVerdicts:
             late.absent.discard(rank)
             if not late.absent:
                 del self._kept[key]
+
+
+def check_room(kept: Mapping[AgreementKey, object], key: AgreementKey) -> None:
+    """Refuse to keep something about one more agreement, where that is no mistake of timing any more."""
+    if len(kept) >= _KEPT_COUNT_MAX and key not in kept:
+        raise RemoteProtocolError(f"{str(key)!r:.200}: {_KEPT_COUNT_MAX} other agreements are still to come")
 
 
 class Postponed(Exception):

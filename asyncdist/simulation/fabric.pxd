@@ -1,25 +1,10 @@
 cimport cython
 
+from asyncdist.simulation.arrivals cimport ArrivalQueue, Message
 from asyncdist.simulation.message_faults cimport MessageFaults
 from asyncdist.simulation.trace cimport Trace
 from asyncdist.simulation.scheduler cimport Scheduler
 from asyncdist.simulation.turns cimport Turns
-
-
-cdef class Message:
-    cdef public object data
-    cdef readonly Py_ssize_t nbytes
-    cdef readonly Py_ssize_t source
-    cdef readonly Py_ssize_t dest
-    cdef readonly object tag
-    cdef readonly bint eager
-    cdef readonly bint done
-    cdef readonly double left_at
-    cdef readonly object source_incarnation
-    cdef readonly object dest_incarnation
-    cdef public object error
-
-    cpdef bint test(self) except -1
 
 
 cdef class Receive:
@@ -38,16 +23,6 @@ cdef class Receive:
     cpdef bint test(self) except -1
     cpdef object take(self)
     cpdef object start(self)
-
-
-cdef class _ArrivalQueue:
-    cdef dict _by_source
-    cdef list _sources
-
-    cdef bint is_empty(self) except -1
-    cdef object add(self, Message message)
-    @cython.locals(sources=list, position=Py_ssize_t, message=Message)
-    cdef Message take(self, Py_ssize_t wanted, object rng)
 
 
 cdef class _Path:
@@ -96,11 +71,11 @@ cdef class Fabric:
         now=double, path=_Path, latency=double, transfer=double, factor=double, sent_at=double, arrival=double, last=double
     )
     cdef double _arrival(self, Message message, double delay) except -1
-    @cython.locals(unexpected=dict, inbox=_ArrivalQueue)
+    @cython.locals(unexpected=dict, inbox=ArrivalQueue)
     cdef object _keep(self, Message message)
     @cython.locals(receive=Receive)
     cpdef object _arrive(self, Message message)
-    @cython.locals(message=Message, waiting=_ArrivalQueue)
+    @cython.locals(message=Message, waiting=ArrivalQueue)
     cpdef object post(self, Receive receive)
     cpdef object _rendezvous(self, Receive receive, Message message)
     @cython.locals(

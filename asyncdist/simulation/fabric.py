@@ -14,15 +14,16 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from asyncdist.collectives.call_checker import CollectiveChecker
 from asyncdist.errors import AsyncdistError, RankLostError, TruncationError
+from asyncdist.simulation.arrivals import ArrivalQueue, Message
 from asyncdist.simulation.faults import Fault, Restart
 from asyncdist.simulation.links import Link, Network
 from asyncdist.simulation.message_faults import MessageFaults
-from asyncdist.simulation.restarts.liveness import Liveness
+from asyncdist.simulation.processes.liveness import Liveness
 from asyncdist.simulation.scheduler import Scheduler
 from asyncdist.simulation.trace import Trace
 from asyncdist.simulation.turns import Turns
@@ -30,46 +31,6 @@ from asyncdist.transports.base import ANY_SOURCE, Buffer, as_bytes
 
 #: Every known transport takes small messages before their receive is posted, and programs count on it.
 _EAGER_CHOICES: Final = (256, 4096, 65536)
-
-
-class Message:
-    """A send request, and the message that travels."""
-
-    __slots__ = (
-        "data",
-        "dest",
-        "dest_incarnation",
-        "done",
-        "eager",
-        "error",
-        "left_at",
-        "nbytes",
-        "source",
-        "source_incarnation",
-        "tag",
-    )
-
-    cancelled: Final = False
-
-    def __init__(self, data: bytes | bytearray | memoryview, nbytes: int, source: int, dest: int, tag: int) -> None:
-        self.data = data
-        self.nbytes = nbytes
-        self.source = source
-        self.dest = dest
-        self.tag = tag
-        self.eager = False
-        self.done = False
-        self.left_at = 0.0
-        self.source_incarnation = self.dest_incarnation = 0
-        self.error: AsyncdistError | None = None
-
-    def test(self) -> bool:
-        if self.error is not None:
-            raise self.error
-        return self.done
-
-    def cancel(self) -> None:
-        """Do nothing: a message that was sent is on its way."""
 
 
 class Receive:
@@ -124,51 +85,6 @@ class Receive:
             self._fabric.withdraw(self)
 
 
-class _ArrivalQueue:
-    """Keeps messages of one tag that have come to one rank before their receives."""
-
-    def __init__(self) -> None:
-        self._by_source: dict[int, deque[Message]] = {}
-        self._sources: list[int] = []  # the sources of the messages, in any order
-
-    def is_empty(self) -> bool:
-        return not self._sources
-
-    def add(self, message: Message) -> None:
-        """Add a message behind the others of its source."""
-        of_source = self._by_source.setdefault(message.source, deque())
-        if not of_source:
-            self._sources.append(message.source)
-        of_source.append(message)
-
-    def of(self, source: int) -> Iterable[Message]:
-        """Return the messages of ``source``, oldest first."""
-        return self._by_source.get(source, ())
-
-    def drop(self, source: int) -> Iterable[Message]:
-        """Take all messages of ``source``."""
-        messages = self._by_source.pop(source, None)
-        if messages:
-            self._sources.remove(source)
-        return messages or ()
-
-    def take(self, wanted: int, rng: random.Random) -> Message | None:
-        """Take the oldest message of a source; a wildcard takes that of a source which is drawn."""
-        sources = self._sources
-        if wanted != ANY_SOURCE:
-            if not self._by_source.get(wanted):
-                return None
-            position = sources.index(wanted)
-        else:
-            position = int(rng.random() * len(sources)) if len(sources) > 1 else 0
-        of_source = self._by_source[sources[position]]
-        message = of_source.popleft()
-        if not of_source:
-            sources[position] = sources[-1]
-            sources.pop()
-        return message
-
-
 class _Path:
     """Keeps the state of the link from one rank to another."""
 
@@ -216,7 +132,7 @@ class Fabric:
         self._is_pushed = rng.random() < 0.5  # large messages, by a sender that is not busy; else they are fetched
         self._paths: list[dict[int, _Path]] = [{} for _ in range(size)]
         self._posted: list[dict[int, deque[Receive]]] = [{} for _ in range(size)]
-        self._unexpected: list[dict[int, _ArrivalQueue]] = [{} for _ in range(size)]
+        self._unexpected: list[dict[int, ArrivalQueue]] = [{} for _ in range(size)]
         self._doorbells: list[Callable[[], None] | None] = [None] * size
         self.liveness = Liveness(size, network, scheduler, rng, trace, self.fail_sends)
         self._known_lost = self.liveness.known_lost
@@ -342,7 +258,7 @@ class Fabric:
         unexpected = self._unexpected[message.dest]
         inbox = unexpected.get(message.tag)
         if inbox is None:
-            inbox = unexpected[message.tag] = _ArrivalQueue()
+            inbox = unexpected[message.tag] = ArrivalQueue()
         inbox.add(message)
 
     # -- receiving --------------------------------------------------------------------------------------------------

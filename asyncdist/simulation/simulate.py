@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import contextvars
 import functools
-import inspect
 import logging
 import math
 import random
@@ -39,10 +38,11 @@ from asyncdist.simulation.determinism.rng import INHERITABLE, RandomStates
 from asyncdist.simulation.determinism.sandbox import refused_outside
 from asyncdist.simulation.determinism.sets import ordered_sets
 from asyncdist.simulation.distributions import check_number
-from asyncdist.simulation.event_loop import RankLoop
 from asyncdist.simulation.fabric import Fabric
 from asyncdist.simulation.faults import Fault, Interrupt, Kill, Restart, SlowRank, Stall
 from asyncdist.simulation.links import Network
+from asyncdist.simulation.processes.clearing import clear_away
+from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.scheduler import EndlessLoopError, Scheduler
 from asyncdist.simulation.trace import Trace
@@ -59,10 +59,6 @@ STOPPED: Final = (DeadlockError, TimeLimitError, EndlessLoopError)
 observer: ContextVar[Callable[[tuple[Fault, ...], Trace, Mapping[int, RankResult]], None] | None] = ContextVar(
     "observer", default=None
 )
-
-#: Events that clearing away killed ranks may take, together, before their tasks are dropped unfinished.
-_CLEARING_EVENT_COUNT: Final = 100_000
-_CLEARING_CANCEL_COUNT: Final = 10
 
 
 def simulate(
@@ -459,41 +455,9 @@ class _Simulation:
         self._fabric.mute()
         self._trace.end()
         loops = [*self._earlier_loops, *self._loops]
-        left = [(loop, task) for loop in loops for task in loop.unfinished_tasks()]
-        if not left:
-            return
-        self._killed.update(range(self._size))  # no rank dies any more
-        scheduler = self._scheduler
-        scheduler.stopped = False
-        logging_was = logger.manager.disable
-        logging.disable(logging.CRITICAL)
-        try:
-            for loop, _ in left:
-                loop.revive()
-            end = scheduler.event_count + _CLEARING_EVENT_COUNT
-            waiting = [task for _, task in left]
-
-            def is_enough() -> bool:
-                while waiting and waiting[-1].done():
-                    waiting.pop()
-                return not waiting or scheduler.event_count >= end
-
-            for _ in range(_CLEARING_CANCEL_COUNT):  # what a finally block awaits comes no more: it is cancelled too
-                for task in waiting:
-                    task.cancel()
-                with contextlib.suppress(Exception):
-                    scheduler.run(after_event=is_enough)
-                if is_enough():
-                    break
-        finally:
-            logging.disable(logging_was)
-            for loop in loops:
-                loop.die()
-            for task in [task for _, task in left] + [task for loop in loops for task in loop.unfinished_tasks()]:
-                task._log_destroy_pending = False  # type: ignore[attr-defined]
-                work = task.get_coro()
-                if inspect.iscoroutine(work) and inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
-                    work.close()  # made while being cancelled: it was never begun, and needs no warning
+        if any(loop.unfinished_tasks() for loop in loops):
+            self._killed.update(range(self._size))  # no rank dies any more
+            clear_away(loops, self._scheduler)
 
     def _report(self) -> SimReport:
         results: list[Any] = []

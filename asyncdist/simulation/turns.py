@@ -10,7 +10,8 @@ the scheduler. It and what it does are ahead of that instant by the time that it
 until then.
 
 Nothing here knows of messages or of asyncdist's protocols. The module is compiled where that can be done (see
-:mod:`asyncdist.compiled`); the rest of what asyncio asks of a loop is in :mod:`asyncdist.simulation.event_loop`.
+:mod:`asyncdist.compiled`). The rest of what asyncio asks of a loop is in
+:mod:`asyncdist.simulation.processes.event_loop`.
 """
 
 from __future__ import annotations

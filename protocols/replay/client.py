@@ -32,7 +32,6 @@ from asyncdist import (
     Envelope,
     LocalProtocolError,
     RankLostError,
-    RemoteError,
     RemoteProtocolError,
     StartTimeoutError,
     World,
@@ -46,6 +45,7 @@ from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.polling import resolve_waiter
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, StreamAborted
 from asyncdist.tensors.byte_views import split
+from protocols.replay.endings import abandoned_error, ended_error
 from protocols.replay.layouts import declare, declared, refuse_grant, scopes
 from protocols.replay.messages import (
     INLINE_NBYTES_MAX,
@@ -418,7 +418,7 @@ class ReplayBuffer:
                 if slot in self._streams:
                     self._streams[slot].stop()
             case Ended(kind, text):
-                self._fail(self._ended(kind, text))
+                self._fail(ended_error(self._server, self._name, kind, text))
         self._services.engine.recheck()
 
     def _refuse_grant(self, envelope: Envelope[ReplayMessage]) -> None:
@@ -465,24 +465,13 @@ class ReplayBuffer:
 
     def _on_gone(self, rank: int) -> None:
         if rank == self._server and self._welcome is None:
-            self._fail(self._abandoned())
+            self._fail(abandoned_error(self._services, self._server, self._name))
         elif rank == self._server:
             self._services.spawn_service(self._hear_why(), name=f"the end of the replay buffer {self._name!r}")
 
-    def _ended(self, kind: str, text: str) -> AsyncdistError:
-        what = f"the replay buffer {self._name!r} on rank {self._server} ended before its clients"
-        found = RemoteError(f"{what}: {kind}: {text}", rank=self._server, kind=kind, text=text)
-        return found if kind else ClosedError(f"{what}: {text}", rank=self._server)
-
-    def _abandoned(self) -> RankLostError | ClosedError:
-        text = f"rank {self._server} serves the replay buffer {self._name!r} no more: it "
-        if self._server in self._services.lost_ranks():
-            return RankLostError(f"{text}is lost", rank=self._server)
-        return ClosedError(f"{text}has left", rank=self._server)
-
     async def _hear_why(self) -> None:
         """Wait for the reason, which a server sends before it leaves: messages of other tags may overtake it."""
-        error: AsyncdistError = self._abandoned()
+        error: AsyncdistError = abandoned_error(self._services, self._server, self._name)
         try:
             await self._services.engine.until(
                 lambda: self._error is not None or self._server not in self._services.left,

@@ -20,27 +20,25 @@ time; a round that does not complete leaves the weights untouched and says why.
 from __future__ import annotations
 
 import logging
-import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Final, Literal, Self, assert_never
+from typing import Any, Literal, Self, assert_never
 
 import torch
 from torch import nn
 
-from asyncdist import AsyncdistError, Group, World, current_world, validation
+from asyncdist import Group, World, current_world, validation
 from asyncdist.messaging import wire
-from asyncdist.tensors.flat_state import FlatBuffers, SnapshotPool
-from protocols.applier import Applier, NewWeights
+from asyncdist.tensors.flat_state import SnapshotPool
+from protocols.applier import Applier
 from protocols.metrics import Metric, MetricSource
 from protocols.options import AveragingOptions, AveragingStrategy, ModelBuilder, Timing
 from protocols.own_state import OwnState
-from protocols.parameter_stream import Offer, safe_point_count
+from protocols.parameter_stream import safe_point_count
 from protocols.policy import SpawnPolicy
 from protocols.selective.coordinator import PolicyScopes
-from protocols.selective.exchange import Exchange, ExchangeBuffers
-from protocols.selective.joining.state_transfer import StateTransfer, packed, unpacked
+from protocols.selective.joining.arrival import Arrival
+from protocols.selective.joining.state_transfer import StateTransfer
 from protocols.selective.leadership import Leadership
 from protocols.selective.member import (
     Apply,
@@ -57,16 +55,16 @@ from protocols.selective.member import (
     Withdraw,
 )
 from protocols.selective.member_channels import MemberChannels
-from protocols.selective.messages import Admitted, Assign, End, Frozen, Heard, Leave, Rejoin, Report
+from protocols.selective.messages import Admitted, Assign, End, Frozen, Heard, Leave, Rejoin
+from protocols.selective.roles.donor import Donor
+from protocols.selective.roles.exchange import ExchangeBuffers
+from protocols.selective.roles.replacer import Replacer
+from protocols.selective.roles.reporter import Reporter
 from protocols.selective.rules import SelectiveRules
 from protocols.selective.statistics import SelectiveStatistics
-from protocols.step_info import NOTHING, PolicyEvent, SnapshotTaken, StepInfo
+from protocols.step_info import NOTHING, PolicyEvent, StepInfo
 
 logger = logging.getLogger("protocols.selective.policy")
-
-#: A newcomer takes a state of so many bytes, and so many times its model's.
-_STATE_NBYTES_MAX: Final = 64 << 20
-_STATE_MODEL_COUNT_MAX: Final = 16
 
 
 class AsyncSelectiveAveragingPolicy(SpawnPolicy):
@@ -191,16 +189,11 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._applier = Applier(self._flat, self._own, self._snapshots, on_event)
         self._buffers = ExchangeBuffers(self._flat)
         self._member = RoundMember()
-        self._copied: tuple[FlatBuffers, float] | None = None  # a snapshot that is whole, and when it was begun
-        self._offer: Offer | None = None
-        self._exchange: Exchange | None = None
-        self._given_up = NOTHING
         self._leadership: Leadership
         self._channels: MemberChannels
-        self._newest_report: Report | None = None
-        self._counts: Counter[str] = Counter()
-        self._reported_at = 0.0
-        self._reported_call = -1
+        self._donor: Donor
+        self._replacer: Replacer
+        self._reporter: Reporter
         self._states: StateTransfer
         self._is_joining = False
 
@@ -211,10 +204,10 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         has_started = self._stage in ("open", "closed") and not self.is_alone
         return SelectiveStatistics(
             iteration=self.iteration,
-            report_count=self._counts["reports"],
-            nonfinite_metric_count=self._counts["nonfinite"],
-            snapshot_count=self._counts["snapshots"],
-            replacement_count=self._counts["replacements"],
+            report_count=self._reporter.report_count if has_started else 0,
+            nonfinite_metric_count=self._reporter.nonfinite_count if has_started else 0,
+            snapshot_count=self._donor.snapshot_count if has_started else 0,
+            replacement_count=self._replacer.replacement_count if has_started else 0,
             abandoned=dict(self._member.abandoned),
             declined=dict(self._member.declined),
             unapplied_count=self._member.unapplied_count,
@@ -274,11 +267,12 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             epoch: its epoch, where this rank waits to be admitted.
             replaced: members that were lost since they agreed, and in whose place there is a new process.
         """
-        world, services, members = self._world, self._services, self._group.ranks
+        services, members = self._services, self._group.ranks
         self._states = StateTransfer(services, wire.scope_of((), f"states of policy {scopes.policy}", 0))
         self._channels = MemberChannels(services, scopes)
         if epoch:
             self._channels.enter_epoch(epoch)
+        self._open_roles()
         self._leadership = Leadership(
             services,
             members,
@@ -295,10 +289,36 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         )
         for rank in replaced:
             self._channels.exclude(rank)
+        self._reporter = Reporter(services, self._channels, self._leadership, self.iteration - self._skipped_count)
         self._leadership.begin()
         services.leftover_probes.append(self._leftovers)
-        self._reported_at, self._reported_call = world.time(), self.iteration - self._skipped_count - 1
         self._listener = services.spawn_service(self._listen(), name="policy member")
+
+    def _open_roles(self) -> None:
+        self._donor = Donor(
+            self._services,
+            self._member,
+            self._carry_out,
+            flat=self._flat,
+            own=self._own,
+            snapshots=self._snapshots,
+            server=self._channels.server,
+            states=self._states,
+            whole_state=lambda: {"optimizer": self.optimizer.state_dict(), "policy": self.state_dict()},
+            on_event=self._averaging.on_event,
+            timing=self._timing,
+        )
+        self._replacer = Replacer(
+            self._services,
+            self._member,
+            self._carry_out,
+            channel=self._channels.server.channel,
+            buffers=self._buffers,
+            flat=self._flat,
+            own=self._own,
+            applier=self._applier,
+            timing=self._timing,
+        )
 
     async def _join(self) -> None:
         """Take all of a member's state, and then part in the policy that runs on the other ranks."""
@@ -307,52 +327,42 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         Leadership.listen(self._services)
         values = self._agreed_values()
         application = Leadership.apply(self._services, values, self._group.ranks, self._start_timeout_s)
-        is_open = False
         try:
-            while self._is_joining:
-                await application.until(lambda: not self._is_joining or self._member.state is State.COMPLETE)
-                welcome = application.take_welcome()
-                if welcome is not None:
-                    if not is_open:
-                        self._open(PolicyScopes.of_running(welcome[0], values), welcome[1], welcome[0].epoch)
-                        is_open = True
-                    self._leadership.note_welcome(*welcome)
-                if self._member.state is State.COMPLETE:
-                    await self._take_state()
-        except BaseException as error:
-            self._stage = "closed"
-            if is_open:
+            welcome, coordinator = await application.welcomed()
+            self._open(PolicyScopes.of_running(welcome, values), coordinator, welcome.epoch)
+            try:
+                self._leadership.note_welcome(welcome, coordinator)
+                await self._arrival().complete(
+                    application, self._leadership.note_welcome, is_admitted=lambda: not self._is_joining
+                )
+            except BaseException as error:
+                self._stage = "closed"
                 await self._stop(error)
+                raise
+        except BaseException:
+            self._stage = "closed"
             raise
         finally:
             application.close()
         self._services.is_admitted = True
-        self._reported_at, self._reported_call = self._world.time(), self.iteration - self._skipped_count - 1
+        self._reporter.begin(self.iteration - self._skipped_count)
 
-    async def _take_state(self) -> None:
-        """Take the rest of the state whose weights have come, and put all of it in place."""
-        exchange, number = self._exchange, self._member.round
-        assert exchange is not None, f"round {number} is complete without an exchange"
-        try:
-            state = await self._states.take(
-                exchange.donor,
-                number,
-                nbytes_max=_STATE_NBYTES_MAX + _STATE_MODEL_COUNT_MAX * self._flat.nbytes,
-                deadline=self._world.time() + self._rules.round_timeout_s,
-            )
-            parts = unpacked(state)
-        except (AsyncdistError, TimeoutError) as error:
-            self._carry_out(self._member.on_refused(number, f"the state of a member did not come: {error}"))
-            return
-        if self._exchange is not exchange or exchange.average is None:
-            return  # the round has ended meanwhile
-        self._member.on_step()
-        self.optimizer.load_state_dict(parts["optimizer"])
-        self._flat.load(exchange.average)
-        self._restore(parts["policy"])
-        self._buffers.accumulators.release(exchange.average)
-        self._exchange = None
-        self._carry_out(self._member.on_applied(self.iteration))
+    def _arrival(self) -> Arrival:
+        def restore(parts: Mapping[str, Any]) -> int:
+            self.optimizer.load_state_dict(parts["optimizer"])
+            self._restore(parts["policy"])
+            return self.iteration
+
+        return Arrival(
+            self._services,
+            self._member,
+            self._carry_out,
+            replacer=self._replacer,
+            states=self._states,
+            model_nbytes=self._flat.nbytes,
+            timeout_s=self._rules.round_timeout_s,
+            restore=restore,
+        )
 
     async def _stop(self, error: BaseException | None) -> None:
         """Leave the policy. Streams under way are finished first, unless ``error`` makes that pointless."""
@@ -394,98 +404,19 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         await self._world.progress()
         info = self._act() if self._member.wants_step else NOTHING
         if self._is_due():
-            self._report(local_metric)
+            value = self._read_metric(local_metric)
+            self._reporter.report(self.iteration, self.iteration - self._skipped_count, value)
         return info
 
     def _act(self) -> StepInfo:
         """Do what waits for ``step``, and report a round that was given up since the last one."""
-        given_up, self._given_up = self._given_up, NOTHING
+        given_up = self._replacer.take_given_up()
         match self._member.on_step():
             case TakeSnapshot(round):
-                self._take_snapshot(round)
+                self._donor.take_snapshot(round, self.iteration)
             case Apply(_, frozen):
-                return self._apply(frozen)
+                return self._replacer.apply(frozen, self.iteration)
         return given_up
-
-    def _report(self, local_metric: MetricSource) -> None:
-        value = self._read_metric(local_metric)
-        now = self._world.time()
-        call = self.iteration - self._skipped_count  # messages are answered once in a call, not in an iteration
-        interval_s = now - self._reported_at
-        step_s = interval_s / max(1, call - self._reported_call)
-        self._reported_at, self._reported_call = now, call
-        asks = self._leadership.on_report(call, interval_s)
-        report = Report(self.iteration, value, step_s, interval_s, asks)
-        self._newest_report = report
-        self._counts["reports"] += 1
-        self._counts["nonfinite"] += not math.isfinite(value)
-        coordinator = self._leadership.coordinator
-        if coordinator is not None and not self._channels.report(report, coordinator):
-            self._counts["skipped reports"] += 1
-
-    def _take_snapshot(self, round: int) -> None:
-        """Copy the weights of this moment. A GPU copies them during the next steps; the engine sees when it is done."""
-        began_at, iteration = self._world.time(), self.iteration
-        snapshot = self._snapshots.acquire()
-        if round == self._member.admitting:
-            self._give_state(round)
-
-        def on_copied(_: object = None) -> None:
-            self._on_copied(round, snapshot, iteration, began_at)
-
-        copy = self._flat.start_snapshot(snapshot)
-        if copy is None:
-            on_copied()
-        else:
-            self._services.engine.watch(copy, f"a snapshot for round {round}", on_copied)
-
-    def _give_state(self, round: int) -> None:
-        """Copy what a newcomer needs besides the weights."""
-        try:
-            state = packed({"optimizer": self.optimizer.state_dict(), "policy": self.state_dict()})
-        except (TypeError, ValueError) as error:
-            logger.warning("a rank that was started again cannot be admitted: the optimizer's state: %s", error)
-        else:
-            self._states.offer(round, state)
-
-    def _on_copied(self, round: int, snapshot: FlatBuffers, iteration: int, began_at: float) -> None:
-        """Give the snapshot to the round, if that goes on and if all values are finite."""
-        member = self._member
-        is_wanted = member.state is State.COPYING and member.round == round
-        is_sound = is_wanted and self._own.may_be_given(snapshot)
-        if is_sound:
-            self._copied = snapshot, began_at
-        else:
-            self._snapshots.release(snapshot)
-        self._carry_out(member.on_copied(round, iteration, is_sound=is_sound))
-        if is_sound and self._averaging.on_event is not None:  # it may raise, so the coordinator has been told before
-            self._averaging.on_event(SnapshotTaken(round, iteration, snapshot.by_name()))
-
-    def _apply(self, frozen: Frozen) -> StepInfo:
-        """Put the new weights in place."""
-        exchange = self._exchange
-        assert exchange is not None, "weights to be replaced without an exchange"
-        began_at = self._world.time()
-        new = NewWeights(
-            round=exchange.round,
-            donors=frozen.donors,
-            weights=frozen.weights,
-            iterations=frozen.iterations,
-            best=frozen.best,
-            average=exchange.average,
-            began_at=exchange.assigned_at,
-            nbytes=exchange.nbytes,
-            coordinator=exchange.coordinator,
-        )
-        info = self._applier.apply(new, self.iteration, self._world.time)
-        if exchange.average is not None:
-            self._buffers.accumulators.release(exchange.average)
-        self._timing.add("apply", self._world.time() - began_at)
-        self._exchange = None
-        self._counts["replacements"] += 1
-        self._carry_out(self._member.on_applied(self.iteration))
-        self._applier.announce(new, self.iteration)
-        return info
 
     def _admit(self, rank: int, incarnation: int) -> None:
         """Exchange messages with a process that was started again, and has been admitted, if it still has its place."""
@@ -514,7 +445,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
                 case Heard():
                     self._leadership.note_answer(self.iteration - self._skipped_count)
                 case Rejoin() if not self._is_joining:
-                    self._carry_out((member.joined(self._newest_report, self._world.incarnation),))
+                    self._carry_out((member.joined(self._reporter.newest, self._world.incarnation),))
                 case Admitted(rank, incarnation):
                     self._leadership.note_admitted(rank, incarnation)
                     if (rank, incarnation) == (self._world.rank, self._world.incarnation):
@@ -531,7 +462,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._carry_out(self._member.on_coordinator_gone("is replaced"))
         self._channels.enter_epoch(epoch)
         if not self._is_joining:
-            self._carry_out((self._member.joined(self._newest_report, self._world.incarnation),))
+            self._carry_out((self._member.joined(self._reporter.newest, self._world.incarnation),))
 
     def _carry_out(self, instructions: Instructions) -> None:
         for instruction in instructions:
@@ -542,69 +473,18 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
                 case RefuseUpTo(round):
                     self._channels.server.end_rounds(round)
                 case Give(round, _):
-                    self._give(round)
+                    self._donor.give(round)
                 case Withdraw():
-                    offer, self._offer = self._offer, None
-                    self._states.withdraw()
-                    if offer is not None:
-                        self._channels.server.withdraw(offer)
+                    self._donor.withdraw()
                 case Ask(round, donors, best):
                     coordinator = self._leadership.coordinator
                     assert coordinator is not None, f"round {round} has no coordinator"
-                    channel = self._channels.server.channel
-                    self._exchange = Exchange(self._services, channel, self._buffers, round, coordinator)
-                    if donors:
-                        self._exchange.ask_early(donors, best)
+                    self._replacer.ask(round, coordinator, donors, best)
                 case Read(_, frozen):
-                    self._begin_to_read(frozen)
+                    self._replacer.read(frozen)
                 case Discard(round, reason):
-                    self._discard(round, reason)
+                    self._replacer.discard(round, reason)
                 case TakeSnapshot() | Apply():
                     raise AssertionError(f"{instruction} outside step")
                 case unknown:
                     assert_never(unknown)
-
-    def _give(self, round: int) -> None:
-        """Offer the snapshot that has just been copied."""
-        assert self._copied is not None, f"round {round} is to be given no snapshot"
-        (snapshot, began_at), self._copied = self._copied, None
-        self._offer = self._channels.server.offer(round, snapshot, self._snapshots.release)
-        self._counts["snapshots"] += 1
-        self._timing.add("snapshot", self._world.time() - began_at)
-
-    def _begin_to_read(self, frozen: Frozen) -> None:
-        exchange = self._exchange
-        assert exchange is not None, "a round is frozen without an exchange"
-        exchange.task = self._services.spawn_service(
-            self._read(exchange, frozen), name=f"exchange of round {exchange.round}"
-        )
-
-    async def _read(self, exchange: Exchange, frozen: Frozen) -> None:
-        """Average the donors' snapshots, in rank order, and tell the state machine how it ended."""
-        try:
-            receiver = await exchange.run(frozen)
-            if not receiver.mean.is_agreed:
-                entry = self._own.unsound_entry(receiver.accumulator)
-                self._fail(exchange, f"the donors differ in infinite values, as of {entry!r}")
-            elif self._member.on_averaged(exchange.round):
-                exchange.average = receiver.accumulator
-        except (AsyncdistError, TimeoutError) as error:
-            self._fail(exchange, f"the stream from rank {exchange.donor} did not complete: {error}")
-        finally:
-            exchange.close()
-
-    def _fail(self, exchange: Exchange, reason: str) -> None:
-        exchange.task = None  # it is the caller, and ends by itself
-        instructions = self._member.on_failed(exchange.round, reason)
-        if instructions:
-            logger.info("round %d: abandoned, %s", exchange.round, reason)
-        self._carry_out(instructions)
-
-    def _discard(self, round: int, reason: str) -> None:
-        """Free what the exchange holds. The next step says so, although the coordinator's ``End`` may come before."""
-        exchange, self._exchange = self._exchange, None
-        assert exchange is not None, f"round {round} is given up without an exchange"
-        exchange.discard()
-        self._given_up = StepInfo(
-            round=round, abandoned=reason, nbytes=exchange.nbytes, coordinator=exchange.coordinator
-        )

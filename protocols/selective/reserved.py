@@ -8,11 +8,12 @@ from dataclasses import fields
 from typing import Any
 
 from asyncdist import World, current_world, validation
-from protocols.policy import START, told_of_rivals
+from protocols.policy import START
 from protocols.selective.coordinator import PolicyScopes
 from protocols.selective.leadership import Leadership
 from protocols.selective.rules import SelectiveRules
 from protocols.selective.statistics import CoordinatorStatistics
+from protocols.start_differences import told_of_rivals
 
 
 async def coordinate(

@@ -11,16 +11,16 @@ always has a deadline. Nothing that a peer sends can raise here: what does not f
 import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
-from decimal import ROUND_CEILING, Decimal
 from typing import Final
 
 from protocols.ranking import order_worst_first
 from protocols.selective.joining.newcomers import Newcomers
 from protocols.selective.messages import Admitted, End, Frozen, Joined, Leave, Rejoin
+from protocols.selective.roster import Roster
 from protocols.selective.round_state import Member, ReportRecord, Round, Send, step_s
 from protocols.selective.rules import Decision, SelectiveRules, decide
 from protocols.selective.statistics import HISTORY_LENGTH, CoordinatorStatistics, History, LeftOut, Straggler
-from protocols.selective.waiting import Pace, Patience, cadence_s, is_late
+from protocols.selective.waiting import Pace, Patience, is_late
 
 #: A larger number of a round is not believed: numbers have 32 bits in a frame's header, and the next ones are larger.
 ROUND_BELIEVED_MAX: Final = 2**31
@@ -58,26 +58,17 @@ class RoundCoordinator:
         Raises:
             ValueError: No members, a member twice, or fewer than one safe point.
         """
-        ranks = sorted(members)
-        if not ranks or len(set(ranks)) != len(ranks):
-            raise ValueError(f"members are {ranks}; allowed: at least one rank, each of them once")
         if stream_safe_points < 1:
             raise ValueError(f"stream_safe_points is {stream_safe_points}; allowed: 1 or more")
         self._rules = rules
         self._stream_safe_points = stream_safe_points
-        self._members = {rank: Member(joined=may_join is None) for rank in ranks}
-        for rank, incarnation in (incarnations or {}).items():
-            if rank in self._members:
-                self._members[rank].incarnation = incarnation
+        self._roster = Roster(members, rules.quorum, have_joined=may_join is None, incarnations=incarnations or {})
+        self._members = self._roster.members
         self._may_join = () if may_join is None else may_join
         self._newcomers = Newcomers(self._members, rules)
         self._last_number = 0
-        self._live_count = len(self._members)
-        self._fresh_count = 0
-        self._quorum = Decimal(repr(rules.quorum))
         self._round: Round | None = None
         self._overdue: dict[int, deque[int]] = {}  # replacer to the rounds whose time was up before it answered
-        self._quorum_count = self._count_quorum()
         self._window_start: float | None = None  # first report since the last decision
         self._patience = Patience(rules.grace_s, stream_safe_points)
         self._largest_iteration = -1
@@ -116,7 +107,7 @@ class RoundCoordinator:
         member.report = ReportRecord(iteration, value, step_time_s, now)
         if member.fresh:  # a newer one before the next decision, which was not due, and is not for this
             return ()
-        self._mark(member, fresh=True)
+        self._roster.mark(member, fresh=True)
         self._patience.on_arrival(rank, now)
         if self._window_start is None:
             self._window_start = now
@@ -125,8 +116,7 @@ class RoundCoordinator:
     def on_joined(self, rank: int, joined: Joined, now: float) -> tuple[Send, ...]:
         """Take what a coordinator that has taken over has to know of a member, and the newest report of that one."""
         if rank not in self._members and rank in self._may_join:
-            self._members[rank] = Member(joined=False)
-            self._count_in()
+            self._roster.add(rank)
         member = self._live(rank, "Joined")
         if member is None or not member.admitted:
             return ()
@@ -138,7 +128,7 @@ class RoundCoordinator:
         if joined.judged_iteration >= 0:
             self._acted_at_iteration = max(joined.judged_iteration, self._acted_at_iteration or 0)
         # It may have missed that these were admitted.
-        told = tuple(Send(rank, 0, Admitted(*known)) for known in self.members() if known[1])
+        told = tuple(Send(rank, 0, Admitted(*known)) for known in self._roster.taking_part() if known[1])
         if joined.iteration < 0:
             return told
         facts = joined.iteration, joined.value, joined.step_time_s
@@ -146,7 +136,7 @@ class RoundCoordinator:
 
     def members(self) -> tuple[tuple[int, int], ...]:
         """Return the ranks that take part, each with its incarnation."""
-        return tuple((rank, member.incarnation) for rank, member in self._members.items() if member.counts)
+        return self._roster.taking_part()
 
     def on_newcomer(self, rank: int, incarnation: int, now: float) -> tuple[Send, ...]:
         """Take a request to be admitted. It may be repeated, since the answer may be lost."""
@@ -157,7 +147,7 @@ class RoundCoordinator:
             member.incarnation = incarnation  # admitted by an earlier coordinator, whose word has not come
             return (Send(rank, 0, Admitted(rank, incarnation)),)
         self._tell("{:.6f} rank {} asks to be admitted", now, rank)
-        self._members[rank] = Member(joined=False, admitted=False, incarnation=incarnation)
+        self._roster.add_newcomer(rank, incarnation)
         self._newcomers.add(rank)
         return self._advance(now)
 
@@ -212,7 +202,7 @@ class RoundCoordinator:
         member.applied_iteration = max(iteration, -1 if member.applied_iteration is None else member.applied_iteration)
         if member.report is not None and member.report.iteration <= member.applied_iteration:
             member.report = None
-            self._mark(member, fresh=False)
+            self._roster.mark(member, fresh=False)
             self._patience.on_void(rank)
         return (*admissions, *self._advance(now))
 
@@ -242,7 +232,7 @@ class RoundCoordinator:
 
     def on_stop(self) -> tuple[Send, ...]:
         """Stop before the members do. Each of them is told that no more rounds are decided."""
-        return tuple(Send(rank, 0, Leave()) for rank in self._live_ranks())
+        return tuple(Send(rank, 0, Leave()) for rank in self._roster.live_ranks())
 
     # ---------------------------------------------------------------- what is known
 
@@ -255,7 +245,7 @@ class RoundCoordinator:
     @property
     def finished(self) -> bool:
         """Whether every member has left or is lost."""
-        return self._live_count == 0
+        return self._roster.live_count == 0
 
     def story(self) -> tuple[str, ...]:
         """Return the latest events, oldest first, for error messages."""
@@ -317,26 +307,19 @@ class RoundCoordinator:
 
     def _watch_quorum(self, now: float) -> None:
         """Start the grace period when the quorum is met, stop it when reports went with a rank or became void."""
-        if not self._live_count or self._fresh_count < self._quorum_count:
+        if not self._roster.live_count or self._roster.fresh_count < self._roster.quorum_count:
             self._patience.on_no_quorum()
         elif self._patience.deadline is None:
             others = {rank: member.pace(now) for rank, member in self._members.items() if member.counts > member.fresh}
             start = now if self._window_start is None else self._window_start
-            self._patience.on_quorum(others, self._cadence_s(), now - start, now)
-
-    def _cadence_s(self) -> float:
-        """Return the time between reports of the median member."""
-        return cadence_s([member.interval_s for member in self._members.values() if member.counts])
-
-    def _count_quorum(self) -> int:
-        """Return how many reports meet the quorum, with those who live now."""
-        needed = (self._quorum * self._live_count).to_integral_value(ROUND_CEILING)
-        return max(1, int(needed))
+            self._patience.on_quorum(others, self._roster.cadence_s(), now - start, now)
 
     def _decision_is_due(self, now: float, timers: bool) -> bool:
         """Tell whether all live members have reported, or enough of them and nobody is waited for any longer."""
         deadline = self._patience.deadline
-        return deadline is not None and (self._fresh_count == self._live_count or (timers and now >= deadline))
+        return deadline is not None and (
+            self._roster.fresh_count == self._roster.live_count or (timers and now >= deadline)
+        )
 
     def _judge(self, sends: list[Send], now: float) -> None:
         """Judge the newest reports and start a round if they call for one; either way the reports are spent."""
@@ -344,15 +327,15 @@ class RoundCoordinator:
         start = now if self._window_start is None else self._window_start
         usable: dict[int, ReportRecord] = {}
         paces: dict[int, Pace] = {}
-        for rank in self._live_ranks():
+        for rank in self._roster.live_ranks():
             report = self._members[rank].report
             if report is not None and now - report.received_at <= self._rules.max_report_age_s:
                 usable[rank] = report
                 paces[rank] = self._members[rank].pace(now)
-        slow = self._patience.slow_ranks(paces, self._cadence_s(), now)
+        slow = self._patience.slow_ranks(paces, self._roster.cadence_s(), now)
         self._name_stragglers(slow, start, now)
         for member in self._members.values():
-            self._mark(member, fresh=False)
+            self._roster.mark(member, fresh=False)
         self._window_start = None
         decision = decide({rank: report.value for rank, report in usable.items() if rank not in slow}, self._rules)
         if decision is None or self._is_cooling_down():
@@ -363,8 +346,8 @@ class RoundCoordinator:
 
     def _name_stragglers(self, slow: frozenset[int], start: float, now: float) -> None:
         """Name those that are late for a decision, and those that get no role since the round would wait for them."""
-        cadence_s = self._cadence_s()
-        for rank in self._live_ranks():
+        cadence_s = self._roster.cadence_s()
+        for rank in self._roster.live_ranks():
             member = self._members[rank]
             if rank in slow or (not member.fresh and is_late(member.pace(now), cadence_s)):
                 offset_s = member.heard_at - start if member.fresh and member.heard_at is not None else None
@@ -474,12 +457,9 @@ class RoundCoordinator:
         if member is None or not member.live:
             return ()
         self._tell("{:.6f} rank {} {}", now, rank, how)
-        self._mark(member, fresh=False)
+        self._roster.depart(member)
         self._patience.on_arrival(rank, now)
-        member.live, member.report = False, None
         self._newcomers.remove(rank)
-        self._live_count -= member.admitted
-        self._quorum_count = self._count_quorum()
         self._overdue.pop(rank, None)
         state = self._round
         if state is not None and rank in state.waiting_replacers:
@@ -490,27 +470,14 @@ class RoundCoordinator:
 
     # ---------------------------------------------------------------- helpers
 
-    def _mark(self, member: Member, *, fresh: bool) -> None:
-        """Set whether a member has reported since the last decision. The sum is kept: there may be thousands."""
-        self._fresh_count += fresh - member.fresh
-        member.fresh = fresh
-
     def _admit(self, rank: int, member: Member, now: float) -> tuple[Send, ...]:
         """Let a newcomer count, which has a member's state now, and tell all."""
         self._tell("{:.6f} rank {} is admitted", now, rank)
-        member.admitted = member.joined = True
+        self._roster.admit(member)
         self._newcomers.remove(rank)
-        self._count_in()
         # Those that have not joined may have left, and hear of it when they join; other newcomers are told.
         dests = [dest for dest, other in self._members.items() if other.live and (other.joined or not other.admitted)]
         return tuple(Send(dest, 0, Admitted(rank, member.incarnation)) for dest in dests)
-
-    def _count_in(self) -> None:
-        self._live_count += 1
-        self._quorum_count = self._count_quorum()
-
-    def _live_ranks(self) -> list[int]:
-        return [rank for rank, member in self._members.items() if member.live]
 
     def _live(self, rank: int, kind: str) -> Member | None:
         """Return the member that a message came from; None, with a count, if that rank is no member or gone."""

@@ -267,7 +267,7 @@ def test_defect_08_a_donor_answers_other_rounds_with_an_abort_and_keeps_its_buff
                 world.services,
                 desk.channel,
                 state.new_buffers(accumulate=True),
-                parameter_stream.ChunkRing(),
+                parameter_stream.new_ring(),
                 donors=(1,),
                 best=1,
                 round=number,

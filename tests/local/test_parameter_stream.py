@@ -22,7 +22,8 @@ from asyncdist.messaging.streams import WINDOW_COUNT, StreamAborted
 from asyncdist.tensors.flat_state import FlatBuffers, FlatState
 from asyncdist.transports import matching
 from protocols import parameter_stream
-from protocols.parameter_stream import ChunkRing, Offer, SnapshotReceiver, SnapshotServer
+from protocols.landing import SHARE_COUNT_MAX, ChunkRing
+from protocols.parameter_stream import Offer, SnapshotReceiver, SnapshotServer, new_ring
 
 SCOPE = 77
 ROUND = 5
@@ -69,7 +70,7 @@ class Party:
             self.worlds[0].services,
             self.desks[0].channel,
             accumulator,
-            ring or ChunkRing(),
+            ring or new_ring(),
             donors=DONORS,
             best=BEST,
             round=ROUND,
@@ -182,7 +183,7 @@ async def test_what_is_under_way_fits_into_the_window_and_no_two_receives_share_
         async with worlds(6) as made:
             party = Party.of(made)
             posted = watch_receives(made[0], monkeypatch)
-            ring = ChunkRing()
+            ring = new_ring()
             intake, accumulator = party.intake(ring)
             task = asyncio.ensure_future(intake.run(WEIGHTS, deadline=party.deadline()))
             for _ in range(moment):
@@ -210,7 +211,7 @@ async def test_what_is_under_way_fits_into_the_window_and_no_two_receives_share_
 async def test_a_ring_and_an_accumulator_serve_round_after_round() -> None:
     async with worlds(6) as made:
         party = Party.of(made)
-        ring = ChunkRing()
+        ring = new_ring()
         accumulator = party.state.new_buffers(accumulate=True)
         for _ in range(3):
             for tensor in (*accumulator.tensors.values(), *map(ring.page, range(WINDOW_COUNT))):
@@ -222,13 +223,13 @@ async def test_a_ring_and_an_accumulator_serve_round_after_round() -> None:
 
 
 def test_a_ring_keeps_the_places_of_small_states_alone_and_not_longer_than_their_accumulator(chunk_nbytes: int) -> None:
-    state, ring = FlatState(Mixed(width=16)), ChunkRing()
+    state, ring = FlatState(Mixed(width=16)), new_ring()
     accumulator = state.new_buffers(accumulate=True)
     layout = ring.layout_of(accumulator)
     assert ring.layout_of(accumulator) is layout
     for offset in range(0, 100 * 16, 16):
         layout.share(ring, 0, offset, first=False, exact=True)
-    assert len(layout._shares) == (0 if chunk_nbytes == 64 else parameter_stream.SHARE_COUNT_MAX)
+    assert len(layout._shares) == (0 if chunk_nbytes == 64 else SHARE_COUNT_MAX)
     kept = weakref.ref(layout)
     del accumulator, layout
     assert kept() is None

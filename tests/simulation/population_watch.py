@@ -286,8 +286,9 @@ class Member:
         policy = self.selective
         if policy is None:
             return
-        if policy._offer is not None and policy._exchange is not None:
-            self.watch.check(False, f"{self} gives in {policy._offer} and takes in {policy._exchange}")
+        parts = vars(policy)
+        if "_replacer" in parts and policy._donor.offer is not None and policy._replacer.exchange is not None:
+            self.watch.check(False, f"{self} gives in {policy._donor.offer} and takes in {policy._replacer.exchange}")
         if len(policy._snapshots._used) > _SNAPSHOT_COUNT_MAX or len(policy._buffers.accumulators._used) > 1:
             self.watch.check(
                 False,
@@ -384,10 +385,11 @@ class Watch:
         roles = {"anybody", *(["coordinator"] if rank in lead else [])}
         for member in self.members:
             policy = member.selective
-            if member.rank == rank and policy is not None:
-                if policy._offer is not None and policy._offer.streams:
+            if member.rank == rank and policy is not None and "_replacer" in vars(policy):
+                offer, exchange = policy._donor.offer, policy._replacer.exchange
+                if offer is not None and offer.streams:
                     roles.add("donor mid-stream")
-                if policy._exchange is not None and policy._exchange.task is not None:
+                if exchange is not None and exchange.task is not None:
                     roles.add("replacer mid-exchange")
         return roles
 

@@ -37,6 +37,7 @@ PURE = {
     "replay.store",
     "selective.member",
     "selective.messages",
+    "selective.roster",
     "selective.rounds",
     "selective.rules",
     "selective.waiting",

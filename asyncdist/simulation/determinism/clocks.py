@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from asyncdist.simulation.determinism.sandbox import TRUSTED
-from asyncdist.simulation.event_loop import RankLoop
+from asyncdist.simulation.processes.event_loop import RankLoop
 
 #: The value of ``time.time`` when a simulation begins: 1 January 2020.
 EPOCH_S: Final = 1_577_836_800.0

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any, Final
 
-from asyncdist.simulation.event_loop import RankLoop
+from asyncdist.simulation.processes.event_loop import RankLoop
 
 #: Objects made since the last fixed point that make Python collect all the same, lest memory run out before the next.
 _OBJECT_COUNT_MAX: Final = 2_000_000

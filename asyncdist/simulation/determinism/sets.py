@@ -16,7 +16,7 @@ from asyncio import tasks
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
-from asyncdist.simulation.event_loop import RankLoop
+from asyncdist.simulation.processes.event_loop import RankLoop
 
 _GATHERED: Final[Any] = tasks._GatheringFuture  # type: ignore[attr-defined]
 

@@ -132,6 +132,17 @@ class Application:
         """Take no answers any more."""
         self._on_end(self)
 
+    async def welcomed(self) -> tuple[Welcome, int]:
+        """Ask until a coordinator has answered, and return its answer and who it is.
+
+        Raises:
+            AsyncdistError: as :meth:`until`.
+        """
+        await self.until(lambda: False)
+        welcome = self.take_welcome()
+        assert welcome is not None, "an answer has come"
+        return welcome
+
     def take_welcome(self) -> tuple[Welcome, int] | None:
         """Return the newest answer that was not taken yet, and who coordinates."""
         welcome, self._welcome = self._welcome, None

@@ -9,10 +9,10 @@ from asyncdist import AsyncdistError
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool
-from protocols.parameter_stream import ChunkRing, SnapshotReceiver, StreamMessage
+from protocols.parameter_stream import SnapshotReceiver, StreamMessage, new_ring
 from protocols.selective.messages import Frozen
 
-logger = logging.getLogger("protocols.selective.exchange")
+logger = logging.getLogger("protocols.selective.roles.exchange")
 
 
 class ExchangeBuffers:
@@ -30,7 +30,7 @@ class ExchangeBuffers:
     def __init__(self, flat: FlatState) -> None:
         self._flat = flat
         self.accumulators = SnapshotPool(flat, accumulate=True)
-        self.ring = ChunkRing()
+        self.ring = new_ring()
         self.received_nbytes = 0
 
     def release(self, accumulator: FlatBuffers, services: Services) -> None:
@@ -38,7 +38,7 @@ class ExchangeBuffers:
         self.accumulators.release(accumulator)
         if services.slots.discarding_count:
             self.accumulators = SnapshotPool(self._flat, accumulate=True)
-            self.ring = ChunkRing()
+            self.ring = new_ring()
 
 
 class Exchange:

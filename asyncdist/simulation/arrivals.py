@@ -1,0 +1,99 @@
+"""Defines a simulated message, and keeps those that have come to a rank before their receives.
+
+The module is compiled where that can be done; see :mod:`asyncdist.compiled`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterable
+from typing import Final
+
+from asyncdist.errors import AsyncdistError
+from asyncdist.transports.base import ANY_SOURCE
+
+
+class Message:
+    """A send request, and the message that travels."""
+
+    __slots__ = (
+        "data",
+        "dest",
+        "dest_incarnation",
+        "done",
+        "eager",
+        "error",
+        "left_at",
+        "nbytes",
+        "source",
+        "source_incarnation",
+        "tag",
+    )
+
+    cancelled: Final = False
+
+    def __init__(self, data: bytes | bytearray | memoryview, nbytes: int, source: int, dest: int, tag: int) -> None:
+        self.data = data
+        self.nbytes = nbytes
+        self.source = source
+        self.dest = dest
+        self.tag = tag
+        self.eager = False
+        self.done = False
+        self.left_at = 0.0
+        self.source_incarnation = self.dest_incarnation = 0
+        self.error: AsyncdistError | None = None
+
+    def test(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self.done
+
+    def cancel(self) -> None:
+        """Do nothing: a message that was sent is on its way."""
+
+
+class ArrivalQueue:
+    """Keeps messages of one tag that have come to one rank before their receives."""
+
+    def __init__(self) -> None:
+        self._by_source: dict[int, deque[Message]] = {}
+        self._sources: list[int] = []  # the sources of the messages, in any order
+
+    def is_empty(self) -> bool:
+        return not self._sources
+
+    def add(self, message: Message) -> None:
+        """Add a message behind the others of its source."""
+        of_source = self._by_source.setdefault(message.source, deque())
+        if not of_source:
+            self._sources.append(message.source)
+        of_source.append(message)
+
+    def of(self, source: int) -> Iterable[Message]:
+        """Return the messages of ``source``, oldest first."""
+        return self._by_source.get(source, ())
+
+    def drop(self, source: int) -> Iterable[Message]:
+        """Take all messages of ``source``."""
+        messages = self._by_source.pop(source, None)
+        if messages:
+            self._sources.remove(source)
+        return messages or ()
+
+    def take(self, wanted: int, rng: random.Random) -> Message | None:
+        """Take the oldest message of a source; a wildcard takes that of a source which is drawn."""
+        sources = self._sources
+        if wanted != ANY_SOURCE:
+            if not self._by_source.get(wanted):
+                return None
+            position = sources.index(wanted)
+        else:
+            position = int(rng.random() * len(sources)) if len(sources) > 1 else 0
+        of_source = self._by_source[sources[position]]
+        message = of_source.popleft()
+        if not of_source:
+            sources[position] = sources[-1]
+            sources.pop()
+        return message

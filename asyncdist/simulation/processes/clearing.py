@@ -1,0 +1,51 @@
+"""Clears away what killed ranks left unfinished: their ``finally`` blocks run, as far as they can."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+from asyncdist.simulation.processes.event_loop import RankLoop
+from asyncdist.simulation.scheduler import Scheduler
+
+#: Events that it may take, together, before tasks are dropped unfinished.
+_EVENT_COUNT: Final = 100_000
+_CANCEL_COUNT: Final = 10
+
+
+def clear_away(loops: Sequence[RankLoop], scheduler: Scheduler) -> None:
+    """Cancel all tasks of these loops in silence, when the simulation is over."""
+    left = [(loop, task) for loop in loops for task in loop.unfinished_tasks()]
+    scheduler.stopped = False
+    logging_was = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        for loop, _ in left:
+            loop.revive()
+        end = scheduler.event_count + _EVENT_COUNT
+        waiting = [task for _, task in left]
+
+        def is_enough() -> bool:
+            while waiting and waiting[-1].done():
+                waiting.pop()
+            return not waiting or scheduler.event_count >= end
+
+        for _ in range(_CANCEL_COUNT):  # what a finally block awaits comes no more: it is cancelled too
+            for task in waiting:
+                task.cancel()
+            with contextlib.suppress(Exception):
+                scheduler.run(after_event=is_enough)
+            if is_enough():
+                break
+    finally:
+        logging.disable(logging_was)
+        for loop in loops:
+            loop.die()
+        for task in [task for _, task in left] + [task for loop in loops for task in loop.unfinished_tasks()]:
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+            work = task.get_coro()
+            if inspect.iscoroutine(work) and inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
+                work.close()  # made while being cancelled: it was never begun, and needs no warning

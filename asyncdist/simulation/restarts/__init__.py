@@ -1,1 +1,0 @@
-"""Connects ranks that are started again after their death to the others."""

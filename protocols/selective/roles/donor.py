@@ -1,0 +1,126 @@
+"""Carries out a donor's part in a round: copies this rank's weights inside a step, and offers the copy.
+
+For a newcomer it copies the rest of the member's state, too, in the same step: copied later, the optimizer's state
+would be that of other weights. So this step is longer by these copies; with Adam it copies three times the model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from asyncdist.messaging.services import Services
+from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool
+from protocols.options import Timing
+from protocols.own_state import OwnState
+from protocols.parameter_stream import Offer, SnapshotServer
+from protocols.selective.joining.state_transfer import StateTransfer, packed
+from protocols.selective.member import Instructions, RoundMember, State
+from protocols.step_info import PolicyEvent, SnapshotTaken
+
+logger = logging.getLogger("protocols.selective.roles.donor")
+
+
+class Donor:
+    """Gives this rank's state to the rounds that ask for it, one after the other.
+
+    Args:
+        services: of this rank.
+        member: decides; told when a copy is made.
+        carry_out: does what ``member`` answers.
+        flat, own: the model's state, and what of it others may have.
+        snapshots: lends the copies.
+        server: streams them.
+        states: gives a newcomer the rest.
+        whole_state: returns that rest, which is copied at once.
+        on_event: told of each snapshot; None where the user does not ask.
+        timing: collects the seconds that a snapshot takes.
+
+    Attributes:
+        offer: the snapshot on offer; None where there is none.
+        snapshot_count: of those that have been offered.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        member: RoundMember,
+        carry_out: Callable[[Instructions], None],
+        *,
+        flat: FlatState,
+        own: OwnState,
+        snapshots: SnapshotPool,
+        server: SnapshotServer,
+        states: StateTransfer,
+        whole_state: Callable[[], Mapping[str, Any]],
+        on_event: Callable[[PolicyEvent], None] | None,
+        timing: Timing,
+    ) -> None:
+        self._services = services
+        self._member = member
+        self._carry_out = carry_out
+        self._flat = flat
+        self._own = own
+        self._snapshots = snapshots
+        self._server = server
+        self._states = states
+        self._whole_state = whole_state
+        self._on_event = on_event
+        self._timing = timing
+        self._copied: tuple[FlatBuffers, float] | None = None  # a snapshot that is whole, and when it was begun
+        self.offer: Offer | None = None
+        self.snapshot_count = 0
+
+    def take_snapshot(self, round: int, iteration: int) -> None:
+        """Copy the weights of this moment. A GPU copies them during the next steps; the engine sees when it is done."""
+        began_at = self._services.time()
+        snapshot = self._snapshots.acquire()
+        if round == self._member.admitting:
+            self._copy_whole_state(round)
+
+        def on_copied(_: object = None) -> None:
+            self._on_copied(round, snapshot, iteration, began_at)
+
+        copy = self._flat.start_snapshot(snapshot)
+        if copy is None:
+            on_copied()
+        else:
+            self._services.engine.watch(copy, f"a snapshot for round {round}", on_copied)
+
+    def _copy_whole_state(self, round: int) -> None:
+        """Copy what a newcomer needs besides the weights."""
+        try:
+            state = packed(self._whole_state())
+        except (TypeError, ValueError) as error:
+            logger.warning("a rank that was started again cannot be admitted: the optimizer's state: %s", error)
+        else:
+            self._states.offer(round, state)
+
+    def _on_copied(self, round: int, snapshot: FlatBuffers, iteration: int, began_at: float) -> None:
+        """Give the snapshot to the round, if that goes on and if all values are finite."""
+        member = self._member
+        is_wanted = member.state is State.COPYING and member.round == round
+        is_sound = is_wanted and self._own.may_be_given(snapshot)
+        if is_sound:
+            self._copied = snapshot, began_at
+        else:
+            self._snapshots.release(snapshot)
+        self._carry_out(member.on_copied(round, iteration, is_sound=is_sound))
+        if is_sound and self._on_event is not None:  # it may raise, so the coordinator has been told before
+            self._on_event(SnapshotTaken(round, iteration, snapshot.by_name()))
+
+    def give(self, round: int) -> None:
+        """Offer the snapshot that has just been copied."""
+        assert self._copied is not None, f"round {round} is to be given no snapshot"
+        (snapshot, began_at), self._copied = self._copied, None
+        self.offer = self._server.offer(round, snapshot, self._snapshots.release)
+        self.snapshot_count += 1
+        self._timing.add("snapshot", self._services.time() - began_at)
+
+    def withdraw(self) -> None:
+        """Stop the streams of the snapshot on offer, if there is one, and of what a newcomer takes with it."""
+        offer, self.offer = self.offer, None
+        self._states.withdraw()
+        if offer is not None:
+            self._server.withdraw(offer)

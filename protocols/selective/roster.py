@@ -1,0 +1,85 @@
+"""Keeps the members of one coordinator, and counts those that take part and those that have reported."""
+
+from collections.abc import Iterable, Mapping
+from decimal import ROUND_CEILING, Decimal
+
+from protocols.selective.round_state import Member
+from protocols.selective.waiting import cadence_s
+
+
+class Roster:
+    """Knows the ranks that a coordinator has to do with. The counts are kept: there may be thousands of ranks.
+
+    Args:
+        ranks: the first members.
+        quorum: the fraction of live members that must have reported.
+        have_joined: whether they are known to take part.
+        incarnations: of those whose process has been started again.
+
+    Attributes:
+        members: by rank, gone ones and newcomers included.
+        live_count: members that are waited for and judged.
+        fresh_count: those of them that have reported since the last decision.
+        quorum_count: how many of these meet the quorum, with those who live now.
+
+    Raises:
+        ValueError: no ranks, or a rank twice.
+    """
+
+    def __init__(
+        self, ranks: Iterable[int], quorum: float, *, have_joined: bool, incarnations: Mapping[int, int]
+    ) -> None:
+        ordered = sorted(ranks)
+        if not ordered or len(set(ordered)) != len(ordered):
+            raise ValueError(f"members are {ordered}; allowed: at least one rank, each of them once")
+        self.members = {rank: Member(joined=have_joined) for rank in ordered}
+        for rank, incarnation in incarnations.items():
+            if rank in self.members:
+                self.members[rank].incarnation = incarnation
+        self._quorum = Decimal(repr(quorum))
+        self.fresh_count = 0
+        self.live_count = 0
+        self.quorum_count = 1
+        self._count_live(len(ordered))
+
+    def add(self, rank: int) -> None:
+        """Note a rank that an earlier coordinator has admitted."""
+        self.members[rank] = Member(joined=False)
+        self._count_live(1)
+
+    def add_newcomer(self, rank: int, incarnation: int) -> None:
+        """Note a process that asks to be admitted, in the place of a member that is gone."""
+        self.members[rank] = Member(joined=False, admitted=False, incarnation=incarnation)
+
+    def admit(self, member: Member) -> None:
+        """Let a newcomer count."""
+        member.admitted = member.joined = True
+        self._count_live(1)
+
+    def mark(self, member: Member, *, fresh: bool) -> None:
+        """Set whether a member has reported since the last decision."""
+        self.fresh_count += fresh - member.fresh
+        member.fresh = fresh
+
+    def depart(self, member: Member) -> None:
+        """Note that a live member, or newcomer, is gone."""
+        self.mark(member, fresh=False)
+        member.live, member.report = False, None
+        self._count_live(-1 if member.admitted else 0)
+
+    def live_ranks(self) -> list[int]:
+        """Return the ranks to which messages go, newcomers included."""
+        return [rank for rank, member in self.members.items() if member.live]
+
+    def taking_part(self) -> tuple[tuple[int, int], ...]:
+        """Return the ranks that take part, each with its incarnation."""
+        return tuple((rank, member.incarnation) for rank, member in self.members.items() if member.counts)
+
+    def cadence_s(self) -> float:
+        """Return the time between reports of the median member."""
+        return cadence_s([member.interval_s for member in self.members.values() if member.counts])
+
+    def _count_live(self, more: int) -> None:
+        self.live_count += more
+        needed = (self._quorum * self.live_count).to_integral_value(ROUND_CEILING)
+        self.quorum_count = max(1, int(needed))

@@ -1,0 +1,77 @@
+"""Says why the ranks of a policy cannot start it together: other ranks, or other models."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from asyncdist import DisagreementError, Group, World
+from asyncdist.collectives.agreed_start import Start
+from asyncdist.collectives.agreement import Agreements
+from asyncdist.collectives.agreement_messages import Meeting
+from asyncdist.tensors.flat_state import Fingerprint, first_difference
+
+
+@contextlib.contextmanager
+def told_of_rivals(agreements: Agreements, meeting: Meeting) -> Iterator[None]:
+    """Agree on the start of a policy in the body. Where ranks wait for each other in different ones, it is told why.
+
+    Raises:
+        DisagreementError: of the body; it names both lists of ranks then, and the argument that decides them.
+    """
+    try:
+        with agreements.rivals.starting(meeting):
+            yield
+    except DisagreementError as error:
+        if error.facts.get("difference") != "ranks":
+            raise
+        hint = (
+            "a policy's ranks are those of its group=, by default all, and a reserved coordinator that is no member; "
+            "coordinator= is equal on all"
+        )
+        raise DisagreementError(f"{error.message}; {hint}", **error.facts) from None
+
+
+async def model_difference(
+    world: World, ranks: Sequence[int], mine: Fingerprint, start: Start[Any], timeout_s: float
+) -> DisagreementError | None:
+    """Find out where the models differ, together with all members, which know that they do.
+
+    In a group of its own: the caller of a start that was given up may be calling something else in the policy's.
+
+    Args:
+        world: the policy's.
+        ranks: of the policy's group.
+        mine: this rank's model.
+        start: of the policy.
+        timeout_s: how long making the group may take.
+
+    Returns:
+        the error that names the first difference; None where none is found.
+    """
+    async with await world.peers.groups.new_group(ranks, timeout_s, part_of=start) as group:
+        return await _difference_in(group, world, mine)
+
+
+async def _difference_in(group: Group, world: World, mine: Fingerprint) -> DisagreementError | None:
+    first, collectives = group.ranks[0], world.collectives
+    text = mine.to_text().encode()
+    length = await collectives.broadcast(torch.tensor(len(text), device="cpu"), group, first)
+    if world.rank == first:
+        theirs = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    else:
+        theirs = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+    await collectives.broadcast(theirs, group, first)
+    difference = first_difference(mine, Fingerprint.from_text(bytes(theirs.numpy()).decode()))
+    note = f"{difference} (here: rank {world.rank}, there: rank {first})" if difference else ""
+    found = torch.zeros(512, dtype=torch.uint8, device="cpu")
+    encoded = note.encode()[: found.numel()]
+    found.numpy()[: len(encoded)] = list(encoded)
+    for other in await collectives.all_gather(found, group):
+        said = bytes(other.numpy()).rstrip(b"\0").decode(errors="ignore")
+        if said:
+            return DisagreementError(f"the models differ: {said}", difference="model")
+    return None
