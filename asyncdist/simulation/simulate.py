@@ -428,6 +428,7 @@ class _Simulation:
         self._worlds.pop(rank, None)
         self._fabric.connect(self._loops)
         self._fabric.restart(rank)
+        self._states.restart(rank, self._fabric.liveness.incarnation_of(rank))
         self._hosts[rank] = self._start(rank)
 
     # -- the end ----------------------------------------------------------------------------------------------------

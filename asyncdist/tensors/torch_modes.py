@@ -65,6 +65,7 @@ class RankModes:
     def __init__(self, size: int, first: Modes) -> None:
         self.outside = size
         self.current = size
+        self._first = first
         self._modes = [first] * size + [modes_now()]
         self._casts_outside = _Casts() if first[2] else first[3]
         self._guard: Any = None
@@ -79,6 +80,10 @@ class RankModes:
         self.current = rank
         if modes[rank] != now:
             self._set(modes[rank], now)
+
+    def reset(self, rank: int) -> None:
+        """Let ``rank``, whose modes are not the thread's, begin anew."""
+        self._modes[rank] = self._first
 
     def restore(self) -> None:
         """Give the thread back what it had; the last call."""

@@ -19,7 +19,16 @@ from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from protocols.selective.coordinator import Coordinator, PolicyScopes
-from protocols.selective.joining.admission import Application, Over, Refusal, Request, Welcome, difference, key_of
+from protocols.selective.joining.admission import (
+    Ambiguous,
+    Application,
+    Over,
+    Refusal,
+    Request,
+    Welcome,
+    difference,
+    key_of,
+)
 from protocols.selective.rules import SelectiveRules
 from protocols.selective.statistics import CoordinatorStatistics
 from protocols.selective.succession import (
@@ -62,7 +71,7 @@ class Declined:
 
 
 SuccessionMessage: TypeAlias = Nomination | TakeOver | Declined
-BoardMessage: TypeAlias = SuccessionMessage | Request | Welcome | Refusal | Over
+BoardMessage: TypeAlias = SuccessionMessage | Request | Welcome | Refusal | Over | Ambiguous
 
 _UNKNOWN: Final = "after a rank that is gone"  # of whose epoch only its end is heard
 #: Policies that a rank remembers to have left: those of long ago have no members any more.
@@ -79,6 +88,7 @@ class _Board:
         self._policies: dict[int, Callable[[SuccessionMessage, int], None]] = {}
         self._left: dict[int, int] = {}  # oldest first, with the key of requests
         self._askable: dict[int, tuple[int, Callable[[Request, int], None]]] = {}  # by policy, with the key of requests
+        self._serving: set[int] = set()  # policies that this rank has left and may coordinate
         self._applications: dict[int, Application] = {}  # by the key of requests
         self._loop = services.engine.loop
         self._channel: Channel[BoardMessage] = services.open_channel(
@@ -111,8 +121,13 @@ class _Board:
         """Answer from now on that this rank has left the policy."""
         del self._policies[policy]
         self._left[policy] = self._askable.pop(policy)[0]
+        self._serving.discard(policy)
         if len(self._left) > LEFT_COUNT_MAX:
             del self._left[next(iter(self._left))]
+
+    def leave(self, policy: int) -> None:
+        """Note that this rank has left a policy; it may coordinate it for the others until :meth:`close`."""
+        self._serving.add(policy)
 
     def apply(self, application: Application) -> None:
         """Hand the answers to a request of this rank to ``application``."""
@@ -137,17 +152,21 @@ class _Board:
         match message:
             case Request():
                 self._ask(message, source)
-            case Welcome() | Refusal() | Over():
+            case Welcome() | Refusal() | Over() | Ambiguous():
                 if message.key in self._applications:
                     self._applications[message.key].on_message(message, source)
             case _:
                 self._tell(message, source)
 
     def _ask(self, request: Request, source: int) -> None:
-        handlers = [on_request for key, on_request in self._askable.values() if key == request.key]
-        for on_request in handlers:
-            on_request(request, source)
-        if not handlers and (request.key in self._left.values() or request.key in self._applications):
+        asked = [policy for policy, (key, _) in self._askable.items() if key == request.key]
+        count = sum(policy not in self._serving for policy in asked)
+        if count > 1:
+            self.send(Ambiguous(request.key, count), source)
+            return
+        for policy in asked:
+            self._askable[policy][1](request, source)
+        if not asked and (request.key in self._left.values() or request.key in self._applications):
             self.send(Over(request.key), source)
 
     def _tell(self, message: SuccessionMessage, source: int) -> None:
@@ -217,6 +236,8 @@ class Leadership:
         self._unnoted: list[int] = []  # ranks that are gone, as this object hears in a turn of its own
         self._board = services.shared(_Board)
         self._board.open(scopes.policy, self._on_message, key_of(members, scopes.values), self._on_request)
+        if is_reserved:
+            self._board.leave(scopes.policy)
         services.on_gone(self._on_peer)
         services.on_returned(self._on_met)
         if epoch is not None:
@@ -318,6 +339,7 @@ class Leadership:
     def leave(self) -> None:
         """Take part no longer. A coordinator that runs here serves the others until they have left."""
         self._has_left = True
+        self._board.leave(self._scopes.policy)
         self._succession.leave()
         self._on_gone = lambda _: None  # it was the policy's, which has the model
         self._on_new = self._on_admitted = lambda *_: None

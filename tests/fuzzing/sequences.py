@@ -396,7 +396,10 @@ def agreements(rng: random.Random) -> None:
     sent: list[tuple[Any, int]] = []
     timer = types.SimpleNamespace(cancel=lambda: None)
     loop = types.SimpleNamespace(time=lambda: rng.uniform(0, 100), call_later=lambda *_: timer)
-    engine: Any = types.SimpleNamespace(loop=loop, recheck=lambda: None, poll=lambda: 0, failure=None)
+    transport = types.SimpleNamespace(incarnation=0)
+    engine: Any = types.SimpleNamespace(
+        loop=loop, recheck=lambda: None, poll=lambda: 0, failure=None, transport=transport
+    )
     channel: Any = types.SimpleNamespace(send_nowait=lambda message, dest: sent.append((message, dest)))
     told = Agreements(engine, channel, 0)
     keys = [_key(rng, size) for _ in range(3)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -121,6 +123,63 @@ def test_a_newcomer_with_other_options_is_refused_and_the_others_go_on() -> None
     assert isinstance(error, ad.DisagreementError)
     assert "option grace_s is 0.002, that of the running policy is 0.001" in str(error)
     assert max(number for _, number in shared.given) > 20
+
+
+def test_a_newcomer_is_refused_where_two_policies_have_one_class_and_name() -> None:
+    async def main(world: ad.World) -> str:
+        tinies = Tiny(1.0), Tiny(2.0)
+        policies = [
+            AsyncSelectiveAveragingPolicy(tiny, torch.optim.SGD([tiny.weight], lr=0.1), average_every=3)
+            for tiny in tinies
+        ]
+        try:
+            async with policies[0], policies[1]:
+                for _ in range(100):
+                    for policy in policies:
+                        await policy.step(0.0)
+        except ad.DisagreementError as error:
+            return str(error)
+        return ""
+
+    faults = [Kill(2, at_s=0.02), Restart(2, at_s=0.021)]
+    texts = simulate(main, ranks=3, faults=faults, network=Network(loss_detection_s=1e-4), until_s=1e4).results
+    assert texts[:2] == ("", "")
+    assert "is in 2 policies of this class and name" in texts[2] and "give each a name= of its own" in texts[2]
+
+
+@pytest.mark.parametrize("inherited", [(), ("random", "numpy", "torch")])
+def test_a_new_process_has_random_states_of_its_own(inherited: tuple[str, ...]) -> None:
+    drawn: dict[tuple[int, int], tuple[float, ...]] = {}
+
+    async def main(world: ad.World) -> None:
+        key = world.rank, world.incarnation
+        drawn[key] = random.random(), np.random.rand(), float(torch.rand(())), float(os.urandom(3)[0])
+        assert torch.is_grad_enabled()
+        if key == (1, 0):
+            with torch.no_grad():
+                await world.sleep(1.0)
+        await world.sleep(0.1)
+
+    faults = [Kill(1, at_s=0.02), Restart(1, at_s=0.03), Kill(1, at_s=0.05), Restart(1, at_s=0.06)]
+    outside = (
+        random.getstate()[1][:9],
+        torch.get_rng_state()[:99].tolist(),
+        np.random.get_state(legacy=False)["state"]["pos"],
+    )
+    for _ in range(2):
+        once = dict(drawn)
+        drawn.clear()
+        check(simulate(main, ranks=2, seed=3, faults=faults, inherited_random=inherited))
+    assert drawn == once, "they follow from the seed"
+    assert drawn.keys() == {(0, 0), (1, 0), (1, 1), (1, 2)}
+    assert len(set(drawn.values())) == 4
+    assert (len({values[:3] for values in drawn.values()}) == 1) == bool(inherited)
+    now = (
+        random.getstate()[1][:9],
+        torch.get_rng_state()[:99].tolist(),
+        np.random.get_state(legacy=False)["state"]["pos"],
+    )
+    assert now == outside
 
 
 def test_a_newcomer_that_comes_after_the_others_have_left_hears_so() -> None:

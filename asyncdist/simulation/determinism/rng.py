@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from threading import get_ident
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -57,6 +57,15 @@ class _Seed(ISeedSequence):
         return words.tolist()  # MT19937 takes them one by one: of a list in 5 us, of an array in 35
 
 
+class _States(NamedTuple):
+    """Holds the random states of one process; ``numpy`` draws from ``generator``."""
+
+    torch: torch.Tensor
+    generator: Any
+    numpy: np.random.RandomState
+    python: random.Random
+
+
 class RandomStates:
     """Holds the random states of all ranks; one of them, or that of the code outside, is the process's.
 
@@ -70,20 +79,18 @@ class RandomStates:
     """
 
     def __init__(self, size: int, seed: int, inherited: Collection[str] = ()) -> None:
-        entropy = [random.Random(f"{seed} random state {rank}").getrandbits(63) for rank in range(size)]
-        self._torch = [torch.Generator().manual_seed(number).get_state() for number in entropy]
-        seeds: list[Any] = [_Seed(f"{seed} numpy's random state {rank}") for rank in range(size)]
-        self._generators: list[Any] = [np.random.MT19937(words) for words in seeds]
-        self._numpy = [np.random.RandomState(generator) for generator in self._generators]
-        self._random = [random.Random(number) for number in entropy]
-        if "random" in inherited:
-            for python_state in self._random:
-                python_state.setstate(random.getstate())
-        if "numpy" in inherited:
-            for numpy_state in self._numpy:
-                numpy_state.set_state(np.random.get_state(legacy=False))
-        if "torch" in inherited:
-            self._torch = [torch.get_rng_state() for _ in entropy]
+        self._seed = seed
+        callers: dict[str, Callable[[], Any]] = {
+            "random": random.getstate,
+            "numpy": lambda: np.random.get_state(legacy=False),
+            "torch": torch.get_rng_state,
+        }
+        self._inherited = {name: callers[name]() for name in inherited}
+        fresh = [self._fresh(str(rank)) for rank in range(size)]
+        self._torch = [states.torch for states in fresh]
+        self._generators = [states.generator for states in fresh]
+        self._numpy = [states.numpy for states in fresh]
+        self._random = [states.python for states in fresh]
         # The last entries are the outside's.
         self._torch.append(torch.get_rng_state())
         self._modes = RankModes(size, FRESH)
@@ -94,11 +101,42 @@ class RandomStates:
         self._numpy.append(numpy_outside)
         self._random.append(random._inst)
         self._entropy: dict[int, random.Random] = {}
-        self._seed = seed
+        self._processes = [str(rank) for rank in range(size)]  # the words that stand for each in what is drawn
         self._thread = get_ident()
         self._names_outside: tuple[dict[str, Any], ...] = ()
         self._outside = size
         self.current = size
+
+    def _fresh(self, process: str) -> _States:
+        """Return the states with which a process begins."""
+        inherited = self._inherited
+        number = random.Random(f"{self._seed} random state {process}").getrandbits(63)
+        seed: Any = _Seed(f"{self._seed} numpy's random state {process}")
+        generator = np.random.MT19937(seed)
+        states = _States(
+            inherited["torch"] if "torch" in inherited else torch.Generator().manual_seed(number).get_state(),
+            generator,
+            np.random.RandomState(generator),
+            random.Random(number),
+        )
+        if "random" in inherited:
+            states.python.setstate(inherited["random"])
+        if "numpy" in inherited:
+            states.numpy.set_state(inherited["numpy"])
+        return states
+
+    def restart(self, rank: int, incarnation: int) -> None:
+        """Let a new process of ``rank`` begin, with states that differ from those of the one before."""
+        current = self.current
+        if rank == current:
+            self.switch(self._outside)
+        self._processes[rank] = process = f"{rank}, started again {incarnation} times"
+        states = self._fresh(process)
+        self._torch[rank], self._generators[rank] = states.torch, states.generator
+        self._numpy[rank], self._random[rank] = states.numpy, states.python
+        self._entropy.pop(rank, None)
+        self._modes.reset(rank)
+        self.switch(current)
 
     @contextmanager
     def of_this_thread(self) -> Iterator[None]:
@@ -114,7 +152,7 @@ class RandomStates:
             return None
         generator = self._entropy.get(rank)
         if generator is None:
-            generator = self._entropy[rank] = random.Random(f"{self._seed} entropy {rank}")
+            generator = self._entropy[rank] = random.Random(f"{self._seed} entropy {self._processes[rank]}")
         return generator.randbytes(count)
 
     def switch(self, rank: int) -> None:

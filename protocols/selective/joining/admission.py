@@ -60,7 +60,15 @@ class Over:
     key: int
 
 
-AdmissionMessage: TypeAlias = Request | Welcome | Refusal | Over
+@dataclass(frozen=True, slots=True)
+class Ambiguous:
+    """Answers a request: this rank is in several policies of that class and name, on the same ranks."""
+
+    key: int
+    count: int
+
+
+AdmissionMessage: TypeAlias = Request | Welcome | Refusal | Over | Ambiguous
 
 
 def key_of(ranks: Sequence[int], values: Mapping[str, str]) -> int:
@@ -109,6 +117,7 @@ class Application:
         self._everybody = frozenset(request.ranks) - {services.rank}
         self._ask_again_at = services.time()
         self._welcome: tuple[Welcome, int] | None = None
+        self._policy: int | None = None  # that has welcomed this rank
         self._error: AsyncdistError | None = None
 
     def _others(self) -> list[int]:
@@ -118,10 +127,16 @@ class Application:
     def on_message(self, message: AdmissionMessage, source: int) -> None:
         """Take an answer."""
         match message:
-            case Welcome():
+            case Welcome() if self._policy in (None, message.policy):  # not of the one that the others start next
                 self._welcome = message, source
             case Over():
                 self._over.add(source)
+            case Ambiguous(_, count):
+                text = (
+                    f"rank {source} is in {count} policies of this class and name, and cannot know which of them this "
+                    "rank enters again; give each a name= of its own"
+                )
+                self._error = DisagreementError(text, difference="name")
             case Refusal(_, name, here):
                 mine = dict(self.request.values).get(name)
                 text = f"this rank's {name} is {mine}, that of the running policy is {here} (rank {source} says so)"
@@ -146,13 +161,15 @@ class Application:
     def take_welcome(self) -> tuple[Welcome, int] | None:
         """Return the newest answer that was not taken yet, and who coordinates."""
         welcome, self._welcome = self._welcome, None
+        if welcome is not None:
+            self._policy = welcome[0].policy
         return welcome
 
     async def until(self, is_over: Callable[[], bool]) -> None:
         """Ask until ``is_over``, or until an answer has come.
 
         Raises:
-            DisagreementError: class, name, model or an option differs.
+            DisagreementError: class, name, model or an option differs, or several policies have this class and name.
             ClosedError: all others have left the policy.
             StartTimeoutError: the time is up.
             RankLostError: no other rank is there any more.
