@@ -81,6 +81,12 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
                 loss = train_step(model, optimizer, batch)
                 info = await policy.step(-loss)
 
+    A rank that was started again (``world.incarnation``) enters in the same way, while the others go on: between two
+    rounds it takes the weights, optimizer state and iteration of a healthy member. That one copies its optimizer's
+    state in the same step as its weights, with Adam three times the model: copied in later steps, it would belong to
+    other weights. Policies of one class on the same ranks each need a ``name``: entering two that have the same raises
+    DisagreementError on such a rank.
+
     Args:
         model: see :class:`SpawnPolicy`. Its floating and complex entries are averaged; integer and bool ones
             (BatchNorm's counter) are taken from the best donor.
@@ -195,13 +201,14 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._replacer: Replacer
         self._reporter: Reporter
         self._states: StateTransfer
+        self._is_open = False  # it has roles and channels
         self._is_joining = False
 
     # -- the user's calls, beyond SpawnPolicy's ---------------------------------------------------------------------
 
     def statistics(self) -> SelectiveStatistics:
         """Return what this member has done so far; before and during the start, nothing."""
-        has_started = self._stage in ("open", "closed") and not self.is_alone
+        has_started = self._is_open and self._stage in ("open", "closed")
         return SelectiveStatistics(
             iteration=self.iteration,
             report_count=self._reporter.report_count if has_started else 0,
@@ -293,6 +300,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._leadership.begin()
         services.leftover_probes.append(self._leftovers)
         self._listener = services.spawn_service(self._listen(), name="policy member")
+        self._is_open = True
 
     def _open_roles(self) -> None:
         self._donor = Donor(

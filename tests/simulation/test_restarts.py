@@ -138,6 +138,7 @@ def test_a_newcomer_is_refused_where_two_policies_have_one_class_and_name() -> N
                     for policy in policies:
                         await policy.step(0.0)
         except ad.DisagreementError as error:
+            assert policies[0].statistics().report_count == 0
             return str(error)
         return ""
 
