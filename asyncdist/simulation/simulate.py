@@ -223,7 +223,7 @@ class _Simulation:
         self._worlds: dict[int, World] = {}
         self._killed: set[int] = set()
         self._generators = Generators()
-        self._is_interrupted = False
+        self._is_interrupted = self._is_being_cleared = False
 
     def _new_loop(self, rank: int) -> RankLoop:
         loop = RankLoop(  # type: ignore[abstract]
@@ -377,7 +377,7 @@ class _Simulation:
         """Let a fault happen, since its time has come, unless the rank has died or ended."""
         rank, loop = fault.rank, self._loops[fault.rank]
         if isinstance(fault, Restart):
-            if rank in self._killed:
+            if rank in self._killed and not self._is_being_cleared:
                 self._restart(rank, index)
             return
         if rank in self._killed or rank in self._outcomes:
@@ -457,6 +457,7 @@ class _Simulation:
         self._trace.end()
         loops = [*self._earlier_loops, *self._loops]
         if any(loop.unfinished_tasks() for loop in loops):
+            self._is_being_cleared = True
             self._killed.update(range(self._size))  # no rank dies any more
             clear_away(loops, self._scheduler)
 

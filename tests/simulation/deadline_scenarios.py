@@ -91,9 +91,11 @@ def run_starts(seed: int, faults: Sequence[Fault] | None = None) -> tuple[SimRep
     ranks = random.Random(f"{seed} starts").randint(2, 4)
     open_group = GroupLedger.open
 
-    def watched(ledger: GroupLedger, members: tuple[int, ...], rank: int, tag: int, serial: int, native: Any) -> Any:
+    def watched(
+        ledger: GroupLedger, members: tuple[int, ...], rank: int, tag: int, serial: int, *args: Any, **options: Any
+    ) -> Any:
         made.entered.setdefault((tag, members, serial), []).append(rank)
-        return open_group(ledger, members, rank, tag, serial, native)
+        return open_group(ledger, members, rank, tag, serial, *args, **options)
 
     with mock.patch.object(GroupLedger, "open", watched):
         report = simulate(

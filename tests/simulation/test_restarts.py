@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Sequence
@@ -123,6 +124,22 @@ def test_a_newcomer_with_other_options_is_refused_and_the_others_go_on() -> None
     assert isinstance(error, ad.DisagreementError)
     assert "option grace_s is 0.002, that of the running policy is 0.001" in str(error)
     assert max(number for _, number in shared.given) > 20
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_process_is_started_again_when_the_simulation_is_over() -> None:
+    begun: list[tuple[int, int]] = []
+
+    async def main(world: ad.World) -> None:
+        begun.append((world.rank, world.incarnation))
+        try:
+            await world.sleep(0.1)
+        finally:
+            await world.sleep(0.0 if world.rank == 0 else 10.0)
+
+    simulate(main, ranks=2, faults=[Kill(1, at_s=0.02), Restart(1, at_s=5.0)])
+    gc.collect()
+    assert sorted(begun) == [(0, 0), (1, 0)]
 
 
 def test_a_newcomer_is_refused_where_two_policies_have_one_class_and_name() -> None:
