@@ -142,6 +142,11 @@ class SnapshotServer:
             self._refuse(self._early.popitem()[0])
         self.channel.enter_epoch(epoch)
 
+    def close(self) -> None:
+        """Offer no more. Requests that still come are answered by the abort, once the rounds have ended."""
+        self.channel.close(afterwards=self.on_message)
+        self._services.off_returned(self._forget)
+
     @property
     def is_idle(self) -> bool:
         """Whether every snapshot has been given back."""

@@ -249,6 +249,11 @@ class Services:
         """Call ``listener(rank)`` for each lost rank in whose place a new process is from now on."""
         self._returned_listeners.append(listener)
 
+    def off_returned(self, listener: Callable[[int], None]) -> None:
+        """Stop calling ``listener``."""
+        if listener in self._returned_listeners:
+            self._returned_listeners.remove(listener)
+
     # -- for the runtime --------------------------------------------------------------------------------------------
 
     def tell_gone(self, rank: int) -> None:

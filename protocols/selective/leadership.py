@@ -350,6 +350,7 @@ class Leadership:
         if not self._is_closed:
             self._is_closed = True
             self._services.off_gone(self._on_peer)
+            self._services.off_returned(self._on_met)
             self._board.close(self._scopes.policy)
 
     def _on_request(self, request: Request, source: int) -> None:

@@ -85,4 +85,4 @@ class MemberChannels:
         """Send and receive no more, except that the server answers."""
         self.control.close()
         self._reports.close()
-        self.server.channel.close(afterwards=self.server.on_message)
+        self.server.close()

@@ -383,7 +383,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
                 await self._services.engine.until(self._is_quiet, "the end of its part in a round", deadline=deadline)
         finally:  # cancelled or not: the others must hear of it
             self._carry_out(self._member.on_left())
-            self._states.withdraw()
+            self._states.close()
             self._channels.close()
             self._leadership.leave()
             if not self._leftovers():  # it would keep model and buffers for the life of the world

@@ -1,7 +1,8 @@
 """Carries the optimizer's state, and the policy's, from a donor to a newcomer: what goes with the weights of a round.
 
 The donor copies its optimizer's state in the step in which it takes its snapshot, as bytes: a description without code,
-and the tensors behind it. The newcomer asks for the size, allocates, and takes it as one stream.
+and the tensors behind it. The newcomer takes the size as a stream of its own, allocates, and takes the state as
+another. A donor that has left the policy, and sends no messages there any more, answers both by the abort.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -18,7 +18,7 @@ from asyncdist import BusyError, Envelope, RankLostError, RemoteProtocolError, t
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
-from asyncdist.messaging.streams import CHUNK_NBYTES
+from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant
 from asyncdist.tensors import serialization
 from asyncdist.tensors.byte_views import byte_view, split
 
@@ -30,37 +30,7 @@ _TENSOR: Final = "asyncdist tensor"
 _LENGTH_NBYTES: Final = 8
 
 
-@dataclass(frozen=True, slots=True)
-class StateAsked:
-    """Newcomer to donor: how large is the state of that round?"""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class StateSize:
-    """Donor to newcomer: so many bytes; -1 where there is none for that round."""
-
-    round: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class StateGrant:
-    """Newcomer to donor: the receives for the state are posted on a slot."""
-
-    round: int
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class StateCancel:
-    """Newcomer to donor: stop the stream on that slot."""
-
-    slot: int
-
-
-StateMessage: TypeAlias = StateAsked | StateSize | StateGrant | StateCancel
+StateMessage: TypeAlias = Grant | Cancel
 
 
 def packed(value: Any) -> torch.Tensor:
@@ -138,6 +108,13 @@ def _mapped(change: Any, node: Any) -> Any:
     return [change(value) for value in node] if isinstance(node, list) else node
 
 
+def _chunks(state: torch.Tensor | None, nbytes: int) -> list[memoryview] | None:
+    """Return what answers a grant of so many bytes: the size, or the state; None where it is neither's."""
+    if state is not None and nbytes == _LENGTH_NBYTES:
+        return [memoryview(bytearray(state.numel().to_bytes(_LENGTH_NBYTES, "little")))]
+    return split(byte_view(state), CHUNK_NBYTES) if state is not None and nbytes == state.numel() else None
+
+
 class StateTransfer:
     """Gives this rank's state to newcomers, or takes another's.
 
@@ -149,7 +126,6 @@ class StateTransfer:
     def __init__(self, services: Services, scope: int) -> None:
         self._services = services
         self._offered: tuple[int, torch.Tensor] | None = None
-        self._sizes: dict[tuple[int, int], int] = {}  # by donor and round
         self._under_way: dict[tuple[int, int], OutboundStream] = {}
         self._channel: Channel[StateMessage] = services.open_channel(
             StateMessage, tag=tags.PARAM, scope=scope, name="states for newcomers", handler=self._on_message
@@ -165,6 +141,11 @@ class StateTransfer:
         for stream in self._under_way.values():
             stream.stop()
 
+    def close(self) -> None:
+        """Give and take nothing any more; a newcomer that still asks is answered by the abort."""
+        self.withdraw()
+        self._channel.close(afterwards=self._on_message)
+
     async def take(self, donor: int, round: int, *, nbytes_max: int, deadline: float) -> torch.Tensor:
         """Return the state that ``donor`` gives in that round.
 
@@ -173,60 +154,45 @@ class StateTransfer:
             TimeoutError: the deadline passed.
             RemoteProtocolError: the donor gives none, or gave up, or its state is larger than ``nbytes_max``.
         """
-        services, key = self._services, (donor, round)
-        self._channel.send_nowait(StateAsked(round), donor)
-        is_told = await services.engine.until(
-            lambda: key in self._sizes or donor in services.gone, f"the state of rank {donor}", deadline=deadline
-        )
-        if key not in self._sizes:
-            if is_told:
-                raise RankLostError(f"rank {donor} is gone", rank=donor)
-            raise TimeoutError(f"rank {donor} has not answered")
-        nbytes = self._sizes.pop(key)
-        if not _LENGTH_NBYTES <= nbytes <= nbytes_max:
+        size = torch.empty(_LENGTH_NBYTES, dtype=torch.uint8, device="cpu")
+        await self._receive(size, donor, round, deadline)
+        nbytes = int.from_bytes(bytes(byte_view(size)), "little")
+        if not _LENGTH_NBYTES < nbytes <= nbytes_max:
             raise RemoteProtocolError(f"rank {donor} gives a state of {nbytes} bytes", rank=donor)
         state = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        await self._receive(state, donor, round, deadline)
+        return state
+
+    async def _receive(self, into: torch.Tensor, donor: int, round: int, deadline: float) -> None:
+        """Take one stream."""
+        services = self._services
 
         def cancel(slot: int) -> None:
             if donor not in services.gone:
-                self._send(StateCancel(slot), donor)
+                with contextlib.suppress(RankLostError, BusyError):
+                    self._channel.send_nowait(Cancel(slot), donor)
 
-        with services.slots.inbound(donor, split(byte_view(state), CHUNK_NBYTES), cancel) as stream:
-            self._channel.send_nowait(StateGrant(round, stream.slot), donor)
+        with services.slots.inbound(donor, split(byte_view(into), CHUNK_NBYTES), cancel) as stream:
+            self._channel.send_nowait(Grant(stream.slot, into.numel(), CHUNK_NBYTES), donor, round=round)
             async for _ in stream.chunks(deadline=deadline):
                 pass
-        return state
-
-    def _send(self, message: StateMessage, dest: int) -> None:
-        with contextlib.suppress(RankLostError, BusyError):
-            self._channel.send_nowait(message, dest)
 
     def _on_message(self, envelope: Envelope[StateMessage]) -> None:
-        source = envelope.source
-        match envelope.message:
-            case StateAsked(round):
-                state = self._state_of(round)
-                self._send(StateSize(round, -1 if state is None else state.numel()), source)
-            case StateSize(round, nbytes):
-                self._sizes = {(source, round): nbytes}
-                self._services.engine.recheck()
-            case StateGrant(round, slot):
-                state = self._state_of(round)
-                chunks = [] if state is None else split(byte_view(state), CHUNK_NBYTES)
-                stream = OutboundStream(self._services.slots, chunks, source, slot)
-                work = stream.abort() if state is None else self._stream(stream)
-                self._services.spawn_service(work, name=f"state to rank {source}")
-            case StateCancel(slot) if (source, slot) in self._under_way:
-                self._under_way[source, slot].stop()
+        source, message = envelope.source, envelope.message
+        if isinstance(message, Cancel):
+            if (source, message.slot) in self._under_way:
+                self._under_way[source, message.slot].stop()
+            return
+        offered, state = self._offered or (0, None)
+        chunks = _chunks(state if offered == envelope.round else None, message.nbytes)
+        stream = OutboundStream(self._services.slots, chunks or [], source, message.slot)
+        self._under_way[source, message.slot] = stream
+        self._services.spawn_service(self._answer(stream, is_given=chunks is not None), name=f"state to rank {source}")
 
-    def _state_of(self, round: int) -> torch.Tensor | None:
-        return self._offered[1] if self._offered is not None and self._offered[0] == round else None
-
-    async def _stream(self, stream: OutboundStream) -> None:
+    async def _answer(self, stream: OutboundStream, *, is_given: bool) -> None:
         key = stream.dest, stream.slot
-        self._under_way[key] = stream
         try:
-            await stream.run()
+            await (stream.run() if is_given else stream.abort())
         except RankLostError as error:
             logger.info("a newcomer is lost: %s", error)
         finally:

@@ -1,0 +1,37 @@
+"""What a newcomer takes besides the weights, and what a donor answers that has nothing to give."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.local import worlds
+
+import asyncdist as ad
+from asyncdist.messaging.streams import StreamAborted
+from protocols.selective.joining.state_transfer import StateTransfer, packed, unpacked
+
+SCOPE = 78
+STATE = {"step": 5, "moments": torch.arange(2_000_000.0)}  # two chunks
+
+
+async def test_a_state_is_taken_in_its_round_alone_and_a_donor_that_has_ended_answers() -> None:
+    async with worlds(2) as (first, second):
+        donor, newcomer = StateTransfer(first.services, SCOPE), StateTransfer(second.services, SCOPE)
+
+        async def take(round: int, nbytes_max: int = 1 << 30) -> torch.Tensor:
+            return await newcomer.take(0, round, nbytes_max=nbytes_max, deadline=math.inf)
+
+        donor.offer(3, packed(STATE))
+        taken = unpacked(await take(3))
+        assert taken["step"] == 5 and torch.equal(taken["moments"], STATE["moments"])
+        with pytest.raises(StreamAborted):
+            await take(4)
+        with pytest.raises(ad.RemoteProtocolError, match="gives a state of 8000"):
+            await take(3, nbytes_max=1 << 20)
+        donor.close()
+        with pytest.raises(StreamAborted):
+            await take(3)
+        newcomer.close()
+        assert not second.services.slots.discarding_count
