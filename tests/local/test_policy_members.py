@@ -201,7 +201,11 @@ def test_a_coordinator_that_is_cancelled_tells_its_members(caplog: pytest.LogCap
 
 
 def paced(policy_class: Any, **options: Any) -> tuple[list[int], list[int]]:
-    """Rank 1 steps about five times less often than the others; all stop when it has taken 40 steps."""
+    """Rank 1 steps about five times less often than the others.
+
+    All stop when it has taken 40 steps and has been replaced twice: in how many rounds of 40 steps it is judged in time
+    depends on which messages come first.
+    """
     finished: list[int] = []
     replaced = [0] * 4
 
@@ -216,7 +220,7 @@ def paced(policy_class: Any, **options: Any) -> tuple[list[int], list[int]]:
                     break
                 for _ in range(20 if world.rank == 1 else 1):
                     await world.safe_point()
-                if world.rank == 1 and steps == 40:
+                if world.rank == 1 and steps >= 40 and (replaced[1] >= 2 or steps == PLENTY):
                     finished.append(steps)
         return steps
 
