@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import asyncdist as ad
-from asyncdist.simulation import Fault, Kill, Network, Restart, SimReport, Stall, simulate
+from asyncdist.simulation import Compute, Fault, Kill, Network, Restart, SimReport, Stall, simulate
 from protocols import AsyncSelectiveAveragingPolicy, PolicyEvent, ReplayBuffer, SnapshotTaken, serve_replay_buffer
 
 _LATE = "late"
@@ -113,6 +113,31 @@ def test_a_rank_that_is_started_again_gets_all_of_a_members_state_and_takes_part
     newest = max(number for _, number in shared.given)
     of_newcomer = [number for donor, number in shared.given if donor == rank] + shared.rounds[rank]
     assert newest - max(of_newcomer) < 5, "it gives or takes in later rounds, as the others do"
+
+
+async def _admitted_after_s(world: ad.World, restarted_at_s: float) -> float | None:
+    model = nn.Linear(2, 2)
+    began_s = world.time()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=10, start_timeout_s=5.0) as policy:
+        admitted_s = world.time()
+        while world.time() < restarted_at_s + 40:
+            await policy.step(random.random())
+    return admitted_s - began_s if world.incarnation else None
+
+
+def test_a_newcomer_is_admitted_within_a_few_steps_where_steps_are_long() -> None:
+    """Its requests filled the members' channels: every message of theirs came 5 to 20 steps late, and it gave up."""
+    report = simulate(
+        _admitted_after_s,
+        40.0,
+        ranks=8,
+        seed=1,
+        compute=Compute(step_s=1.0),
+        network=Network(loss_detection_s=2.0),
+        faults=[Kill(3, at_s=25.5), Restart(3, at_s=40.0)],
+    )
+    assert report.results[3] < 15, "a request, a snapshot, two streams and their answers: each waits for a step"
 
 
 def test_a_newcomer_with_other_options_is_refused_and_the_others_go_on() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from asyncdist import RemoteProtocolError
 from asyncdist.collectives.incarnations import Incarnations
+from protocols.selective.joining.admission import Application, Request, Welcome
 from protocols.selective.joining.state_transfer import packed, unpacked
 from protocols.selective.messages import Admitted, Assign, Joined
 from protocols.selective.round_state import Send
@@ -159,3 +162,25 @@ def test_a_state_with_changed_bytes_is_a_state_or_refused(data: st.DataObject) -
         state[data.draw(st.integers(0, state.numel() - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(RemoteProtocolError):
         unpacked(state)
+
+
+async def test_ranks_that_are_met_together_are_asked_before_it_is_known_that_none_of_them_has_the_policy() -> None:
+    """A newcomer that met all others in one turn ended: it took those that it had asked, which were none, for all."""
+    unmet, asked = {1, 2, 3}, []
+    welcome = Welcome(0, 0, 0, 0, 0, ((1, 0), (2, 0), (3, 0)))
+
+    async def until(is_over: Callable[[], bool], what: str, *, deadline: float) -> None:
+        unmet.clear()
+        if asked:
+            application.on_message(welcome, 2)
+        assert is_over(), f"{what}, until {deadline}"
+
+    engine = SimpleNamespace(until=until, recheck=lambda: None)
+    services: Any = SimpleNamespace(
+        rank=0, gone=unmet, left=set(), time=lambda: 0.0, is_unmet=unmet.__contains__, engine=engine
+    )
+    application = Application(
+        services, lambda _, dest: asked.append(dest), Request(0, 1, (0, 1, 2, 3), ()), 60.0, on_end=lambda _: None
+    )
+    assert await application.welcomed() == (welcome, 2)
+    assert asked == [1, 2, 3]

@@ -15,7 +15,8 @@ from asyncdist import AsyncdistError, ClosedError, DisagreementError, RankLostEr
 from asyncdist.messaging import wire
 from asyncdist.messaging.services import Services
 
-#: How long a newcomer waits for an answer before it asks again.
+#: How long a newcomer waits at least before it asks again, in seconds. A request is large for a message, and members
+#: take one of them in a step, so it waits longer where steps are long.
 _ASK_AGAIN_S: Final = 0.5
 
 
@@ -92,7 +93,8 @@ class Application:
         services: of this rank.
         send: sends a message to a rank that may be unreachable.
         request: what is asked for.
-        timeout_s: how long all of it may take.
+        timeout_s: how long it may take until a coordinator answers, and from each answer to the next one. To be
+            admitted takes as long as the rounds do that come before.
         on_end: called with this when it is closed.
     """
 
@@ -115,7 +117,8 @@ class Application:
         self._asked: set[int] = set()
         self._met: set[int] = set()
         self._everybody = frozenset(request.ranks) - {services.rank}
-        self._ask_again_at = services.time()
+        self._began_at = self._ask_again_at = services.time()
+        self._answer_s: float | None = None  # until the first one came
         self._welcome: tuple[Welcome, int] | None = None
         self._policy: int | None = None  # that has welcomed this rank
         self._error: AsyncdistError | None = None
@@ -126,9 +129,12 @@ class Application:
 
     def on_message(self, message: AdmissionMessage, source: int) -> None:
         """Take an answer."""
+        if self._answer_s is None:
+            self._answer_s = self._services.time() - self._began_at
         match message:
             case Welcome() if self._policy in (None, message.policy):  # not of the one that the others start next
                 self._welcome = message, source
+                self._deadline = self._services.time() + self._timeout_s
             case Over():
                 self._over.add(source)
             case Ambiguous(_, count):
@@ -165,6 +171,21 @@ class Application:
             self._policy = welcome[0].policy
         return welcome
 
+    def _ask(self) -> None:
+        """Ask all ranks when it is time to, and those at once that are there since."""
+        now, others = self._services.time(), self._others()
+        if now >= self._ask_again_at:
+            waited_s = now - self._began_at if self._answer_s is None else 2 * self._answer_s
+            self._ask_again_at = now + max(_ASK_AGAIN_S, waited_s)
+            self._asked.clear()
+            self._over.clear()
+        self._asked.intersection_update(others)
+        self._over.intersection_update(others)
+        for rank in others:
+            if rank not in self._asked:
+                self._asked.add(rank)
+                self._send(self.request, rank)
+
     async def until(self, is_over: Callable[[], bool]) -> None:
         """Ask until ``is_over``, or until an answer has come.
 
@@ -176,13 +197,7 @@ class Application:
         """
         services = self._services
         while not is_over() and self._welcome is None:
-            others = self._others()
-            if services.time() >= self._ask_again_at or not self._asked.issuperset(others):
-                self._ask_again_at = services.time() + _ASK_AGAIN_S
-                self._asked = set(others)
-                self._over.clear()
-                for rank in others:
-                    self._send(self.request, rank)
+            self._ask()
 
             def has_news() -> bool:
                 is_answered = self._welcome is not None or self._error is not None
@@ -196,7 +211,8 @@ class Application:
                 return
             self._met |= services.left.union(others)
             is_time_up = services.time() >= self._deadline
-            # A rank that was not met yet may have the policy: a slow one is met late.
+            # A rank that was not met yet may have the policy: a slow one is met late. One met just now was not asked.
+            others = self._others()
             if self._over.issuperset(others) and (self._met >= self._everybody or (is_time_up and others)):
                 raise ClosedError(
                     "no other rank has this policy any more: they have ended it, or were started again, too"
@@ -204,4 +220,6 @@ class Application:
             if is_time_up:
                 if not others:
                     raise RankLostError("no other rank of this policy is there: it has ended, or is lost")
-                raise StartTimeoutError(f"this rank was not admitted to its policy within {self._timeout_s:g} s")
+                raise StartTimeoutError(
+                    f"no coordinator of this rank's policy has answered for {self._timeout_s:g} s: it is not admitted"
+                )
