@@ -26,7 +26,7 @@ from protocols.selective.joining.admission import (
     Refusal,
     Request,
     Welcome,
-    difference,
+    digest_of,
     key_of,
 )
 from protocols.selective.rules import SelectiveRules
@@ -131,11 +131,11 @@ class _Board:
 
     def apply(self, application: Application) -> None:
         """Hand the answers to a request of this rank to ``application``."""
-        self._applications[application.request.key] = application
+        self._applications[application.key] = application
 
     def end_application(self, application: Application) -> None:
         """Drop further answers."""
-        self._applications.pop(application.request.key, None)
+        self._applications.pop(application.key, None)
 
     def send(self, message: BoardMessage, dest: int) -> None:
         """Send, unless ``dest`` cannot be reached; what is not heard is asked for again."""
@@ -298,8 +298,7 @@ class Leadership:
     def apply(services: Services, values: Mapping[str, str], ranks: Sequence[int], timeout_s: float) -> Application:
         """Return an application to the policy on ``ranks`` that agrees in ``values``; it asks when it is awaited."""
         board = services.shared(_Board)
-        request = Request(key_of(ranks, values), services.incarnation, tuple(ranks), tuple(values.items()))
-        application = Application(services, board.send, request, timeout_s, on_end=board.end_application)
+        application = Application(services, board.send, ranks, values, timeout_s, on_end=board.end_application)
         board.apply(application)
         return application
 
@@ -355,13 +354,12 @@ class Leadership:
 
     def _on_request(self, request: Request, source: int) -> None:
         """Answer a rank that asks to be admitted, where this rank coordinates."""
-        if self._serving is None or request.ranks != self._members or source not in self._members:
-            return
-        refusal = difference(request, self._scopes.values)
-        if refusal is not None:
-            self._board.send(refusal, source)
+        if self._serving is None or source not in self._members:
             return
         scopes, members = self._scopes, self._serving.members()
+        if request.digest != digest_of(self._members, scopes.values):
+            self._board.send(Refusal(request.key, tuple(scopes.values.items())), source)
+            return
         self._board.send(
             Welcome(request.key, scopes.policy, scopes.to_members, scopes.to_coordinator, self.epoch, members), source
         )

@@ -284,13 +284,13 @@ class RoundCoordinator:
         """Make the next transition, if one is due, and tell whether there was one."""
         state = self._round
         if state is None:
-            if self._newcomers and (admission := self._newcomers.next(self._decision_count, now)) is not None:
+            is_due, is_near = self._decision_is_due(now, timers), self._patience.deadline is not None
+            admission = self._newcomers.next(self._decision_count, is_near, now) if self._newcomers else None
+            if admission is not None:
                 self._start(sends, *admission, now, admits=True)
-                return True
-            if not self._decision_is_due(now, timers):
-                return False
-            self._judge(sends, now)
-            return True
+            elif is_due:
+                self._judge(sends, now)
+            return is_due or admission is not None
         time_is_up = timers and now >= state.deadline
         if not state.waiting_replacers:
             self._end(sends, state, "every replacer has answered", now)
@@ -423,7 +423,7 @@ class RoundCoordinator:
             self._release(sends, state, rank, reason)
         self._round = None
         if state.admits:
-            self._newcomers.on_failed(state.decision.replacers[0], self._decision_count)
+            self._newcomers.on_round(state.decision.replacers, self._decision_count)
         elif state.frozen:
             self._patience.on_round(state.named, now - state.began_at, now)
         self._rounds_ended += 1

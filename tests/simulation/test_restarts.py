@@ -119,7 +119,7 @@ async def _admitted_after_s(world: ad.World, restarted_at_s: float) -> float | N
     model = nn.Linear(2, 2)
     began_s = world.time()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=10, start_timeout_s=5.0) as policy:
+    async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=10, start_timeout_s=20.0) as policy:
         admitted_s = world.time()
         while world.time() < restarted_at_s + 40:
             await policy.step(random.random())

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from asyncdist import RemoteProtocolError
 from asyncdist.collectives.incarnations import Incarnations
-from protocols.selective.joining.admission import Application, Request, Welcome
+from protocols.selective.joining.admission import Application, Welcome
 from protocols.selective.joining.state_transfer import packed, unpacked
 from protocols.selective.messages import Admitted, Assign, Joined
 from protocols.selective.round_state import Send
@@ -177,10 +177,10 @@ async def test_ranks_that_are_met_together_are_asked_before_it_is_known_that_non
 
     engine = SimpleNamespace(until=until, recheck=lambda: None)
     services: Any = SimpleNamespace(
-        rank=0, gone=unmet, left=set(), time=lambda: 0.0, is_unmet=unmet.__contains__, engine=engine
+        rank=0, incarnation=1, gone=unmet, left=set(), time=lambda: 0.0, is_unmet=unmet.__contains__, engine=engine
     )
     application = Application(
-        services, lambda _, dest: asked.append(dest), Request(0, 1, (0, 1, 2, 3), ()), 60.0, on_end=lambda _: None
+        services, lambda _, dest: asked.append(dest), (0, 1, 2, 3), {}, 60.0, on_end=lambda _: None
     )
     assert await application.welcomed() == (welcome, 2)
     assert asked == [1, 2, 3]

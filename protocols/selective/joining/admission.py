@@ -7,6 +7,7 @@ the newcomer needs to talk to the members. A rank that has left the policy says 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
@@ -15,19 +16,20 @@ from asyncdist import AsyncdistError, ClosedError, DisagreementError, RankLostEr
 from asyncdist.messaging import wire
 from asyncdist.messaging.services import Services
 
-#: How long a newcomer waits at least before it asks again, in seconds. A request is large for a message, and members
-#: take one of them in a step, so it waits longer where steps are long.
+#: How long a newcomer waits at least before it asks again, in seconds; longer where answers take longer.
 _ASK_AGAIN_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Newcomer to all: it asks to be admitted to the policy on these ranks that agrees with these values."""
+    """Newcomer to all: it asks to be admitted to the policy that agrees in what ``digest`` stands for.
+
+    It is short: all newcomers ask all ranks, and a short message takes none of their steps.
+    """
 
     key: int
     incarnation: int
-    ranks: tuple[int, ...]
-    values: tuple[tuple[str, str], ...]
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +49,10 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Coordinator to newcomer: a value differs, which is named."""
+    """Coordinator to newcomer: the running policy agrees in these values, which are others."""
 
     key: int
-    name: str
-    here: str
+    values: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +78,9 @@ def key_of(ranks: Sequence[int], values: Mapping[str, str]) -> int:
     return wire.scope_of(ranks, f"{values.get('class')} {values.get('name')}", 0)
 
 
-def difference(request: Request, values: Mapping[str, str]) -> Refusal | None:
-    """Return the first value of a running policy from which a request differs."""
-    asked = dict(request.values)
-    for name, here in values.items():
-        if asked.get(name) != here:
-            return Refusal(request.key, name, here)
-    return None
+def digest_of(ranks: Sequence[int], values: Mapping[str, str]) -> str:
+    """Return a digest of what the members of a policy have agreed in."""
+    return hashlib.sha256(repr((tuple(ranks), sorted(values.items()))).encode()).hexdigest()[:16]
 
 
 class Application:
@@ -92,7 +89,8 @@ class Application:
     Args:
         services: of this rank.
         send: sends a message to a rank that may be unreachable.
-        request: what is asked for.
+        ranks: of the policy's group.
+        values: what this rank's policy would agree in.
         timeout_s: how long it may take until a coordinator answers, and from each answer to the next one. To be
             admitted takes as long as the rounds do that come before.
         on_end: called with this when it is closed.
@@ -102,12 +100,16 @@ class Application:
         self,
         services: Services,
         send: Callable[[AdmissionMessage, int], None],
-        request: Request,
+        ranks: Sequence[int],
+        values: Mapping[str, str],
         timeout_s: float,
         *,
         on_end: Callable[[Application], None],
     ) -> None:
-        self.request = request
+        self.key = key_of(ranks, values)
+        self._request = Request(self.key, services.incarnation, digest_of(ranks, values))
+        self._values = values
+        self._ranks = [rank for rank in ranks if rank != services.rank]
         self._on_end = on_end
         self._services = services
         self._send = send
@@ -116,7 +118,6 @@ class Application:
         self._over: set[int] = set()
         self._asked: set[int] = set()
         self._met: set[int] = set()
-        self._everybody = frozenset(request.ranks) - {services.rank}
         self._began_at = self._ask_again_at = services.time()
         self._answer_s: float | None = None  # until the first one came
         self._welcome: tuple[Welcome, int] | None = None
@@ -124,8 +125,7 @@ class Application:
         self._error: AsyncdistError | None = None
 
     def _others(self) -> list[int]:
-        services = self._services
-        return [rank for rank in self.request.ranks if rank != services.rank and rank not in services.gone]
+        return [rank for rank in self._ranks if rank not in self._services.gone]
 
     def on_message(self, message: AdmissionMessage, source: int) -> None:
         """Take an answer."""
@@ -143,9 +143,12 @@ class Application:
                     "rank enters again; give each a name= of its own"
                 )
                 self._error = DisagreementError(text, difference="name")
-            case Refusal(_, name, here):
-                mine = dict(self.request.values).get(name)
-                text = f"this rank's {name} is {mine}, that of the running policy is {here} (rank {source} says so)"
+            case Refusal(_, values):
+                name, there = next(
+                    (item for item in values if self._values.get(item[0]) != item[1]), ("group", "other")
+                )
+                mine = self._values.get(name)
+                text = f"this rank's {name} is {mine}, that of the running policy is {there} (rank {source} says so)"
                 self._error = DisagreementError(text, difference=name)
         self._services.engine.recheck()
 
@@ -176,7 +179,7 @@ class Application:
         now, others = self._services.time(), self._others()
         if now >= self._ask_again_at:
             waited_s = now - self._began_at if self._answer_s is None else 2 * self._answer_s
-            self._ask_again_at = now + max(_ASK_AGAIN_S, waited_s)
+            self._ask_again_at = now + max(_ASK_AGAIN_S, min(waited_s, self._timeout_s / 2))
             self._asked.clear()
             self._over.clear()
         self._asked.intersection_update(others)
@@ -184,7 +187,7 @@ class Application:
         for rank in others:
             if rank not in self._asked:
                 self._asked.add(rank)
-                self._send(self.request, rank)
+                self._send(self._request, rank)
 
     async def until(self, is_over: Callable[[], bool]) -> None:
         """Ask until ``is_over``, or until an answer has come.
@@ -209,11 +212,11 @@ class Application:
                 raise self._error
             if is_over() or self._welcome is not None:
                 return
-            self._met |= services.left.union(others)
+            self._met |= {rank for rank in self._ranks if not services.is_unmet(rank)} | services.left
             is_time_up = services.time() >= self._deadline
             # A rank that was not met yet may have the policy: a slow one is met late. One met just now was not asked.
             others = self._others()
-            if self._over.issuperset(others) and (self._met >= self._everybody or (is_time_up and others)):
+            if self._over.issuperset(others) and (self._met.issuperset(self._ranks) or (is_time_up and others)):
                 raise ClosedError(
                     "no other rank has this policy any more: they have ended it, or were started again, too"
                 )
