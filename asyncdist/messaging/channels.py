@@ -19,7 +19,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Collection
 from typing import Any, Final, Generic
 
-from asyncdist.errors import AsyncdistError, BusyError, ClosedError
+from asyncdist.errors import AsyncdistError, BusyError, ClosedError, RankLostError
 from asyncdist.messaging import wire
 from asyncdist.messaging.demultiplexer import ChannelStatistics as ChannelStatistics, TagDemultiplexer
 from asyncdist.messaging.engine import yield_to_loop
@@ -39,6 +39,8 @@ logger = logging.getLogger("asyncdist.messaging.channels")
 HOT_TEST_COUNT: Final = 100
 #: After so many sends and receives that did not have to wait, one yields to the loop all the same.
 FAIRNESS_PERIOD: Final = 64
+#: How long a message may take that its sender has sent before it died, after its loss is known, in seconds.
+LAST_MESSAGES_S: Final = 1.0
 
 
 class Channel(Generic[MessageT]):
@@ -65,6 +67,10 @@ class Channel(Generic[MessageT]):
     ) -> None:
         self.demultiplexer = demultiplexer
         self._admits_restarted = admits_restarted
+        #: Returns an error where all other ranks are gone, and some of them lost.
+        self.lost_senders: Callable[[], RankLostError | None] = lambda: None
+        self._has_gone_senders = False
+        self._is_forsaken: bool | None = None  # None while there are senders, True when their last messages have come
         self.scope = scope
         self._peer_scope = scope if peer_scope is None else peer_scope
         self.name = name
@@ -191,7 +197,9 @@ class Channel(Generic[MessageT]):
         Raises:
             TimeoutError: no message came in time.
             RemoteProtocolError: a peer overflowed this channel.
-            RankLostError: the job has failed, or the peer it waits for.
+            RankLostError: the job has failed; or nobody is left who could send: all other ranks are gone, some of them
+                lost. While one of them lives it is waited for, also where the one that was to send is lost: a channel
+                does not know which one that is.
             ClosedError: the channel is closed.
         """
         self._since_yield += 1
@@ -225,6 +233,8 @@ class Channel(Generic[MessageT]):
         deadline = None if timeout_s is None else self._engine.loop.time() + timeout_s
         inbox = self.inbox
         while not inbox.is_ready:
+            if self._has_gone_senders:
+                self._check_senders()
             waiter = self._engine.loop.create_future()
             inbox.waiters.append(waiter)
             if self.demultiplexer.early_count:
@@ -282,6 +292,27 @@ class Channel(Generic[MessageT]):
         """Give a message of an earlier epoch to the function that was named for these, if there is one."""
         if self._earlier_inbox is not None:
             self._earlier_inbox.deliver(self._codec.decoders[kind], frame, source)
+
+    def on_gone(self) -> None:
+        """Let those that wait look whether anybody is left who could send: a rank has left, or is lost."""
+        self._has_gone_senders = True
+        if self.inbox.waiters and self.lost_senders() is not None:
+            self._wake_all()
+
+    def _check_senders(self) -> None:
+        """Raise RankLostError if nobody is left who could send, and what they had sent has had the time to arrive."""
+        error = self.lost_senders()
+        if error is None:
+            self._is_forsaken = None
+        elif self._is_forsaken:
+            raise error
+        elif self._is_forsaken is None:
+            self._is_forsaken = False
+            self._engine.loop.call_later(LAST_MESSAGES_S, self._note_silence)
+
+    def _note_silence(self) -> None:
+        self._is_forsaken = True
+        self._wake_all()
 
     def on_restarted(self, rank: int) -> None:
         """Expect the first messages of a new process in the place of ``rank``.

@@ -78,6 +78,9 @@ class ReceivingChannel(Protocol):
     def on_left(self) -> None:
         """Note that a rank has left."""
 
+    def on_gone(self) -> None:
+        """Note that a rank has left, or is lost: somebody may wait for it alone."""
+
     def on_restarted(self, rank: int) -> None:
         """Note that a new process has the place of ``rank``."""
 
@@ -184,6 +187,11 @@ class TagDemultiplexer:
         for channel in self._channels.values():
             channel.on_left()
         return self.is_users and rank in self.slow_dests
+
+    def on_gone(self) -> None:
+        """Note that a rank has left, or is lost."""
+        for channel in self._channels.values():
+            channel.on_gone()
 
     def on_restarted(self, rank: int) -> None:
         """Note that a new process has the place of ``rank``: it counts its messages anew."""

@@ -8,6 +8,7 @@ as ``world.services``. The runtime, which starts and ends the rank, uses the las
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from asyncdist import tags
-from asyncdist.errors import AsyncdistError, LocalProtocolError, RemoteProtocolError
+from asyncdist.errors import AsyncdistError, LocalProtocolError, RankLostError, RemoteProtocolError
 from asyncdist.messaging import streams, wire
 from asyncdist.messaging.channels import Channel, Envelope, Overflow
 from asyncdist.messaging.demultiplexer import TagDemultiplexer
@@ -160,7 +161,20 @@ class Services:
             self._tags.release(tag)
         self._tags.claim(tag, f"channel {name!r}")
         scope = self.next_scope(ranks, f"channel {tag} {name}")
-        return self.open_channel(message_type, tag=tag, scope=scope, name=name, capacity=capacity, overflow="stall")
+        channel = self.open_channel(message_type, tag=tag, scope=scope, name=name, capacity=capacity, overflow="stall")
+        channel.lost_senders = functools.partial(self._lost_senders, name, ranks)
+        if self.gone:
+            channel.on_gone()
+        return channel
+
+    def _lost_senders(self, name: str, ranks: Sequence[int]) -> RankLostError | None:
+        """Return an error if all others of ``ranks`` are gone for good, and some of them lost."""
+        if len(self.gone) < len(ranks) - 1 or self.engine.transport.may_return:
+            return None
+        lost = self.lost_ranks().intersection(ranks)
+        if not lost or not self.gone.issuperset(rank for rank in ranks if rank != self.rank):
+            return None
+        return RankLostError(f"{name}: nobody is left who could send: rank {min(lost)} is lost", rank=min(lost))
 
     def next_scope(self, ranks: Sequence[int], name: str) -> int:
         """Return a scope for the next user of ``name`` on ``ranks``; it is equal on all ranks that count alike."""
@@ -260,6 +274,9 @@ class Services:
         """Call the listeners of :meth:`on_gone`; ``rank`` has been added to :attr:`gone`."""
         for listener in list(self._gone_listeners):
             listener(rank)
+        for demultiplexer in self._demultiplexers.values():
+            if demultiplexer.is_users:
+                demultiplexer.on_gone()
         self.engine.recheck()  # now: what the listeners noted is waited for
 
     def note_restarted(self, rank: int, incarnation: int) -> None:

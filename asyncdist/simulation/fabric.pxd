@@ -56,7 +56,7 @@ cdef class Fabric:
     cdef object _all_ranks
     cdef bint _has_message_faults
     cdef bint _has_link_faults
-    cdef bint _has_restarts
+    cdef readonly bint has_restarts
     cdef readonly object liveness
     cdef list _turns
     cdef object _take_in

@@ -146,7 +146,7 @@ class Fabric:
         self._all_ranks = frozenset(range(size))
         self._has_message_faults = self._faults.has_message_faults
         self._has_link_faults = self._faults.has_link_faults
-        self._has_restarts = any(isinstance(fault, Restart) for fault in faults)
+        self.has_restarts = any(isinstance(fault, Restart) for fault in faults)
         self._turns: list[Turns] = []
         self._take_in = self._arrive  # one bound method for all messages
         self._take_whole = self._arrive_whole
@@ -170,7 +170,7 @@ class Fabric:
         if dest in self._known_lost[source]:
             message.error = RankLostError(f"rank {dest} is gone", rank=dest)
             return message
-        if self._has_restarts:
+        if self.has_restarts:
             message.source_incarnation, message.dest_incarnation = self.liveness.connection(source, dest)
         if nbytes <= self._eager_nbytes:
             message.data = bytes(data)  # no copy of bytes
@@ -216,7 +216,7 @@ class Fabric:
         if message.dest in self._dead:
             self.fail_send(message)
             return
-        if self._has_restarts and self._is_held(message):
+        if self.has_restarts and self._is_held(message):
             return
         if self._dead and message.left_at > self._died_at.get(message.source, math.inf):
             return  # its sender died while it blocked, before it came to send this
@@ -293,7 +293,7 @@ class Fabric:
 
     def _transfer(self, receive: Receive, message: Message) -> None:
         """Let the bytes of a large message travel, behind what their link has to carry."""
-        if self._has_restarts and self.liveness.is_stale(message):
+        if self.has_restarts and self.liveness.is_stale(message):
             self._complete(receive, message)
             return
         pair = (message.source, message.dest)
@@ -318,7 +318,7 @@ class Fabric:
     def fail_send(self, message: Message) -> None:
         """Fail the send of a message that no receive will match: at once, or when its sender knows ``dest`` is lost."""
         source, dest = message.source, message.dest
-        is_stale = self._has_restarts and self.liveness.is_stale(message)
+        is_stale = self.has_restarts and self.liveness.is_stale(message)
         if is_stale:
             self.liveness.stale_count += 1
         if message.done or source in self._dead:
@@ -331,7 +331,7 @@ class Fabric:
 
     def _complete(self, receive: Receive, message: Message, is_running: bool = False) -> None:
         """Complete a receive whose bytes are there. ``is_running``: the receiver posts it now, and needs no bell."""
-        is_stale = self._has_restarts and self.liveness.is_stale(message)
+        is_stale = self.has_restarts and self.liveness.is_stale(message)
         if message.dest in self._dead or (is_stale and self.liveness.is_for_earlier(message)):
             self.fail_send(message)
             return
@@ -421,7 +421,7 @@ class Fabric:
         self._doorbells[rank] = None
         self._posted[rank].clear()
         self.liveness.close(rank)
-        if self._has_restarts:
+        if self.has_restarts:
             for queue in self._unexpected[rank].values():
                 for source in range(self.size):
                     for message in queue.drop(source):

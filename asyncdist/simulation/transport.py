@@ -40,6 +40,7 @@ class SimTransport(Transport):
         self.job_nonce = fabric.job_nonce
         self.size = fabric.size
         self.incarnation = fabric.liveness.incarnation_of(rank)
+        self.may_return = fabric.has_restarts
         self.capabilities = Capabilities(
             native_collectives=False,
             survives_rank_loss=True,

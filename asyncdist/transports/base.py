@@ -173,6 +173,7 @@ class Transport(abc.ABC):
         size: the number of ranks.
         incarnation: how often this rank has been started again. Such a process finds all others lost at first, and
             hears of each (:meth:`set_return_listener`) when it is connected to it.
+        may_return: whether lost ranks are started again.
         capabilities: what it can do beyond the contract.
         call_book: where the collectives that its ranks call are compared, if they are.
         job_nonce: where the ranks are known to be of one job and version, the number that they share; they need not
@@ -184,6 +185,7 @@ class Transport(abc.ABC):
     size: int
     capabilities: Capabilities
     incarnation: int = 0
+    may_return: bool = False
     collective_checker: CollectiveCheckerProtocol | None = None
     job_nonce: int | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -23,6 +24,7 @@ from asyncdist.simulation import (
     Kill,
     Link,
     Network,
+    Restart,
     Uniform,
     simulate,
 )
@@ -67,6 +69,56 @@ def test_kill_at_a_time_and_what_the_peers_hear() -> None:
         ("gone 1", pytest.approx(10.6, abs=CLOSE_S)),
         ("message from 2", pytest.approx(101.0, abs=CLOSE_S)),
     ]
+
+
+async def _wait_for_a_message(world: ad.World, ending: str) -> str:
+    channel = world.channel(Number, tag=60)
+    if world.rank:
+        await asyncio.sleep(1.0 if ending == "returns" and world.rank == 2 else 100.0)
+        return ""
+    try:
+        if ending == "iterates":
+            async for _ in channel:
+                pass
+        await channel.receive()
+    except ad.RankLostError as error:
+        assert channel.receive_nowait() is None
+        return f"{error.rank} at {world.time():.1f}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("ending", ["dies", "returns", "iterates"])
+def test_who_waits_for_a_message_hears_when_nobody_is_left_who_could_send_one(ending: str) -> None:
+    """It waited for ever: in the simulator that was a deadlock, in a real job of two ranks nothing was said at all."""
+    faults = [Kill(1, at_s=0.5)] if ending == "returns" else [Kill(1, at_s=0.5), Kill(2, at_s=1.0)]
+    report = ad.simulate(
+        _wait_for_a_message, ending, ranks=3, faults=faults, network=Network(loss_detection_s=1e-4), strict=False
+    )
+    assert re.fullmatch(
+        r"1 at 2\.0: Number: nobody is left who could send: rank 1 is lost \[rank=1\]", report.results[0]
+    ), report.results[0]
+
+
+def test_who_waits_for_a_message_goes_on_while_a_rank_may_come_back() -> None:
+    async def main(world: ad.World) -> int:
+        channel = world.channel(Number, tag=60)
+        if world.rank:
+            if world.incarnation:
+                await asyncio.sleep(0.1)
+                await channel.send(Number(7), 0)
+            else:
+                await asyncio.sleep(100.0)
+            return 0
+        return (await channel.receive()).message.value
+
+    report = ad.simulate(
+        main,
+        ranks=2,
+        faults=[Kill(1, at_s=0.5), Restart(1, at_s=2.0)],
+        network=Network(loss_detection_s=1e-4),
+        strict=False,
+    )
+    assert report.results[0] == 7
 
 
 def test_who_waits_for_a_replay_buffer_whose_rank_is_killed_is_told_so() -> None:
