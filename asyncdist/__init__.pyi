@@ -9,6 +9,7 @@ from .errors import (
     ClosedError as ClosedError,
     DeadlockError as DeadlockError,
     DisagreementError as DisagreementError,
+    LateError as LateError,
     LocalProtocolError as LocalProtocolError,
     RankLostError as RankLostError,
     RemoteError as RemoteError,

@@ -62,6 +62,13 @@ class ClosedError(AsyncdistError):
     """The channel, policy, group or world was closed, here or by the peer that it needs."""
 
 
+class LateError(ClosedError):
+    """This rank was started again, and the others have ended what it is to join.
+
+    Nothing is lost with it. So where ``asyncdist.run`` would raise it, the process ends with exit code 0, and one line.
+    """
+
+
 class BusyError(AsyncdistError):
     """Something that takes one user at a time has one already, or a bounded queue is full."""
 

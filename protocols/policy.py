@@ -36,6 +36,7 @@ from asyncdist.tensors.flat_state import FlatState
 from protocols.metrics import Metric, MetricSource, metric_as_number
 from protocols.options import check_callable
 from protocols.start_differences import model_difference, told_of_rivals
+from protocols.start_without_lost import start_without_lost
 from protocols.step_info import StepInfo
 from protocols.wrappers import check_not_inside, check_not_wrapped
 
@@ -72,6 +73,8 @@ class SpawnPolicy(abc.ABC):
     """
 
     takes_metric: ClassVar[bool] = True
+    #: Whether a rank that was started again may join (:meth:`_join`). A policy on all ranks starts without it then.
+    admits_restarted: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -154,30 +157,39 @@ class SpawnPolicy(abc.ABC):
         self.is_alone = not self._has_company()
         if not self.is_alone:
             check_not_inside(self.model)
-            members, leader = self._group.ranks, self._choose_leader()
-            ranks = members if leader in members else (*members, leader)
             self._stage = "starting"
             try:
-                if self._world.incarnation and self._group is self._world.group:
-                    await self._join()
-                    self._stage = "open"
-                    return self
-                self._world.peers.attendance.check_whole(self._group)
-                await start_together(
-                    self._services,
-                    self._world.agreements,
-                    ranks,
-                    START,
-                    self._begin,
-                    self._end,
-                    name=START,
-                    leader=leader,
-                )
+                await self._enter()
             except BaseException:
                 self._forget_start()
                 raise
         self._stage = "open"
         return self
+
+    async def _enter(self) -> None:
+        """Start, or join where the others have started."""
+        is_of_all = self._group is self._world.group
+        if is_of_all and self._world.incarnation:
+            await self._join()
+        elif is_of_all and self.admits_restarted and self._services.may_return:
+            await start_without_lost(self._services, self._group.ranks, self._start_with, self._start_timeout_s)
+        else:
+            self._world.peers.attendance.check_whole(self._group)
+            await self._start_with(self._group.ranks)
+
+    async def _start_with(self, members: tuple[int, ...]) -> None:
+        self._stage = "starting"
+        leader = self._choose_leader(members)
+        await start_together(
+            self._services,
+            self._world.agreements,
+            members if leader in members else (*members, leader),
+            START,
+            self._begin,
+            self._end,
+            name=START,
+            leader=leader,
+        )
 
     def _forget_start(self) -> None:
         """Allow another start after one has failed. If it had begun, :meth:`_begin` sets the stage instead."""
@@ -420,9 +432,9 @@ class SpawnPolicy(abc.ABC):
             )
         return metric_as_number(source() if callable(source) and not isinstance(source, torch.Tensor) else source)
 
-    def _choose_leader(self) -> int:
-        """Return the rank that compares what the members say: one of them, or the reserved coordinator."""
-        return self._group.ranks[0]
+    def _choose_leader(self, members: tuple[int, ...]) -> int:
+        """Return the rank that compares what these members say: one of them, or the reserved coordinator."""
+        return members[0]
 
     def _agreed_values(self) -> dict[str, str]:
         """Return what must be equal on all members."""

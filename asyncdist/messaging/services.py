@@ -54,6 +54,7 @@ class Services:
         rank: this rank, from 0.
         size: the number of ranks.
         incarnation: how often this rank has been started again.
+        may_return: whether lost ranks are started again.
         is_admitted: whether the others count on this rank, so that its failure ends the job. A rank that was started
             again is admitted by the first policy or group that takes it.
         time: a function without arguments that returns seconds on the loop's clock, from an arbitrary start.
@@ -75,6 +76,7 @@ class Services:
         self.rank = engine.transport.rank
         self.size = engine.transport.size
         self.incarnation = engine.transport.incarnation
+        self.may_return = engine.transport.may_return
         self.is_admitted = not self.incarnation
         self.time: Callable[[], float] = loop.time
         self.engine = engine
@@ -169,7 +171,7 @@ class Services:
 
     def _lost_senders(self, name: str, ranks: Sequence[int]) -> RankLostError | None:
         """Return an error if all others of ``ranks`` are gone for good, and some of them lost."""
-        if len(self.gone) < len(ranks) - 1 or self.engine.transport.may_return:
+        if len(self.gone) < len(ranks) - 1 or self.may_return:
             return None
         lost = self.lost_ranks().intersection(ranks)
         if not lost or not self.gone.issuperset(rank for rank in ranks if rank != self.rank):
@@ -245,6 +247,10 @@ class Services:
     def lost_ranks(self) -> frozenset[int]:
         """Return the ranks that ended without leaving."""
         return self.engine.transport.lost_ranks()
+
+    def left_world(self) -> frozenset[int]:
+        """Return the ranks that have left, also before this rank, which was started again, was connected to them."""
+        return self.engine.transport.missed_ranks().union(self.left)
 
     def is_unmet(self, rank: int) -> bool:
         """Return whether ``rank`` is lost here only since this rank, which was started again, is not connected yet."""

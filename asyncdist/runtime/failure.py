@@ -10,10 +10,10 @@ import multiprocessing
 import sys
 from collections.abc import Collection
 from types import FrameType
-from typing import Final
+from typing import Final, NoReturn
 
 from asyncdist import environment, rank_program
-from asyncdist.errors import DisagreementError, RankLostError, RemoteError, has_cause_here, is_consequence
+from asyncdist.errors import DisagreementError, LateError, RankLostError, RemoteError, has_cause_here, is_consequence
 from asyncdist.runtime.failure_report import FailureReport, is_termination, peer_failed, summarise
 from asyncdist.runtime.peers import Failed, FailureAcknowledged
 from asyncdist.runtime.signals import SIGNALS, Interrupts, exit_immediately, interrupt_error
@@ -188,8 +188,14 @@ def _print_failure(rank: int, error: BaseException, heard: BaseException | None)
         _report.print_line(_with_notes(f"rank {rank} was interrupted", error), error)
     elif is_termination(error):
         _report.print_line(_with_notes(f"rank {rank} was terminated (SIGTERM)", error), error)
-    elif not isinstance(error, SystemExit):
+    elif not isinstance(error, SystemExit | LateError):
         _report.print_traceback(error, rank)
+
+
+def end_late(error: LateError) -> NoReturn:
+    """End this process well: it was started again, and the others have ended what it was to join."""
+    print(f"asyncdist: {error.message}; nothing is left to do", file=sys.stderr, flush=True)
+    raise SystemExit(0) from error
 
 
 def _with_notes(line: str, error: BaseException) -> str:

@@ -29,11 +29,11 @@ from asyncdist._version import __version__
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.membership import MembershipLog
 from asyncdist.collectives.nonblocking import Collectives
-from asyncdist.errors import AsyncdistError, DisagreementError, is_consequence
+from asyncdist.errors import AsyncdistError, DisagreementError, LateError, is_consequence
 from asyncdist.messaging import wire
 from asyncdist.messaging.engine import Engine
 from asyncdist.messaging.services import Services
-from asyncdist.runtime.failure import FailureMonitor, fail, fail_alone, own_error, refuse
+from asyncdist.runtime.failure import FailureMonitor, end_late, fail, fail_alone, own_error, refuse
 from asyncdist.runtime.leaving import leave, report_leftovers
 from asyncdist.runtime.notebooks import call_beside_loop, is_loop_running
 from asyncdist.runtime.process import limit_threads, spare_collections
@@ -119,6 +119,7 @@ def run(
         LocalProtocolError: called inside a world; a rank has one.
         RuntimeError: a loop is running already, under a launcher; use :func:`open_world` there.
         KeyboardInterrupt: after SIGINT, when everything has ended.
+        SystemExit: this rank was started again, and too late: see :class:`LateError`.
         BaseException: what ``main`` raised, or an ExceptionGroup with what its spawned tasks raised.
     """
     try:
@@ -126,6 +127,8 @@ def run(
         _check_options(transport, ranks, loop, grace_s, bulk)
         elsewhere = run_elsewhere.get()
         opened = _open_here(transport, bulk, ranks) if elsewhere is None else None
+    except LateError as late:
+        end_late(late)
     except (ValueError, AsyncdistError) as refusal:
         refuse(refusal, sys._getframe(1))
         refusal.__traceback__ = None  # its words say it all
@@ -139,6 +142,8 @@ def run(
         task = event_loop.create_task(host)
         interrupts.cancel_on_first(event_loop, [task])
         outcome = _complete(event_loop, [task])[0]
+        if isinstance(outcome.error, LateError):
+            end_late(outcome.error)
         if outcome.error is not None:  # inside: a Ctrl-C from here on has this error as its context
             raise outcome.error
     return cast(T, outcome.value)

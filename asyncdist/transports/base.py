@@ -247,6 +247,10 @@ class Transport(abc.ABC):
     def lost_ranks(self) -> frozenset[int]:
         """Return the ranks that are known to be lost."""
 
+    def missed_ranks(self) -> frozenset[int]:
+        """Return the ranks that had left before this process, which was started again, was connected to them."""
+        return frozenset()
+
     @abc.abstractmethod
     def abort(self, exit_code: int) -> None:
         """End every process of the job at once. May not return."""

@@ -163,10 +163,6 @@ class Coordinator:
         self._reports.close(afterwards=afterwards)
         self._control.close(afterwards=afterwards)
 
-    def note_lost(self, rank: int) -> None:
-        """Note that a rank was lost before this coordinator began, though a new process has its place."""
-        self._gone.append(rank)
-
     def note_left(self, rank: int) -> None:
         """Note that a rank has left the policy, as it says itself."""
         self._left.append(rank)

@@ -166,8 +166,9 @@ class _Board:
             return
         for policy in asked:
             self._askable[policy][1](request, source)
-        if not asked and (request.key in self._left.values() or request.key in self._applications):
-            self.send(Over(request.key), source)
+        has_ended = request.key in self._left.values()
+        if not asked and (has_ended or request.key in self._applications):
+            self.send(Over(request.key, has_ended), source)
 
     def _tell(self, message: SuccessionMessage, source: int) -> None:
         handler = self._policies.get(message.policy)
@@ -192,7 +193,7 @@ class Leadership:
         on_admitted: called with a rank and its incarnation, which was started again and takes part.
         is_reserved: whether this rank is no member, and coordinates only in :meth:`serve_reserved`.
         epoch: of the coordinator, where this rank waits to be admitted; None where it begins with all others.
-        replaced: members that were lost since they agreed to start, and in whose place there is a new process.
+        replaced: members that were lost as they agreed to start; in the place of some there is a new process.
     """
 
     def __init__(
@@ -243,7 +244,7 @@ class Leadership:
         if epoch is not None:
             self._succession.begin_in(epoch)
         elif services.rank == coordinator:
-            self._serve(epoch=0, members=self._members)
+            self._serve(epoch=0, members=[rank for rank in self._members if rank not in self._replaced])
 
     @staticmethod
     def listen(services: Services) -> None:
@@ -476,9 +477,6 @@ class Leadership:
             epoch=epoch,
             stream_safe_points=self._stream_safe_points,
         )
-        if epoch == 0:
-            for rank in self._replaced:
-                self._serving.note_lost(rank)
         if not self._is_reserved:
             self._services.spawn_service(self._run(self._serving), name="coordinator")
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Literal, Self, assert_never
+from typing import Any, ClassVar, Literal, Self, assert_never
 
 import torch
 from torch import nn
@@ -62,6 +62,7 @@ from protocols.selective.roles.replacer import Replacer
 from protocols.selective.roles.reporter import Reporter
 from protocols.selective.rules import SelectiveRules
 from protocols.selective.statistics import SelectiveStatistics
+from protocols.start_without_lost import lost_members
 from protocols.step_info import NOTHING, PolicyEvent, StepInfo
 
 logger = logging.getLogger("protocols.selective.policy")
@@ -125,6 +126,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     Raises:
         TypeError, ValueError: an option, the model or the optimizer is not what it should be.
     """
+
+    admits_restarted: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -240,9 +243,9 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
 
     async def __aenter__(self) -> Self:
         """As :class:`SpawnPolicy`. Raises ValueError, also on one rank, for a coordinator or successor out of range."""
-        world = self._given_world or current_world()
-        if self._coordinator_rank is not None and self._coordinator_rank >= world.size:
-            validation.refuse("coordinator", self._coordinator_rank, f"a rank from 0 to {world.size - 1}")
+        world, coordinator = self._given_world or current_world(), self._coordinator_rank
+        if coordinator is not None and coordinator >= world.size:
+            validation.refuse("coordinator", coordinator, f"a rank from 0 to {world.size - 1}")
         members = (self._given_group or world.group).ranks
         if self._successors and not set(self._successors) <= set(members):
             validation.refuse("successors", self._successors, f"members of the policy's group, {list(members)}")
@@ -252,16 +255,17 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         """Whether other ranks take part; a reserved coordinator serves a lone member too, until it has left."""
         return super()._has_company() or self._coordinator_rank not in (None, *self._group.ranks)
 
-    def _choose_leader(self) -> int:
-        return super()._choose_leader() if self._coordinator_rank is None else self._coordinator_rank
+    def _choose_leader(self, members: tuple[int, ...]) -> int:
+        first = members[0] if self._coordinator_rank is None else self._coordinator_rank
+        order = (first, *self._successors, *members)
+        return next(rank for rank in order if rank in members or rank not in self._group.ranks)
 
     async def _start(self) -> None:
-        services = self._services
         self._own.begin()
-        Leadership.listen(services)
+        Leadership.listen(self._services)
         meeting = self._joint_start.meeting
         scopes = PolicyScopes(meeting.ranks, await self._agree())
-        self._open(scopes, meeting.leader, replaced=self._world.agreements.incarnations.replaced(meeting.key))
+        self._open(scopes, meeting.leader, replaced=lost_members(self._world, self._group.ranks, meeting))
 
     def _open(
         self, scopes: PolicyScopes, coordinator: int, epoch: int | None = None, replaced: Sequence[int] = ()
@@ -272,7 +276,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             scopes: of the policy.
             coordinator: its rank.
             epoch: its epoch, where this rank waits to be admitted.
-            replaced: members that were lost since they agreed, and in whose place there is a new process.
+            replaced: members that were lost before they agreed, or since and in whose place there is a new process.
         """
         services, members = self._services, self._group.ranks
         self._states = StateTransfer(services, wire.scope_of((), f"states of policy {scopes.policy}", 0))
@@ -288,7 +292,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             self._rules,
             scopes,
             stream_safe_points=safe_point_count(self._flat.nbytes),
-            on_gone=self._on_coordinator_gone,
+            on_gone=lambda why: self._carry_out(self._member.on_coordinator_gone(why)),
             on_new=self._on_new_coordinator,
             on_admitted=self._admit,
             epoch=epoch,
@@ -461,9 +465,6 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
                         self._services.engine.recheck()
                 case other:
                     logger.debug("the coordinator sent a %s", type(other).__name__)
-
-    def _on_coordinator_gone(self, why: str) -> None:
-        self._carry_out(self._member.on_coordinator_gone(why))
 
     def _on_new_coordinator(self, epoch: int, rank: int) -> None:
         """End what an earlier coordinator has begun, and take part in what the new one decides."""

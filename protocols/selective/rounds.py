@@ -141,11 +141,11 @@ class RoundCoordinator:
     def on_newcomer(self, rank: int, incarnation: int, now: float) -> tuple[Send, ...]:
         """Take a request to be admitted. It may be repeated, since the answer may be lost."""
         member = self._members.get(rank)
-        if member is not None and member.live:
-            if not member.admitted:
-                return ()
+        if member is not None and member.live and member.admitted:
             member.incarnation = incarnation  # admitted by an earlier coordinator, whose word has not come
             return (Send(rank, 0, Admitted(rank, incarnation)),)
+        if member is not None and (member.live or (member.admitted and member.incarnation == incarnation)):
+            return ()  # it asks again; or it was admitted and has left, and this is an earlier request
         self._tell("{:.6f} rank {} asks to be admitted", now, rank)
         self._roster.add_newcomer(rank, incarnation)
         self._newcomers.add(rank)

@@ -16,7 +16,14 @@ from torch import nn
 
 import asyncdist as ad
 from asyncdist.simulation import Compute, Fault, Kill, Network, Restart, SimReport, Stall, simulate
-from protocols import AsyncSelectiveAveragingPolicy, PolicyEvent, ReplayBuffer, SnapshotTaken, serve_replay_buffer
+from protocols import (
+    AsyncSelectiveAveragingPolicy,
+    AverageAllPolicy,
+    PolicyEvent,
+    ReplayBuffer,
+    SnapshotTaken,
+    serve_replay_buffer,
+)
 
 _LATE = "late"
 
@@ -52,7 +59,7 @@ def all_of(tiny: Tiny, optimizer: torch.optim.Optimizer, policy: AsyncSelectiveA
 
 
 async def train(world: ad.World, shared: Shared, steps: int, options: dict[str, Any]) -> Any:
-    """Train; a rank that was started again begins with what it is given."""
+    """Train so many steps, and until ``awaited`` ranks were admitted; a newcomer begins with what it is given."""
     rng = random.Random(f"{world.rank} {world.incarnation}")
     tiny = Tiny(float(100 * world.incarnation + world.rank))
     optimizer = torch.optim.SGD([tiny.weight], lr=0.5, momentum=0.5)
@@ -65,13 +72,14 @@ async def train(world: ad.World, shared: Shared, steps: int, options: dict[str, 
     if world.incarnation:
         known |= known.pop("newcomer", {})
     known.pop("newcomer", None)
+    awaited = known.pop("awaited", 0)
     policy = AsyncSelectiveAveragingPolicy(tiny, optimizer, average_every=3, on_event=note, **known)
     try:
         async with policy:
             if world.incarnation:
                 assert all_of(tiny, optimizer, policy) in shared.given.values(), "the state of no donor"
                 shared.admitted.append((world.rank, world.incarnation, policy.iteration))
-            while policy.iteration < steps:
+            while policy.iteration < steps or len(shared.admitted) < awaited:
                 tiny.weight.grad = torch.full_like(tiny.weight, float(rng.randint(-3, 3)))
                 optimizer.step()
                 tiny.count += 1
@@ -225,11 +233,21 @@ def test_a_new_process_has_random_states_of_its_own(inherited: tuple[str, ...]) 
     assert now == outside
 
 
-def test_a_newcomer_that_comes_after_the_others_have_left_hears_so() -> None:
+@pytest.mark.parametrize("lingers_s", [0.0, 1.0])
+def test_a_newcomer_that_comes_after_the_others_have_left_hears_so(lingers_s: float) -> None:
+    """Also while they are still in the world."""
     shared = Shared()
-    report = population(shared, [Kill(2, at_s=0.02), Restart(2, at_s=0.0201)], steps=20)
-    if report.results[2] == _LATE:
-        assert isinstance(shared.errors[0], ad.ClosedError)
+
+    async def main(world: ad.World) -> Any:
+        ended = await train(world, shared, 20, {})
+        await world.sleep(lingers_s)
+        return ended
+
+    faults = [Kill(2, at_s=0.015), Restart(2, at_s=0.5)]
+    report = simulate(main, ranks=4, faults=faults, network=Network(loss_detection_s=1e-4), strict=True)
+    check(report)
+    assert report.faults_fired == ((1, 1) if lingers_s else (1, 0)), "the simulation ends with the last rank"
+    assert [type(error) for error in shared.errors] == ([ad.LateError] if lingers_s else [])
 
 
 def test_a_group_of_all_ranks_ends_with_a_member_and_a_new_one_has_the_new_process() -> None:
@@ -263,20 +281,52 @@ def test_a_newcomer_that_fails_before_it_is_admitted_is_lost_once_more_and_the_o
 
 
 def test_a_policy_of_an_earlier_group_names_the_member_that_was_started_again() -> None:
-    async def main(world: ad.World) -> str:
+    """A group that the user has made, and a policy that admits nobody while it runs."""
+
+    async def main(world: ad.World) -> list[str]:
+        group = None if world.incarnation else await world.new_group([0, 1, 2])
         await world.sleep(0.1)
-        if world.incarnation:
-            return ""
-        tiny = Tiny(0.0)
-        try:
-            async with AsyncSelectiveAveragingPolicy(tiny, torch.optim.SGD([tiny.weight]), average_every=1):
-                return "started"
-        except ad.RankLostError as error:
-            return str(error)
+        if group is None:
+            return []
+        told = []
+        for kind, named in ((AsyncSelectiveAveragingPolicy, group), (AverageAllPolicy, None)):
+            tiny = Tiny(0.0)
+            try:
+                async with kind(tiny, torch.optim.SGD([tiny.weight]), average_every=1, group=named):
+                    told.append("started")
+            except ad.RankLostError as error:
+                told.append(str(error))
+        return told
 
     report = simulate(main, ranks=3, faults=[Kill(2, at_s=0.02), Restart(2, at_s=0.03)], network=Network())
     check(report)
-    assert all("rank 2 was started again, and is no member of the earlier group" in r for r in report.results[:2])
+    for told in report.results[:2]:
+        assert len(told) == 2
+        assert all("rank 2 was started again, and is no member of the earlier group" in text for text in told)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_ranks_that_are_lost_while_a_policy_starts_join_it_when_they_were_started_again(seed: int) -> None:
+    """The first ones, among which the coordinator is chosen, too; some come late, as from reading data."""
+    rng = random.Random(f"lost in the start {seed}")
+    ranks = rng.randint(2, 5)
+    late_s = [rng.choice((0.0, 1e-5, 1e-3)) for _ in range(ranks)]
+    victims = rng.sample(range(ranks), rng.randint(1, ranks - 1))
+    faults: list[Fault] = []
+    for rank in victims:
+        at_s = rng.choice((0.0, rng.uniform(0.0, 2e-4), rng.uniform(0.0, 1.2e-3)))
+        faults += [Kill(rank, at_s=at_s), Restart(rank, at_s=at_s + rng.choice((1e-5, 3e-4, 2e-3)))]
+    shared = Shared()
+
+    async def main(world: ad.World) -> Any:
+        await world.sleep(late_s[world.rank])
+        return await train(world, shared, 100, {"awaited": len(victims)})
+
+    network = Network(loss_detection_s=1e-4)
+    report = simulate(main, ranks=ranks, seed=seed, faults=faults, network=network, until_s=1e4, strict=True)
+    check(report)
+    assert _LATE not in report.results, shared.errors
+    assert {rank for rank, _, _ in shared.admitted} == set(victims)
 
 
 @dataclass(frozen=True)

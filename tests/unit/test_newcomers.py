@@ -56,6 +56,11 @@ def test_a_newcomer_gets_the_best_members_state_and_counts_from_then_on() -> Non
     ]
     assert coordinator.members() == ((0, 0), (1, 0), (2, 1))
     assert coordinator.on_newcomer(2, 1, 4.0) == (Send(2, 0, Admitted(2, 1)),), "it has not heard yet"
+    coordinator.on_leave(2, 5.0)
+    assert coordinator.on_newcomer(2, 1, 6.0) == (), "an earlier request, read after it has left"
+    for rank in range(2):
+        coordinator.on_leave(rank, 7.0)
+    assert coordinator.finished
 
 
 def test_a_newcomer_is_neither_waited_for_nor_judged() -> None:
@@ -177,7 +182,13 @@ async def test_ranks_that_are_met_together_are_asked_before_it_is_known_that_non
 
     engine = SimpleNamespace(until=until, recheck=lambda: None)
     services: Any = SimpleNamespace(
-        rank=0, incarnation=1, gone=unmet, left=set(), time=lambda: 0.0, is_unmet=unmet.__contains__, engine=engine
+        rank=0,
+        incarnation=1,
+        gone=unmet,
+        left_world=frozenset,
+        time=lambda: 0.0,
+        is_unmet=unmet.__contains__,
+        engine=engine,
     )
     application = Application(
         services, lambda _, dest: asked.append(dest), (0, 1, 2, 3), {}, 60.0, on_end=lambda _: None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from asyncdist import AsyncdistError, ClosedError, DisagreementError, RankLostError, StartTimeoutError
+from asyncdist import AsyncdistError, ClosedError, DisagreementError, LateError, RankLostError, StartTimeoutError
 from asyncdist.messaging import wire
 from asyncdist.messaging.services import Services
 
@@ -57,9 +57,10 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """Answers a request: this rank has left that policy, or waits to be admitted itself."""
+    """Answers a request: this rank has left that policy (``has_ended``), or waits to be admitted itself."""
 
     key: int
+    has_ended: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,7 @@ class Application:
         self._timeout_s = timeout_s
         self._deadline = services.time() + timeout_s
         self._over: set[int] = set()
+        self._have_ended = False
         self._asked: set[int] = set()
         self._met: set[int] = set()
         self._began_at = self._ask_again_at = services.time()
@@ -135,8 +137,9 @@ class Application:
             case Welcome() if self._policy in (None, message.policy):  # not of the one that the others start next
                 self._welcome = message, source
                 self._deadline = self._services.time() + self._timeout_s
-            case Over():
+            case Over(_, has_ended):
                 self._over.add(source)
+                self._have_ended |= has_ended
             case Ambiguous(_, count):
                 text = (
                     f"rank {source} is in {count} policies of this class and name, and cannot know which of them this "
@@ -194,7 +197,8 @@ class Application:
 
         Raises:
             DisagreementError: class, name, model or an option differs, or several policies have this class and name.
-            ClosedError: all others have left the policy.
+            LateError: all others have left the policy, or the world.
+            ClosedError: all others were started again, too.
             StartTimeoutError: the time is up.
             RankLostError: no other rank is there any more.
         """
@@ -212,17 +216,19 @@ class Application:
                 raise self._error
             if is_over() or self._welcome is not None:
                 return
-            self._met |= {rank for rank in self._ranks if not services.is_unmet(rank)} | services.left
+            self._met |= {rank for rank in self._ranks if not services.is_unmet(rank)} | services.left_world()
             is_time_up = services.time() >= self._deadline
             # A rank that was not met yet may have the policy: a slow one is met late. One met just now was not asked.
             others = self._others()
-            if self._over.issuperset(others) and (self._met.issuperset(self._ranks) or (is_time_up and others)):
-                raise ClosedError(
-                    "no other rank has this policy any more: they have ended it, or were started again, too"
-                )
-            if is_time_up:
-                if not others:
-                    raise RankLostError("no other rank of this policy is there: it has ended, or is lost")
-                raise StartTimeoutError(
-                    f"no coordinator of this rank's policy has answered for {self._timeout_s:g} s: it is not admitted"
-                )
+            is_over_everywhere = self._over.issuperset(others) and self._met.issuperset(self._ranks)
+            if not (is_over_everywhere or is_time_up):
+                continue
+            if self._over.issuperset(others) and (self._have_ended or services.left_world().intersection(self._ranks)):
+                raise LateError("no other rank has this policy any more: this rank was started again too late")
+            if is_over_everywhere or (self._over.issuperset(others) and others):
+                raise ClosedError("no other rank has this policy any more: all are lost, or were started again, too")
+            if not others:
+                raise RankLostError("no other rank of this policy is there: all are lost")
+            raise StartTimeoutError(
+                f"no coordinator of this rank's policy has answered for {self._timeout_s:g} s: it is not admitted"
+            )
