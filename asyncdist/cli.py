@@ -16,7 +16,7 @@ from asyncdist._version import __version__
 from asyncdist.launch import local_ranks, mpirun
 
 #: The options that take a value; the others are one word.
-_RUN_OPTIONS: Final = ("-n", "--ranks", "--transport", "--mpi", "--threads-per-rank", "--stall-s")
+_RUN_OPTIONS: Final = ("-n", "--ranks", "--transport", "--mpi", "--threads-per-rank", "--restarts", "--stall-s")
 _SIM_OPTIONS: Final = ("-n", "--ranks", "--seed", "--faults", "--explore", "--processes", "--until-s")
 
 
@@ -75,8 +75,8 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         "run",
         help="start a script on several ranks of this host",
         usage=(
-            "asyncdist run -n RANKS [--transport mpi|torch] [--mpi openmpi|mpich] [--survive] [--threads-per-rank N] "
-            "[--stall-s S] script.py [arguments]"
+            "asyncdist run -n RANKS [--transport mpi|torch] [--mpi openmpi|mpich] [--survive] [--restarts N] "
+            "[--threads-per-rank N] [--stall-s S] script.py [arguments]"
         ),
         description=(
             "Start a script on several ranks of this host: with the MPI that is installed, or as torchrun would, for "
@@ -95,6 +95,12 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--survive",
         action="store_true",
         help="go on when ranks die (Open MPI 5 or later); without it, a rank that is killed ends a job on MPI",
+    )
+    run.add_argument(
+        "--restarts",
+        type=_count,
+        metavar="N",
+        help="with --transport torch: start a rank that is killed again, up to N times; it joins the others, who go on",
     )
     run.add_argument(
         "--threads-per-rank",
@@ -238,6 +244,8 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             environ = {**environ, environment.STALL_VARIABLE: options.stall_s}
     except ValueError as error:
         raise local_host.LaunchError(str(error)) from error
+    if options.restarts is not None:
+        _check_restarts(transport, backend, options)
     if transport == "mpi":
         mpirun.run(
             script,
@@ -252,7 +260,20 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         raise local_host.LaunchError("--survive is for --transport mpi")
     if options.mpi is not None:
         raise local_host.LaunchError(f"--mpi {options.mpi} is for --transport mpi")
-    return local_ranks.run(script, arguments, ranks=ranks, threads=threads, environ=environ)
+    restarts = options.restarts or 0
+    return local_ranks.run(script, arguments, ranks=ranks, threads=threads, restarts=restarts, environ=environ)
+
+
+def _check_restarts(transport: str, backend: str, options: argparse.Namespace) -> None:
+    """Refuse ``--restarts`` where no rank can join a world that runs."""
+    if options.survive:
+        raise local_host.LaunchError("--restarts is for --transport torch, and --survive for --transport mpi")
+    if transport == "mpi":
+        raise local_host.LaunchError(
+            "--restarts is for --transport torch: no process can join ranks of MPI that run; --survive lets them go on"
+        )
+    if backend != environment.TORCH_BACKEND:
+        raise local_host.LaunchError(f"--restarts is for torch:{environment.TORCH_BACKEND}, not torch:{backend}")
 
 
 def _sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:

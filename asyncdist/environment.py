@@ -48,6 +48,8 @@ _LOCAL_SIZE_VARIABLES: Final = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS",
 _BACKEND_VARIABLE: Final = "ASYNCDIST_BACKEND"
 #: Says how long main may wait before a warning, where the program does not say it.
 STALL_VARIABLE: Final = "ASYNCDIST_STALL_S"
+#: Says how often this rank has been started again, in jobs whose launcher does that.
+INCARNATION_VARIABLE: Final = "ASYNCDIST_INCARNATION"
 #: Tells the children of a rank of MPI which process is the rank, and what its launcher calls it.
 _RANK_VARIABLE: Final = "ASYNCDIST_RANK"
 # Slurm numbers its batch and interactive shells as steps of their own, from here upwards.
@@ -202,7 +204,10 @@ class TorchRendezvous:
         size: The number of ranks.
         address: The address of the host with the store.
         port: The port of the store.
-        is_store_served: Whether torchrun's agent serves the store; else rank 0 does.
+        is_store_served: Whether the launcher serves the store, as torchrun's agent does; else rank 0 does.
+        incarnation: How often the launcher had started this rank again before.
+        admits_restarted: Whether the launcher starts ranks again that are killed.
+        job: What the launcher calls the job.
     """
 
     rank: int
@@ -210,6 +215,9 @@ class TorchRendezvous:
     address: str
     port: int
     is_store_served: bool
+    incarnation: int = 0
+    admits_restarted: bool = False
+    job: str = ""
 
 
 def check_alone(environ: Mapping[str, str] = os.environ) -> None:
@@ -255,7 +263,16 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
     if launch.expected_size > 1:
         local_host.check_address("MASTER_ADDR", environ["MASTER_ADDR"])
     is_served = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # as torch.distributed compares it
-    return TorchRendezvous(launch.rank, launch.expected_size, environ["MASTER_ADDR"], port, is_served)
+    return TorchRendezvous(
+        launch.rank,
+        launch.expected_size,
+        environ["MASTER_ADDR"],
+        port,
+        is_served,
+        incarnation=variables.number(INCARNATION_VARIABLE) or 0,
+        admits_restarted=is_served and bool(environ.get(INCARNATION_VARIABLE)),
+        job=environ.get("TORCHELASTIC_RUN_ID", ""),
+    )
 
 
 def names_torch_rendezvous(environ: Mapping[str, str] = os.environ) -> bool:
@@ -404,18 +421,6 @@ def local_size(environ: Mapping[str, str] = os.environ) -> int | None:
     return None if name is None else _number(environ, name)
 
 
-def oversubscription_hint(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Say what to do about an Open MPI job that has more ranks than slots; return None for other jobs."""
-    sizes = [environ.get(name, "") for name in ("OMPI_UNIVERSE_SIZE", "OMPI_COMM_WORLD_SIZE")]
-    if not all(size.isdecimal() for size in sizes) or int(sizes[0]) >= int(sizes[1]):
-        return None
-    return (
-        f"mpirun was told that {sizes[1]} ranks share {sizes[0]} slots, so Open MPI yields the core in every call and "
-        f"a policy's step may take milliseconds: start with --host localhost:{sizes[1]} in place of --oversubscribe, "
-        f"or with asyncdist run -n {sizes[1]}"
-    )
-
-
 # ------------------------------------------------------------------------------------------------------------- a rank
 
 
@@ -459,7 +464,7 @@ def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
     MASTER_ADDR and the like stay where no launcher of torch's says a rank: users set them for libraries.
     """
     is_torch_rank = any(environ.get(name) for name in ("RANK", "TORCHELASTIC_RUN_ID"))
-    outer = (_RANK_VARIABLE, *_MPI_PREFIXES, *(_TORCH_PREFIXES if is_torch_rank else ()))
+    outer = (_RANK_VARIABLE, INCARNATION_VARIABLE, *_MPI_PREFIXES, *(_TORCH_PREFIXES if is_torch_rank else ()))
     return {name: text for name, text in environ.items() if not name.startswith(outer) or name.startswith("PMIX_MCA_")}
 
 

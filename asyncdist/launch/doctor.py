@@ -82,6 +82,7 @@ class Facts:
         path_mpirun: the ``mpirun`` that a shell finds, and its flavour.
         mpi: how the start of MPI ended.
         survives: this is a rank of a job on MPI that goes on when ranks die.
+        restarts: this is a rank of a job on torch whose launcher starts killed ranks again.
         is_srun: srun has started this process.
         has_home: HOME is set, without which Open MPI does not start.
         host_cores: cores of this host.
@@ -106,6 +107,7 @@ class Facts:
     path_mpirun: tuple[str, environment.Flavour | None] | None = None
     mpi: Mpi = Mpi()
     survives: bool = False
+    restarts: bool = False
     is_srun: bool = False
     has_home: bool = True
     host_cores: int = 1
@@ -248,6 +250,8 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
 def _describe_death(facts: Facts) -> str:
     if facts.survives:
         return "the others go on (mpirun --with-ft ulfm)"
+    if facts.restarts:
+        return "the others go on; the rank is started again, and joins them (asyncdist run --restarts)"
     if facts.started.transport == "torch":
         return "the others hear of it; the launcher decides whether they go on"
     if not mpirun.can_survive(facts.installation):
@@ -328,9 +332,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
         detection_error = str(error)
     installation = mpirun.find_installation(environ)
     ours = shutil.which("mpirun", path=environ.get("PATH", os.defpath))
-    notes = [
-        note for note in (environment.oversubscription_hint(environ), rank_program.find_shadowing()) if note is not None
-    ]
+    hints = mpi_launchers.oversubscription_hint(environ), rank_program.find_shadowing()
     backends, gpus, torch_version = _ask_torch()
     local_size = None
     with contextlib.suppress(ValueError):  # detection has said so
@@ -352,6 +354,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
         path_mpirun=None if ours is None else (ours, mpirun.launcher_flavour(ours)),
         mpi=_start_mpi(started, installation, environ),
         survives=started.transport == "mpi" and mpi_launchers.survives_rank_loss(environ),
+        restarts=started.transport == "torch" and _restarts_ranks(environ),
         is_srun=environment.is_sruns(started.source, environ),
         has_home=bool(environ.get("HOME")),
         host_cores=os.cpu_count() or 1,
@@ -362,8 +365,15 @@ def gather(environ: Mapping[str, str]) -> Facts:
         gpus=gpus,
         gpu_error=None if gpus else _explain_no_gpu(),
         torch_error=_check_torch(started, environ) if started.transport == "torch" and torch_version else None,
-        notes=notes,
+        notes=[hint for hint in hints if hint is not None],
     )
+
+
+def _restarts_ranks(environ: Mapping[str, str]) -> bool:
+    try:
+        return environment.torch_rendezvous(environ).admits_restarted
+    except ValueError:  # what is wrong is told by _check_torch
+        return False
 
 
 def _version(package: str) -> str | None:

@@ -10,6 +10,10 @@ The launcher keeps to these rules:
   ends in another way within ``SETTLE_S`` is the cause.
 - The others are asked to stop, and killed if they have not done so after ``STOP_S``. No process is left behind, also
   when the launcher itself is killed (on Linux).
+- Where ranks are to be started again (``restarts``), one that is killed by a signal is, under the same variables but
+  for ASYNCDIST_INCARNATION, which counts that; the others are left alone. One that ends by itself is not: it ended
+  well, or has told the others of its failure. The store then is with a process of its own
+  (:mod:`asyncdist.launch.store_server`), so that any rank may die.
 - Nothing here imports torch: the launcher is up in 0.1 s and waits without using a core.
 """
 
@@ -27,7 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal, TypeAlias
 
 from asyncdist import environment, local_host, rank_program
-from asyncdist.launch import guardians
+from asyncdist.launch import guardians, store_server
 
 #: How long ranks that were asked to stop may take.
 STOP_S: Final = 10.0
@@ -45,6 +49,7 @@ def run(
     *,
     ranks: int,
     threads: int | None = None,
+    restarts: int = 0,
     environ: Mapping[str, str],
 ) -> int:
     """Run ``ranks`` ranks of a script on this host, and return the job's exit code when the last one has ended.
@@ -54,12 +59,13 @@ def run(
         arguments: the script's own arguments.
         ranks: the number of processes.
         threads: OMP_NUM_THREADS of each rank; None keeps the user's, else gives each rank its share of the cores.
+        restarts: how often each rank is started again when a signal kills it.
         environ: the environment to start from.
 
     Returns:
-        0 if all ranks ended with it; else the code of the first that did not, 1 only if none ended with another soon
-        after, and 128 and the signal's number if it was killed; or 128 and the number of the signal that the launcher
-        was given.
+        0 if all ranks ended with it, the last process of each where they are started again; else the code of the
+        first that did not, 1 only if none ended with another soon after, and 128 and the signal's number if it was
+        killed; or 128 and the number of the signal that the launcher was given.
 
     Raises:
         local_host.LaunchError: the script is no file, or a process cannot be started.
@@ -68,27 +74,87 @@ def run(
     local_host.check_ranks(ranks)
     local_host.check_loopback()
     command = guardians.guarded(rank_program.rank_command(script, arguments), parent=os.getpid())
-    environments = build_environments(environ, ranks=ranks, threads=threads)
+    environments = build_environments(environ, ranks=ranks, threads=threads, restarts=restarts)
     events: queue.SimpleQueue[_Event] = queue.SimpleQueue()  # the one queue whose put may interrupt its own get
     processes: list[subprocess.Popen[bytes]] = []
+    servers = []
     with _signals_as_events(events):
         try:
+            if restarts:
+                servers.append(_start_store(environments[0]))
             for variables in environments:
                 processes.append(_start(command, variables, rank=len(processes), events=events))
-            return _supervise(processes, events)
+            again = _Restarts(command, environments, events, restarts)
+            return _supervise(processes, events, again)
         finally:
-            for process in processes:
+            for process in processes + servers:
                 _kill(process)
-            for process in processes:
+            for process in processes + servers:
                 process.wait()
 
 
+class _Restarts:
+    """Starts ranks again, each so many times.
+
+    Args:
+        command, environments: of the ranks.
+        events: what happens to them.
+        count: how often each may be started again.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environments: Sequence[dict[str, str]],
+        events: queue.SimpleQueue[_Event],
+        count: int,
+    ) -> None:
+        self._command = command
+        self._environments = environments
+        self._events = events
+        self.count = count
+        self._counts = [0] * len(environments)
+
+    def start(self, rank: int, returncode: int, others: int) -> subprocess.Popen[bytes] | None:
+        """Start a rank again that was killed, unless it has been so too often, or no rank is left; say which."""
+        why = _how_ended(returncode)
+        if not others or self._counts[rank] == self.count:
+            left = "no other rank is left to take it in" if not others else "the others go on without it"
+            self.say(f"rank {rank} {why}; it is not started again ({self._counts[rank]} of {self.count}): {left}")
+            return None
+        self._counts[rank] += 1
+        self.say(f"rank {rank} {why}; starting it again ({self._counts[rank]} of {self.count})")
+        variables = {**self._environments[rank], environment.INCARNATION_VARIABLE: str(self._counts[rank])}
+        return _start(self._command, variables, rank=rank, events=self._events)
+
+    def is_newcomer(self, rank: int) -> bool:
+        """Whether this rank has been started again."""
+        return self._counts[rank] > 0
+
+    @staticmethod
+    def say(text: str) -> None:
+        print(f"asyncdist run: {text}", file=sys.stderr, flush=True)
+
+
+def _start_store(variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start the process that serves the store at the address that the ranks are told."""
+    command = [sys.executable, store_server.PROGRAM, variables["MASTER_ADDR"], variables["MASTER_PORT"]]
+    return _popen(guardians.guarded(command, parent=os.getpid()), variables, "the store")
+
+
 def build_environments(
-    environ: Mapping[str, str], *, ranks: int, threads: int | None, cores: int | None = None
+    environ: Mapping[str, str],
+    *,
+    ranks: int,
+    threads: int | None,
+    cores: int | None = None,
+    restarts: int = 0,
 ) -> list[dict[str, str]]:
     """Return the environment of each rank; the user's setting for threads is kept, unless ``threads`` is given."""
     share = str(max(1, (cores or local_host.available_cores()) // ranks))
     chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    if restarts:
+        chosen |= {environment.INCARNATION_VARIABLE: "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     port, run_id = local_host.find_free_port(), local_host.new_run_id()
     return [
         {
@@ -106,10 +172,7 @@ def build_environments(
 def _start(
     command: Sequence[str], variables: Mapping[str, str], *, rank: int, events: queue.SimpleQueue[_Event]
 ) -> subprocess.Popen[bytes]:
-    try:
-        process = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, process_group=0)
-    except OSError as error:
-        raise local_host.LaunchError(f"rank {rank} cannot be started: {error}") from error
+    process = _popen(command, variables, f"rank {rank}")
 
     def await_end() -> None:
         process.wait()
@@ -117,6 +180,13 @@ def _start(
 
     threading.Thread(target=await_end, name=f"rank {rank}", daemon=True).start()
     return process
+
+
+def _popen(command: Sequence[str], variables: Mapping[str, str], what: str) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, process_group=0)
+    except OSError as error:
+        raise local_host.LaunchError(f"{what} cannot be started: {error}") from error
 
 
 @contextlib.contextmanager
@@ -133,11 +203,14 @@ def _signals_as_events(events: queue.SimpleQueue[_Event]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _supervise(processes: Sequence[subprocess.Popen[bytes]], events: queue.SimpleQueue[_Event]) -> int:
-    """Wait for all ranks, and stop those that are left when one fails or a signal comes. Returns the exit code."""
+def _supervise(processes: list[subprocess.Popen[bytes]], events: queue.SimpleQueue[_Event], again: _Restarts) -> int:
+    """Wait for all ranks, and stop those that are left when one fails or a signal comes. Returns the exit code.
+
+    A rank that is started again has a new process in ``processes``.
+    """
     living = set(range(len(processes)))
     victims: list[int] = []  # or causes: they ended as Python does after any exception
-    code = 0
+    code = lost_code = 0
     deadline: float | None = None
 
     def stop(number: int) -> None:
@@ -166,13 +239,25 @@ def _supervise(processes: Sequence[subprocess.Popen[bytes]], events: queue.Simpl
                 returncode = processes[rank].returncode
                 if code or not returncode:
                     continue
+                if returncode > 0 and again.is_newcomer(rank):  # the others know whether this is a failure of the job
+                    lost_code = lost_code or returncode
+                    again.say(f"rank {rank}, which was started again, {_how_ended(returncode)}")
+                    continue
+                if again.count and returncode < 0 and not victims:
+                    started = again.start(rank, returncode, len(living))
+                    if started is None:
+                        lost_code = lost_code or 128 - returncode
+                    else:
+                        processes[rank] = started
+                        living.add(rank)
+                    continue
                 if returncode == 1:
                     victims.append(rank)
                     deadline = deadline or time.monotonic() + SETTLE_S
                     continue
                 code, deadline = _explain([rank], returncode, others=bool(living)), time.monotonic() + STOP_S
                 stop(signal.SIGTERM)
-    return code or (_explain(victims, 1, others=False) if victims else 0)
+    return code or (_explain(victims, 1, others=False) if victims else lost_code)
 
 
 def _next_event(events: queue.SimpleQueue[_Event], deadline: float | None) -> _Event:
@@ -184,12 +269,18 @@ def _next_event(events: queue.SimpleQueue[_Event], deadline: float | None) -> _E
 
 def _explain(ranks: Sequence[int], returncode: int, *, others: bool) -> int:
     """Say which ranks failed, and how. Returns the job's exit code."""
-    how = f"ended with exit code {returncode}" if returncode > 0 else f"was killed by {_signal_name(-returncode)}"
-    if returncode == -signal.SIGKILL:
-        how += " (the kernel does that where memory is short: see dmesg)"
     who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
-    print(f"asyncdist run: {who} {how}{'; stopping the others' if others else ''}", file=sys.stderr, flush=True)
+    print(
+        f"asyncdist run: {who} {_how_ended(returncode)}{'; stopping the others' if others else ''}",
+        file=sys.stderr,
+        flush=True,
+    )
     return returncode if returncode > 0 else 128 - returncode
+
+
+def _how_ended(returncode: int) -> str:
+    how = f"ended with exit code {returncode}" if returncode > 0 else f"was killed by {_signal_name(-returncode)}"
+    return how + " (the kernel does that where memory is short: see dmesg)" * (returncode == -signal.SIGKILL)
 
 
 def _signal_name(number: int) -> str:

@@ -305,6 +305,12 @@ class Matcher:
                 dropped.append(message)
         return dropped
 
+    def admit(self, rank: int) -> None:
+        """Take messages of a new process in the place of ``rank``; those of the process before are dropped."""
+        self._gone.pop(rank, None)
+        for tag, waiting in self._unexpected.items():
+            self._unexpected[tag] = deque(message for message in waiting if message.source != rank)
+
     def fail(self, error: RankLostError) -> list[Message]:
         """Fail all receives, since this rank itself is lost; return the messages that are dropped."""
         for receive in [receive for posted in self._posted.values() for receive in posted]:

@@ -68,6 +68,18 @@ def survives_rank_loss(environ: Mapping[str, str] = environment.VARIABLES) -> bo
     return environ.get(rank_program.SURVIVAL_VARIABLE) == "1" and bool(environ.get("OMPI_COMM_WORLD_SIZE"))
 
 
+def oversubscription_hint(environ: Mapping[str, str] = environment.VARIABLES) -> str | None:
+    """Say what to do about an Open MPI job that has more ranks than slots; return None for other jobs."""
+    sizes = [environ.get(name, "") for name in ("OMPI_UNIVERSE_SIZE", "OMPI_COMM_WORLD_SIZE")]
+    if not all(size.isdecimal() for size in sizes) or int(sizes[0]) >= int(sizes[1]):
+        return None
+    return (
+        f"mpirun was told that {sizes[1]} ranks share {sizes[0]} slots, so Open MPI yields the core in every call and "
+        f"a policy's step may take milliseconds: start with --host localhost:{sizes[1]} in place of --oversubscribe, "
+        f"or with asyncdist run -n {sizes[1]}"
+    )
+
+
 def library_flavour(version: str) -> Flavour | None:
     """Return whose library has this name; None for an unknown one."""
     if "Open MPI" in version:

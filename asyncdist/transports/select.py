@@ -94,7 +94,7 @@ def _open_mpi(started: environment.Launch) -> MpiMessages:
         )
         if transport.size == 1 and started.source == environment.NO_LAUNCHER:
             environment.check_alone()
-        hint = environment.oversubscription_hint()
+        hint = mpi_launchers.oversubscription_hint()
         if hint is not None and transport.rank == 0:
             logger.warning("%s", hint)
     environment.become_rank()

@@ -201,12 +201,12 @@ def test_gloo_does_not_pass() -> None:
         from torch import distributed as dist
         from asyncdist import environment
         from asyncdist.errors import TransportError
-        from asyncdist.transports.torch_distributed import gloo_mesh, rendezvous, backend_self_test
+        from asyncdist.transports.torch_distributed import backend_self_test, backends, rendezvous
         from asyncdist.transports.torch_distributed.pollable_pairs import Pairs
 
         rank = int(os.environ["RANK"])
         store = rendezvous.join_store(environment.torch_rendezvous(), rank, 2, 60.0)
-        make = lambda name: gloo_mesh.make_group(store, name, rank, 2, datetime.timedelta(seconds=60))
+        make = lambda name: backends.make_gloo_group(store, name, rank, 2, datetime.timedelta(seconds=60))
         try:
             backend_self_test.examine(Pairs(make, rank, torch.device("cpu")), "gloo", store, rank, 2, patience_s=5.0)
         except TransportError as error:

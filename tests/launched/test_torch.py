@@ -150,7 +150,7 @@ def test_threads_that_end_late_are_waited_for_and_no_reason_to_fail(
     is_failed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """32 ranks on two cores have three thousand threads. Those of a lost rank may never end, nor after a failure."""
-    mesh = gloo_mesh.Mesh(lambda _: None, 0, 1, Matcher(CallbackQueue()))
+    mesh = gloo_mesh.Mesh((), 0, 1, Matcher(CallbackQueue()))
     mesh.links = cast(Any, {1: SlowLink(10.0)})
     with caplog.at_level(logging.WARNING, "asyncdist"):
         mesh.close(gloo_mesh.HOPELESS_JOIN_S if is_failed else gloo_mesh.JOIN_S)
@@ -213,7 +213,7 @@ def test_all_frames_of_a_peer_that_has_died_since_are_taken_before_its_loss_is_t
     rung = threading.Event()
     matcher.callbacks.set_bell(rung.set)
     receives = [post(matcher, 1, 3, 7) for _ in range(count)]
-    Link(3, control, DyingPeer([]), matcher, lambda rank, error: lost.append(f"{rank}: {error}"))
+    Link(3, 3, control, DyingPeer([]), matcher, lambda rank, error: lost.append(f"{rank}: {error}"))
     while not lost:
         assert rung.wait(LONG_S)
         rung.clear()

@@ -86,6 +86,7 @@ class End:
         self.passage = Passage(
             TAG,
             peer,
+            peer,
             bulk,
             Matcher(self.callbacks),
             start=start,

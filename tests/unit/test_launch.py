@@ -550,6 +550,6 @@ def test_a_rank_of_another_job_is_no_child_of_a_rank(monkeypatch: pytest.MonkeyP
     ("universe", "size", "hinted"), [("2", "4", True), ("4", "4", False), ("8", "4", False), ("", "4", False)]
 )
 def test_a_job_that_mpirun_holds_for_oversubscribed_gets_a_hint(universe: str, size: str, hinted: bool) -> None:
-    hint = launch.oversubscription_hint({"OMPI_UNIVERSE_SIZE": universe, "OMPI_COMM_WORLD_SIZE": size})
+    hint = mpi_launchers.oversubscription_hint({"OMPI_UNIVERSE_SIZE": universe, "OMPI_COMM_WORLD_SIZE": size})
     assert (hint is not None) == hinted
     assert not hinted or "--host localhost:4" in str(hint)

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 from typing import Any, Final, Literal
 
@@ -21,9 +22,11 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from asyncdist.errors import TransportError
 from asyncdist.transports.torch_distributed.failures import reason
+from asyncdist.transports.torch_distributed.keepalive import probed_connections
 
 GLOO: Final = "gloo"
 _NCCL: Final = "nccl"
+_POISON_TAG: Final = 0x7FFFFFFE
 #: For backends that end the process when a work lasts longer: a peer may compute for hours before it answers.
 _FOREVER: Final = timedelta(days=365)
 _SAFE_CHOICE: Final = "The backend of choice for messages is gloo: 'torch:gloo', or 'torch'"
@@ -125,3 +128,38 @@ def make_group(name: str, key: str, store: Any, rank: int, size: int, timeout: t
         return plugin.creator_fn(extended, None)
     except RuntimeError as error:
         raise TransportError(f"torch's backend {name!r} made no group of {size} ranks: {reason(error)}") from error
+
+
+def close_connections(group: Any) -> None:
+    """Close every connection of the group, as a wait that times out does (pytorch wraps gloo's own behaviour)."""
+    with contextlib.suppress(RuntimeError):
+        group.recv_anysource([torch.zeros(1, dtype=torch.uint8, device="cpu")], _POISON_TAG).wait(
+            timedelta(milliseconds=1)
+        )
+
+
+def make_gloo_groups(store: Any, rank: int, size: int, timeout: timedelta) -> list[Any]:
+    """Make the groups for frames and for tensors; ``rank`` is this process's place in them.
+
+    Raises:
+        TransportError: as :func:`make_gloo_group`.
+    """
+    with probed_connections():
+        return [make_gloo_group(store, name, rank, size, timeout) for name in ("control", "bulk")]
+
+
+def make_gloo_group(store: Any, name: str, rank: int, size: int, timeout: timedelta) -> Any:
+    """Make a private gloo group.
+
+    Raises:
+        TransportError: this torch has no gloo, or the ranks do not reach each other.
+    """
+    if not (dist.is_available() and dist.is_gloo_available()):
+        raise TransportError(f"torch {torch.__version__} was built without gloo, which the torch transport needs")
+    try:
+        return dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, timeout)
+    except RuntimeError as error:
+        raise TransportError(
+            f"gloo found no way between the {size} ranks ({reason(error)}); it uses the interface of this host's name, "
+            "or the one in GLOO_SOCKET_IFNAME"
+        ) from error

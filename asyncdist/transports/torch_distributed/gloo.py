@@ -139,6 +139,7 @@ class Link:
 
     Args:
         peer: the peer's rank.
+        place: its rank in the two groups.
         control: the group for frames.
         bulk: the group for large messages.
         matcher: takes what comes.
@@ -147,14 +148,23 @@ class Link:
     Attributes:
         error: the loss of the peer, or None.
         said_goodbye: whether the peer has said that it closes.
+        is_replaced: whether another process has the peer's place, so that what still comes from this one is dropped.
     """
 
     def __init__(
-        self, peer: int, control: Any, bulk: Any, matcher: Matcher, on_lost: Callable[[int, RankLostError], None]
+        self,
+        peer: int,
+        place: int,
+        control: Any,
+        bulk: Any,
+        matcher: Matcher,
+        on_lost: Callable[[int, RankLostError], None],
     ) -> None:
         self.peer = peer
+        self._place = place
         self.error: RankLostError | None = None
         self.said_goodbye = False
+        self.is_replaced = False
         self._control = control
         self._bulk = bulk
         self._matcher = matcher
@@ -249,7 +259,7 @@ class Link:
             _FRAME.pack_into(frame.data, 0, received_count, nbytes)
             frame.data[_FRAME.size : nbytes] = entries
             try:
-                work = self._control.send(frame.tensors, self.peer, _CONTROL_TAG)
+                work = self._control.send(frame.tensors, self._place, _CONTROL_TAG)
             except RuntimeError:
                 return False
             self._sent.append((work, frame))
@@ -272,6 +282,7 @@ class Link:
             self._passages[tag] = Passage(
                 tag,
                 self.peer,
+                self._place,
                 self._bulk,
                 self._matcher,
                 start=self._start,
@@ -288,6 +299,8 @@ class Link:
         self._to_post.put(download)
 
     def _on_frame(self, frame: memoryview) -> None:
+        if self.is_replaced:
+            return
         self._acknowledged_count, _ = _FRAME.unpack_from(frame)
         self._received_count += 1
         position = _FRAME.size
@@ -374,13 +387,22 @@ class Link:
 
     def join(self, deadline: float) -> list[str]:
         """Wait for the threads, whose connections have been closed; the names of those that did not end."""
+        self.stop()
+        for thread in self._threads.values():
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return [thread.name for thread in self._threads.values() if thread.is_alive()]
+
+    def stop(self) -> None:
+        """Let the threads end that do not wait in gloo; the others are woken by the end of the connections."""
         self._to_post.put(None)
         self._to_land.put(None)
         for passage in self._passages.values():
             passage.stop()
-        for thread in self._threads.values():
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return [thread.name for thread in self._threads.values() if thread.is_alive()]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all threads have ended, so that nothing writes to a buffer any more."""
+        return not any(thread.is_alive() for thread in self._threads.values())
 
     # -- threads ----------------------------------------------------------------------------------------------------
 
@@ -407,7 +429,7 @@ class Link:
         buffers = [bytearray(SLOT_NBYTES) for _ in range(_RING_COUNT)]
         tensors = [[bytes_tensor(buffer)] for buffer in buffers]
         with self._until_closed("control", "watch"):
-            works = deque(self._control.recv(tensor, self.peer, _CONTROL_TAG) for tensor in tensors)
+            works = deque(self._control.recv(tensor, self._place, _CONTROL_TAG) for tensor in tensors)
             closed: RuntimeError | None = None
             for slot in itertools.cycle(range(_RING_COUNT)):
                 if closed is not None and not works:
@@ -424,7 +446,7 @@ class Link:
                 if slot % _BATCH_COUNT == _BATCH_COUNT - 1 and closed is None:
                     try:
                         for tensor in tensors[slot + 1 - _BATCH_COUNT : slot + 1]:
-                            works.append(self._control.recv(tensor, self.peer, _CONTROL_TAG))
+                            works.append(self._control.recv(tensor, self._place, _CONTROL_TAG))
                     except RuntimeError as error:  # the peer is gone; what it had sent lies in the rest of the ring
                         closed = error
 
@@ -432,17 +454,17 @@ class Link:
         """Wait for what never comes: the connection ends first."""
         with self._until_closed("watch", "control"):
             nothing = torch.zeros(TRAILER_NBYTES, dtype=torch.uint8, device="cpu")
-            self._bulk.recv([nothing], self.peer, _WATCH_TAG).wait(FOREVER)
+            self._bulk.recv([nothing], self._place, _WATCH_TAG).wait(FOREVER)
 
     def _run_post(self) -> None:
         """Hand transfers to gloo. The loop cannot: it may take as long as another transfer."""
         with contextlib.suppress(RuntimeError):  # closed: the other threads report it
             while (transfer := self._to_post.get()) is not None:
                 if isinstance(transfer, _Download):
-                    transfer.post(self._bulk.recv, self.peer)
+                    transfer.post(self._bulk.recv, self._place)
                     self._to_land.put(transfer)
                 else:
-                    transfer.post(self._bulk.send, self.peer)
+                    transfer.post(self._bulk.send, self._place)
                 del transfer  # and with it the memory of a message that may have arrived
 
     def _run_land(self) -> None:

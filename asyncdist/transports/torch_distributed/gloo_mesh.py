@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
+import itertools
 import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
-from datetime import timedelta
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
 
-import torch
-from torch import distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
-from asyncdist.errors import RankLostError, TransportError
-from asyncdist.transports.matching import Matcher
-from asyncdist.transports.torch_distributed.failures import reason
+from asyncdist.errors import RankLostError
+from asyncdist.transports.matching import Matcher, Receive, Send
+from asyncdist.transports.torch_distributed import backends
 from asyncdist.transports.torch_distributed.gloo import Link
-from asyncdist.transports.torch_distributed.keepalive import probed_connections
+from asyncdist.transports.torch_distributed.newcomers import Reception
+
+T = TypeVar("T", Send, Receive)
 
 logger = logging.getLogger("asyncdist.transports.torch_distributed.gloo_mesh")
 
-_POISON_TAG: Final = 0x7FFFFFFE
 #: How long the training thread may keep the GIL from a thread that has something to hand over. Python's 5 ms add up:
 #: a frame takes the GIL twice, a large message four times at each end.
 _SWITCH_INTERVAL_S: Final = 0.0002
@@ -40,29 +37,50 @@ class Mesh:
     """The links to all peers, and the two groups below them.
 
     Args:
-        make_group: makes a gloo group of all ranks, given a name that is the same on all of them.
+        groups: of all ranks, for frames and for tensors; none where this one has no peers, or was started again.
         rank: this one.
         size: how many there are.
         matcher: takes what comes.
-
-    Raises:
-        TransportError: the groups cannot be made.
+        reception: knows of ranks that are started again, where that may happen.
     """
 
-    def __init__(self, make_group: Callable[[str], Any], rank: int, size: int, matcher: Matcher) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Any],
+        rank: int,
+        size: int,
+        matcher: Matcher,
+        reception: Reception | None = None,
+    ) -> None:
+        self._rank = rank
+        self._matcher = matcher
         self._callbacks = matcher.callbacks
+        self._reception = reception
         self._listen: Callable[[int], None] = lambda _: None
+        self._listen_to_returns: Callable[[int, int], None] | None = None
         self.lost: frozenset[int] = frozenset()
         self.links: dict[int, Link] = {}
-        self._groups: list[Any] = []
+        self._groups = list(groups)
+        self._pairs: dict[int, list[Any]] = {}  # by peer, the groups of two with it
+        self._replaced: list[tuple[Link, list[Any]]] = []
+        self._incarnations: dict[int, int] = {}  # of the processes that were met later than at the beginning
+        self._announced: dict[int, int] = {}
+        self._met: dict[int, tuple[int, list[Any]]] = {}  # and not accepted yet
+        self.missed: frozenset[int] = frozenset()
         self._switch_interval_s = sys.getswitchinterval()
         if size > 1:
             sys.setswitchinterval(min(self._switch_interval_s, _SWITCH_INTERVAL_S))
-            with probed_connections():
-                control, bulk = make_group("control"), make_group("bulk")
-            self._groups = [control, bulk]
+        if groups:
+            control, bulk = groups
             peers = (peer for peer in range(size) if peer != rank)
-            self.links = {peer: Link(peer, control, bulk, matcher, self._on_lost) for peer in peers}
+            self.links = {peer: Link(peer, peer, control, bulk, matcher, self._on_lost) for peer in peers}
+        if reception is not None:
+            if reception.incarnation:
+                self.lost = frozenset(range(size)) - {rank}
+                for peer in self.lost:
+                    self._announced[peer] = 0
+                    reception.want(peer, 0, welcomes=False)
+            reception.start(self._on_announced, self._on_met, self._on_missed)
 
     def set_loss_listener(self, listen: Callable[[int], None]) -> None:
         """Have ``listen(rank)`` called on the loop for each lost peer; at once for those that are lost already."""
@@ -74,6 +92,71 @@ class Mesh:
         del error
         self.lost |= {rank}
         self._listen(rank)
+        if self._announced.get(rank, 0) > self._incarnations.get(rank, 0):
+            self._want(rank)
+
+    # -- ranks that are started again -------------------------------------------------------------------------------
+
+    def set_return_listener(self, listen: Callable[[int, int], None]) -> None:
+        """Have ``listen(rank, incarnation)`` called, in a turn of the loop, when a new process has been met."""
+        self._listen_to_returns = listen
+        for rank, (incarnation, _) in self._met.items():
+            self._tell_return(rank, incarnation)
+
+    def _tell_return(self, rank: int, incarnation: int) -> None:
+        if self._listen_to_returns is not None:  # it polls, so it is not called by a poll
+            asyncio.get_running_loop().call_soon(self._listen_to_returns, rank, incarnation)
+
+    def _on_announced(self, newcomer: tuple[int, int]) -> None:
+        rank, incarnation = newcomer
+        if incarnation > max(self._announced.get(rank, 0), self._incarnations.get(rank, 0)):
+            self._announced[rank] = incarnation
+            if rank in self.lost:
+                self._want(rank)
+
+    def _want(self, rank: int) -> None:
+        if self._reception is not None:
+            self._reception.want(rank, self._announced[rank], welcomes=rank in self.links)
+
+    def _on_met(self, meeting: tuple[int, int, list[Any]]) -> None:
+        rank, incarnation, groups = meeting
+        if self._reception is None or self._announced.get(rank) != incarnation:
+            for group in groups:
+                backends.close_connections(group)
+            return
+        self._met[rank] = incarnation, groups
+        self.missed -= {rank}
+        self._tell_return(rank, incarnation)
+
+    def _on_missed(self, process: tuple[int, int]) -> None:
+        rank, incarnation = process
+        if rank not in self.links and self._announced.get(rank) == incarnation:
+            self.missed |= {rank}
+
+    def accept(self, rank: int, incarnation: int) -> bool:
+        """Let a process that has been met have the place of the one before it."""
+        if rank not in self.lost or self._met.get(rank, (None,))[0] != incarnation:
+            return False
+        _, (control, bulk) = self._met.pop(rank)
+        earlier = self.links.get(rank)
+        if earlier is not None:
+            earlier.is_replaced = True
+            earlier.stop()
+            self._replaced.append((earlier, self._pairs.pop(rank, [])))
+        self._replaced = [each for each in self._replaced if not each[0].has_ended]
+        self._matcher.admit(rank)
+        self._pairs[rank] = [control, bulk]
+        self._incarnations[rank] = incarnation
+        self.lost -= {rank}
+        self.links[rank] = Link(rank, int(rank > self._rank), control, bulk, self._matcher, self._on_lost)
+        return True
+
+    def unmet(self, request: T, rank: int) -> T:
+        """Fail a request that involves a rank to which this one, which was started again, is not connected yet."""
+        request.error = RankLostError(
+            f"rank {rank} is not connected yet to rank {self._rank}, which was started again", rank=rank
+        )
+        return request
 
     def abort(self, exit_code: int) -> None:
         """End the processes of all peers."""
@@ -88,6 +171,9 @@ class Mesh:
             join_s: how long to wait for the threads. Those that do not end are warned of: what they were for is over.
         """
         self._listen = lambda _: None
+        self._listen_to_returns = None
+        if self._reception is not None:
+            self._reception.close()
         arrived = threading.Event()
         self._callbacks.set_bell(arrived.set)
         for link in self._live():
@@ -97,43 +183,22 @@ class Mesh:
             arrived.wait(deadline - time.monotonic())
             arrived.clear()
             self._callbacks.empty()
-        for group in self._groups:
-            _close_connections(group)
+        pairs = [*self._pairs.values(), *(groups for _, groups in self._met.values())]
+        for group in itertools.chain(self._groups, *pairs, *(groups for _, groups in self._replaced)):
+            backends.close_connections(group)
         sys.setswitchinterval(self._switch_interval_s)
         closed_at = time.monotonic()
         alive = []
-        for link in self.links.values():
+        for link in [*self.links.values(), *(link for link, _ in self._replaced)]:
             is_lost = link.error is not None and not link.said_goodbye
             alive += link.join(closed_at + (HOPELESS_JOIN_S if is_lost else join_s))
         if alive:
             logger.warning("threads that wait for gloo did not end: %s", ", ".join(alive))
         self.links = {}
         self._groups = []
+        self._pairs = {}
+        self._replaced = []
+        self._met = {}
 
     def _live(self) -> list[Link]:
         return [link for link in self.links.values() if link.error is None]
-
-
-def _close_connections(group: Any) -> None:
-    """Close every connection of the group, as a wait that times out does (pytorch wraps gloo's own behaviour)."""
-    with contextlib.suppress(RuntimeError):
-        group.recv_anysource([torch.zeros(1, dtype=torch.uint8, device="cpu")], _POISON_TAG).wait(
-            timedelta(milliseconds=1)
-        )
-
-
-def make_group(store: Any, name: str, rank: int, size: int, timeout: timedelta) -> Any:
-    """Make a private gloo group.
-
-    Raises:
-        TransportError: this torch has no gloo, or the ranks do not reach each other.
-    """
-    if not (dist.is_available() and dist.is_gloo_available()):
-        raise TransportError(f"torch {torch.__version__} was built without gloo, which the torch transport needs")
-    try:
-        return dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, timeout)
-    except RuntimeError as error:
-        raise TransportError(
-            f"gloo found no way between the {size} ranks ({reason(error)}); it uses the interface of this host's name, "
-            "or the one in GLOO_SOCKET_IFNAME"
-        ) from error

@@ -56,6 +56,7 @@ class Passage:
     Args:
         tag: the tag.
         peer: its rank.
+        place: its rank in gloo's group.
         bulk: gloo's group.
         matcher: whose inbox the threads tell.
         start: starts a thread, given its name and what it runs, unless there is one of that name.
@@ -67,6 +68,7 @@ class Passage:
         self,
         tag: int,
         peer: int,
+        place: int,
         bulk: Any,
         matcher: Matcher,
         *,
@@ -76,6 +78,7 @@ class Passage:
     ) -> None:
         self._tag = tag
         self._peer = peer
+        self._place = place
         self._bulk = bulk
         self._matcher = matcher
         self._callbacks = matcher.callbacks
@@ -161,7 +164,7 @@ class Passage:
         """Hand messages to gloo, which writes them here and now as far as the connection takes them."""
         with contextlib.suppress(RuntimeError):  # closed: the link's threads report it
             while (upload := self._to_send.get()) is not None:
-                upload.post(self._bulk.send, self._peer)
+                upload.post(self._bulk.send, self._place)
                 del upload  # and with it, once it has landed, the memory of a stream that has ended
 
     def _run_landings(self) -> None:
@@ -173,7 +176,7 @@ class Passage:
                     receive = self._to_land.get()
                     if receive is None:
                         return
-                    receive.transfer.post(self._bulk.recv, self._peer)
+                    receive.transfer.post(self._bulk.recv, self._place)
                     posted.append(receive)
                 receive = posted.popleft()
                 receive.transfer.wait()

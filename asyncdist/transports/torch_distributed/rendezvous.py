@@ -12,7 +12,8 @@ The first of these stores that exists is used:
 A store may still hold keys of earlier workers, and torchrun's agents may disagree on how often they have restarted
 theirs. So a world is identified by a token, which its rank 0 draws, and not by a number. Every rank says hello with a
 token of its own. Rank 0 answers each hello with the world's token, also a newer hello of the same rank, until all ranks
-have gathered under it; then it says go. The answer to a hello whose rank has ended does no harm.
+have gathered under it; then it says go. The answer to a hello whose rank has ended does no harm. Where rank 0 itself is
+started again before it has said go, its new process answers all hellos with another token, and the ranks follow that.
 
 A rank that rank 0 does not expect, since that rank's WORLD_SIZE is larger, would wait without a word. So a rank without
 an answer repeats its hello under a key where rank 0 looks for such ranks. Rank 0 answers it too, and both find that
@@ -54,6 +55,9 @@ class Rendezvous(Protocol):
         address: the address of the host that serves the store.
         port: the store's port.
         is_store_served: whether another process serves the store already, as torchrun's agent does.
+        incarnation: how often this rank had been started again before, by its launcher.
+        admits_restarted: whether the launcher starts ranks again that are killed.
+        job: what the launcher calls the job.
     """
 
     @property
@@ -66,6 +70,12 @@ class Rendezvous(Protocol):
     def port(self) -> int: ...
     @property
     def is_store_served(self) -> bool: ...
+    @property
+    def incarnation(self) -> int: ...
+    @property
+    def admits_restarted(self) -> bool: ...
+    @property
+    def job(self) -> str: ...
     def __hash__(self) -> int: ...
 
 
@@ -90,22 +100,41 @@ def join_store(rendezvous: Rendezvous | None, rank: int, size: int, timeout_s: f
         TransportError: the store cannot be served or reached, ranks are missing, or one rank exists twice; the ranks
             are named.
     """
-    deadline = time.monotonic() + timeout_s
-    if rendezvous is None:
-        gathering = _Gathering(dist.distributed_c10d._get_default_store(), rank, size, deadline)
-        gathering.come()
-    else:
-        place = _place_of(rendezvous)
-        try:
-            gathering = _Gathering(place.open(deadline), rank, size, deadline)
-            gathering.come()
-        except BaseException:
-            place.forget()
-            raise
-        finally:
-            place.free_port()  # nobody has gone on
+    if rendezvous is not None:
+        return join_world(rendezvous, timeout_s)[0]
+    store = dist.distributed_c10d._get_default_store()
+    gathering = _Gathering(store, rank, size, time.monotonic() + timeout_s)
+    gathering.come()
     gathering.let_go()
     return gathering.world
+
+
+def join_world(rendezvous: Rendezvous, timeout_s: float, check: Callable[[], object] = lambda: None) -> tuple[Any, str]:
+    """Do as :func:`join_store`; return the world's part of the store, and its token.
+
+    ``check`` is called again and again meanwhile, and raises where waiting is in vain.
+    """
+    deadline = time.monotonic() + timeout_s
+    place = _place_of(rendezvous)
+    try:
+        gathering = _Gathering(place.open(deadline), rendezvous.rank, rendezvous.size, deadline, check)
+        gathering.come()
+    except BaseException:
+        place.forget()
+        raise
+    finally:
+        place.free_port()  # nobody has gone on
+    gathering.let_go()
+    return gathering.world, gathering.token
+
+
+def open_store(rendezvous: Rendezvous, deadline: float) -> Any:
+    """Return the store at which the ranks meet, which other worlds use too.
+
+    Raises:
+        TransportError: it cannot be reached.
+    """
+    return _place_of(rendezvous).open(deadline)
 
 
 # -- the handshake ----------------------------------------------------------------------------------------------------
@@ -119,21 +148,27 @@ class _Gathering:
         rank: this rank.
         size: the number of ranks.
         deadline: when to give up, by ``time.monotonic``.
+        check: see :func:`join_world`.
 
     Attributes:
         world: the part of the store that belongs to this world, once this rank knows it.
+        token: of this world, likewise.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, deadline: float) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, deadline: float, check: Callable[[], object] = lambda: None
+    ) -> None:
         self._store = PrefixStore("asyncdist", store)
         self._rank = rank
         self._size = size
         self._deadline = deadline
+        self._check = check
         self._hello = secrets.token_hex(8)
         self._answered: set[str] = set()
         self._strays: set[int] = set()
         self._missing = [peer for peer in range(size) if peer != rank] if rank == 0 else [0]
         self.world: Any = None
+        self.token = ""
 
     def come(self) -> None:
         """Wait: rank 0 until all ranks have come, the others until rank 0 lets them continue."""
@@ -159,7 +194,8 @@ class _Gathering:
             self.world.set("go", "")
 
     def _lead(self) -> None:
-        self.world = PrefixStore(self._hello, self._store)
+        self.token = self._hello
+        self.world = PrefixStore(self.token, self._store)
         self.world.set("size", str(self._size))
         self.world.set("missing", _join(self._missing))
         self._until(self._is_everybody_here)
@@ -192,11 +228,14 @@ class _Gathering:
 
     def _follow(self) -> None:
         self._until(self._is_answered)
-        answer = f"answer/{self._hello}"
-        self.world = PrefixStore(_text(self._store, answer), self._store)
+        self._come_to(_text(self._store, f"answer/{self._hello}"))
+        self._until(self._may_go)
+
+    def _come_to(self, token: str) -> None:
+        self.token = token
+        self.world = PrefixStore(token, self._store)
         self.world.set(f"rank {self._rank}", str(self._size))
         _check_sizes(self._rank, self._size, int(_text(self.world, "size")))
-        self._until(self._may_go)
 
     def _is_answered(self) -> bool:
         if self._store.check([f"answer/{self._hello}"]):
@@ -207,10 +246,14 @@ class _Gathering:
     def _may_go(self) -> bool:
         """Return whether rank 0 has said go; until then, read which ranks are missing.
 
-        Rank 0 lists them, since n ranks that look for each other would look n * n times.
+        Rank 0 lists them, since n ranks that look for each other would look n * n times. A rank 0 that was killed and
+        started again answers once more, with a token of its own.
         """
         if self.world.check(["go"]):
             return True
+        newest = _text(self._store, f"answer/{self._hello}")
+        if newest != self.token:
+            self._come_to(newest)
         missing = map(int, _text(self.world, "missing").split())
         self._missing = [peer for peer in missing if peer != self._rank] or [0]
         return False
@@ -220,6 +263,7 @@ class _Gathering:
         pause_s = 0.001
         while not is_done():
             self._check_alone()
+            self._check()
             if time.monotonic() >= self._deadline:
                 raise TransportError(self._who_is_missing(), missing=self._missing)
             time.sleep(pause_s)

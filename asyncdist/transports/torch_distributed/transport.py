@@ -23,8 +23,9 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from asyncdist.errors import TransportError
 from asyncdist.transports.base import Buffer, Capabilities, Request, Transport
-from asyncdist.transports.matching import CallbackQueue, MatchedTransport
+from asyncdist.transports.matching import CallbackQueue, MatchedTransport, Receive, Send
 from asyncdist.transports.torch_distributed import backend_self_test, backends, gloo_mesh
+from asyncdist.transports.torch_distributed.newcomers import Entrance, Reception
 from asyncdist.transports.torch_distributed.pollable_backends import PolledBulk, PolledTransport
 from asyncdist.transports.torch_distributed.pollable_pairs import Pairs
 from asyncdist.transports.torch_distributed.rendezvous import Rendezvous, join_store
@@ -136,7 +137,16 @@ class TorchTransport(MatchedTransport):
     ) -> None:
         rank, size = _place(rendezvous)
         timeout_s = START_TIMEOUT_S if start_timeout_s is None else start_timeout_s
-        store = join_store(rendezvous, rank, size, timeout_s) if size > 1 else None
+        reception = None
+        callbacks = CallbackQueue()
+        groups: Sequence[object] = ()
+        if size > 1 and rendezvous is not None and rendezvous.admits_restarted:
+            entrance = Entrance(rendezvous, timeout_s)
+            self.incarnation, self.job_nonce, groups = entrance.incarnation, entrance.nonce, entrance.groups
+            reception = Reception(entrance.store, rank, entrance.incarnation, callbacks)
+        elif size > 1:
+            store = join_store(rendezvous, rank, size, timeout_s)
+            groups = backends.make_gloo_groups(store, rank, size, _GROUP_TIMEOUT)
         capabilities = Capabilities(
             native_collectives=False,
             survives_rank_loss=True,
@@ -147,24 +157,32 @@ class TorchTransport(MatchedTransport):
             shares_memory=True,
             written_share=1.0,
         )
-        super().__init__(rank, size, CallbackQueue(), capabilities)
+        super().__init__(rank, size, callbacks, capabilities)
+        self.may_return = reception is not None
         self._granted_tags = granted_tags
-        make_group = functools.partial(gloo_mesh.make_group, store, rank=rank, size=size, timeout=_GROUP_TIMEOUT)
-        self._mesh = gloo_mesh.Mesh(make_group, rank, size, self._matcher)
+        self._mesh = gloo_mesh.Mesh(groups, rank, size, self._matcher, reception)
         self._is_closed = False
         atexit.register(self.close_failed)  # threads that wait in gloo at the interpreter's end abort the process
 
     def _send_away(self, view: memoryview, dest: int, tag: int) -> Request:
-        link = self._mesh.links[dest]
+        link = self._mesh.links.get(dest)
+        if link is None:
+            return self._mesh.unmet(Send(self._callbacks, view.nbytes), dest)
         return link.send_granted(view, tag) if tag in self._granted_tags else link.send(view, tag)
 
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
         if tag in self._granted_tags and source != self.rank:
-            return self._mesh.links[source].receive_granted(buffer, tag)
+            link = self._mesh.links.get(source)
+            if link is None:
+                return self._mesh.unmet(Receive(self._matcher, buffer, source, tag), source)
+            return link.receive_granted(buffer, tag)
         return super().irecv(buffer, source, tag)
 
     def lost_ranks(self) -> frozenset[int]:
         return self._mesh.lost
+
+    def missed_ranks(self) -> frozenset[int]:
+        return self._mesh.missed
 
     def abort(self, exit_code: int) -> None:
         self._mesh.abort(exit_code)
@@ -186,6 +204,12 @@ class TorchTransport(MatchedTransport):
 
     def set_loss_listener(self, listen: Callable[[int], None]) -> None:
         self._mesh.set_loss_listener(listen)
+
+    def set_return_listener(self, listen: Callable[[int, int], None]) -> None:
+        self._mesh.set_return_listener(listen)
+
+    def accept(self, rank: int, incarnation: int) -> bool:
+        return self._mesh.accept(rank, incarnation)
 
     def describe(self) -> str:
         return f"torch: gloo of torch {torch.__version__}, {self.size} rank{'s' if self.size > 1 else ''}"

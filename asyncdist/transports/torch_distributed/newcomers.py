@@ -1,0 +1,356 @@
+"""Lets a rank that is started again join a running world, through the store of that world.
+
+A process is named by its rank and its *incarnation*: how often the rank had been started again before. The world's
+store has a log of the processes that have come since the world began. To come, a process adds its name; each other
+process reads the log several times a second, in a thread, so that no step waits for it. Two processes that have both
+noted that they want to meet then make two gloo groups of two, each in a thread; from there on
+:mod:`asyncdist.transports.torch_distributed.gloo_mesh` treats them as any other peers.
+
+- A process wants to meet another one only once it has found the one before it lost. The first that has done so
+  welcomes the newcomer, which waits for that before it opens its world.
+- A process that reads a later incarnation of its own rank says that it lives, and the newcomer is refused.
+- A rank that is started again before its world has begun takes part in the beginning, as a first process. So does one
+  that comes when the others have left their world, and may begin the next one; it hears when they have ended. A world
+  has begun when all ranks are connected; where one is killed before, all gather again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Final
+
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from asyncdist._version import __version__
+from asyncdist.errors import DisagreementError, LateError, TransportError
+from asyncdist.transports.matching import CallbackQueue
+from asyncdist.transports.torch_distributed import backends
+from asyncdist.transports.torch_distributed.failures import reason
+from asyncdist.transports.torch_distributed.rendezvous import Rendezvous, join_world, open_store
+
+logger = logging.getLogger("asyncdist.transports.torch_distributed.newcomers")
+
+#: The pause between two looks at the log.
+_PERIOD_S: Final = 0.1
+#: How long a newcomer waits to be welcomed. Processes that end are found lost within a second, hosts within 30 s.
+_WELCOME_S: Final = 60.0
+#: How long two processes that both want to meet may take to make a group.
+_PAIR_TIMEOUT: Final = timedelta(seconds=20)
+#: How long the first groups may take, for gloo gives up late on a process that has ended; and how often to gather.
+_CONNECT_S: Final = 10.0
+_CONNECT_PER_RANK_S: Final = 0.5
+_ATTEMPT_COUNT: Final = 3
+_RUNNING: Final = "running"
+_ALL, _SOME = "all ranks are connected", "not all ranks are connected"
+
+
+class Entrance:
+    """This process's way into a world to which ranks may be added.
+
+    Args:
+        rendezvous: where the ranks meet.
+        timeout_s: how long to wait for the other ranks.
+
+    Attributes:
+        store: the part of the store that belongs to the world.
+        incarnation: how often this rank had been started again before; 0 for one that was there when the world began.
+        nonce: a number that all processes of the world share.
+        groups: those of all ranks, where this one was there when the world began.
+
+    Raises:
+        DisagreementError: the world that runs is of another job, size or version.
+        LateError: this rank was started again, and others have ended.
+        TransportError: the ranks do not find each other; or the process before this one lives.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:
+        self._rendezvous = rendezvous
+        self._deadline = time.monotonic() + timeout_s
+        self._common = PrefixStore("asyncdist", open_store(rendezvous, self._deadline))
+        self.incarnation = 0
+        self.groups: list[Any] = []
+        is_newcomer = rendezvous.incarnation > 0 and rendezvous not in _entered
+        token = ""
+        if is_newcomer and self._common.check([_RUNNING]):
+            token = _check_running(_text(self._common, _RUNNING), rendezvous)
+            self.store = PrefixStore(token, self._common)
+            if come(self.store, rendezvous, min(timeout_s, _WELCOME_S)):
+                self.incarnation = rendezvous.incarnation
+        if not self.incarnation:
+            token = self._begin()
+            self._common.set(_RUNNING, json.dumps({"world": token, **_identity(rendezvous)}))
+        self.nonce = int(token[:8], 16)
+        if rendezvous not in _entered:
+            atexit.register(_say_ended, self._common, rendezvous.rank)
+            _entered.add(rendezvous)
+
+    def _begin(self) -> str:
+        """Begin a world with all other ranks; return its token.
+
+        A rank may be killed after it has come, and before the others are connected to it. These gather again then, and
+        its next process comes too.
+        """
+        attempt = 1
+        while True:
+            self.store, token = join_world(self._rendezvous, self._deadline - time.monotonic(), self._check_others)
+            try:
+                self.groups = self._make_groups()
+                return token
+            except TransportError as error:
+                if attempt == _ATTEMPT_COUNT:
+                    raise
+                attempt += 1
+                logger.info("rank %d gathers again with the others: %s", self._rendezvous.rank, error)
+
+    def _make_groups(self) -> list[Any]:
+        """Make the groups of all ranks, if every rank can.
+
+        Raises:
+            TransportError: one cannot.
+        """
+        rank, size = self._rendezvous.rank, self._rendezvous.size
+        timeout_s = _CONNECT_S + size * _CONNECT_PER_RANK_S
+        deadline = time.monotonic() + timeout_s
+        try:
+            groups = backends.make_gloo_groups(self.store, rank, size, timedelta(seconds=timeout_s))
+        except TransportError:
+            self._decide("")
+            raise
+        self.store.set(f"connected/{rank}", "")
+        everybody = [f"connected/{peer}" for peer in range(size)]
+        while not self.store.check(everybody):
+            if self.store.check(["decision"]) or time.monotonic() >= deadline:
+                break
+            time.sleep(_PERIOD_S / 10)
+        if self._decide(_ALL if self.store.check(everybody) else "") == _ALL:
+            return groups
+        for group in groups:
+            backends.close_connections(group)
+        raise TransportError("a rank came, and was not connected to all others")
+
+    def _decide(self, decision: str) -> str:
+        """Decide whether all ranks are connected, unless another rank has done so; return what was decided."""
+        return bytes(self.store.compare_set("decision", "", decision or _SOME)).decode()
+
+    def _check_others(self) -> None:
+        """Raise where this rank was started again, and another has ended: no world begins without that one."""
+        rank, size = self._rendezvous.rank, self._rendezvous.size
+        if self._rendezvous.incarnation and any(self._common.check([f"ended/{other}"]) for other in range(size)):
+            raise LateError(f"rank {rank} was started again, and other ranks have ended", rank=rank)
+
+
+#: Places at which this process has come to a world: to the next one it comes as a first process.
+_entered: set[Rendezvous] = set()
+
+
+def _identity(rendezvous: Rendezvous) -> dict[str, Any]:
+    return {"job": rendezvous.job, "WORLD_SIZE": rendezvous.size, "version": f"asyncdist {__version__}"}
+
+
+def _check_running(running: str, rendezvous: Rendezvous) -> str:
+    """Return the token of the world that runs, if this process may be of it."""
+    theirs = json.loads(running)
+    for what, mine in _identity(rendezvous).items():
+        if theirs[what] != mine:
+            raise DisagreementError(
+                f"rank {rendezvous.rank} was started again with {what} {mine!r:.80}, and the world that runs has "
+                f"{theirs[what]!r:.80}; allowed: the same",
+                rank=rendezvous.rank,
+            )
+    return str(theirs["world"])
+
+
+def _say_ended(common: Any, rank: int) -> None:
+    """Say that this process has ended by itself, so that its rank is not started again."""
+    with contextlib.suppress(RuntimeError):  # the store has ended before
+        common.set(f"ended/{rank}", "")
+
+
+def come(store: Any, rendezvous: Rendezvous, timeout_s: float) -> bool:
+    """Add this process to the log, and wait until another one welcomes it; False where all have left the world."""
+    rank, size, incarnation = rendezvous.rank, rendezvous.size, rendezvous.incarnation
+    entry = f"{rank} {incarnation} {secrets.token_hex(8)}"
+    newest = [0] * size
+    number = 1
+    while bytes(store.compare_set(f"newcomer/{number}", "", entry)).decode() != entry:
+        number = _read(store, number, newest)
+    if newest[rank] >= incarnation:
+        raise TransportError(
+            f"rank {rank} has been started again {newest[rank]} times already, and this process would be its start "
+            f"number {incarnation} (ASYNCDIST_INCARNATION)",
+            rank=rank,
+        )
+    deadline = time.monotonic() + timeout_s
+    while True:
+        if store.check([f"lives/{rank}.{incarnation}"]):
+            raise TransportError(f"rank {rank} still lives, so it is not to be started again", rank=rank)
+        if store.check([f"welcome/{rank}.{incarnation}"]):
+            return True
+        number = _read(store, number, newest)
+        if _have_left(store, newest, rank):
+            return False
+        if time.monotonic() >= deadline:
+            raise TransportError(
+                f"rank {rank} was started again, and within {timeout_s:g} s no other rank has found that the process "
+                "before it is lost",
+                rank=rank,
+            )
+        time.sleep(_PERIOD_S / 2)
+
+
+def _read(store: Any, number: int, newest: list[int]) -> int:
+    """Read the log from an entry on, and note the incarnations; return the number of the next entry."""
+    while store.check([f"newcomer/{number}"]):
+        rank, incarnation = _parse(_text(store, f"newcomer/{number}"))
+        newest[rank] = incarnation
+        number += 1
+    return number
+
+
+def _have_left(store: Any, newest: list[int], rank: int) -> bool:
+    """Return whether a process has closed the world, and no other is in it: newcomers may wait for each other."""
+    others = [(other, incarnation) for other, incarnation in enumerate(newest) if other != rank]
+    closed = [process for process in others if store.check([f"closed/{process[0]}.{process[1]}"])]
+    inside = [(other, n) for other, n in others if not n or store.check([f"welcome/{other}.{n}"])]
+    return bool(closed) and set(inside) <= set(closed)
+
+
+def _parse(entry: str) -> tuple[int, int]:
+    rank, incarnation, _ = entry.split()
+    return int(rank), int(incarnation)
+
+
+def _text(store: Any, key: str) -> str:
+    return bytes(store.get(key)).decode()
+
+
+class Reception:
+    """Reads the log of a world for one process, and makes groups of two with those that it wants to meet.
+
+    Args:
+        store: the part of the store that belongs to the world.
+        rank: this one.
+        incarnation: this process's.
+        callbacks: the loop's.
+    """
+
+    def __init__(self, store: Any, rank: int, incarnation: int, callbacks: CallbackQueue) -> None:
+        self.incarnation = incarnation
+        self._store = store
+        self._rank = rank
+        self._callbacks = callbacks
+        self._wanted: dict[int, tuple[int, bool]] = {}  # by rank: incarnation, and whether to welcome it
+        self._guard = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="asyncdist-newcomers", daemon=True)
+        self._on_announced: Callable[[tuple[int, int]], None]
+        self._on_met: Callable[[tuple[int, int, list[Any]]], None]
+        self._on_missed: Callable[[tuple[int, int]], None]
+
+    def start(
+        self,
+        on_announced: Callable[[tuple[int, int]], None],
+        on_met: Callable[[tuple[int, int, list[Any]]], None],
+        on_missed: Callable[[tuple[int, int]], None],
+    ) -> None:
+        """Begin to read.
+
+        Args:
+            on_announced: called on the loop with the rank and incarnation of each newcomer.
+            on_met: called on the loop with rank, incarnation and the two groups when a process has been met.
+            on_missed: called on the loop with rank and incarnation of a process that has left the world before that.
+        """
+        self._on_announced = on_announced
+        self._on_met = on_met
+        self._on_missed = on_missed
+        self._thread.start()
+
+    def want(self, rank: int, incarnation: int, *, welcomes: bool) -> None:
+        """Meet a process as soon as it wants that too; in place of an earlier one of that rank.
+
+        Args:
+            rank, incarnation: of the process.
+            welcomes: whether this rank has found the process before it lost.
+        """
+        with self._guard:
+            self._wanted[rank] = incarnation, welcomes
+
+    def close(self) -> None:
+        """Say that this process meets nobody any more."""
+        self._closing.set()
+        try:
+            self._store.set(f"closed/{self._rank}.{self.incarnation}", "")
+        except RuntimeError as error:
+            logger.debug("the store has ended: %s", reason(error))
+        self._thread.join(_PAIR_TIMEOUT.total_seconds())
+
+    def _run(self) -> None:
+        try:
+            store = self._store.clone()
+            number = 1
+            said: set[str] = set()
+            while True:
+                number = self._read_log(store, number)
+                self._look_for_wanted(store, said)
+                if self._closing.wait(_PERIOD_S):
+                    return
+        except RuntimeError as error:
+            if not self._closing.is_set():
+                logger.warning(
+                    "rank %d: the store has ended, so no rank can be started again: %s", self._rank, reason(error)
+                )
+
+    def _read_log(self, store: Any, number: int) -> int:
+        while store.check([f"newcomer/{number}"]):
+            rank, incarnation = _parse(_text(store, f"newcomer/{number}"))
+            number += 1
+            if rank != self._rank:
+                self._callbacks.put(self._on_announced, (rank, incarnation))
+            elif incarnation > self.incarnation:
+                store.set(f"lives/{rank}.{incarnation}", "")
+        return number
+
+    def _look_for_wanted(self, store: Any, said: set[str]) -> None:
+        with self._guard:
+            wanted = dict(self._wanted)
+        for rank, (incarnation, welcomes) in wanted.items():
+            names = sorted([(self._rank, self.incarnation), (rank, incarnation)])
+            place = "meeting " + " ".join(f"{one}.{theirs}" for one, theirs in names)
+            if place not in said:
+                said.add(place)
+                store.set(f"{place}/{self._rank}", "")
+                if welcomes:
+                    store.set(f"welcome/{rank}.{incarnation}", "")
+            has_closed = store.check([f"closed/{rank}.{incarnation}"])
+            is_there = store.check([f"{place}/{rank}"])
+            if not (is_there or has_closed):
+                continue
+            with self._guard:
+                if self._wanted.get(rank) == (incarnation, welcomes):
+                    del self._wanted[rank]
+            if has_closed:
+                self._callbacks.put(self._on_missed, (rank, incarnation))
+            else:
+                # No daemon: a thread that is in gloo while the interpreter exits would abort the process.
+                threading.Thread(
+                    target=self._meet, name=f"asyncdist-meeting-{rank}", args=(rank, incarnation, place), daemon=False
+                ).start()
+
+    def _meet(self, rank: int, incarnation: int, place: str) -> None:
+        try:
+            part = PrefixStore(place, self._store.clone())
+            groups = backends.make_gloo_groups(part, int(self._rank > rank), 2, _PAIR_TIMEOUT)
+        except (RuntimeError, TransportError) as error:
+            logger.info(
+                "rank %d did not meet rank %d, started again %d times: %s", self._rank, rank, incarnation, error
+            )
+        else:
+            self._callbacks.put(self._on_met, (rank, incarnation, groups))

@@ -1,0 +1,132 @@
+"""``asyncdist run --transport torch --restarts N``: real kills, and ranks that join a running world."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from scripts.restarts import ROUNDS_AFTER
+from support import torchrun
+from torch.distributed import HashStore
+
+from asyncdist import cli, environment
+from asyncdist.errors import TransportError
+from asyncdist.transports.torch_distributed import newcomers
+
+#: Generous: what hangs is a failure, what is slow is not.
+TIMEOUT_S = 120.0
+
+
+def command(ranks: int, restarts: int, script: str | Path, *arguments: str) -> list[str]:
+    """``asyncdist run`` with restarts, as a shell would start it."""
+    options = ["--transport", "torch", "-n", str(ranks), "--restarts", str(restarts)]
+    return [sys.executable, "-m", "asyncdist", "run", *options, str(script), *arguments]
+
+
+def test_ranks_are_killed_at_any_time_the_coordinators_too_and_take_part_again(tmp_path: Path) -> None:
+    """As ``tests/scripts/restarts.py`` says."""
+    job = command(4, 2, "tests/scripts/restarts.py", str(tmp_path / "started"))
+    result = torchrun.run_jobs([(job, {})], TIMEOUT_S).check()
+    assert result.stderr.count("was killed by SIGKILL") == 5
+    assert result.stderr.count("starting it again (1 of 2)") == 4
+    assert result.stderr.count("starting it again (2 of 2)") == 1
+    assert "asyncdist: rank 1 was started again, and other ranks have ended; nothing is left to do" in result.stderr
+    assert result.reports[1]["incarnation"] == 0, "it was there when the world began"
+    assert result.reports[1]["coordinator"] == result.reports[0]["coordinator"] == 1
+    last = min(max(found["gave"] + found["took"]) for found in result.reports.values())
+    for rank in (0, 2, 3):
+        newcomer = result.reports[rank]
+        assert newcomer["incarnation"] == 1
+        assert newcomer["took"] or newcomer["gave"], "it takes part in rounds"
+        assert last > newcomer["first_round"] + ROUNDS_AFTER - 3, "rounds go on"
+    assert all(result.reports[rank]["admitted_at"] > 0 for rank in (0, 2)), "they go on with a member's iteration"
+
+
+def test_a_rank_that_lives_another_job_and_another_version_are_refused_and_disturb_nobody() -> None:
+    result = torchrun.run_jobs([(command(3, 1, "tests/scripts/refused_newcomers.py"), {})], TIMEOUT_S).check()
+    lives, job, version = result.reports[2]
+    assert "rank 2 still lives, so it is not to be started again" in lives
+    assert "rank 2 was started again with job 'another', and the world that runs has 'asyncdist-" in job
+    assert "with version 'asyncdist 0.0.0', and the world that runs has 'asyncdist " in version
+    assert [result.reports[rank] for rank in (0, 1)] == [3.0, 3.0], "the world goes on"
+
+
+def test_a_rank_that_is_killed_too_often_is_left_out_and_its_end_is_the_exit_code(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pathlib, signal, time\n"
+        "starts = pathlib.Path(__file__).parent\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    (starts / os.environ['ASYNCDIST_INCARNATION']).touch()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "while not (starts / '2').exists():\n"
+        "    time.sleep(0.02)\n"
+    )
+    result = torchrun.run_jobs([(command(2, 2, script), {})], TIMEOUT_S).check(128 + signal.SIGKILL)
+    assert {path.name for path in tmp_path.iterdir()} == {"script.py", "0", "1", "2"}
+    said = [
+        line for line in result.stderr.splitlines() if line.startswith("asyncdist run: rank 1 was killed by SIGKILL")
+    ]
+    assert [line.rpartition("; ")[2].partition(": ")[0] for line in said] == [
+        "starting it again (1 of 2)",
+        "starting it again (2 of 2)",
+        "it is not started again (2 of 2)",
+    ]
+
+
+def test_ranks_that_a_signal_to_the_job_ends_are_not_started_again(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pathlib, time\n"
+        "(pathlib.Path(__file__).parent / (os.environ['RANK'] + '.' + os.environ['ASYNCDIST_INCARNATION'])).touch()\n"
+        "time.sleep(1000)\n"
+    )
+    launcher = subprocess.Popen(command(2, 3, script), stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    while len(list(tmp_path.glob("?.0"))) < 2:
+        assert launcher.poll() is None
+    os.kill(launcher.pid, signal.SIGTERM)
+    _, said = launcher.communicate(timeout=TIMEOUT_S)
+    assert (launcher.returncode, said) == (128 + signal.SIGTERM, "")
+    assert len(list(tmp_path.glob("?.?"))) == 2
+
+
+def test_newcomers_do_not_wait_for_each_other_when_the_last_rank_has_left() -> None:
+    """Three of four ranks were killed, and come again; meanwhile the fourth one has ended its world."""
+    store = HashStore()
+    for entry in ("newcomer/1", "0 1 a"), ("newcomer/2", "2 1 b"), ("newcomer/3", "2 2 c"), ("welcome/2.1", ""):
+        store.set(*entry)
+    place = environment.TorchRendezvous(1, 4, "127.0.0.1", 29500, True, incarnation=1)
+    with pytest.raises(TransportError, match="rank 1 was started again, and within 0 s no other rank has found"):
+        newcomers.come(store, place, 0.0)
+    store.set("closed/3.0", "")
+    place = environment.TorchRendezvous(1, 4, "127.0.0.1", 29500, True, incarnation=2)
+    assert not newcomers.come(store, place, 0.0)
+    store.set("welcome/2.2", "")
+    with pytest.raises(TransportError, match="has been started again 2 times already"):
+        newcomers.come(store, place, 0.0)
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (["--transport", "mpi"], "--restarts is for --transport torch: no process can join ranks of MPI that run"),
+        ([], "--restarts is for --transport torch: no process can join ranks of MPI that run"),
+        (["--survive"], "--restarts is for --transport torch, and --survive for --transport mpi"),
+        (["--transport", "torch", "--survive"], "--restarts is for --transport torch, and --survive for"),
+    ],
+)
+def test_restarts_are_refused_where_nobody_can_join(
+    options: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ASYNCDIST_TRANSPORT", raising=False)
+    script = tmp_path / "script.py"
+    script.touch()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", "-n", "2", "--restarts", "1", *options, str(script)])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"asyncdist run: {says}") and said.count("\n") == 1

@@ -1,0 +1,48 @@
+"""Rank 2 starts processes that claim to be its next one, though it lives; the others wait, and are not disturbed.
+
+Rank 2 reports what each process has said, the others a sum over all ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+import torch
+from support.mpi import report
+
+import asyncdist as ad
+
+_PROGRAM = """
+import sys
+from asyncdist import _version
+_version.__version__ = sys.argv[1] or _version.__version__
+import asyncdist as ad
+async def main(world): pass
+ad.run(main)
+"""
+
+
+async def refused(version: str = "", **variables: str) -> str:
+    """Start a process with the variables of this one but for these, and return what it says as it ends."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _PROGRAM, version),
+        env={**os.environ, "ASYNCDIST_INCARNATION": "1", **variables},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, said = await process.communicate()
+    assert process.returncode == 1
+    return said.decode()
+
+
+async def main(world: ad.World) -> None:
+    said: list[str] = []
+    if world.rank == 2:
+        said = await asyncio.gather(refused(), refused(TORCHELASTIC_RUN_ID="another"), refused("0.0.0"))
+    total = await ad.all_reduce(torch.ones(1))
+    report(world.rank, said or float(total))
+
+
+if __name__ == "__main__":
+    ad.run(main)

@@ -1,0 +1,137 @@
+"""Four ranks are killed at different moments, and started again by the launcher.
+
+    python restarts.py FILE
+
+- Rank 1 is killed before the ranks are connected. All gather again, and its next process is of the beginning.
+- Rank 3 is killed before it enters the policy. The others start without it, and it joins them.
+- Ranks 0, which coordinates, and 2 are killed after some rounds, and join the others.
+- All train until each of these three has taken part in some rounds since; they say so on a channel. Each rank reports.
+- Rank 1 is killed once more when it has left. Its third process comes when the others, for which it makes FILE, end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from support.mpi import report
+from torch import nn
+
+import asyncdist as ad
+from asyncdist.transports.torch_distributed import backends, newcomers
+from protocols import AsyncSelectiveAveragingPolicy, PolicyEvent, SnapshotTaken
+
+#: Rank and incarnation of this process.
+PROCESS = f"{os.environ.get('RANK')}.{os.environ.get('ASYNCDIST_INCARNATION')}"
+#: Those that join the policy.
+NEWCOMERS = (0, 2, 3)
+#: A coordinator, and another member, are killed when they know of this round.
+KILLED_AFTER = 6
+#: So many rounds after its admission a newcomer has seen enough.
+ROUNDS_AFTER = 6
+_TAG = 11
+
+
+def die(*_: object) -> NoReturn:
+    """Be killed."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("killed")
+
+
+@dataclass(frozen=True, slots=True)
+class Enough:
+    """A rank that was started again has seen enough."""
+
+    rank: int
+
+
+async def tell(channel: ad.Channel[Enough], rank: int) -> bool:
+    """Send it to a rank, unless that one is not connected yet."""
+    try:
+        await channel.send(Enough(ad.current_world().rank), rank)
+    except ad.RankLostError:
+        return False
+    return True
+
+
+async def main(world: ad.World) -> None:
+    if PROCESS == "3.0":
+        die()
+    torch.manual_seed(world.rank)
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    gave: list[int] = []
+    took: list[int] = []
+    heard: set[int] = set()
+    told = {world.rank}
+    longest_s = 0.0
+
+    def note(event: PolicyEvent) -> None:
+        if isinstance(event, SnapshotTaken):
+            gave.append(event.round)
+
+    entered_at = time.monotonic()
+    channel = world.channel(Enough, tag=_TAG)
+    policy = AsyncSelectiveAveragingPolicy(
+        model, optimizer, average_every=5, grace_s=0.2, start_timeout_s=30.0, on_event=note
+    )
+    async with policy:
+        admitted_at = policy.iteration
+        first_round = policy.statistics().last_round
+        wait_s = time.monotonic() - entered_at
+        while len(heard) < len(NEWCOMERS):
+            await asyncio.sleep(0.001)
+            nn.functional.mse_loss(model(torch.ones(1, 64)), torch.zeros(1, 64)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            began_at = time.perf_counter()
+            info = await policy.step(float(world.rank - 100 * world.incarnation))
+            longest_s = max(longest_s, time.perf_counter() - began_at)
+            if info:
+                took.append(info.round)
+            last = policy.statistics().last_round
+            if PROCESS in ("0.0", "2.0") and last >= KILLED_AFTER:
+                die()
+            if world.incarnation and world.rank not in heard and (took or gave) and last >= first_round + ROUNDS_AFTER:
+                told |= {rank for rank in range(world.size) if rank not in told and await tell(channel, rank)}
+                if len(told) == world.size:
+                    heard.add(world.rank)
+            while (envelope := channel.receive_nowait()) is not None:
+                heard.add(envelope.message.rank)
+    report(
+        world.rank,
+        {
+            "incarnation": world.incarnation,
+            "admitted_at": admitted_at,
+            "iteration": policy.iteration,
+            "gave": gave,
+            "took": took,
+            "longest_s": longest_s,
+            "wait_s": wait_s,
+            "first_round": first_round,
+            "coordinator": policy.statistics().coordinator_rank,
+            "epoch": policy.statistics().epoch,
+        },
+    )
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=os.environ.get("LEVEL", "WARNING"))
+    newcomers._CONNECT_S, newcomers._CONNECT_PER_RANK_S = 1.0, 0.0  # the others do not wait for long
+    if PROCESS == "1.0":
+        backends.make_gloo_groups = die
+    if PROCESS == "1.2":
+        Path(sys.argv[1]).touch()
+    ad.run(main)
+    if PROCESS == "1.1":
+        die()
+    while not Path(sys.argv[1]).exists():
+        time.sleep(0.01)
