@@ -434,6 +434,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         """Exchange messages with a process that was started again, and has been admitted, if it still has its place."""
         if self._services.restarted.get(rank, 0) == incarnation:
             self._channels.admit(rank)
+            self._states.admit(rank)
 
     # -- events, and what they lead to ------------------------------------------------------------------------------
 

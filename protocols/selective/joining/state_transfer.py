@@ -135,6 +135,10 @@ class StateTransfer:
         """Give ``state`` in that round, until :meth:`withdraw`."""
         self._offered = round, state
 
+    def admit(self, rank: int) -> None:
+        """Ask the new process of a rank that was started again, too: it takes part."""
+        self._channel.admit(rank)
+
     def withdraw(self) -> None:
         """Give nothing any more; a stream under way is stopped."""
         self._offered = None
@@ -169,7 +173,7 @@ class StateTransfer:
 
         def cancel(slot: int) -> None:
             if donor not in services.gone:
-                with contextlib.suppress(RankLostError, BusyError):
+                with contextlib.suppress(BusyError):  # the stream itself hears that another process has the place
                     self._channel.send_nowait(Cancel(slot), donor)
 
         with services.slots.inbound(donor, split(byte_view(into), CHUNK_NBYTES), cancel) as stream:
