@@ -105,7 +105,7 @@ class Coordinator:
         )
         self._is_stopped = False
         self._left: list[int] = []
-        self._newcomers: list[tuple[int, int]] = []
+        self._newcomers: dict[int, int] = {}  # ranks whose request is to be heard, with their incarnations
         self._gone = [rank for rank in members if rank in services.gone]
         services.on_gone(self._gone.append)
         self._reports: Channel[Report] = services.open_channel(
@@ -138,9 +138,8 @@ class Coordinator:
                 while self._left:
                     self._send(core.on_leave(self._left.pop(0), services.time()))
                 while self._newcomers:
-                    newcomer = self._newcomers.pop(0)
-                    self._control.admit(newcomer[0])
-                    self._send(core.on_newcomer(*newcomer, services.time()))
+                    rank = next(iter(self._newcomers))
+                    self._hear_newcomer(rank, self._newcomers.pop(rank))
                 deadline = core.next_deadline()
                 if deadline is not None and services.time() >= deadline:
                     self._send(core.on_time(services.time()))
@@ -174,7 +173,7 @@ class Coordinator:
 
     def note_newcomer(self, rank: int, incarnation: int) -> None:
         """Note that a process of ``rank`` asks to be admitted."""
-        self._newcomers.append((rank, incarnation))
+        self._newcomers[rank] = incarnation
         self._services.engine.recheck()
 
     def statistics(self) -> CoordinatorStatistics:
@@ -194,6 +193,13 @@ class Coordinator:
 
     def _next_envelope(self) -> Envelope[Any] | None:
         return None if self._is_stopped else self._control.receive_nowait() or self._reports.receive_nowait()
+
+    def _hear_newcomer(self, rank: int, incarnation: int) -> None:
+        """Hear a request, unless the process that has made it is gone meanwhile: another one may have its place."""
+        services = self._services
+        if rank not in services.gone and services.restarted.get(rank, 0) == incarnation:
+            self._control.admit(rank)
+            self._send(self._core.on_newcomer(rank, incarnation, services.time()))
 
     def _hear(self, envelope: Envelope[Report | ControlMessage]) -> Sequence[Send]:
         core, now = self._core, self._services.time()

@@ -24,6 +24,7 @@ from protocols import (
     SnapshotTaken,
     serve_replay_buffer,
 )
+from protocols.selective.joining.state_transfer import StateTransfer
 
 _LATE = "late"
 
@@ -379,6 +380,48 @@ def test_a_replay_buffer_serves_a_client_that_was_started_again() -> None:
     report = simulate(main, ranks=3, faults=faults, network=Network(loss_detection_s=1e-4))
     check(report)
     assert report.results == ({1: 2, 2: 2}, 0, 1)
+
+
+def test_a_donor_that_was_started_again_gives_its_state_once_it_is_admitted() -> None:
+    """A newcomer that had opened its channel before could not ask it, and the stream's slot stayed taken."""
+
+    async def main(world: ad.World) -> Any:
+        services = world.services
+        states = StateTransfer(services, 7)
+        if world.rank == 1:
+            states.offer(3, torch.arange(20, dtype=torch.uint8))
+            await world.sleep(0.1)
+        else:
+            await services.engine.until(lambda: services.restarted.get(1) == 1, "the new process")
+            with pytest.raises(ad.RankLostError):
+                await states.take(1, 3, nbytes_max=100, deadline=world.time() + 1)
+            states.admit(1)
+            return (await states.take(1, 3, nbytes_max=100, deadline=world.time() + 1)).tolist()
+
+    faults = [Kill(1, at_s=0.01), Restart(1, at_s=0.02)]
+    report = simulate(main, ranks=2, faults=faults, network=Network(loss_detection_s=1e-4), strict=True)
+    check(report)
+    assert report.results[0] == list(range(20))
+
+
+def test_a_request_of_the_process_before_admits_nobody() -> None:
+    """The coordinator heard it, within a long step, after it knew the new process, and took that one for the first."""
+    admitted: list[tuple[int, int]] = []
+
+    async def main(world: ad.World) -> None:
+        tiny = Tiny(0.0)
+        optimizer = torch.optim.SGD([tiny.weight], lr=0.1)
+        async with AsyncSelectiveAveragingPolicy(tiny, optimizer, average_every=1, round_timeout_s=5.0) as policy:
+            note = policy._leadership._on_admitted
+            policy._leadership._on_admitted = lambda *of: (admitted.append(of), note(*of))[1]
+            while world.time() < 60.0:
+                await policy.step(random.random())
+
+    faults = [Kill(2, at_s=5.1), Restart(2, at_s=5.2), Kill(2, at_s=6.5), Restart(2, at_s=6.6)]
+    network = Network(loss_detection_s=1e-3)
+    report = simulate(main, ranks=3, faults=faults, network=network, compute=Compute(step_s=1.0), strict=True)
+    check(report)
+    assert set(admitted) == {(2, 2)}
 
 
 @pytest.mark.parametrize("seed", range(12))
