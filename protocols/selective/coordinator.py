@@ -210,8 +210,8 @@ class Coordinator:
                     self._send((Send(rank, 0, Heard()),))
                 facts = report.iteration, report.value, report.step_time_s
                 return core.on_report(rank, *facts, now, interval_s=report.interval_s)
-            case Ready(iteration):
-                return core.on_ready(rank, number, iteration, now)
+            case Ready(iteration, state_safe_points):
+                return core.on_ready(rank, number, iteration, now, state_safe_points=state_safe_points)
             case Decline(reason):
                 return core.on_decline(rank, number, reason, now)
             case Applied(iteration):

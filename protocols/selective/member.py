@@ -275,15 +275,18 @@ class RoundMember:
             return Apply(self.round, self._frozen)
         return None
 
-    def on_copied(self, round: int, iteration: int, *, is_sound: bool) -> Instructions:
-        """Take a snapshot that is whole. Without instructions the round ended while it was copied."""
+    def on_copied(self, round: int, iteration: int, *, is_sound: bool, state_safe_points: int = 0) -> Instructions:
+        """Take a snapshot that is whole, with ``state_safe_points`` as in `Ready`.
+
+        Without instructions the round ended while it was copied.
+        """
         if self.state is not State.COPYING or self.round != round:
             return ()
         if not is_sound:
             self._go(Event.UNSOUND)
             return (RefuseUpTo(round), self._decline(round, "weights are not finite"))
         self._go(Event.COPIED, round)
-        return (Give(round, iteration), Tell(Ready(iteration), round))
+        return (Give(round, iteration), Tell(Ready(iteration, state_safe_points), round))
 
     def on_refused(self, round: int, reason: str) -> Instructions:
         """Give up an average that is whole, since the rest of the donor's state has not come."""

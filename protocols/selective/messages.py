@@ -79,9 +79,15 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Donor to coordinator: a finite snapshot, taken at `iteration`, is there for all who have asked, or will ask."""
+    """Donor to coordinator: a finite snapshot, taken at `iteration`, is there for all who have asked, or will ask.
+
+    Attributes:
+        iteration: As said.
+        state_safe_points: How many safe points each end needs for what a newcomer takes besides; 0 where none does.
+    """
 
     iteration: int
+    state_safe_points: int = 0
 
 
 @dataclass(frozen=True, slots=True)

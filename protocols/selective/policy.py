@@ -372,7 +372,6 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             replacer=self._replacer,
             states=self._states,
             model_nbytes=self._flat.nbytes,
-            timeout_s=self._rules.round_timeout_s,
             restore=restore,
         )
 

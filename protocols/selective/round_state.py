@@ -3,11 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from protocols.selective.messages import DONOR, REPLACER, Assign, ControlMessage
 from protocols.selective.rules import Decision
 from protocols.selective.waiting import Pace, believed_s
+
+#: A donor's other state takes so many times the safe points of its weights; more are not believed.
+STATE_STREAM_COUNT_MAX: Final = 20
 
 
 class Send(NamedTuple):  # a frozen dataclass takes twice as long to make, and there are twenty in a round
@@ -91,6 +94,7 @@ class Round:
     released: set[int] = field(default_factory=set)
     frozen: bool = False
     admits: bool = False
+    state_safe_points: int = 0  # that its donor says, if it admits
 
     def openings(self, members: Mapping[int, Member]) -> list[Send]:
         """Return what tells the ranks that are named their roles."""
@@ -115,10 +119,14 @@ class Round:
         Added to `round_timeout_s` are the safe points that messages may have to wait for, as if the replacer asked one
         donor after the other (as with a large state) and only now (as when a donor was left out). For each donor: one
         of its steps until it reads the grant, then `stream_safe_points` steps of either end. Last, a step to apply.
+        A newcomer makes no steps. It takes the size of the donor's other state after the weights, and then that state.
         """
         own_s = step_s(self.judged[replacer])
         count = stream_safe_points
         streams_s = sum((1 + count) * step_s(self.judged[donor]) + count * own_s for donor in donors)
+        if self.admits:
+            more = min(max(0, self.state_safe_points), STATE_STREAM_COUNT_MAX * count)
+            streams_s += sum((3 + more) * step_s(self.judged[donor]) for donor in donors)
         return round_timeout_s + streams_s + own_s
 
 

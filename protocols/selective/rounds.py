@@ -151,7 +151,9 @@ class RoundCoordinator:
         self._newcomers.add(rank)
         return self._advance(now)
 
-    def on_ready(self, rank: int, round: int, iteration: int, now: float) -> tuple[Send, ...]:
+    def on_ready(
+        self, rank: int, round: int, iteration: int, now: float, *, state_safe_points: int = 0
+    ) -> tuple[Send, ...]:
         """Take a donor's word that its snapshot waits; the last one freezes the round."""
         state = self._round_of(rank, round, "Ready")
         if state is None:
@@ -162,6 +164,7 @@ class RoundCoordinator:
         self._tell("{:.6f} round {}: donor {} is ready with iteration {}", now, round, rank, iteration)
         state.waiting_donors.remove(rank)
         state.ready[rank] = iteration
+        state.state_safe_points = state_safe_points
         return self._advance(now)
 
     def on_decline(self, rank: int, round: int, reason: str, now: float) -> tuple[Send, ...]:

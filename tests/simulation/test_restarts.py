@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import random
 from collections.abc import Sequence
@@ -124,13 +125,13 @@ def test_a_rank_that_is_started_again_gets_all_of_a_members_state_and_takes_part
     assert newest - max(of_newcomer) < 5, "it gives or takes in later rounds, as the others do"
 
 
-async def _admitted_after_s(world: ad.World, restarted_at_s: float) -> float | None:
+async def _admitted_after_s(world: ad.World, restarted_at_s: float, steps_s: float = 40.0) -> float | None:
     model = nn.Linear(2, 2)
     began_s = world.time()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=10, start_timeout_s=20.0) as policy:
+    async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=10, start_timeout_s=60.0) as policy:
         admitted_s = world.time()
-        while world.time() < restarted_at_s + 40:
+        while world.time() < restarted_at_s + steps_s:
             await policy.step(random.random())
     return admitted_s - began_s if world.incarnation else None
 
@@ -147,6 +148,13 @@ def test_a_newcomer_is_admitted_within_a_few_steps_where_steps_are_long() -> Non
         faults=[Kill(3, at_s=25.5), Restart(3, at_s=40.0)],
     )
     assert report.results[3] < 15, "a request, a snapshot, two streams and their answers: each waits for a step"
+
+
+def test_a_newcomer_is_admitted_where_a_step_takes_nearly_as_long_as_a_round_may() -> None:
+    """What it took after the weights had no time for the donor's steps, so that it was refused again and again."""
+    faults = [Kill(3, at_s=510.0), Restart(3, at_s=511.0)]
+    report = simulate(_admitted_after_s, 511.0, 600.0, ranks=4, compute=Compute(step_s=20.0), faults=faults)
+    assert report.results[3] < 200
 
 
 def test_a_newcomer_with_other_options_is_refused_and_the_others_go_on() -> None:
@@ -397,11 +405,30 @@ def test_a_donor_that_was_started_again_gives_its_state_once_it_is_admitted() ->
                 await states.take(1, 3, nbytes_max=100, deadline=world.time() + 1)
             states.admit(1)
             return (await states.take(1, 3, nbytes_max=100, deadline=world.time() + 1)).tolist()
+        return None
 
     faults = [Kill(1, at_s=0.01), Restart(1, at_s=0.02)]
     report = simulate(main, ranks=2, faults=faults, network=Network(loss_detection_s=1e-4), strict=True)
     check(report)
     assert report.results[0] == list(range(20))
+
+
+def test_a_donor_whose_weights_are_not_finite_keeps_no_copy_of_its_other_state() -> None:
+    async def main(world: ad.World) -> Any:
+        tiny = Tiny(0.0)
+        optimizer = torch.optim.SGD([tiny.weight], lr=0.1)
+        async with AsyncSelectiveAveragingPolicy(tiny, optimizer, average_every=3, replacement_ratio=0.0) as policy:
+            if world.rank == 1:
+                tiny.weight.data.fill_(math.nan)
+            for _ in range(100):
+                await policy.step(float(world.rank))
+            kept = policy._states._offered
+        return world.incarnation, kept, policy.statistics().declined
+
+    faults = [Kill(2, at_s=0.02), Restart(2, at_s=0.021)]
+    report = simulate(main, ranks=3, faults=faults, network=Network(loss_detection_s=1e-4), strict=True)
+    check(report)
+    assert report.results == ((0, None, {}), (0, None, {"weights are not finite": 1}), (1, None, {}))
 
 
 def test_a_request_of_the_process_before_admits_nobody() -> None:

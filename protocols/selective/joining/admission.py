@@ -155,6 +155,10 @@ class Application:
                 self._error = DisagreementError(text, difference=name)
         self._services.engine.recheck()
 
+    def note_round(self) -> None:
+        """Note that this rank has been named in a round, which took its time: that is an answer too."""
+        self._deadline = self._services.time() + self._timeout_s
+
     def close(self) -> None:
         """Take no answers any more."""
         self._on_end(self)

@@ -27,7 +27,6 @@ class Arrival:
         replacer: takes the weights.
         states: takes the rest.
         model_nbytes: bounds what a donor may give.
-        timeout_s: how long the rest may take.
         restore: puts the rest in place, and returns the iteration from which this rank goes on.
     """
 
@@ -40,7 +39,6 @@ class Arrival:
         replacer: Replacer,
         states: StateTransfer,
         model_nbytes: int,
-        timeout_s: float,
         restore: Callable[[Mapping[str, Any]], int],
     ) -> None:
         self._services = services
@@ -49,7 +47,6 @@ class Arrival:
         self._replacer = replacer
         self._states = states
         self._nbytes_max = _STATE_NBYTES_MAX + _STATE_MODEL_COUNT_MAX * model_nbytes
-        self._timeout_s = timeout_s
         self._restore = restore
 
     async def complete(
@@ -75,14 +72,16 @@ class Arrival:
                 note_welcome(*welcome)
             if self._member.state is State.COMPLETE:
                 await self._take_state()
+                application.note_round()
 
     async def _take_state(self) -> None:
         """Take the rest of the state whose weights have come, and put all of it in place."""
         exchange, number = self._replacer.exchange, self._member.round
         assert exchange is not None, f"round {number} is complete without an exchange"
-        deadline = self._services.time() + self._timeout_s
         try:
-            state = await self._states.take(exchange.donor, number, nbytes_max=self._nbytes_max, deadline=deadline)
+            state = await self._states.take(
+                exchange.donor, number, nbytes_max=self._nbytes_max, deadline=exchange.deadline
+            )
             parts = unpacked(state)
         except (AsyncdistError, TimeoutError) as error:
             self._carry_out(self._member.on_refused(number, f"the state of a member did not come: {error}"))

@@ -145,6 +145,11 @@ class StateTransfer:
         for stream in self._under_way.values():
             stream.stop()
 
+    def withdraw_up_to(self, round: int) -> None:
+        """Give nothing of rounds up to this one, whose weights are not given either."""
+        if self._offered is not None and self._offered[0] <= round:
+            self.withdraw()
+
     def close(self) -> None:
         """Give and take nothing any more; a newcomer that still asks is answered by the abort."""
         self.withdraw()

@@ -14,7 +14,7 @@ from asyncdist.messaging.services import Services
 from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool
 from protocols.options import Timing
 from protocols.own_state import OwnState
-from protocols.parameter_stream import Offer, SnapshotServer
+from protocols.parameter_stream import Offer, SnapshotServer, safe_point_count
 from protocols.selective.joining.state_transfer import StateTransfer, packed
 from protocols.selective.member import Instructions, RoundMember, State
 from protocols.step_info import PolicyEvent, SnapshotTaken
@@ -76,11 +76,10 @@ class Donor:
         """Copy the weights of this moment. A GPU copies them during the next steps; the engine sees when it is done."""
         began_at = self._services.time()
         snapshot = self._snapshots.acquire()
-        if round == self._member.admitting:
-            self._copy_whole_state(round)
+        state_safe_points = self._copy_whole_state(round) if round == self._member.admitting else 0
 
         def on_copied(_: object = None) -> None:
-            self._on_copied(round, snapshot, iteration, began_at)
+            self._on_copied(round, snapshot, iteration, began_at, state_safe_points)
 
         copy = self._flat.start_snapshot(snapshot)
         if copy is None:
@@ -88,16 +87,19 @@ class Donor:
         else:
             self._services.engine.watch(copy, f"a snapshot for round {round}", on_copied)
 
-    def _copy_whole_state(self, round: int) -> None:
-        """Copy what a newcomer needs besides the weights."""
+    def _copy_whole_state(self, round: int) -> int:
+        """Copy what a newcomer needs besides the weights, and return the safe points that its stream needs."""
         try:
             state = packed(self._whole_state())
         except (TypeError, ValueError) as error:
             logger.warning("a rank that was started again cannot be admitted: the optimizer's state: %s", error)
-        else:
-            self._states.offer(round, state)
+            return 0
+        self._states.offer(round, state)
+        return safe_point_count(state.numel())
 
-    def _on_copied(self, round: int, snapshot: FlatBuffers, iteration: int, began_at: float) -> None:
+    def _on_copied(
+        self, round: int, snapshot: FlatBuffers, iteration: int, began_at: float, state_safe_points: int
+    ) -> None:
         """Give the snapshot to the round, if that goes on and if all values are finite."""
         member = self._member
         is_wanted = member.state is State.COPYING and member.round == round
@@ -106,7 +108,8 @@ class Donor:
             self._copied = snapshot, began_at
         else:
             self._snapshots.release(snapshot)
-        self._carry_out(member.on_copied(round, iteration, is_sound=is_sound))
+            self._states.withdraw_up_to(round)
+        self._carry_out(member.on_copied(round, iteration, is_sound=is_sound, state_safe_points=state_safe_points))
         if is_sound and self._on_event is not None:  # it may raise, so the coordinator has been told before
             self._on_event(SnapshotTaken(round, iteration, snapshot.by_name()))
 

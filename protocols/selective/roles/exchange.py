@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 
 from asyncdist import AsyncdistError
 from asyncdist.messaging.channels import Channel
@@ -56,6 +57,7 @@ class Exchange:
         assigned_at: when this rank was named a replacer, on the loop's clock.
         task: runs :meth:`run`; None before the round is frozen, and when the task ends by itself.
         average: the whole average; None until there is one, and where fresh weights are made.
+        deadline: of all that it receives, set when the round is frozen.
         nbytes: received, counted when a stream has ended.
     """
 
@@ -75,6 +77,7 @@ class Exchange:
         self.assigned_at = services.time()
         self.task: asyncio.Task[None] | None = None
         self.average: FlatBuffers | None = None
+        self.deadline = math.inf
         self.nbytes = 0
         self._receiver: SnapshotReceiver | None = None
         self._started: SnapshotReceiver | None = None
@@ -106,7 +109,8 @@ class Exchange:
         if receiver is None or receiver.donors != frozen.donors or receiver.best != frozen.best:
             self.close()
             receiver = self._receive(frozen.donors, frozen.best)
-        await receiver.run(frozen.weights, deadline=self._services.time() + frozen.timeout_s)
+        self.deadline = self._services.time() + frozen.timeout_s
+        await receiver.run(frozen.weights, deadline=self.deadline)
         return receiver
 
     def close(self) -> None:
