@@ -350,9 +350,8 @@ class RoundCoordinator:
     def _name_stragglers(self, slow: frozenset[int], start: float, now: float) -> None:
         """Name those that are late for a decision, and those that get no role since the round would wait for them."""
         cadence_s = self._roster.cadence_s()
-        for rank in self._roster.live_ranks():
-            member = self._members[rank]
-            if rank in slow or (not member.fresh and is_late(member.pace(now), cadence_s)):
+        for rank, member in self._members.items():
+            if member.counts and (rank in slow or (not member.fresh and is_late(member.pace(now), cadence_s))):
                 offset_s = member.heard_at - start if member.fresh and member.heard_at is not None else None
                 self._history.stragglers.append((Straggler(self._decision_count, rank, offset_s), start))
 

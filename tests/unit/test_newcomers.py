@@ -16,7 +16,7 @@ from asyncdist import RemoteProtocolError
 from asyncdist.collectives.incarnations import Incarnations
 from protocols.selective.joining.admission import Application, Welcome
 from protocols.selective.joining.state_transfer import packed, unpacked
-from protocols.selective.messages import Admitted, Assign, Joined
+from protocols.selective.messages import Admitted, Assign, Frozen, Joined
 from protocols.selective.round_state import Send
 from protocols.selective.rounds import RoundCoordinator
 from protocols.selective.rules import SelectiveRules
@@ -82,6 +82,28 @@ def test_another_donor_gives_after_a_failure_and_after_the_others_next_decision(
     coordinator.on_report(1, 19, 5.0, 1.0, 4.0)
     sends = coordinator.on_report(2, 19, 3.0, 1.0, 4.0)
     assert {s.dest for s in sends if isinstance(s.message, Assign)} == {0, 2}
+
+
+def test_a_newcomer_that_waits_is_no_straggler_of_a_decision() -> None:
+    coordinator = running([1.0, 5.0, 3.0])
+    coordinator.on_lost(0, 1.0)
+    number = admission(coordinator, 0, donor=1, now=2.0)
+    coordinator.on_abandoned(0, number, "no", 3.0)
+    before = coordinator.statistics()
+    coordinator.on_report(1, 19, 5.0, 1.0, 4.0, interval_s=1.0)
+    coordinator.on_report(2, 19, 3.0, 1.0, 4.0, interval_s=1.0)
+    after = coordinator.statistics()
+    assert after.decision_count == before.decision_count + 1
+    assert after.stragglers == before.stragglers
+
+
+def test_the_time_of_an_admission_covers_what_comes_after_the_weights() -> None:
+    coordinator = running([1.0, 5.0, 3.0])
+    coordinator.on_lost(2, 1.0)
+    (number,) = {send.round for send in coordinator.on_newcomer(2, 1, 2.0)}
+    (send,) = coordinator.on_ready(1, number, 9, 2.0, state_safe_points=7)
+    assert isinstance(send.message, Frozen)
+    assert send.message.timeout_s == 10.0 + (1 + 1) * 1.0 + (3 + 7) * 1.0
 
 
 def test_a_coordinator_that_takes_over_counts_a_rank_that_an_earlier_one_has_admitted() -> None:
