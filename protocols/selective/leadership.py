@@ -278,7 +278,7 @@ class Leadership:
     def note_admitted(self, rank: int, incarnation: int) -> None:
         """Note that a new process in the place of ``rank``, maybe this one, takes part."""
         if rank in self._everybody:
-            self._admitted[rank] = incarnation
+            self._admitted[rank] = max(incarnation, self._admitted.get(rank, 0))  # older news may come later
             self._look_at(rank)
 
     def _look_at(self, rank: int) -> None:

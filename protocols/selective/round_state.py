@@ -94,6 +94,7 @@ class Round:
     released: set[int] = field(default_factory=set)
     frozen: bool = False
     admits: bool = False
+    limit_at: float = math.inf  # until when it may hold the others up
     state_safe_points: int = 0  # that its donor says, if it admits
 
     def openings(self, members: Mapping[int, Member]) -> list[Send]:

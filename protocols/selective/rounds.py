@@ -362,13 +362,7 @@ class RoundCoordinator:
         return self._largest_iteration - self._acted_at_iteration < self._rules.cooldown
 
     def _start(
-        self,
-        sends: list[Send],
-        decision: Decision,
-        judged: dict[int, ReportRecord],
-        now: float,
-        *,
-        admits: bool = False,
+        self, sends: list[Send], decision: Decision, judged: dict[int, ReportRecord], now: float, admits: bool = False
     ) -> None:
         """Open the round. Donors get their longest step plus a quarter of the timeout to take their snapshots."""
         assert self._round is None, self._broken("a round starts before the last one ended")
@@ -378,15 +372,18 @@ class RoundCoordinator:
         self._rounds_decided += 1
         self._last_number += 1
         patience_s = max((step_s(judged[rank]) for rank in decision.donors), default=0.0)
+        times = self._roster.cadence_s(), self._patience.round_s
+        limit_at = now + self._newcomers.allowed_s(decision.replacers, *times) if admits else math.inf
         self._round = state = Round(
             number=self._last_number,
             began_at=now,
             decision=decision,
             judged=judged,
-            deadline=now + patience_s + self._rules.round_timeout_s / 4,
+            deadline=min(now + patience_s + self._rules.round_timeout_s / 4, limit_at),
             waiting_donors=set(decision.donors),
             waiting_replacers=set(decision.replacers),
             admits=admits,
+            limit_at=limit_at,
         )
         self._tell("{:.6f} round {}: {}", now, state.number, decision)
         sends += state.openings(self._members)
@@ -410,7 +407,7 @@ class RoundCoordinator:
         for rank, timeout_s in timeouts.items():  # the donors need not know: they answer every replacer that asks
             sends.append(Send(rank, state.number, Frozen(donors, weights, iterations, best, timeout_s)))
         margin_s = max(2 * step_s(state.judged[rank]) for rank in timeouts) + self._rules.round_timeout_s / 4
-        state.deadline = now + max(timeouts.values()) + margin_s
+        state.deadline = min(now + max(timeouts.values()) + margin_s, state.limit_at)
         self._tell("{:.6f} round {}: frozen with donors {}, best {}", now, state.number, donors, best)
 
     def _end(self, sends: list[Send], state: Round, reason: str, now: float) -> None:
@@ -425,7 +422,8 @@ class RoundCoordinator:
             self._release(sends, state, rank, reason)
         self._round = None
         if state.admits:
-            self._newcomers.on_round(state.decision.replacers, self._decision_count)
+            held_s = now - state.began_at if now >= state.limit_at else 0.0
+            self._newcomers.on_round(state.decision.replacers, self._decision_count, held_s, now)
         elif state.frozen:
             self._patience.on_round(state.named, now - state.began_at, now)
         self._rounds_ended += 1

@@ -125,6 +125,11 @@ class Patience:
         self.awaited: set[int] = set()
 
     @property
+    def round_s(self) -> float:
+        """What the latest rounds took, in seconds; 0 where there was none."""
+        return median_low(self._rounds_s) if self._rounds_s else 0.0
+
+    @property
     def deadline(self) -> float | None:
         """When a decision is due, whether all have reported or not; None before the quorum is met."""
         return self._limit_at if self.awaited and self._complete_at is not None else self._complete_at

@@ -6,7 +6,7 @@ import gc
 import math
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,6 +155,33 @@ def test_a_newcomer_is_admitted_where_a_step_takes_nearly_as_long_as_a_round_may
     faults = [Kill(3, at_s=510.0), Restart(3, at_s=511.0)]
     report = simulate(_admitted_after_s, 511.0, 600.0, ranks=4, compute=Compute(step_s=20.0), faults=faults)
     assert report.results[3] < 200
+
+
+async def _rounds_until(world: ad.World, ends_s: float, metric: Callable[[], float]) -> int:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=10) as policy:
+        while world.time() < ends_s:
+            await policy.step(metric())
+    return policy.statistics().last_round
+
+
+@pytest.mark.slow
+def test_a_newcomer_that_stops_while_it_is_admitted_does_not_hold_the_others_up() -> None:
+    """No round was judged until the time of its admission was up, and then it was tried again: 68 rounds of 286."""
+    faults = [Kill(3, at_s=10.0), Restart(3, at_s=11.0)]
+    rounds = [
+        max(simulate(_rounds_until, 60.0, random.random, ranks=4, compute=Compute(step_s=0.05), faults=plan).results)
+        for plan in (faults, [*faults, Stall(3, at_s=11.2, duration_s=30.0)])
+    ]
+    assert rounds[1] >= 0.8 * rounds[0]
+
+
+def test_a_newcomer_is_admitted_where_no_metric_is_finite() -> None:
+    """It waited for as long as the others trained."""
+    faults = [Kill(3, at_s=10.0), Restart(3, at_s=11.0)]
+    report = simulate(_rounds_until, 15.0, lambda: math.nan, ranks=4, compute=Compute(step_s=0.05), faults=faults)
+    assert report.results[3] == 1, "the round of its admission"
 
 
 def test_a_newcomer_with_other_options_is_refused_and_the_others_go_on() -> None:
