@@ -18,7 +18,7 @@ from asyncdist.errors import TransportError
 from asyncdist.transports.torch_distributed import newcomers
 
 #: Generous: what hangs is a failure, what is slow is not.
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 
 
 def command(ranks: int, restarts: int, script: str | Path, *arguments: str) -> list[str]:
@@ -37,7 +37,7 @@ def test_ranks_are_killed_at_any_time_the_coordinators_too_and_take_part_again(t
     assert "asyncdist: rank 1 was started again, and other ranks have ended; nothing is left to do" in result.stderr
     assert result.reports[1]["incarnation"] == 0, "it was there when the world began"
     assert result.reports[1]["coordinator"] == result.reports[0]["coordinator"] == 1
-    last = min(max(found["gave"] + found["took"]) for found in result.reports.values())
+    last = max(max(found["gave"] + found["took"]) for found in result.reports.values())
     for rank in (0, 2, 3):
         newcomer = result.reports[rank]
         assert newcomer["incarnation"] == 1

@@ -81,7 +81,7 @@ async def main(world: ad.World) -> None:
     entered_at = time.monotonic()
     channel = world.channel(Enough, tag=_TAG)
     policy = AsyncSelectiveAveragingPolicy(
-        model, optimizer, average_every=5, grace_s=0.2, start_timeout_s=30.0, on_event=note
+        model, optimizer, average_every=5, grace_s=0.2, start_timeout_s=100.0, on_event=note
     )
     async with policy:
         admitted_at = policy.iteration
