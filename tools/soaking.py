@@ -4,8 +4,9 @@ Seeds below 500 are the test suite's; the hunt begins after them, and goes on wh
 fails is shrunk, its story printed with the one line that repeats it, and the exit code is 1.
 
 With ``--kills`` it starts real jobs on MPI in place of simulations, and kills ranks of them at moments that follow from
-the seed (``tests/scripts/killed_members.py``). With ``--lies`` one rank of each simulation sends well-formed messages
-that are not true (``tests/simulation/hostile_scenarios.py``).
+the seed (``tests/scripts/killed_members.py``). With ``--restarts`` one real job on torch trains for as long as it is
+told, while its ranks are stalled, killed and started again (``tests/scripts/long_job.py``). With ``--lies`` one rank of
+each simulation sends well-formed messages that are not true (``tests/simulation/hostile_scenarios.py``).
 
 With ``--frames`` it hands so many million frames, most of them damaged, to a rank's receive path on channels of all
 kinds, and a tenth as many damaged texts to everything else that reads what others have written (``tests/fuzzing``).
@@ -37,7 +38,7 @@ TESTS: Final = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 from fuzzing import decoders, frames, memory, sequences  # noqa: E402 the path is set above
-from scripts import killed_members  # noqa: E402 the path is set above
+from scripts import killed_members, long_job  # noqa: E402 the path is set above
 from simulation import long_run  # noqa: E402 as above
 from simulation.hostile_scenarios import run_hostile  # noqa: E402 as above
 from simulation.scenarios import Recorder  # noqa: E402 as above
@@ -77,6 +78,8 @@ def main() -> int:
     if options.kills:
         killed_members.hunt(seeds())
         return 0
+    if options.restarts:
+        return long_job.run(options.minutes, options.seed_start)
     if options.lies:
         return _hear_lies(options.seed_start, ends_at, options.processes)
     with tempfile.TemporaryDirectory(prefix="soak") as folder:
@@ -211,6 +214,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=None, help="default: one per core")
     parser.add_argument("--lies", action="store_true", help="let a rank of each simulation say what is not true")
     parser.add_argument("--kills", action="store_true", help="kill ranks of real jobs on MPI that go on without them")
+    parser.add_argument(
+        "--restarts", action="store_true", help="stall, kill and start again ranks of one real job on torch"
+    )
     parser.add_argument("--memory", action="store_true", help="a million simulated steps, whose memory must stay flat")
     parser.add_argument("--frames", type=_positive, metavar="MILLIONS", help="hand so many damaged frames to a rank")
     parser.add_argument("--sequences", type=_positive, metavar="MILLIONS", help="so many sequences for state machines")

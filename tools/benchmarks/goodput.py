@@ -3,27 +3,28 @@
 Real policies, checkpoints and kills, in virtual time. A step computes for 1 s. Each rank's failures come at random, on
 average one in so many of its steps, and the process is killed in the middle of what it does. Three ways to train:
 
-- selective: ``AsyncSelectiveAveragingPolicy``. The others go on, whichever rank was lost. Lost are the dead rank's
-  steps since it last gave a snapshot that another rank took, or took an average itself.
+- selective: ``AsyncSelectiveAveragingPolicy``. The others go on, whichever rank was lost, and a new process joins them
+  in its place. Lost are the dead rank's steps since it last gave a snapshot that another rank took, or took an average
+  itself.
 - average-all: ``AverageAllPolicy`` with ``save_population``. A loss ends the job: all ranks start again, from the last
   population checkpoint by ``load_population``. Lost are the steps of all since then. A save takes as long as a step.
-- alone: no averaging. Each rank saves its own state, and goes on from there when it was lost.
+- alone: no averaging. Each rank saves its own state, and a new process goes on from there.
 
 Who saves does it in the interval that is best for its time between failures and the time of a save (Young, 1974: the
 square root of twice their product).
 
 What a recovery costs is stated, not measured (``DETECTION_S``, ``RELAUNCH_S``, ``RELOAD_S``), and is the same for all
 three. In "average-all" the simulation of the job ends with its ranks' errors, these seconds pass, and a new simulation
-loads the files. In the two others the place of a killed rank stays empty in the simulation. Its possible steps are
-those of its life and of the stated seconds, after which a process in its place would count again. That is exact for
-failures without memory, but a population that shrinks is not one that is filled again, and what a newcomer costs its
-donor is not in it. No failure strikes during a recovery.
+loads the files. In the two others a new process of the rank begins after these seconds, in the simulation that goes on,
+and what it takes until it trains, with a donor's state or its own checkpoint, comes on top. No failure strikes during a
+recovery.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import itertools
 import json
 import logging
@@ -40,7 +41,7 @@ from harness import Results, Row, optimizer_of
 from torch import nn
 
 import asyncdist as ad
-from asyncdist.simulation import Compute, Kill, Network
+from asyncdist.simulation import Compute, Fault, Kill, Network, Restart
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, AverageApplied, PolicyEvent, SnapshotTaken
 
 #: It needs no launcher.
@@ -66,19 +67,24 @@ KINDS: Final = ("selective", "average-all", "alone")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Numbers of ranks; steps between failures of a rank, and for how many steps of all ranks to look at each.
+    """What to look at.
 
-    A job that is started again is looked at until as many failures have struck as come in so many steps, but at least
-    two and at most ``restart_count``.
+    Attributes:
+        rank_counts: numbers of ranks.
+        step_counts: for how many steps of all ranks to look, by the steps between failures of a rank. A job that is
+            started again is looked at until as many failures have struck as come in so many steps, but at least two
+            and at most ``restart_count``.
+        steps_min: a population is looked at for at least so many steps of a rank.
     """
 
     rank_counts: tuple[int, ...]
     step_counts: dict[int, int]
     restart_count: int
+    steps_min: int
 
 
-FULL: Final = Settings((8, 64, 512), {10_000: 10_000, 1000: 8000, 100: 2000}, restart_count=5)
-QUICK: Final = Settings((8,), {1000: 800, 100: 800}, restart_count=2)
+FULL: Final = Settings((8, 64, 512), {10_000: 40_000, 1000: 64_000, 100: 9600}, restart_count=5, steps_min=150)
+QUICK: Final = Settings((8,), {1000: 800, 100: 800}, restart_count=2, steps_min=100)
 
 
 @dataclass(slots=True)
@@ -89,7 +95,7 @@ class Tally:
         useful: those that were made, and whose effect lives on.
         possible: those that there would have been without failures.
         died: those that were made, and were lost with a rank or a job.
-        empty: those that were not made since a rank, or the job, was gone.
+        empty: those that were not made since a rank, or the job, was gone, or was being recovered.
         failures: ranks killed.
     """
 
@@ -113,7 +119,13 @@ class Tally:
 
 @dataclass(slots=True)
 class Work:
-    """One rank's: steps made, steps that are kept if it dies now, its newest snapshot's round and step."""
+    """What one process has done.
+
+    Attributes:
+        made: steps.
+        kept: those of them that are of use when it dies now.
+        given: its newest snapshot's round, and the step that it was taken at.
+    """
 
     made: int = 0
     kept: int = 0
@@ -133,84 +145,116 @@ async def _until_start(world: ad.World) -> None:
 
 # -- ranks that fail one by one ---------------------------------------------------------------------------------------
 
+#: The works of each rank's processes, the newest last.
+Lives = list[list[Work]]
 
-async def _train_selectively(world: ad.World, works: list[Work], ends_at_s: float, _: Path, __: int) -> None:
-    work = works[world.rank]
+
+async def _train_selectively(world: ad.World, lives: Lives, ends_at_s: float, _: Path, __: int) -> None:
+    work = Work()
+    lives[world.rank].append(work)
+    first = 0
 
     def note(event: PolicyEvent) -> None:
         if isinstance(event, SnapshotTaken):
-            work.given = (event.round, event.iteration + 1)
+            work.given = (event.round, event.iteration + 1 - first)
         elif isinstance(event, AverageApplied):
-            work.kept = event.iteration + 1
-            for donor in event.donors:
-                if works[donor].given[0] == event.round:
-                    works[donor].kept = works[donor].given[1]
+            work.kept = event.iteration + 1 - first
+            for other in itertools.chain.from_iterable(lives[donor] for donor in event.donors):
+                if other.given[0] == event.round:
+                    other.kept = max(other.kept, other.given[1])
 
     model = nn.Linear(4, 4)
     policy = AsyncSelectiveAveragingPolicy(
         model, optimizer_of(model), average_every=AVERAGE_EVERY, replacement_ratio=0.25, on_event=note
     )
-    async with policy:
-        await _until_start(world)
-        while world.time() < ends_at_s - STEP_S / 2:
-            await policy.step(random.random())  # any rank may be the best or the worst one
-            work.made += 1
-        await asyncio.sleep(max(0.0, ends_at_s - world.time()))
+    try:
+        async with policy:
+            first = policy.iteration  # a newcomer goes on with its donor's
+            if not world.incarnation:
+                await _until_start(world)
+            while world.time() < ends_at_s - STEP_S / 2:
+                await policy.step(random.random())  # any rank may be the best or the worst one
+                work.made += 1
+            await asyncio.sleep(max(0.0, ends_at_s - world.time()))
+    except (ad.ClosedError, ad.RankLostError, ad.StartTimeoutError):
+        if world.time() < ends_at_s:
+            raise  # after that the others have left before this one was admitted
 
 
-async def _train_alone(world: ad.World, works: list[Work], ends_at_s: float, place: Path, save_every: int) -> None:
-    work = works[world.rank]
+async def _train_alone(world: ad.World, lives: Lives, ends_at_s: float, place: Path, save_every: int) -> None:
+    work = Work()
+    lives[world.rank].append(work)
+    place = place / str(world.rank)
     model = nn.Linear(4, 4)
     optimizer = optimizer_of(model)
     alone = await ad.new_group([world.rank])
-    await _until_start(world)
+    if not world.incarnation:
+        await _until_start(world)
+    elif any(earlier.kept for earlier in lives[world.rank]):
+        await ad.load_population(place, model, optimizer, group=alone)
     while world.time() < ends_at_s - STEP_S / 2:
         await world.safe_point()
         work.made += 1
         if work.made % save_every == 0:
             made = work.made
-            await ad.save_population(place / str(world.rank), model, optimizer, extra=made, keep=2, group=alone)
+            await ad.save_population(place, model, optimizer, keep=2, group=alone)
             work.kept = made
     await asyncio.sleep(max(0.0, ends_at_s - world.time()))
 
 
-_Train = Callable[[ad.World, list[Work], float, Path, int], Coroutine[Any, Any, None]]
+_Train = Callable[[ad.World, Lives, float, Path, int], Coroutine[Any, Any, None]]
 
 
-def _count_lives(train: _Train, rank_count: int, mtbf_steps: int, step_count: int) -> Tally:
-    """Simulate populations, each no longer than a rank lives on average: then some live to its end."""
+def _failures(rng: random.Random, rank: int, mtbf_s: float, horizon_s: float) -> tuple[list[Fault], float]:
+    """Draw a rank's deaths and new processes; return them, and for how long its place is empty."""
+    faults: list[Fault] = []
+    empty_s = 0.0
+    dies_at_s = rng.expovariate(1 / mtbf_s)
+    while dies_at_s < horizon_s:
+        faults.append(Kill(rank, START_S + dies_at_s))
+        begins_at_s = dies_at_s + RECOVERY_S
+        if begins_at_s < horizon_s - AVERAGE_EVERY * STEP_S:
+            faults.append(Restart(rank, START_S + begins_at_s))
+        else:
+            begins_at_s = horizon_s  # so late a newcomer would find that the others are about to leave
+        empty_s += begins_at_s - dies_at_s
+        dies_at_s = begins_at_s + rng.expovariate(1 / mtbf_s)
+    return faults, empty_s
+
+
+def _count_lives(train: _Train, rank_count: int, mtbf_steps: int, step_count: int, steps_min: int) -> Tally:
+    """Simulate populations, whose ranks die and come back one by one."""
     tally = Tally()
-    mtbf_s = mtbf_steps * STEP_S
-    horizon_s = STEP_S * min(mtbf_steps, math.ceil(step_count / rank_count))
+    horizon_s = STEP_S * max(steps_min, min(mtbf_steps, math.ceil(step_count / rank_count)))
     seeds = itertools.count()
     while tally.possible < step_count:
         seed = next(seeds)
         rng = random.Random(f"failures of {rank_count} ranks, {mtbf_steps} steps, {seed}")
-        drawn = [(rank, rng.expovariate(1 / mtbf_s)) for rank in range(rank_count)]
-        deaths = {rank: after_s for rank, after_s in drawn if after_s < horizon_s}
-        works = [Work() for _ in range(rank_count)]
+        drawn = [_failures(rng, rank, mtbf_steps * STEP_S, horizon_s) for rank in range(rank_count)]
+        lives: Lives = [[] for _ in range(rank_count)]
         with tempfile.TemporaryDirectory() as place:
             report = ad.simulate(
                 train,
-                works,
+                lives,
                 START_S + horizon_s,
                 Path(place),
-                _best_interval(mtbf_s),
+                _best_interval(mtbf_steps * STEP_S),
                 ranks=rank_count,
                 seed=seed,
                 network=Network(loss_detection_s=DETECTION_S),
                 compute=Compute(step_s=STEP_S),
-                faults=[Kill(rank, START_S + after_s) for rank, after_s in deaths.items()],
+                faults=[fault for faults, _ in drawn for fault in faults],
             )
-        report.value()  # no survivor has failed
+        report.value()  # nobody who was not killed has failed
         report.check_faults()
-        tally.failures += len(deaths)
-        for rank, work in enumerate(works):
-            is_lost = rank in deaths
-            tally.useful += work.kept if is_lost else work.made
-            tally.died += work.made - work.kept if is_lost else 0
-            tally.empty += RECOVERY_S / STEP_S if is_lost else 0
-            tally.possible += (deaths[rank] + RECOVERY_S if is_lost else horizon_s) / STEP_S
+        for works, (faults, empty_s) in zip(lives, drawn, strict=True):
+            death_count = sum(isinstance(fault, Kill) for fault in faults)
+            lost = works[:death_count]  # the newest process lives, unless it has died as well
+            tally.failures += death_count
+            tally.died += sum(work.made - work.kept for work in lost)
+            tally.useful += sum(work.kept for work in lost) + sum(work.made for work in works[death_count:])
+            tally.empty += empty_s / STEP_S
+        tally.possible += rank_count * horizon_s / STEP_S
     return tally
 
 
@@ -281,10 +325,17 @@ def measure(settings: Settings) -> Results:
             figures[str(rank_count)] = {}
         for mtbf_steps, step_count in settings.step_counts.items():
             restart_count = min(settings.restart_count, max(2, step_count // mtbf_steps))
+            count = functools.partial(
+                _count_lives,
+                rank_count=rank_count,
+                mtbf_steps=mtbf_steps,
+                step_count=step_count,
+                steps_min=settings.steps_min,
+            )
             for kind, tally in (
-                ("selective", _count_lives(_train_selectively, rank_count, mtbf_steps, step_count)),
+                ("selective", count(_train_selectively)),
                 ("average-all", _count_attempts(rank_count, mtbf_steps, restart_count)),
-                ("alone", _count_lives(_train_alone, rank_count, mtbf_steps, step_count)),
+                ("alone", count(_train_alone)),
             ):
                 results[kind][str(rank_count)][str(mtbf_steps)] = tally.results()
     return results
