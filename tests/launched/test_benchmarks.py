@@ -231,7 +231,8 @@ def test_goodput(bench: Bench, tmp_path: Path) -> None:
     for mtbf in ("1000", "100"):
         selective, average_all = (results[kind]["8"][mtbf] for kind in ("selective", "average-all"))
         assert selective["goodput"] > average_all["goodput"]
-        assert selective["waited"] < 0.01, "who lives goes on"
+        waited_steps = selective["waited"] * selective["steps"]
+        assert waited_steps < 15 * selective["failures"], "who lives goes on, and a newcomer is soon admitted"
     assert results["selective"]["8"]["1000"]["goodput"] > 0.9
     assert chart.read_bytes().startswith(b"\x89PNG")
 
