@@ -191,6 +191,11 @@ class SpawnPolicy(abc.ABC):
             leader=leader,
         )
 
+    async def _start_among_newcomers(self) -> None:
+        """Start where all members were started again, and were in such a policy before: none is there to be joined."""
+        await self._start_with(tuple(rank for rank in self._group.ranks if rank not in self._services.gone))
+        self._services.is_admitted = True
+
     def _forget_start(self) -> None:
         """Allow another start after one has failed. If it had begun, :meth:`_begin` sets the stage instead."""
         if self._stage == "starting" and not self._is_beginning:

@@ -125,6 +125,10 @@ class _Board:
         if len(self._left) > LEFT_COUNT_MAX:
             del self._left[next(iter(self._left))]
 
+    def newest_left(self, key: int) -> int:
+        """Return the newest policy with this key of requests that this rank has left, or 0."""
+        return next((policy for policy in reversed(self._left) if self._left[policy] == key), 0)
+
     def leave(self, policy: int) -> None:
         """Note that this rank has left a policy; it may coordinate it for the others until :meth:`close`."""
         self._serving.add(policy)
@@ -159,16 +163,17 @@ class _Board:
                 self._tell(message, source)
 
     def _ask(self, request: Request, source: int) -> None:
-        asked = [policy for policy, (key, _) in self._askable.items() if key == request.key]
+        same = [policy for policy, (key, _) in self._askable.items() if key == request.key]
+        asked = [policy for policy in same if policy != request.left]
         count = sum(policy not in self._serving for policy in asked)
         if count > 1:
             self.send(Ambiguous(request.key, count), source)
             return
         for policy in asked:
             self._askable[policy][1](request, source)
-        has_ended = request.key in self._left.values()
-        if not asked and (has_ended or request.key in self._applications):
-            self.send(Over(request.key, has_ended), source)
+        waits = request.key in self._applications
+        if not asked and (waits or same or request.key in self._left.values()):
+            self.send(Over(request.key, has_ended=not waits), source)
 
     def _tell(self, message: SuccessionMessage, source: int) -> None:
         handler = self._policies.get(message.policy)
@@ -299,7 +304,10 @@ class Leadership:
     def apply(services: Services, values: Mapping[str, str], ranks: Sequence[int], timeout_s: float) -> Application:
         """Return an application to the policy on ``ranks`` that agrees in ``values``; it asks when it is awaited."""
         board = services.shared(_Board)
-        application = Application(services, board.send, ranks, values, timeout_s, on_end=board.end_application)
+        left = board.newest_left(key_of(ranks, values))
+        application = Application(
+            services, board.send, ranks, values, timeout_s, left=left, on_end=board.end_application
+        )
         board.apply(application)
         return application
 

@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Literal, Self, assert_never
 import torch
 from torch import nn
 
-from asyncdist import Group, World, current_world, validation
+from asyncdist import ClosedError, Group, World, current_world, validation
 from asyncdist.messaging import wire
 from asyncdist.tensors.flat_state import SnapshotPool
 from protocols.applier import Applier
@@ -84,9 +84,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
 
     A rank that was started again (``world.incarnation``) enters in the same way, while the others go on: between two
     rounds it takes the weights, optimizer state and iteration of a healthy member. That one copies its optimizer's
-    state in the same step as its weights, with Adam three times the model: copied in later steps, it would belong to
-    other weights. Policies of one class on the same ranks each need a ``name``: entering two that have the same raises
-    DisagreementError on such a rank.
+    state in the same step as its weights, with Adam three times the model. Policies of one class that are open on the
+    same ranks each need a ``name``: without, such a rank gets DisagreementError.
 
     Args:
         model: see :class:`SpawnPolicy`. Its floating and complex entries are averaged; integer and bool ones
@@ -104,9 +103,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         cooldown: with a threshold: iterations before the next round may act.
         model_builder: for ``"reset_weights"``: returns a model of the same layout, or the pair (model, optimizer).
             Called once when the policy is made, too, to compare the layouts.
-        metric: see :class:`SpawnPolicy`.
-        metric_mode: ``"max"`` if larger is better, ``"min"`` if smaller is. NaN and infinities rank worst and never
-            donate.
+        metric_mode: ``"max"`` if larger is better, ``"min"`` if smaller is. NaN and infinities never donate.
         optimizer_state: ``"keep"``, or ``"reset"``: cleared in place whenever weights are replaced. ``reset_weights``
             always clears it.
         quorum: fraction of live members that must have reported before ``grace_s`` begins to run.
@@ -116,12 +113,11 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         drain_timeout_s: how long leaving waits for streams under way.
         start_timeout_s: how long the start waits for the last member.
         coordinator: the rank that runs :func:`protocols.coordinate`; the group's first member by default.
-        successors: members that take over when the coordinator is lost or stops, the first one first; after these, and
-            by default, the others in the group's order.
+        successors: members that take over when the coordinator is lost or stops, in this order; then the other members.
         on_event: told of each snapshot and each application, inside ``step``; of the snapshot of a model in CUDA memory
             when it has been copied, at one of the next safe points.
         timing: collects seconds by name (``snapshot``, ``apply``), in the form of torchgfn's option.
-        name, group, world: see :class:`SpawnPolicy`.
+        metric, name, group, world: see :class:`SpawnPolicy`.
 
     Raises:
         TypeError, ValueError: an option, the model or the optimizer is not what it should be.
@@ -335,20 +331,25 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     async def _join(self) -> None:
         """Take all of a member's state, and then part in the policy that runs on the other ranks."""
         self._own.begin()
-        self._is_joining = True
+        was_admitted, self._services.is_admitted = self._services.is_admitted, False  # until it is, nobody counts on it
         Leadership.listen(self._services)
         values = self._agreed_values()
         application = Leadership.apply(self._services, values, self._group.ranks, self._start_timeout_s)
         try:
-            welcome, coordinator = await application.welcomed()
+            try:
+                welcome, coordinator = await application.welcomed()
+            except ClosedError:  # all others were started again, too, and wait for each other
+                if not was_admitted:
+                    raise
+                await self._start_among_newcomers()
+                return
+            self._is_joining = True
             self._open(PolicyScopes.of_running(welcome, values), coordinator, welcome.epoch)
             try:
-                self._leadership.note_welcome(welcome, coordinator)
-                await self._arrival().complete(
-                    application, self._leadership.note_welcome, is_admitted=lambda: not self._is_joining
-                )
+                note_welcome = self._leadership.note_welcome
+                note_welcome(welcome, coordinator)
+                await self._arrival().complete(application, note_welcome, is_admitted=lambda: not self._is_joining)
             except BaseException as error:
-                self._stage = "closed"
                 await self._stop(error)
                 raise
         except BaseException:
@@ -382,8 +383,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._carry_out(self._member.on_leave())
         try:
             if error is None and self._services.engine.failure is None:
-                deadline = self._world.time() + self._averaging.drain_timeout_s
-                await self._services.engine.until(self._is_quiet, "the end of its part in a round", deadline=deadline)
+                until = self._world.time() + self._averaging.drain_timeout_s
+                await self._services.engine.until(self._is_quiet, "the end of its part in a round", deadline=until)
         finally:  # cancelled or not: the others must hear of it
             self._carry_out(self._member.on_left())
             self._states.close()

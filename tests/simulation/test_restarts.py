@@ -184,6 +184,42 @@ def test_a_newcomer_is_admitted_where_no_metric_is_finite() -> None:
     assert report.results[3] == 1, "the round of its admission"
 
 
+async def _phases(world: ad.World, ends_s: Sequence[float], pauses_s: Sequence[float]) -> list[tuple[float, int]]:
+    """Enter a policy for each phase, all of one name; return when, and the last round. Ranks pause between them."""
+    model, phases = nn.Linear(2, 2), []
+    for end_s in ends_s:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=10) as policy:
+            entered_s = world.time()
+            while world.time() < end_s:
+                await policy.step(random.random())
+        phases.append((entered_s, policy.statistics().last_round))
+        await world.sleep(pauses_s[world.rank])
+    return phases
+
+
+@pytest.mark.parametrize("ranks_killed", [(1,), (1, 0, 2)])
+@pytest.mark.parametrize("pauses_s", [(2.0, 0.0, 3.0), (0.0, 2.0, 0.0)])
+def test_ranks_that_were_started_again_enter_the_next_policy_of_one_name(
+    ranks_killed: tuple[int, ...], pauses_s: tuple[float, ...]
+) -> None:
+    """One that came first was told that it is too late, and its error ended the job. So did each of all ranks."""
+    faults: list[Fault] = []
+    for number, rank in enumerate(ranks_killed):
+        faults += [Kill(rank, at_s=5.0 * (number + 1)), Restart(rank, at_s=5.0 * (number + 1) + 1.0)]
+    report = simulate(_phases, (20.0, 30.0), pauses_s, ranks=3, faults=faults, compute=Compute(step_s=0.05))
+    check(report)
+    assert all(20.0 <= phases[1][0] < 25.0 and phases[1][1] > 5 for phases in report.results)
+
+
+def test_a_newcomer_that_comes_between_two_policies_enters_the_next_one() -> None:
+    """It was told that it is too late, and ended. Its second policy begins when the others have ended: it is alone."""
+    faults = [Kill(1, at_s=15.0), Restart(1, at_s=21.0)]
+    report = simulate(_phases, (20.0, 30.0), (3.0, 0.0, 3.0), ranks=3, faults=faults, compute=Compute(step_s=0.05))
+    check(report)
+    assert 23.0 <= report.results[1][0][0] < 25.0
+
+
 def test_a_newcomer_with_other_options_is_refused_and_the_others_go_on() -> None:
     shared = Shared()
     faults = [Kill(2, at_s=0.02), Restart(2, at_s=0.021)]

@@ -24,12 +24,14 @@ _ASK_AGAIN_S: Final = 0.5
 class Request:
     """Newcomer to all: it asks to be admitted to the policy that agrees in what ``digest`` stands for.
 
-    It is short: all newcomers ask all ranks, and a short message takes none of their steps.
+    It is short: all newcomers ask all ranks, and a short message takes none of their steps. ``left`` is the policy that
+    this process has left before: it asks for the next one, also where others are in that one still.
     """
 
     key: int
     incarnation: int
     digest: str
+    left: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """Answers a request: this rank has left that policy (``has_ended``), or waits to be admitted itself."""
+    """Answers a request: this rank waits to be admitted itself, or has left that policy (``has_ended``)."""
 
     key: int
     has_ended: bool
@@ -94,6 +96,7 @@ class Application:
         values: what this rank's policy would agree in.
         timeout_s: how long it may take until a coordinator answers, and from each answer to the next one. To be
             admitted takes as long as the rounds do that come before.
+        left: the policy of this class and name that this process has left before, or 0.
         on_end: called with this when it is closed.
     """
 
@@ -105,10 +108,11 @@ class Application:
         values: Mapping[str, str],
         timeout_s: float,
         *,
+        left: int = 0,
         on_end: Callable[[Application], None],
     ) -> None:
         self.key = key_of(ranks, values)
-        self._request = Request(self.key, services.incarnation, digest_of(ranks, values))
+        self._request = Request(self.key, services.incarnation, digest_of(ranks, values), left)
         self._values = values
         self._ranks = [rank for rank in ranks if rank != services.rank]
         self._on_end = on_end
@@ -117,7 +121,7 @@ class Application:
         self._timeout_s = timeout_s
         self._deadline = services.time() + timeout_s
         self._over: set[int] = set()
-        self._have_ended = False
+        self._have_left: set[int] = set()
         self._asked: set[int] = set()
         self._met: set[int] = set()
         self._began_at = self._ask_again_at = services.time()
@@ -139,7 +143,8 @@ class Application:
                 self._deadline = self._services.time() + self._timeout_s
             case Over(_, has_ended):
                 self._over.add(source)
-                self._have_ended |= has_ended
+                if has_ended:
+                    self._have_left.add(source)
             case Ambiguous(_, count):
                 text = (
                     f"rank {source} is in {count} policies of this class and name, and cannot know which of them this "
@@ -189,8 +194,10 @@ class Application:
             self._ask_again_at = now + max(_ASK_AGAIN_S, min(waited_s, self._timeout_s / 2))
             self._asked.clear()
             self._over.clear()
+            self._have_left.clear()
         self._asked.intersection_update(others)
         self._over.intersection_update(others)
+        self._have_left.intersection_update(others)
         for rank in others:
             if rank not in self._asked:
                 self._asked.add(rank)
@@ -201,7 +208,7 @@ class Application:
 
         Raises:
             DisagreementError: class, name, model or an option differs, or several policies have this class and name.
-            LateError: all others have left the policy, or the world.
+            LateError: all others have left the world; or the policy, and have begun no other one until the time is up.
             ClosedError: all others were started again, too.
             StartTimeoutError: the time is up.
             RankLostError: no other rank is there any more.
@@ -224,12 +231,15 @@ class Application:
             is_time_up = services.time() >= self._deadline
             # A rank that was not met yet may have the policy: a slow one is met late. One met just now was not asked.
             others = self._others()
-            is_over_everywhere = self._over.issuperset(others) and self._met.issuperset(self._ranks)
+            are_over = self._over.issuperset(others)
+            is_over_everywhere = are_over and self._met.issuperset(self._ranks)
+            if self._policy is None and self._have_left.intersection(others):
+                is_over_everywhere = False  # they may enter the next one
             if not (is_over_everywhere or is_time_up):
                 continue
-            if self._over.issuperset(others) and (self._have_ended or services.left_world().intersection(self._ranks)):
+            if are_over and (self._have_left or services.left_world().intersection(self._ranks)):
                 raise LateError("no other rank has this policy any more: this rank was started again too late")
-            if is_over_everywhere or (self._over.issuperset(others) and others):
+            if is_over_everywhere or (are_over and others):
                 raise ClosedError("no other rank has this policy any more: all are lost, or were started again, too")
             if not others:
                 raise RankLostError("no other rank of this policy is there: all are lost")
