@@ -72,7 +72,8 @@ class FailureReport:
     def _hook(
         self, previous: Any, kind: type[BaseException], value: BaseException, trace: TracebackType | None
     ) -> None:
-        _let_interrupts_kill()
+        if not (sys.flags.interactive or hasattr(sys, "ps1")):  # else the session goes on
+            _let_interrupts_kill()
         told = {id(error): None for error in self._printed} | {id(error): line for error, line in self._lines}
         error: BaseException | None = value
         if isinstance(value, KeyboardInterrupt):  # a Ctrl-C on the way here, of an error that says what happened

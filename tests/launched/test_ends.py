@@ -13,8 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import mpi, warm
@@ -288,28 +289,43 @@ async def test_a_mistake_that_was_heard_of_is_told_in_a_line(
         assert capsys.readouterr().err == "asyncdist: rank 1 failed as rank 0 did: ValueError: boom-7\n"
 
 
+@pytest.fixture(autouse=True)
+def sigint() -> Iterator[Any]:
+    """The handler before a test: after a failure that ends a process, a Ctrl-C kills it."""
+    before = signal.getsignal(signal.SIGINT)
+    yield before
+    signal.signal(signal.SIGINT, before)
+
+
 def test_a_ctrl_c_that_comes_after_the_report_adds_no_traceback(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher sends it to all ranks: one ends first, and the others are about to say so when theirs comes."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        report = FailureReport()
-        for told, error in enumerate((peer_failed(0, "KeyboardInterrupt"), KeyboardInterrupt())):
-            report.print_line(f"line {told}", error)
-            with pytest.raises(KeyboardInterrupt) as caught:
-                try:
-                    raise error
-                finally:
-                    raise KeyboardInterrupt
-            sys.excepthook(caught.type, caught.value, caught.tb)
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-        assert capsys.readouterr().err == "asyncdist: line 0\nasyncdist: line 1\n"
-        sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
-        assert capsys.readouterr().err == "KeyboardInterrupt\n"
-    finally:
-        signal.signal(signal.SIGINT, before)
+    report = FailureReport()
+    for told, error in enumerate((peer_failed(0, "KeyboardInterrupt"), KeyboardInterrupt())):
+        report.print_line(f"line {told}", error)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            try:
+                raise error
+            finally:
+                raise KeyboardInterrupt
+        sys.excepthook(caught.type, caught.value, caught.tb)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    assert capsys.readouterr().err == "asyncdist: line 0\nasyncdist: line 1\n"
+    sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert capsys.readouterr().err == "KeyboardInterrupt\n"
+
+
+def test_a_ctrl_c_in_an_interactive_session_stays_an_exception_after_a_failure(
+    sigint: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    FailureReport().print_line("line", ValueError())
+    sys.excepthook(KeyError, KeyError("a"), None)
+    assert signal.getsignal(signal.SIGINT) is sigint is not signal.SIG_DFL
+    assert capsys.readouterr().err == "asyncdist: line\nKeyError: 'a'\n"
 
 
 def test_a_ctrl_c_during_the_report_adds_no_traceback(tmp_path: Path) -> None:
