@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from asyncdist import environment, validation
 from asyncdist.errors import LocalProtocolError, TransportError
 from asyncdist.functional.parallel_groups import ParallelGroups, ParallelLayout, current_groups
-from asyncdist.transports.torch_distributed.rendezvous import await_listener
+from asyncdist.transports.torch_distributed.meeting.rendezvous import await_listener
 
 #: Hand-made device types that a backend may be named for, as in ``"cpu:gloo,cuda:nccl"``.
 _FAKE_BACKENDS = ("undefined", "fake")

@@ -106,7 +106,7 @@ def _open_torch(mpi: MpiMessages | None, backend: str, control: Transport | None
 
     Its ranks meet where the user's process group did, or its variables say, or through MPI.
     """
-    from asyncdist.transports.torch_distributed.rendezvous import is_group_initialised
+    from asyncdist.transports.torch_distributed.meeting.rendezvous import is_group_initialised
     from asyncdist.transports.torch_distributed.transport import open_bulk, open_transport
 
     place = None if is_group_initialised() else _torch_rendezvous(mpi)

@@ -32,7 +32,7 @@ from asyncdist.functional import checkpoint_files
 from asyncdist.messaging import wire
 from asyncdist.tensors import pytrees, serialization
 from asyncdist.tensors.flat_state import Fingerprint
-from asyncdist.transports.torch_distributed.rendezvous import _Gathering
+from asyncdist.transports.torch_distributed.meeting.rendezvous import _Gathering
 from fuzzing.mutations import mutate
 from protocols.replay.layouts import declare, declared
 from protocols.replay.messages import Declare

@@ -201,7 +201,8 @@ def test_gloo_does_not_pass() -> None:
         from torch import distributed as dist
         from asyncdist import environment
         from asyncdist.errors import TransportError
-        from asyncdist.transports.torch_distributed import backend_self_test, backends, rendezvous
+        from asyncdist.transports.torch_distributed import backend_self_test, backends
+        from asyncdist.transports.torch_distributed.meeting import rendezvous
         from asyncdist.transports.torch_distributed.pollable_pairs import Pairs
 
         rank = int(os.environ["RANK"])

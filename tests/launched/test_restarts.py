@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 
 from asyncdist import cli, environment
 from asyncdist.errors import TransportError
-from asyncdist.transports.torch_distributed import newcomers
+from asyncdist.transports.torch_distributed.meeting import newcomers
 
 #: Generous: what hangs is a failure, what is slow is not.
 TIMEOUT_S = 300.0

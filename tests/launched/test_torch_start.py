@@ -19,8 +19,8 @@ from torch import distributed as dist
 import asyncdist as ad
 from asyncdist import environment
 from asyncdist.errors import TransportError
-from asyncdist.transports.torch_distributed import rendezvous
-from asyncdist.transports.torch_distributed.rendezvous import _Gathering as Gathering
+from asyncdist.transports.torch_distributed.meeting import rendezvous
+from asyncdist.transports.torch_distributed.meeting.rendezvous import _Gathering as Gathering
 
 # ------------------------------------------------------------------------------------------------------------ the start
 

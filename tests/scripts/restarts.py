@@ -26,7 +26,8 @@ from support.mpi import report
 from torch import nn
 
 import asyncdist as ad
-from asyncdist.transports.torch_distributed import backends, newcomers
+from asyncdist.transports.torch_distributed import backends
+from asyncdist.transports.torch_distributed.meeting import newcomers
 from protocols import AsyncSelectiveAveragingPolicy, PolicyEvent, SnapshotTaken
 
 #: Rank and incarnation of this process.

@@ -158,7 +158,8 @@ def test_torch_distributed_is_imported_where_processes_meet_alone() -> None:
     """Plain functions of ``launch_subprocesses`` bring collectives of their own and need a process group of torch."""
     users = {name for name, tree in ASYNCDIST.items() if uses(tree, "torch.distributed")}
     transport = {
-        f"transports.torch_distributed.{name}" for name in ("backends", "newcomers", "rendezvous", "transport")
+        f"transports.torch_distributed.{name}"
+        for name in ("backends", "meeting.newcomers", "meeting.rendezvous", "transport")
     }
     assert users == {"launch.process_groups", "launch.store_server", *transport}
     assert not any(uses(tree, "torch.distributed") for tree in PROTOCOLS.values())

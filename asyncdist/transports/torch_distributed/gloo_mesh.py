@@ -15,7 +15,7 @@ from asyncdist.errors import RankLostError
 from asyncdist.transports.matching import Matcher, Receive, Send
 from asyncdist.transports.torch_distributed import backends
 from asyncdist.transports.torch_distributed.gloo import Link
-from asyncdist.transports.torch_distributed.newcomers import Reception
+from asyncdist.transports.torch_distributed.meeting.newcomers import Reception
 
 T = TypeVar("T", Send, Receive)
 

@@ -1,6 +1,6 @@
 """Serves ranks that torchrun started, or anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-They find each other in :mod:`asyncdist.transports.torch_distributed.rendezvous`. Messages go through gloo
+They find each other in :mod:`asyncdist.transports.torch_distributed.meeting.rendezvous`. Messages go through gloo
 (:mod:`asyncdist.transports.torch_distributed.gloo`), or through a backend that
 :mod:`asyncdist.transports.torch_distributed.backend_self_test` has found can be polled
 (:mod:`asyncdist.transports.torch_distributed.pollable_backends`); they are matched with receives in
@@ -25,10 +25,10 @@ from asyncdist.errors import TransportError
 from asyncdist.transports.base import Buffer, Capabilities, Request, Transport
 from asyncdist.transports.matching import CallbackQueue, MatchedTransport, Receive, Send
 from asyncdist.transports.torch_distributed import backend_self_test, backends, gloo_mesh
-from asyncdist.transports.torch_distributed.newcomers import Entrance, Reception
+from asyncdist.transports.torch_distributed.meeting.newcomers import Entrance, Reception
+from asyncdist.transports.torch_distributed.meeting.rendezvous import Rendezvous, join_store
 from asyncdist.transports.torch_distributed.pollable_backends import PolledBulk, PolledTransport
 from asyncdist.transports.torch_distributed.pollable_pairs import Pairs
-from asyncdist.transports.torch_distributed.rendezvous import Rendezvous, join_store
 
 #: How long the ranks wait for each other at the start.
 START_TIMEOUT_S = 300.0

@@ -34,9 +34,9 @@ from asyncdist.errors import DisagreementError, LateError, TransportError
 from asyncdist.transports.matching import CallbackQueue
 from asyncdist.transports.torch_distributed import backends
 from asyncdist.transports.torch_distributed.failures import reason
-from asyncdist.transports.torch_distributed.rendezvous import Rendezvous, join_world, open_store
+from asyncdist.transports.torch_distributed.meeting.rendezvous import Rendezvous, join_world, open_store
 
-logger = logging.getLogger("asyncdist.transports.torch_distributed.newcomers")
+logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.newcomers")
 
 #: The pause between two looks at the log.
 _PERIOD_S: Final = 0.1
