@@ -13,7 +13,7 @@ The launcher keeps to these rules:
 - Where ranks are to be started again (``restarts``), one that is killed by a signal is, under the same variables but
   for ASYNCDIST_INCARNATION, which counts that; the others are left alone. One that ends by itself is not: it ended
   well, or has told the others of its failure. The store then is with a process of its own
-  (:mod:`asyncdist.launch.store_server`), so that any rank may die.
+  (:mod:`asyncdist.launch.store_server`), so that any rank may die. There the launcher notes which processes have ended.
 - Nothing here imports torch: the launcher is up in 0.1 s and waits without using a core.
 """
 
@@ -84,7 +84,7 @@ def run(
                 servers.append(_start_store(environments[0]))
             for variables in environments:
                 processes.append(_start(command, variables, rank=len(processes), events=events))
-            again = _Restarts(command, environments, events, restarts)
+            again = _Restarts(command, environments, events, restarts, servers[0] if servers else None)
             return _supervise(processes, events, again)
         finally:
             for process in processes + servers:
@@ -100,6 +100,7 @@ class _Restarts:
         command, environments: of the ranks.
         events: what happens to them.
         count: how often each may be started again.
+        server: of the store, where they may be.
     """
 
     def __init__(
@@ -108,7 +109,9 @@ class _Restarts:
         environments: Sequence[dict[str, str]],
         events: queue.SimpleQueue[_Event],
         count: int,
+        server: subprocess.Popen[bytes] | None,
     ) -> None:
+        self._server = server
         self._command = command
         self._environments = environments
         self._events = events
@@ -127,6 +130,13 @@ class _Restarts:
         variables = {**self._environments[rank], environment.INCARNATION_VARIABLE: str(self._counts[rank])}
         return _start(self._command, variables, rank=rank, events=self._events)
 
+    def note_exit(self, rank: int) -> None:
+        """Let the ranks know that the process of ``rank`` has ended, so that none goes on connecting to it."""
+        if self._server is not None and self._server.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # the store has been killed
+                self._server.stdin.write(f"asyncdist/exited/{rank}.{self._counts[rank]}\n".encode())
+                self._server.stdin.flush()
+
     def is_newcomer(self, rank: int) -> bool:
         """Whether this rank has been started again."""
         return self._counts[rank] > 0
@@ -139,7 +149,7 @@ class _Restarts:
 def _start_store(variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start the process that serves the store at the address that the ranks are told."""
     command = [sys.executable, store_server.PROGRAM, variables["MASTER_ADDR"], variables["MASTER_PORT"]]
-    return _popen(guardians.guarded(command, parent=os.getpid()), variables, "the store")
+    return _popen(guardians.guarded(command, parent=os.getpid()), variables, "the store", stdin=subprocess.PIPE)
 
 
 def build_environments(
@@ -182,9 +192,11 @@ def _start(
     return process
 
 
-def _popen(command: Sequence[str], variables: Mapping[str, str], what: str) -> subprocess.Popen[bytes]:
+def _popen(
+    command: Sequence[str], variables: Mapping[str, str], what: str, *, stdin: int = subprocess.DEVNULL
+) -> subprocess.Popen[bytes]:
     try:
-        return subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, process_group=0)
+        return subprocess.Popen(command, env=variables, stdin=stdin, process_group=0)
     except OSError as error:
         raise local_host.LaunchError(f"{what} cannot be started: {error}") from error
 
@@ -236,6 +248,7 @@ def _supervise(processes: list[subprocess.Popen[bytes]], events: queue.SimpleQue
             case ("ended", rank):
                 living.discard(rank)
                 _kill(processes[rank])  # what it left behind
+                again.note_exit(rank)
                 returncode = processes[rank].returncode
                 if code or not returncode:
                     continue

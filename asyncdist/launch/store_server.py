@@ -1,5 +1,7 @@
 """Serves the store at which ranks meet, for as long as its launcher lives: ``python store_server.py ADDRESS PORT``.
 
+It reads keys from its standard input, one a line, and sets them: so the launcher tells the ranks what it knows alone.
+
 A store that rank 0 serves would end with rank 0, and a rank that is started again finds the others through it. The
 launcher itself cannot serve it, since it does without torch.
 """
@@ -8,7 +10,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from datetime import timedelta
 from typing import Final
 
@@ -18,12 +19,12 @@ _TIMEOUT: Final = timedelta(seconds=60)
 
 
 def main(address: str, port: int) -> None:
-    """Serve until this process is ended."""
+    """Serve until the launcher has ended."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(address, port, None, True, _TIMEOUT, wait_for_workers=False)
-    threading.Event().wait()
-    del store
+    for key in sys.stdin:
+        store.set(key.rstrip("\n"), "")
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ def test_torch_distributed_is_imported_where_processes_meet_alone() -> None:
     users = {name for name, tree in ASYNCDIST.items() if uses(tree, "torch.distributed")}
     transport = {
         f"transports.torch_distributed.{name}"
-        for name in ("backends", "meeting.newcomers", "meeting.rendezvous", "transport")
+        for name in ("backends", "meeting.connecting", "meeting.newcomers", "meeting.rendezvous", "transport")
     }
     assert users == {"launch.process_groups", "launch.store_server", *transport}
     assert not any(uses(tree, "torch.distributed") for tree in PROTOCOLS.values())

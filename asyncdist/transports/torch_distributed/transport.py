@@ -143,7 +143,9 @@ class TorchTransport(MatchedTransport):
         if size > 1 and rendezvous is not None and rendezvous.admits_restarted:
             entrance = Entrance(rendezvous, timeout_s)
             self.incarnation, self.job_nonce, groups = entrance.incarnation, entrance.nonce, entrance.groups
-            reception = Reception(entrance.store, rank, entrance.incarnation, callbacks)
+            reception = Reception(
+                entrance.common, entrance.store, rank, entrance.incarnation, entrance.process, callbacks
+            )
         elif size > 1:
             store = join_store(rendezvous, rank, size, timeout_s)
             groups = backends.make_gloo_groups(store, rank, size, _GROUP_TIMEOUT)

@@ -3,11 +3,12 @@
 A process is named by its rank and its *incarnation*: how often the rank had been started again before. The world's
 store has a log of the processes that have come since the world began. To come, a process adds its name; each other
 process reads the log several times a second, in a thread, so that no step waits for it. Two processes that have both
-noted that they want to meet then make two gloo groups of two, each in a thread; from there on
+noted that they want to meet then make two gloo groups of two, each in a thread, anew where that fails; from there on
 :mod:`asyncdist.transports.torch_distributed.gloo_mesh` treats them as any other peers.
 
 - A process wants to meet another one only once it has found the one before it lost. The first that has done so
   welcomes the newcomer, which waits for that before it opens its world.
+- The launcher notes in the store which processes have ended, and nobody waits for these.
 - A process that reads a later incarnation of its own rank says that it lives, and the newcomer is refused.
 - A rank that is started again before its world has begun takes part in the beginning, as a first process. So does one
   that comes when the others have left their world, and may begin the next one; it hears when they have ended. A world
@@ -24,7 +25,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, Final
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -32,8 +32,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from asyncdist._version import __version__
 from asyncdist.errors import DisagreementError, LateError, TransportError
 from asyncdist.transports.matching import CallbackQueue
-from asyncdist.transports.torch_distributed import backends
 from asyncdist.transports.torch_distributed.failures import reason
+from asyncdist.transports.torch_distributed.meeting import connecting
 from asyncdist.transports.torch_distributed.meeting.rendezvous import Rendezvous, join_world, open_store
 
 logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.newcomers")
@@ -42,14 +42,15 @@ logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.newco
 _PERIOD_S: Final = 0.1
 #: How long a newcomer waits to be welcomed. Processes that end are found lost within a second, hosts within 30 s.
 _WELCOME_S: Final = 60.0
-#: How long two processes that both want to meet may take to make a group.
-_PAIR_TIMEOUT: Final = timedelta(seconds=20)
+#: How long two processes that both want to meet may take to come to an attempt, and by attempt to connect then: where
+#: one ends just then the other is in gloo for five times as long, and cannot end before. A lost packet costs 1 s.
+_PAIR_S: Final = 20.0
+_PAIR_CONNECT_S: Final = (0.5, 1.0, 2.0, 2.0)
 #: How long the first groups may take, for gloo gives up late on a process that has ended; and how often to gather.
 _CONNECT_S: Final = 10.0
 _CONNECT_PER_RANK_S: Final = 0.5
 _ATTEMPT_COUNT: Final = 3
 _RUNNING: Final = "running"
-_ALL, _SOME = "all ranks are connected", "not all ranks are connected"
 
 
 class Entrance:
@@ -60,9 +61,11 @@ class Entrance:
         timeout_s: how long to wait for the other ranks.
 
     Attributes:
-        store: the part of the store that belongs to the world.
+        common: the part of the store that belongs to the job.
+        store: the part of that which belongs to the world.
         incarnation: how often this rank had been started again before; 0 for one that was there when the world began.
         nonce: a number that all processes of the world share.
+        process: what the launcher calls this process. Its incarnation there may be larger: it counts the starts.
         groups: those of all ranks, where this one was there when the world began.
 
     Raises:
@@ -74,22 +77,23 @@ class Entrance:
     def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:
         self._rendezvous = rendezvous
         self._deadline = time.monotonic() + timeout_s
-        self._common = PrefixStore("asyncdist", open_store(rendezvous, self._deadline))
+        self.common = PrefixStore("asyncdist", open_store(rendezvous, self._deadline))
         self.incarnation = 0
+        self.process = f"{rendezvous.rank}.{rendezvous.incarnation}"
         self.groups: list[Any] = []
         is_newcomer = rendezvous.incarnation > 0 and rendezvous not in _entered
         token = ""
-        if is_newcomer and self._common.check([_RUNNING]):
-            token = _check_running(_text(self._common, _RUNNING), rendezvous)
-            self.store = PrefixStore(token, self._common)
+        if is_newcomer and self.common.check([_RUNNING]):
+            token = _check_running(_text(self.common, _RUNNING), rendezvous)
+            self.store = PrefixStore(token, self.common)
             if come(self.store, rendezvous, min(timeout_s, _WELCOME_S)):
                 self.incarnation = rendezvous.incarnation
         if not self.incarnation:
             token = self._begin()
-            self._common.set(_RUNNING, json.dumps({"world": token, **_identity(rendezvous)}))
+            self.common.set(_RUNNING, json.dumps({"world": token, **_identity(rendezvous)}))
         self.nonce = int(token[:8], 16)
         if rendezvous not in _entered:
-            atexit.register(_say_ended, self._common, rendezvous.rank)
+            atexit.register(_say_ended, self.common, rendezvous.rank)
             _entered.add(rendezvous)
 
     def _begin(self) -> str:
@@ -118,32 +122,12 @@ class Entrance:
         """
         rank, size = self._rendezvous.rank, self._rendezvous.size
         timeout_s = _CONNECT_S + size * _CONNECT_PER_RANK_S
-        deadline = time.monotonic() + timeout_s
-        try:
-            groups = backends.make_gloo_groups(self.store, rank, size, timedelta(seconds=timeout_s))
-        except TransportError:
-            self._decide("")
-            raise
-        self.store.set(f"connected/{rank}", "")
-        everybody = [f"connected/{peer}" for peer in range(size)]
-        while not self.store.check(everybody):
-            if self.store.check(["decision"]) or time.monotonic() >= deadline:
-                break
-            time.sleep(_PERIOD_S / 10)
-        if self._decide(_ALL if self.store.check(everybody) else "") == _ALL:
-            return groups
-        for group in groups:
-            backends.close_connections(group)
-        raise TransportError("a rank came, and was not connected to all others")
-
-    def _decide(self, decision: str) -> str:
-        """Decide whether all ranks are connected, unless another rank has done so; return what was decided."""
-        return bytes(self.store.compare_set("decision", "", decision or _SOME)).decode()
+        return connecting.make_gloo_groups(self.store, rank, size, connect_s=timeout_s, timeout_s=timeout_s)
 
     def _check_others(self) -> None:
         """Raise where this rank was started again, and another has ended: no world begins without that one."""
         rank, size = self._rendezvous.rank, self._rendezvous.size
-        if self._rendezvous.incarnation and any(self._common.check([f"ended/{other}"]) for other in range(size)):
+        if self._rendezvous.incarnation and any(self.common.check([f"ended/{other}"]) for other in range(size)):
             raise LateError(f"rank {rank} was started again, and other ranks have ended", rank=rank)
 
 
@@ -236,14 +220,20 @@ class Reception:
     """Reads the log of a world for one process, and makes groups of two with those that it wants to meet.
 
     Args:
-        store: the part of the store that belongs to the world.
+        common: the part of the store that belongs to the job.
+        store: the part of that which belongs to the world.
         rank: this one.
         incarnation: this process's.
+        process: what its launcher calls it.
         callbacks: the loop's.
     """
 
-    def __init__(self, store: Any, rank: int, incarnation: int, callbacks: CallbackQueue) -> None:
+    def __init__(
+        self, common: Any, store: Any, rank: int, incarnation: int, process: str, callbacks: CallbackQueue
+    ) -> None:
+        self._process = process
         self.incarnation = incarnation
+        self._common = common
         self._store = store
         self._rank = rank
         self._callbacks = callbacks
@@ -290,7 +280,7 @@ class Reception:
             self._store.set(f"closed/{self._rank}.{self.incarnation}", "")
         except RuntimeError as error:
             logger.debug("the store has ended: %s", reason(error))
-        self._thread.join(_PAIR_TIMEOUT.total_seconds())
+        self._thread.join(_PAIR_S)
 
     def _run(self) -> None:
         try:
@@ -326,12 +316,12 @@ class Reception:
             place = "meeting " + " ".join(f"{one}.{theirs}" for one, theirs in names)
             if place not in said:
                 said.add(place)
-                store.set(f"{place}/{self._rank}", "")
+                store.set(f"{place}/{self._rank}", self._process)
                 if welcomes:
                     store.set(f"welcome/{rank}.{incarnation}", "")
             has_closed = store.check([f"closed/{rank}.{incarnation}"])
             is_there = store.check([f"{place}/{rank}"])
-            if not (is_there or has_closed):
+            if not (has_closed or is_there):
                 continue
             with self._guard:
                 if self._wanted.get(rank) == (incarnation, welcomes):
@@ -346,11 +336,42 @@ class Reception:
 
     def _meet(self, rank: int, incarnation: int, place: str) -> None:
         try:
-            part = PrefixStore(place, self._store.clone())
-            groups = backends.make_gloo_groups(part, int(self._rank > rank), 2, _PAIR_TIMEOUT)
+            groups = self._connect(rank, incarnation, place)
         except (RuntimeError, TransportError) as error:
             logger.info(
                 "rank %d did not meet rank %d, started again %d times: %s", self._rank, rank, incarnation, error
             )
         else:
             self._callbacks.put(self._on_met, (rank, incarnation, groups))
+
+    def _connect(self, rank: int, incarnation: int, place: str) -> list[Any]:
+        """Make the groups of two, at one of some attempts.
+
+        Raises:
+            RuntimeError, TransportError: neither process has them.
+        """
+        store, common = self._store.clone(), self._common.clone()
+        process = _text(store, f"{place}/{rank}")
+
+        def check() -> None:
+            if self._closing.is_set():
+                raise _EndedError("this process has left the world")
+            if store.check([f"closed/{rank}.{incarnation}"]) or common.check([f"exited/{process}"]):
+                raise _EndedError("that process has ended, or left the world")
+
+        for number, connect_s in enumerate(_PAIR_CONNECT_S, 1):
+            part = PrefixStore(f"{place}/{number}", store)
+            try:
+                check()
+                return connecting.make_gloo_groups(
+                    part, int(self._rank > rank), 2, connect_s=connect_s, timeout_s=_PAIR_S, check=check
+                )
+            except _EndedError:
+                raise
+            except TransportError as error:
+                logger.info("rank %d, attempt %d to meet rank %d: %s", self._rank, number, rank, error)
+        raise TransportError(f"{len(_PAIR_CONNECT_S)} attempts have failed")
+
+
+class _EndedError(TransportError):
+    """One of two processes that want to meet is over, so another attempt is in vain."""

@@ -1,0 +1,119 @@
+"""Makes gloo groups of ranks of which any may end meanwhile: either all ranks have the groups, or none.
+
+gloo looks for the ranks in the store first, and then connects to them; both in C++, where no thread can be woken. It
+gives up late on a process that has ended: of two ranks, the one that listens waits for five times the timeout. So the
+waiting in the store is done here, where a check ends it at any time, and the timeout is for the connecting alone, which
+takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from asyncdist.errors import TransportError
+from asyncdist.transports.torch_distributed import backends
+
+#: The pause between two looks, and what is added for each rank.
+_PAUSE_S: Final = 0.01
+_PAUSE_PER_RANK_S: Final = 0.0005
+_ALL, _SOME = "all ranks are connected", "not all ranks are connected"
+
+
+def make_gloo_groups(
+    store: Any,
+    rank: int,
+    size: int,
+    *,
+    connect_s: float,
+    timeout_s: float,
+    check: Callable[[], object] = lambda: None,
+) -> list[Any]:
+    """Make the groups for frames and for tensors, if every rank can; they decide it together.
+
+    Args:
+        store: a part of it for this attempt alone.
+        rank, size: as of :func:`backends.make_gloo_groups`.
+        connect_s: gloo's timeout for the connecting, once all are there.
+        timeout_s: for all of it, the connecting aside.
+        check: called again and again meanwhile; raises where waiting is in vain.
+
+    Raises:
+        TransportError: a rank cannot, or has given up; another attempt may be made.
+        BaseException: as ``check``.
+    """
+    deadline = time.monotonic() + timeout_s
+
+    def look() -> None:
+        check()
+        if store.check(["decision"]) and _text(store, "decision") != _ALL:
+            raise TransportError("another rank is not connected to all")
+        if time.monotonic() >= deadline:
+            raise TransportError(f"not all of the {size} ranks have come within {timeout_s:g} s")
+
+    watched = _WatchedStore(store, look, _PAUSE_S + size * _PAUSE_PER_RANK_S)
+    groups: list[Any] = []
+    try:
+        groups = backends.make_gloo_groups(watched, rank, size, timedelta(seconds=connect_s))
+        store.set(f"connected/{rank}", "")
+        watched.wait([f"connected/{peer}" for peer in range(size)])
+        if _decide(store, _ALL) != _ALL:
+            raise TransportError("another rank is not connected to all")
+    except BaseException as error:
+        if _decide(store, _SOME) == _ALL:  # by another rank, just now
+            return groups
+        for group in groups:
+            backends.close_connections(group)
+        if watched.error is not None and watched.error is not error:
+            raise watched.error from None
+        raise
+    return groups
+
+
+def _decide(store: Any, decision: str) -> str:
+    """Decide whether all ranks are connected, unless another rank has done so; return what was decided."""
+    return bytes(store.compare_set("decision", "", decision)).decode()
+
+
+def _text(store: Any, key: str) -> str:
+    return bytes(store.get(key)).decode()
+
+
+class _WatchedStore(Store):
+    """Hands gloo's questions on to a store, and looks again and again whether waiting is in vain.
+
+    Args:
+        store: that is asked.
+        look: raises where it is.
+        pause_s: between two looks.
+
+    Attributes:
+        error: what it has raised, which gloo makes another error of.
+    """
+
+    def __init__(self, store: Any, look: Callable[[], object], pause_s: float) -> None:
+        super().__init__()
+        self._inner = store
+        self._look = look
+        self._pause_s = pause_s
+        self.error: BaseException | None = None
+
+    def set(self, key: str, value: Any) -> None:
+        self._inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._inner.get(key))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        del timeout
+        while not self._inner.check(keys):
+            try:
+                self._look()
+            except BaseException as error:
+                self.error = error
+                raise
+            time.sleep(self._pause_s)

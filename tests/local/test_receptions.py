@@ -1,0 +1,109 @@
+"""Processes that meet through the store, on receptions in one process: what one does when the other ends, or fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore, PrefixStore
+
+from asyncdist.errors import TransportError
+from asyncdist.transports.matching import CallbackQueue
+from asyncdist.transports.torch_distributed import backends
+from asyncdist.transports.torch_distributed.meeting.newcomers import Reception
+
+#: Generous: what takes longer hangs.
+TIMEOUT_S = 60.0
+
+
+class Process:
+    """One process's reception, and what it was told."""
+
+    def __init__(self, common: Any, rank: int, incarnation: int, name: str) -> None:
+        self.rank = rank
+        self.callbacks = CallbackQueue()
+        world = PrefixStore("world", common)
+        self.reception = Reception(common, world, rank, incarnation, name, self.callbacks)
+        self.met: list[tuple[int, int, list[Any]]] = []
+        self.missed: list[tuple[int, int]] = []
+        self.reception.start(lambda _: None, self.met.append, self.missed.append)
+
+    def until(self, is_true: Callable[[], object]) -> None:
+        give_up_at = time.monotonic() + TIMEOUT_S
+        while not is_true():
+            assert time.monotonic() < give_up_at, "it hangs"
+            self.callbacks.empty()
+            time.sleep(0.01)
+
+    def meetings(self) -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name.startswith("asyncdist-meeting-")]
+
+
+@pytest.fixture
+def common() -> HashStore:
+    return HashStore()
+
+
+@pytest.fixture
+def pair(common: HashStore) -> Iterator[list[Process]]:
+    """Rank 0, which is there since the beginning, and rank 1, which was started again."""
+    made = [Process(common, 0, 0, "0.0"), Process(common, 1, 1, "1.1")]
+    yield made
+    for process in made:
+        process.reception.close()
+        for _, _, groups in process.met:
+            for group in groups:
+                backends.close_connections(group)
+
+
+def test_nobody_goes_on_connecting_to_a_process_that_has_ended(common: HashStore) -> None:
+    """It has noted that it wants to meet, and its launcher that it has ended: gloo would wait for it for minutes."""
+    process = Process(common, 0, 0, "0.1")  # it was killed before the world began
+    common.set("exited/0.0", "")
+    common.set("world/meeting 0.0 1.1/1", "1.1")
+    process.reception.want(1, 1, welcomes=True)
+    process.until(process.meetings)
+    assert not process.met and not process.missed
+    common.set("exited/1.1", "")
+    process.until(lambda: not process.meetings())
+    assert not process.met and not process.missed, "a further process may come in its place"
+    common.set("exited/1.2", "")
+    common.set("world/meeting 0.0 1.2/1", "1.2")
+    process.reception.want(1, 2, welcomes=True)
+    process.until(lambda: not (process.reception._wanted or process.meetings()))
+    process.reception.close()
+
+
+def test_a_process_that_leaves_the_world_ends_its_meetings_and_those_of_others_with_it(common: HashStore) -> None:
+    first, second = Process(common, 0, 0, "0.0"), Process(common, 2, 0, "2.0")
+    common.set("world/meeting 0.0 1.1/1", "1.1")
+    common.set("world/meeting 0.0 2.0/0", "0.0")
+    first.reception.want(1, 1, welcomes=True)
+    second.reception.want(0, 0, welcomes=False)
+    second.until(lambda: len(second.meetings()) == 2)
+    first.reception.close()
+    second.until(lambda: not second.meetings())
+    assert not first.met and not second.met
+    second.reception.close()
+
+
+def test_what_fails_on_one_side_is_tried_again_by_both(pair: list[Process], monkeypatch: pytest.MonkeyPatch) -> None:
+    make, calls = backends.make_gloo_groups, []
+
+    def fail_first(store: Any, rank: int, size: int, timeout: timedelta) -> list[Any]:
+        calls.append(rank)
+        if calls.count(1) == 1 and rank == 1:
+            raise TransportError("the first attempt fails")
+        return make(store, rank, size, timeout)
+
+    monkeypatch.setattr(backends, "make_gloo_groups", fail_first)
+    pair[0].reception.want(1, 1, welcomes=True)
+    pair[1].reception.want(0, 0, welcomes=False)
+    for process in pair:
+        process.until(lambda process=process: process.met)
+    assert [process.met[0][:2] for process in pair] == [(1, 1), (0, 0)]
+    assert sorted(calls) == [0, 0, 1, 1]
