@@ -64,8 +64,10 @@ class Channel(Generic[MessageT]):
         epoch: int | None = None,
         earlier_handler: Callable[[Envelope[Any]], None] | None = None,
         admits_restarted: bool = False,
+        counts_contacts: bool = True,
     ) -> None:
         self.demultiplexer = demultiplexer
+        self._counts_contacts = counts_contacts
         self._admits_restarted = admits_restarted
         #: Returns an error where all other ranks are gone, and some of them lost.
         self.lost_senders: Callable[[], RankLostError | None] = lambda: None
@@ -97,6 +99,7 @@ class Channel(Generic[MessageT]):
             name=name,
             # Peers that heard an earlier channel of this scope go on counting from there.
             sequence=demultiplexer.sent_count,
+            contacts=demultiplexer.receiver.contacts if counts_contacts else set(),
             left=left,
         )
         self._post = self._outbox.post
@@ -116,6 +119,7 @@ class Channel(Generic[MessageT]):
             overflow=overflow,
             handler=handler,
             fail=self.fail,
+            counts_contacts=self._counts_contacts,
         )
 
     # -- sending ----------------------------------------------------------------------------------------------------

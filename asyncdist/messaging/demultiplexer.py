@@ -96,6 +96,7 @@ class TagDemultiplexer:
         tag: the tag.
         nonce: identifies the job; a frame of another job is dropped.
         is_users: whether its channels are a user's, which lose nothing, in place of a protocol's.
+        contacts: the ranks with which messages are exchanged are added to it.
 
     Attributes:
         early: frames for scopes that are not open yet.
@@ -106,7 +107,7 @@ class TagDemultiplexer:
         slow_dests: ranks to which some message did not leave at once.
     """
 
-    def __init__(self, engine: Engine, tag: int, nonce: int, *, is_users: bool) -> None:
+    def __init__(self, engine: Engine, tag: int, nonce: int, *, is_users: bool, contacts: set[int]) -> None:
         self.engine = engine
         self.tag = tag
         self.nonce = nonce
@@ -127,7 +128,9 @@ class TagDemultiplexer:
         # Not cleared, as a bytearray is: most frames take its first hundred bytes, and simulations have thousands.
         buffer = numpy.empty(wire.FRAME_NBYTES_MAX, dtype=numpy.uint8).data
         request = engine.transport.persistent_receive(buffer, tag)
-        self.receiver = FrameReceiver(request, buffer, drop=self.drop, explain=self._explain, ring=engine.ring)
+        self.receiver = FrameReceiver(
+            request, buffer, drop=self.drop, explain=self._explain, ring=engine.ring, contacts=contacts
+        )
         engine.add_pollable(self.receiver)
 
     def _explain(self, frame: wire.FrameReader, source: int) -> bool:

@@ -27,6 +27,7 @@ cdef class Outbox:
     cdef object _tag
     cdef Py_ssize_t _size
     cdef object _name
+    cdef object _contacts
     cdef object _left
     cdef public object strangers
     cdef object _dest
@@ -46,6 +47,7 @@ cdef class Inbox:
     cdef Py_ssize_t _capacity
     cdef object _overflow
     cdef object _fail
+    cdef bint _counts_contacts
     cdef public object handler
     cdef public object on_first
     cdef readonly object mailbox
@@ -73,6 +75,7 @@ cdef class FrameReceiver(Pollable):
     cdef readonly object drop
     cdef object _explain
     cdef object _ring
+    cdef public object contacts
     cdef readonly dict routes
     cdef unsigned long long _key
     cdef unsigned long long _stamp

@@ -73,6 +73,7 @@ class Outbox:
         size: number of ranks in the world.
         name: the channel's, for errors.
         sequence: number of the last message on the tag before this channel; peers go on counting from there.
+        contacts: the ranks to which messages were sent are added to it.
         left: ranks that receive nothing on this channel any more. When one is added, :meth:`look_again` is called.
 
     Attributes:
@@ -92,6 +93,7 @@ class Outbox:
         size: int,
         name: str,
         sequence: int,
+        contacts: set[int],
         left: Collection[int] = (),
     ) -> None:
         self._codec = codec
@@ -100,6 +102,7 @@ class Outbox:
         self._tag = tag
         self._size = size
         self._name = name
+        self._contacts = contacts
         self._left = left
         self.strangers: Collection[int] = ()
         self._dest: int | None = None  # of the last message: a rank that has not left
@@ -157,6 +160,7 @@ class Outbox:
             raise LocalProtocolError(
                 f"{self._name}: round is {round!r}; rounds go from 0 to {wire.ROUND_MAX}", round=round
             )
+        self._contacts.add(dest)
         self._dest = dest
 
     def use_routes(self, routes: list[bytes]) -> None:
@@ -192,6 +196,7 @@ class Inbox:
         overflow: what happens to more; see :mod:`asyncdist.messaging.channels`.
         handler: called with each message as it arrives, in place of keeping it.
         fail: called with the error when a peer has sent more than may be under way.
+        counts_contacts: whether the ranks from which messages come are added to the receiver's contacts.
 
     Attributes:
         on_first: called with a rank whose first message comes; set where ranks have been started again.
@@ -212,8 +217,10 @@ class Inbox:
         overflow: Overflow,
         handler: Callable[[Envelope[Any]], None] | None,
         fail: Callable[[AsyncdistError], None],
+        counts_contacts: bool = True,
     ) -> None:
         self._receiver = receiver
+        self._counts_contacts = counts_contacts
         self._name = name
         self._tag = tag
         self._capacity = capacity
@@ -239,6 +246,8 @@ class Inbox:
             self._last_sequence[self._source] = self._sequence
             self._source = rank
             self._sequence = self._last_sequence.get(source, 0)
+            if self._counts_contacts:
+                self._receiver.contacts.add(source)
             if not self._sequence and self.on_first is not None:
                 self.on_first(source)
         if frame.sequence <= self._sequence:
@@ -345,8 +354,10 @@ class FrameReceiver(Pollable):
         drop: called with the source of a frame that is not delivered, one of a few reasons, and the particulars.
         explain: called with a frame that is for no inbox, and its source; returns whether the tag must stall.
         ring: asks the engine for another pass.
+        contacts: see below.
 
     Attributes:
+        contacts: the ranks from which messages have come are added to it.
         routes: for the key of each route its stamp, its inbox, and how to decode its messages.
         stalled_on: why nothing more is taken: the inbox that is full, or this object where ``explain`` said so.
         is_posted: whether a message may arrive.
@@ -361,8 +372,10 @@ class FrameReceiver(Pollable):
         drop: Callable[[int, str, str], None],
         explain: Callable[[FrameReader, int], bool],
         ring: Callable[[], None],
+        contacts: set[int],
     ) -> None:
         self.request = request
+        self.contacts = contacts
         self._take = request.take
         self._frame = FrameReader(buffer)
         self.drop = drop

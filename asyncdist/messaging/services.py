@@ -11,7 +11,7 @@ import asyncio
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -47,6 +47,24 @@ class ChannelStatistics:
     drop_examples: dict[str, str]
 
 
+class _WatchedContacts(set[int]):
+    """Tells a listener of each rank that is added.
+
+    Args:
+        contacts: the ranks that are there.
+        listener: called with the rank.
+    """
+
+    def __init__(self, contacts: Iterable[int], listener: Callable[[int], None]) -> None:
+        super().__init__(contacts)
+        self._listener = listener
+
+    def add(self, rank: int) -> None:
+        if rank not in self:
+            super().add(rank)
+            self._listener(rank)
+
+
 class Services:
     """The services of one rank.
 
@@ -64,6 +82,7 @@ class Services:
         restarted: ranks whose process is not the first one that this rank has met, each with its incarnation. Protocols
             that admit no such rank take it for gone.
         left: ranks that have stopped: main has returned there, or they have answered a failure elsewhere.
+        contacts: ranks with which this one has exchanged messages on channels (of those with ``counts_contacts``).
         leftover_probes: functions that name what a protocol has not cleared away; they are asked at the end.
 
     Args:
@@ -85,6 +104,7 @@ class Services:
         self._met: set[int] = set()  # by this process, if it has been started again
         self.slots = streams.Slots(engine, self.restarted)
         self.left: set[int] = set()
+        self.contacts: set[int] = set()
         self.leftover_probes: list[Callable[[], Sequence[str]]] = []
         self._loop = loop
         self._nonce = nonce
@@ -114,6 +134,7 @@ class Services:
         epoch: int | None = None,
         earlier_handler: Callable[[Envelope[Any]], None] | None = None,
         admits_restarted: bool = False,
+        counts_contacts: bool = True,
     ) -> Channel[Any]:
         """Open a protocol's channel, on any tag.
 
@@ -131,6 +152,7 @@ class Services:
             earlier_handler: called with each message of an earlier epoch; without it these are only counted.
             admits_restarted: whether messages go to a rank that is started again while the channel is open, though it
                 has sent none; see :meth:`Channel.on_restarted`.
+            counts_contacts: whether the ranks that it exchanges messages with are this rank's :attr:`contacts`.
         """
         codec = wire.Codec(message_types)
         demultiplexer = self._demultiplexer(tag, is_users=overflow == "stall")
@@ -147,6 +169,7 @@ class Services:
             epoch=epoch,
             earlier_handler=earlier_handler,
             admits_restarted=admits_restarted or demultiplexer.is_users,
+            counts_contacts=counts_contacts,
         )
 
     def open_user_channel(
@@ -187,7 +210,9 @@ class Services:
     def _demultiplexer(self, tag: int, *, is_users: bool) -> TagDemultiplexer:
         found = self._demultiplexers.get(tag)
         if found is None:
-            found = self._demultiplexers[tag] = TagDemultiplexer(self.engine, tag, self._nonce, is_users=is_users)
+            found = self._demultiplexers[tag] = TagDemultiplexer(
+                self.engine, tag, self._nonce, is_users=is_users, contacts=self.contacts
+            )
         return found
 
     def shared(self, make: Callable[[Services], T]) -> T:
@@ -319,6 +344,12 @@ class Services:
     def forget_returned(self, rank: int) -> None:
         """Forget that main has returned on ``rank``: it is lost."""
         self._returned.discard(rank)
+
+    def watch_contacts(self, listener: Callable[[int], None]) -> None:
+        """Call ``listener(rank)`` when the first message comes from a rank, of whom none has come before."""
+        self.contacts = _WatchedContacts(self.contacts, listener)
+        for demultiplexer in self._demultiplexers.values():
+            demultiplexer.receiver.contacts = self.contacts
 
     def stop_reading(self) -> None:
         """Drop users' messages from now on: main has returned on this rank."""

@@ -6,6 +6,7 @@ What a rank prints is in :mod:`asyncdist.runtime.failure_report`, what signals d
 from __future__ import annotations
 
 import asyncio
+import math
 import multiprocessing
 import sys
 from collections.abc import Collection
@@ -25,6 +26,8 @@ from asyncdist.transports.base import Transport
 _HEAR_WHY_S: Final = 0.25
 #: How long a rank that was told of a failure may go on before its main is cancelled.
 _CANCEL_AFTER_S: Final = 1.0
+#: After how long a rank that has failed tells those once more that have not answered.
+_TELL_SILENT_S: Final = 1.0
 
 #: The summaries that peers send when a signal has ended them.
 _INTERRUPTS: Final = frozenset(summarise(interrupt_error(number)) for number in SIGNALS)
@@ -92,17 +95,22 @@ async def fail(world: World, transport: Transport, error: BaseException, grace_s
         world.close()
         transport.close_failed()
         return
-    world.peers.announce(FailureAcknowledged() if from_peer else Failed(summarise(error)))
-    deadline = loop.time() + grace_s
+    failed = Failed(summarise(error))
+    world.peers.announce(FailureAcknowledged() if from_peer else failed)
+    began_at = loop.time()
+    deadline, tell_silent_at = began_at + grace_s, began_at + min(_TELL_SILENT_S, grace_s / 3)
     has_everybody_answered = Everybody(world, transport, world.peers.answered)
 
     def settled() -> bool:
-        return from_peer or has_everybody_answered()
+        return from_peer or has_everybody_answered() or world.peers.is_failure_led_elsewhere
 
     pause_s = 0.001
-    while not settled() or (not world.services.engine.is_idle and loop.time() < deadline - grace_s + _CANCEL_AFTER_S):
+    while not settled() or (not world.services.engine.is_idle and loop.time() < began_at + _CANCEL_AFTER_S):
         if loop.time() >= deadline:
             break
+        if loop.time() >= tell_silent_at and not settled():
+            tell_silent_at = math.inf
+            world.peers.tell_silent(failed)
         world.services.engine.poll()
         try:
             await asyncio.sleep(pause_s)

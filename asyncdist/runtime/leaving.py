@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from asyncdist.errors import LocalProtocolError
+from asyncdist.runtime.departing.departures import Stage
 from asyncdist.runtime.failure import Everybody
 from asyncdist.runtime.world import World
 from asyncdist.transports.base import Transport
@@ -35,7 +36,7 @@ async def leave(world: World, transport: Transport) -> list[str]:
     await world.services.engine.until(lambda: world.services.task_count == 0, "the services of this rank to end")
     # Before the barrier, while the peers still receive: after it a message may find no receiver. A peer in main takes a
     # user's messages at any time, and drops the rest when it leaves.
-    is_nobody_in_main = Everybody(world, transport, world.services.left, world.peers.answered)
+    is_nobody_in_main = _have_all_left(world, transport)
     await world.services.engine.until(
         lambda: not world.services.is_sending or is_nobody_in_main(),
         "the other ranks to take the messages of this one",
@@ -51,11 +52,24 @@ async def leave(world: World, transport: Transport) -> list[str]:
 
 async def _last_barrier(world: World, transport: Transport) -> None:
     """Return when every rank has come this far, or is lost where losing a rank does not end the job."""
-    own_group = transport.end_group
+    own_group, announcements = transport.end_group, world.peers.announcements
     if own_group is not None:
+        if announcements is not None:  # no rank sends anything more along the tree then
+            await world.services.engine.until(_have_all_left(world, transport), "the other ranks to leave")
+            await _flush(world)
         await world.services.engine.wait(own_group.barrier(), "the other ranks to come to their end")
         return
     world.peers.finalize()
+    if announcements is not None:
+        await world.services.engine.until(
+            lambda: announcements.stage == Stage.ENDED, "the other ranks to come to their end"
+        )
+        await world.services.engine.until(
+            lambda: announcements.is_over,
+            "the ranks below this one to hear that all have come to their end",
+            deadline=asyncio.get_running_loop().time() + _FLUSH_S,
+        )
+        return
     await world.services.engine.until(
         Everybody(world, transport, world.peers.answered, world.services.left),
         "the other ranks to come to their end",
@@ -66,6 +80,14 @@ async def _last_barrier(world: World, transport: Transport) -> None:
         "the finalize messages of the other ranks",
         deadline=asyncio.get_running_loop().time() + _FINALIZE_S,
     )
+
+
+def _have_all_left(world: World, transport: Transport) -> Callable[[], bool]:
+    """Return a function that tells whether main runs on no other rank."""
+    announcements = world.peers.announcements
+    if announcements is not None:
+        return lambda: announcements.stage >= Stage.LEFT
+    return Everybody(world, transport, world.services.left, world.peers.answered)
 
 
 async def _flush(world: World) -> None:

@@ -3,14 +3,18 @@
 The runtimes of all ranks talk on one channel, the system channel. Besides the messages of this module it carries those
 of agreements and of freed groups, which are passed on to :class:`Agreements` and :class:`GroupCreation`. Which
 collectives a peer still takes part in is counted by :class:`asyncdist.collectives.membership.MembershipLog`.
+
+In a world of few ranks each tells all others by itself that it leaves, ends or has failed. In a larger one it tells
+those with which it has exchanged messages that it leaves, so that they hear it after these; all others hear it along a
+tree (:mod:`asyncdist.runtime.departing.announcements`), and with it all that they need to know of its end.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from asyncdist import tags
 from asyncdist.collectives.agreement import Agreements
@@ -24,6 +28,8 @@ from asyncdist.collectives.agreement_messages import (
     Reminder,
     Verdict,
     Withdraw,
+    is_in,
+    runs_of,
 )
 from asyncdist.collectives.group_ledger import Freed
 from asyncdist.collectives.groups import Group
@@ -34,7 +40,12 @@ from asyncdist.errors import BusyError, RankLostError
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel, Envelope
 from asyncdist.messaging.services import Services
+from asyncdist.runtime.departing.announcements import Announcements
+from asyncdist.runtime.departing.departures import Departure, Stage
 from asyncdist.runtime.group_creation import GroupCreation
+
+#: In a world of more ranks these tell few others by themselves. Where ranks are started again, each tells all others.
+FLAT_SIZE_MAX: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +110,7 @@ class Peers:
         collectives: of this rank.
         turns: lets this rank make one start at a time among those that block or take a number.
         groups: makes and frees groups.
+        announcements: what this rank says along the tree; None where it tells all others by itself.
 
     Args:
         services: of this rank; their ``gone`` and ``left`` are kept up to date here.
@@ -137,6 +149,9 @@ class Peers:
         self.groups = GroupCreation(
             services, self.agreements, self.collectives, self.attendance, self._system, self.turns
         )
+        self.announcements: Announcements | None = None
+        if services.size > FLAT_SIZE_MAX and not services.may_return:
+            self.announcements = Announcements(services, group.ranks, self._on_departure, self._on_failure)
         if services.engine.transport.incarnation:  # the group of all ranks has ended with the process before
             self.attendance.on_lost(services.rank)
             for rank in sorted(services.lost_ranks()):
@@ -173,6 +188,8 @@ class Peers:
         self._services.gone.discard(rank)
         self.attendance.on_lost(rank)
         self.mark_gone(rank, is_lost=True)
+        if self.announcements is not None:
+            self.announcements.on_lost(rank)
 
     def mark_returned(self, rank: int, incarnation: int) -> None:
         """Connect to the new process in the place of ``rank``, whose loss was noted before.
@@ -220,9 +237,9 @@ class Peers:
                 self._note_left(source, started, lost)
                 self.mark_gone(source)
             case Failed(summary):
-                self.answered.add(source)
-                for listener in self._failure_listeners:
-                    listener(source, summary)
+                if self.announcements is not None:
+                    self.announcements.fail(source, summary, source)
+                self._on_failure(source, summary)
             case FailureAcknowledged():
                 self.answered.add(source)
                 self._services.left.add(source)
@@ -235,6 +252,33 @@ class Peers:
                 if self._has_returned:
                     self._services.drop_messages(tag)
         self._services.engine.recheck()
+
+    def _on_failure(self, rank: int, summary: str) -> None:
+        """Note that a peer has failed; in a large world it waits for the answer of each rank, and gets it alone."""
+        is_new = rank not in self.answered
+        self.answered.add(rank)
+        for listener in self._failure_listeners:
+            listener(rank, summary)
+        if self.announcements is not None and is_new:
+            for message in self._last_words:
+                if isinstance(message, (Failed, FailureAcknowledged)):
+                    self._send(message, rank)
+
+    def _on_departure(self, departure: Departure) -> None:
+        """Take in what came along the tree of ranks that have left, unless these tell this rank themselves.
+
+        Where main has returned here, and nothing of this rank goes on, nothing waits for them.
+        """
+        services = self._services
+        if self._has_returned and not services.task_count and not services.is_sending:
+            return
+        if is_in(services.rank, departure.told):
+            return  # what it has sent before may be on its way, and comes first
+        known = services.left | services.lost_ranks() | {services.rank}
+        for rank in range(departure.first, departure.last + 1):
+            if rank not in known:
+                self._note_left(rank, departure.started, departure.lost)
+                self.mark_gone(rank)
 
     def _note_left(self, rank: int, started: Sequence[tuple[int, int]], lost: Losses) -> None:
         """Note that main has returned on ``rank``."""
@@ -262,18 +306,57 @@ class Peers:
         self.agreements.leave()
         self.attendance.leave()
         self.announce(Leave(self.attendance.started(), self.attendance.lost))
+        if self.announcements is not None:
+            self._services.watch_contacts(self._tell_contact)
+            self.announcements.depart(self._departure(Stage.LEFT))
 
     def finalize(self) -> None:
         """Tell every peer that this rank has come to its end."""
         self.announce(Finalize(self.attendance.started(), self.attendance.lost))
+        if self.announcements is not None:
+            self.announcements.depart(self._departure(Stage.ENDED))
 
     def announce(self, message: LastWords) -> None:
-        """Send ``message`` to every peer that can still receive it."""
+        """Send ``message`` to every peer that can still receive it, or see that it hears what it has to know."""
         services = self._services
         self._last_words.append(message)
+        peers: Collection[int] = range(services.size)
+        if self.announcements is not None:
+            if isinstance(message, Failed):
+                self.announcements.fail(services.rank, message.summary, services.rank)
+            is_departure = isinstance(message, (Leave, Finalize))
+            peers = sorted(services.contacts if is_departure else self.announcements.failed)
         lost = services.lost_ranks()
-        for rank in range(services.size):
+        for rank in peers:
             if rank != services.rank and rank not in lost:
+                self._send(message, rank)
+
+    def tell_silent(self, message: Failed) -> None:
+        """Send ``message`` to those that have not answered: a rank between, which is to pass it on, may be busy."""
+        for rank in set(range(self._services.size)) - self.answered - {self._services.rank}:
+            self._send(message, rank)
+
+    @property
+    def is_failure_led_elsewhere(self) -> bool:
+        """Whether another rank that has failed sees to it that all stop."""
+        return (
+            self.announcements is not None
+            and min(self.announcements.failed, default=self._services.size) < self._services.rank
+        )
+
+    def close(self) -> None:
+        """Send nothing more by itself."""
+        if self.announcements is not None:
+            self.announcements.close()
+
+    def _departure(self, stage: Stage) -> Departure:
+        rank, told = self._services.rank, runs_of(tuple(sorted(self._services.contacts)))
+        return Departure(rank, rank, stage, self.attendance.started(), self.attendance.lost, told)
+
+    def _tell_contact(self, rank: int) -> None:
+        """Tell a rank that main has returned here, whose first message has come after that."""
+        for message in self._last_words:
+            if isinstance(message, (Leave, Finalize)) and rank != self._services.rank:
                 self._send(message, rank)
 
     def _send(self, message: LastWords, rank: int) -> None:

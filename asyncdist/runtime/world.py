@@ -398,5 +398,6 @@ class World:
         """Take back all receives, and start no thread any more."""
         if "_streams" in self.__dict__:  # a stream was sent or received
             self._streams.close()
+        self.peers.close()
         self.services.close()
         self._computing.close()

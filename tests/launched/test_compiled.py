@@ -76,7 +76,9 @@ for _ in range(300):
     message = Message(rng.randrange(-(2**63), 2**64), rng.uniform(-1e9, 1e9), "x" * rng.randrange(200))
     dest, round, sequence = rng.randrange(4), rng.choice([0, 1, 2**32 - 1]), rng.choice([0, 2**40])
     for prepare in (sent.prepare, sent.refuse):
-        outbox = mailboxes.Outbox(codec, [route], sent.start, prepare, tag=5, size=4, name="x", sequence=sequence)
+        outbox = mailboxes.Outbox(
+            codec, [route], sent.start, prepare, tag=5, size=4, name="x", sequence=sequence, contacts=set()
+        )
         outbox.post(message, dest, round)
         outbox.post(message, dest, round)
     frame, later = sent.frames[:2]
@@ -88,7 +90,8 @@ for _ in range(300):
     lines += [frame.hex(), refusal(opened, frame), refusal(opened, bytes(damaged)), refusal(opened, cut)]
     lines.append(refusal(opened, rng.randbytes(rng.randrange(100))))
 
-post = mailboxes.Outbox(codec, [route], Sent().start, Sent().refuse, tag=5, size=4, name="x", sequence=0).post
+options = {"tag": 5, "size": 4, "name": "x", "sequence": 0, "contacts": set()}
+post = mailboxes.Outbox(codec, [route], Sent().start, Sent().refuse, **options).post
 good = Message(1, 0.5, "")
 for args in [
     (good, 4, 0), (good, -1, 0), (good, True, 0), (good, 1.0, 0), (good, 2**70, 0), (good, 0, -1), (good, 0, 2**32),

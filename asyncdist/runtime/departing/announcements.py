@@ -1,0 +1,173 @@
+"""Sends along the tree what a rank of a large world says last, and takes what comes along it.
+
+:mod:`asyncdist.runtime.departing.departures` decides what to say of ranks that leave and end; this module has its
+messages sent, and its times kept. It also carries failures: a rank that has failed tells its neighbours, and each tells
+its own at once. Where many ranks fail at the same time, as after a mistake that all make, a failure travels on only
+where no failure of a lower rank has come before, so that each rank sends few.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from asyncdist import tags
+from asyncdist.errors import BusyError, RankLostError, RemoteProtocolError
+from asyncdist.messaging import wire
+from asyncdist.messaging.channels import Channel, Envelope
+from asyncdist.messaging.services import Services
+from asyncdist.runtime.departing.departures import Departed, Departure, Departures, EndHeard, Stage
+
+#: How long departures wait for others that may be told in the same message.
+_DELAY_S: Final = 0.05
+#: After how long a message is sent again that has not been answered; doubled each time.
+_REPEAT_S: Final = 2.0
+_REPEAT_COUNT: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Tells a neighbour in the tree that a rank has failed, and with it the job."""
+
+    rank: int
+    summary: str
+
+
+class Announcements:
+    """Exchanges departures and failures with the neighbours of one rank in the tree.
+
+    Args:
+        services: of this rank.
+        everybody: all ranks.
+        on_departure: called with what this rank did not know before.
+        on_failure: called with the rank that has failed, and a summary of its error.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        everybody: tuple[int, ...],
+        on_departure: Callable[[Departure], None],
+        on_failure: Callable[[int, str], None],
+    ) -> None:
+        self.failed: dict[int, str] = {}  # by rank, in the order in which they were heard of
+        self._services = services
+        self._on_departure = on_departure
+        self._on_failure = on_failure
+        self._departures = Departures(services.size, services.rank)
+        self._loop = services.engine.loop
+        self._soon: asyncio.Handle | None = None
+        self._later: asyncio.TimerHandle | None = None
+        self._repeat: asyncio.TimerHandle | None = None
+        self._repeat_count = 0
+        self._is_closed = False
+        self._channel: Channel[Any] = services.open_channel(
+            Departed | EndHeard | Failure,
+            tag=tags.CONTROL,
+            scope=wire.scope_of(everybody, "departures", 0),
+            name="departures",
+            handler=self._on_message,
+            counts_contacts=False,
+        )
+
+    @property
+    def stage(self) -> Stage:
+        """The stage that all ranks have reached, as far as is known here."""
+        return self._departures.stage
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all ranks have come to their end, and no rank needs to hear that from this one."""
+        return self._departures.is_over
+
+    def depart(self, departure: Departure) -> None:
+        """Tell all ranks that this one has reached a stage."""
+        self._departures.add(departure, self._services.rank)
+        self._send_soon()
+
+    def fail(self, rank: int, summary: str, source: int) -> None:
+        """Tell the neighbours that a rank has failed: this one, or another one, of which ``source`` has told.
+
+        Nothing where it is known, or another rank below it is known to have failed.
+        """
+        if rank in self.failed:
+            return
+        is_first = all(rank < other for other in self.failed)
+        self.failed[rank] = summary
+        if is_first:
+            for neighbour in self._departures.neighbours:
+                if neighbour not in (rank, source):
+                    self._send(Failure(rank, summary), neighbour)
+
+    def on_lost(self, rank: int) -> None:
+        """Note that a rank is lost."""
+        before = self._departures.neighbours
+        self._departures.on_lost(rank)
+        for neighbour in self._departures.neighbours:
+            if neighbour not in before and self.failed:
+                self._send(Failure(min(self.failed), self.failed[min(self.failed)]), neighbour)
+        self._send_soon()
+
+    def close(self) -> None:
+        """Send nothing more."""
+        self._is_closed = True
+        for timer in (self._soon, self._later, self._repeat):
+            if timer is not None:
+                timer.cancel()
+
+    def _on_message(self, envelope: Envelope[Any]) -> None:
+        source = envelope.source
+        match envelope.message:
+            case Departed() as departed:
+                for departure in self._departures.on_departed(departed, source):
+                    self._on_departure(departure)
+                if departed.stage == Stage.ENDED:
+                    self._send(EndHeard(), source)
+                self._send_soon()
+            case EndHeard():
+                self._departures.on_end_heard(source)
+            case Failure(rank, summary):
+                if not 0 <= rank < self._services.size:
+                    raise RemoteProtocolError(f"rank {source} told of a failure of rank {rank}, which does not exist")
+                if rank not in self.failed and rank != self._services.rank:
+                    self.fail(rank, summary, source)
+                    self._on_failure(rank, summary)
+        self._services.engine.recheck()
+
+    # -- sending ----------------------------------------------------------------------------------------------------
+
+    def _send_soon(self) -> None:
+        """Send what is urgent in the next turn of the loop, when all has been taken in that came together."""
+        if self._soon is None and not self._is_closed:
+            self._soon = self._loop.call_soon(self._send_urgent)
+
+    def _send_urgent(self) -> None:
+        self._soon = None
+        self._send_all(self._departures.urgent())
+        if self._later is None and self._departures.has_more:
+            self._later = self._loop.call_later(_DELAY_S, self._send_others)
+        if self._repeat is None and not self._departures.is_answered and self._repeat_count < _REPEAT_COUNT:
+            self._repeat = self._loop.call_later(_REPEAT_S * 2**self._repeat_count, self._send_again)
+        self._services.engine.recheck()  # all ranks may have reached the next stage
+
+    def _send_others(self) -> None:
+        self._later = None
+        self._send_all(self._departures.others())
+
+    def _send_again(self) -> None:
+        self._repeat = None
+        if not self._departures.is_answered:
+            self._repeat_count += 1
+            self._departures.tell_again()
+            self._send_urgent()
+
+    def _send_all(self, messages: Iterable[tuple[int, Departed]]) -> None:
+        for rank, message in messages:
+            self._send(message, rank)
+
+    def _send(self, message: Departed | EndHeard | Failure, rank: int) -> None:
+        with contextlib.suppress(RankLostError, BusyError):  # of a loss this rank hears, and who is busy is asked again
+            self._channel.send_nowait(message, rank)

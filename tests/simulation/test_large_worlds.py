@@ -1,0 +1,162 @@
+"""Worlds of many ranks: what starts, ends, losses and failures cost there, and that all hear of them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections import Counter
+
+import pytest
+from support.steady_network import Number, quiet
+
+import asyncdist as ad
+from asyncdist.runtime.departing.spanning_tree import SpanningTree
+from asyncdist.runtime.peers import FLAT_SIZE_MAX
+from asyncdist.simulation import Corrupt, Fault, Kill, Partition, SimReport, Stall, simulate
+
+SIZE = 2 * FLAT_SIZE_MAX + 8
+
+
+def ends(report: SimReport) -> Counter[str]:
+    """How often ranks have ended in each way: with a value, or with an error of some class."""
+    return Counter(type(result).__name__ if isinstance(result, BaseException) else "value" for result in report.results)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 16, 17, 64, 128])
+def test_an_empty_main_costs_few_messages(ranks: int) -> None:
+    async def main(world: ad.World) -> None:
+        del world
+
+    report = simulate(main, ranks=ranks, strict=True)
+    assert report.message_count <= ranks * (4 * math.ceil(math.log2(ranks)) + 16)
+    assert report.message_count <= 3 * ranks or ranks <= FLAT_SIZE_MAX
+
+
+def test_while_one_rank_goes_on_for_an_hour_the_others_send_no_more_than_they_must() -> None:
+    async def main(world: ad.World, seconds: float) -> None:
+        await asyncio.sleep(0.001 * world.rank)
+        if world.rank == 7:
+            await asyncio.sleep(seconds)
+
+    counts = [simulate(main, seconds, ranks=SIZE, strict=True).message_count for seconds in (100.0, 36_000.0)]
+    assert counts[0] == counts[1] <= 12 * SIZE
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_who_waits_for_a_rank_that_has_left_hears_it_also_where_it_has_never_talked_to_it(seed: int) -> None:
+    async def main(world: ad.World) -> str:
+        if world.rank == SIZE - 1:
+            return "left"
+        began = world.time()
+        try:
+            await ad.barrier()
+        except ad.ClosedError as error:
+            assert world.time() - began < 5.0
+            return str(error)
+        return "passed"
+
+    report = simulate(main, ranks=SIZE, seed=seed, strict=True)
+    assert set(report.results[:-1]) == {report.results[0]} and f"rank {SIZE - 1} has left" in str(report.results[0])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_a_rank_sends_before_it_leaves_arrives_before_the_news(seed: int) -> None:
+    async def main(world: ad.World) -> int:
+        channel = world.channel(Number, tag=5)
+        dest = random.Random(f"{seed} {world.rank}").randrange(SIZE)
+        for value in range(3):
+            await channel.send(Number(value), dest)
+        if world.rank:
+            return 0
+        count = 0
+        while len(world.services.left) < SIZE - 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        while channel.receive_nowait() is not None:
+            count += 1
+        return count
+
+    dests = [random.Random(f"{seed} {rank}").randrange(SIZE) for rank in range(SIZE)]
+    assert simulate(main, ranks=SIZE, seed=seed).results[0] == 3 * dests.count(0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_ranks_that_die_while_all_end_keep_nobody(seed: int) -> None:
+    rng = random.Random(seed)
+    killed = rng.sample(range(SIZE), rng.choice([1, 3, SIZE // 2]))
+    if seed % 2:
+        killed = sorted({0, 1, *killed})
+    faults: list[Fault] = [Kill(rank, at_s=rng.uniform(0.0, 0.06)) for rank in killed]
+
+    async def main(world: ad.World) -> None:
+        await asyncio.sleep(0.001 * random.Random(f"{seed} {world.rank}").randrange(60))
+
+    with quiet():
+        report = simulate(main, ranks=SIZE, seed=seed, faults=faults)
+    assert ends(report)["value"] >= SIZE - len(killed)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_frames_that_are_spoiled_while_all_end_are_sent_again(seed: int) -> None:
+    rng = random.Random(seed)
+    pairs = [(rank, parent) for rank in range(1, SIZE) if (parent := SpanningTree(SIZE, rank).parent) is not None]
+    spoiled = [pair if rng.random() < 0.5 else pair[::-1] for pair in rng.sample(pairs, 3)]
+
+    async def main(world: ad.World) -> None:
+        await asyncio.sleep(0.001 * random.Random(f"{seed} {world.rank}").randrange(60))
+
+    with quiet():
+        report = simulate(main, ranks=SIZE, seed=seed, faults=[Corrupt(*pair, number=1) for pair in spoiled])
+    report.check_faults()
+    assert ends(report) == {"value": SIZE}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_partition_or_a_stall_while_all_end_holds_them_up_and_no_more(seed: int) -> None:
+    rng = random.Random(seed)
+    faults: list[Fault] = [
+        Partition(tuple(rng.sample(range(SIZE), SIZE // 3)), at_s=0.01, until_s=20.0),
+        Stall(rng.randrange(SIZE), at_s=0.01, duration_s=30.0),
+    ]
+
+    async def main(world: ad.World) -> None:
+        await asyncio.sleep(0.02)
+
+    report = simulate(main, ranks=SIZE, seed=seed, faults=faults, strict=True)
+    assert ends(report) == {"value": SIZE}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_failure_reaches_all_also_those_below_a_rank_that_computes(seed: int) -> None:
+    rng = random.Random(seed)
+    failing, busy = rng.sample(range(SIZE), 2)
+    busy = 0 if seed % 2 and failing else busy
+    heard_at: dict[int, float] = {}
+
+    async def main(world: ad.World) -> None:
+        try:
+            await asyncio.sleep(1.0)
+            if world.rank == failing:
+                raise ZeroDivisionError("the cause")
+            if world.rank == busy:
+                time.sleep(20.0)  # noqa: ASYNC251 it computes
+            await asyncio.sleep(1e6)
+        finally:
+            heard_at[world.rank] = world.time()
+
+    report = simulate(main, ranks=SIZE, seed=seed)
+    assert ends(report) == {"ZeroDivisionError": 1, "RankLostError": SIZE - 1}
+    assert all("the cause" in str(error) for error in report.results)
+    assert max(at for rank, at in heard_at.items() if rank != busy) < 1.0 + 5.0
+
+
+def test_where_all_fail_at_once_each_sends_few_messages() -> None:
+    async def main(world: ad.World) -> None:
+        await asyncio.sleep(0.1)
+        raise ZeroDivisionError(f"on rank {world.rank}")
+
+    for ranks in (40, 160):
+        report = simulate(main, ranks=ranks, seed=3)
+        assert ends(report) == {"ZeroDivisionError": ranks}
+        assert report.message_count <= ranks * (4 * math.ceil(math.log2(ranks)) + 16)

@@ -1,0 +1,190 @@
+"""What ranks of a large world tell each other when they leave and end: the tree, and what travels along it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, strategies as st
+
+from asyncdist import RemoteProtocolError
+from asyncdist.runtime.departing.departures import Departed, Departure, Departures, EndHeard, Stage
+from asyncdist.runtime.departing.spanning_tree import SpanningTree
+
+
+@given(st.integers(1, 70), st.randoms(use_true_random=False))
+def test_the_living_ranks_are_one_tree_whatever_ranks_are_lost(size: int, rng: random.Random) -> None:
+    lost = rng.sample(range(size), rng.randint(0, size - 1))
+    trees = [SpanningTree(size, rank) for rank in range(size)]
+    for rank in lost:
+        for tree in trees:
+            tree.on_lost(rank)
+    living = sorted(set(range(size)) - set(lost))
+    assert [rank for rank in living if trees[rank].parent is None] == living[:1]
+    for rank in living:
+        assert all(trees[child].parent == rank for child in trees[rank].children)
+        below, reached = [rank], []
+        while below:
+            reached.append(below.pop())
+            below += trees[reached[-1]].children
+        assert sorted(reached) == [r for r in living if trees[rank].first <= r <= trees[rank].last], "and each once"
+
+
+def test_a_tree_of_a_thousand_ranks_has_ten_levels() -> None:
+    depth = Counter(len(list(_ancestors(rank))) for rank in range(1000))
+    assert max(depth) == 9
+    assert max(len(SpanningTree(1000, rank).children) for rank in range(1000)) == 2
+
+
+def _ancestors(rank: int) -> list[int]:
+    parent = SpanningTree(1000, rank).parent
+    return [] if parent is None else [parent, *_ancestors(parent)]
+
+
+# -- a world of departures --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Story:
+    """Ranks that leave, end and are lost, and their messages, in an order that ``rng`` draws."""
+
+    size: int
+    rng: random.Random
+    spoiled: float = 0.0
+    lost: set[int] = field(default_factory=set)
+    sent: Counter[int] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.ranks = [Departures(self.size, rank) for rank in range(self.size)]
+        self.under_way: list[tuple[int, int, Departed | EndHeard]] = []
+        self.untold: list[tuple[int, int]] = []  # a rank, and a lost one of which it will hear
+        self.known: list[dict[int, int]] = [{} for _ in range(self.size)]
+
+    @property
+    def living(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank not in self.lost]
+
+    def send(self, source: int, messages: list[tuple[int, Departed]]) -> None:
+        self.under_way += [(source, dest, message) for dest, message in messages]
+        self.sent[source] += len(messages)
+
+    def reach(self, rank: int, stage: Stage) -> None:
+        started = ((1, rank % 3),) if self.rng.random() < 0.2 else ()
+        self.ranks[rank].add(Departure(rank, rank, stage, started), rank)
+        self.send(rank, self.ranks[rank].urgent())
+
+    def deliver(self) -> None:
+        """Deliver the first message of a drawn pair of ranks."""
+        source, dest, _ = self.rng.choice(self.under_way)
+        index = next(i for i, each in enumerate(self.under_way) if each[:2] == (source, dest))
+        message = self.under_way.pop(index)[2]
+        if dest in self.lost or self.rng.random() < self.spoiled:
+            return
+        if isinstance(message, EndHeard):
+            self.ranks[dest].on_end_heard(source)
+            return
+        for departure in self.ranks[dest].on_departed(message, source):
+            for rank in range(departure.first, departure.last + 1):
+                assert self.known[dest].get(rank, 0) < departure.stage, "it is told as new once"
+                self.known[dest][rank] = departure.stage
+        if message.stage == Stage.ENDED:
+            self.under_way.append((dest, source, EndHeard()))
+            self.sent[dest] += 1
+        self.send(dest, self.ranks[dest].urgent())
+
+    def lose(self, rank: int) -> None:
+        self.lost.add(rank)
+        self.untold += [(other, rank) for other in self.living]
+        self.under_way = [each for each in self.under_way if each[0] != rank or self.rng.random() < 0.5]
+
+    def hear_of_a_loss(self) -> None:
+        rank, lost = self.untold.pop(self.rng.randrange(len(self.untold)))
+        self.ranks[rank].on_lost(lost)
+        self.send(rank, self.ranks[rank].urgent())
+
+    def tell_all(self, *, again: bool = False) -> None:
+        for rank in self.living:
+            if again:
+                self.ranks[rank].tell_again()
+                self.send(rank, self.ranks[rank].urgent())
+            self.send(rank, self.ranks[rank].others())
+
+    def settle(self) -> None:
+        while self.under_way or self.untold:
+            self.deliver() if self.under_way else self.hear_of_a_loss()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_all_hear_that_all_have_ended_whoever_is_lost_and_whatever_is_spoiled(seed: int) -> None:
+    rng = random.Random(seed)
+    story = Story(rng.choice([2, 3, 5, 17, 33]), rng, spoiled=0.2 * (seed % 4 == 3))
+    to_lose = rng.sample(range(story.size), rng.randint(0, story.size // 2)) if seed % 3 == 0 else []
+    to_come = {rank: [Stage.LEFT, Stage.ENDED] for rank in range(story.size)}
+    while any(to_come[rank] for rank in story.living) or to_lose:
+        waiting = [rank for rank in story.living if to_come[rank]]
+        action = rng.random()
+        if action < 0.2 and waiting:
+            rank = rng.choice(waiting)
+            story.reach(rank, to_come[rank].pop(0))
+        elif action < 0.25 and to_lose:
+            story.lose(to_lose.pop())
+        elif action < 0.35 and story.untold:
+            story.hear_of_a_loss()
+        elif action < 0.4:
+            story.tell_all()
+        elif story.under_way:
+            story.deliver()
+        last = [rank for rank in story.living if to_come[rank]]
+        assert not last or all(story.ranks[rank].stage < Stage.ENDED for rank in story.living), "one goes on"
+    for _ in range(40):
+        story.settle()
+        if all(story.ranks[rank].is_over for rank in story.living):
+            return
+        story.tell_all(again=True)
+    raise AssertionError([rank for rank in story.living if not story.ranks[rank].is_over])
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_who_stays_hears_of_each_that_has_left(seed: int) -> None:
+    rng = random.Random(seed)
+    story = Story(33, rng)
+    staying = set(rng.sample(range(33), rng.randint(1, 20)))
+    lost = rng.sample(range(33), rng.randint(0, 5))
+    for rank in sorted(set(range(33)) - staying, key=lambda _: rng.random()):
+        story.reach(rank, Stage.LEFT)
+        if lost and rng.random() < 0.3:
+            story.lose(lost.pop())
+        story.deliver() if story.under_way else None
+    for _ in range(40):
+        story.settle()
+        story.tell_all()
+    left = set(range(33)) - staying - story.lost
+    for rank in staying - story.lost:
+        assert left <= story.known[rank].keys(), rank
+        assert story.ranks[rank].stage == Stage.IN_MAIN or staying <= story.lost
+
+
+@pytest.mark.parametrize("size", [17, 100, 300])
+def test_where_all_end_together_each_rank_sends_four_messages_and_keeps_four_facts(size: int) -> None:
+    story = Story(size, random.Random(0))
+    for rank in range(size):
+        story.ranks[rank].add(Departure(rank, rank, Stage.LEFT), rank)
+        story.ranks[rank].add(Departure(rank, rank, Stage.ENDED), rank)
+        story.send(rank, story.ranks[rank].urgent())
+    story.settle()
+    assert all(each.is_over for each in story.ranks)
+    assert max(story.sent.values()) == 4, "one to the parent, one to each child, and one to say that it has heard"
+    assert max(len(each._log) for each in story.ranks) <= 4
+
+
+@pytest.mark.parametrize(
+    "departure", [Departure(-1, 0, 1), Departure(0, 40, 1), Departure(3, 2, 1), Departure(0, 0, 0), Departure(0, 0, 7)]
+)
+def test_what_cannot_be_is_refused(departure: Departure) -> None:
+    ranks = Departures(40, 0)
+    with pytest.raises(RemoteProtocolError, match="is no departure from a world of 40 ranks"):
+        ranks.on_departed(Departed((departure,), 0), 1)
+    with pytest.raises(RemoteProtocolError, match="9 is no stage"):
+        ranks.on_departed(Departed((), 9), 1)
