@@ -243,7 +243,8 @@ class SpawnPolicy(abc.ABC):
             What happened; true when weights changed.
 
         Raises:
-            BusyError: another task is in ``step``, or a ``world.compute`` of this rank is under way.
+            BusyError: another task is in ``step``; or a ``world.compute`` of this rank is under way, or a save of the
+                model.
             ClosedError: outside ``async with``.
             RankLostError: a peer has failed, and with it the job.
             TypeError, ValueError: the metric is due and is no number.
@@ -254,7 +255,7 @@ class SpawnPolicy(abc.ABC):
 
     async def _guarded_step(self, local_metric: MetricSource) -> StepInfo:
         self._has_stepped = True
-        if self._stepping or self._stage != "open" or self._world.is_computing:
+        if self._stepping or self._stage != "open" or self._world.is_in_use(self.model):
             self._refuse()
         self._stepping = True
         try:
@@ -471,7 +472,9 @@ class SpawnPolicy(abc.ABC):
             raise ClosedError("step() after the policy's async with block has ended", state=self._stage)
         if self._stepping:
             raise BusyError("another task of this rank is inside step(); one task trains a model")
-        raise BusyError("step() while world.compute(...) runs: it may be changing weights")
+        raise BusyError(
+            "step() while world.compute(...) runs, which may be changing weights, or while a save reads them"
+        )
 
 
 def _line_of_caller() -> tuple[str, int]:

@@ -26,7 +26,7 @@ from asyncdist.collectives.error_exchange import (
 )
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.nonblocking import Collectives
-from asyncdist.errors import AsyncdistError
+from asyncdist.messaging.polling import resolve_waiter
 from asyncdist.runtime.world import World
 from asyncdist.tensors import serialization
 
@@ -58,6 +58,7 @@ class JointWork(Generic[T]):
             future.add_done_callback(_mark_retrieved)
         self._is_given_up = False
         self._is_held = False
+        self._released: asyncio.Future[None] | None = None  # done when it is held no more
         self._is_over = False
 
     async def begin(
@@ -138,16 +139,16 @@ class JointWork(Generic[T]):
     def hold(self) -> None:
         """Raise a cancellation in the caller only when the work has ended: it changes what is the caller's."""
         self._is_held = True
+        self._released = self._engine.loop.create_future()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Raise a cancellation in the caller only after the body: it reads what is the caller's."""
-        self._is_held = True
+        self.hold()
         try:
             yield
         finally:
-            self._is_held = False
-            self._engine.recheck()
+            self._release()
 
     # -- the rest ----------------------------------------------------------------------------------------------------
 
@@ -190,8 +191,14 @@ class JointWork(Generic[T]):
             else:
                 future.set_exception(error)
 
+    def _release(self) -> None:
+        self._is_held = False
+        if self._released is not None:
+            resolve_waiter(self._released, None)
+
     def _end(self) -> None:
         self._is_over = True
+        self._release()
         lease, previous, self._previous = self._group.lease, self._previous, None
         if lease.joint_work is self:  # the one before goes on where this one has been given up before its turn
             lease.joint_work = None if previous is None or previous._is_over else previous
@@ -200,10 +207,9 @@ class JointWork(Generic[T]):
     async def _give_up(self) -> None:
         self._is_given_up = True
         while self._is_held and not self._is_over:
-            with contextlib.suppress(asyncio.CancelledError, AsyncdistError):  # the first cancellation is raised
-                await self._engine.until(
-                    lambda: self._is_over or not self._is_held, f"{self._operation} to be given up"
-                )
+            assert self._released is not None, "it is held"
+            with contextlib.suppress(asyncio.CancelledError):  # the first one is raised
+                await asyncio.wait([self._released])  # by this alone: the engine would raise where the job has failed
 
 
 def _mark_retrieved(outcome: asyncio.Future[Any]) -> None:

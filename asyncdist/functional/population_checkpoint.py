@@ -40,7 +40,6 @@ from asyncdist.functional.checkpoint_state import Stateful
 from asyncdist.functional.collectives import place
 from asyncdist.functional.joint_work import JointWork
 from asyncdist.functional.main_process import compute_and_broadcast, gather_from_all_ranks
-from asyncdist.runtime.compute import Computing
 from asyncdist.runtime.world import World
 
 logger = logging.getLogger("asyncdist.population_checkpoint")
@@ -113,7 +112,7 @@ async def save_population(
     **Cancellation**: until this rank's file is whole the others get RemoteError, and the checkpoint is not valid; after
     that they complete it. It is raised when no file is being written.
     """
-    save = _Save(path, keep, format, group, world)
+    save = _Save(path, model, keep, format, group, world)
     await save.begin(functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric))
     return await save.joint.result_or_give_up()
 
@@ -153,7 +152,7 @@ async def async_save_population(
 
     **Cancellation**: the others get RemoteError, here or where they await the save, unless it is completed.
     """
-    save = _Save(path, keep, format, group, world, is_beside=True)
+    save = _Save(path, model, keep, format, group, world, is_beside=True)
     name = await save.begin(functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric))
     return PendingSave(Path(path) / name, save.joint)
 
@@ -186,13 +185,14 @@ class _Save:
     """Carries out one save of this rank.
 
     Args:
-        path, keep, format, group, world: of the call.
+        path, model, keep, format, group, world: of the call.
         is_beside: whether training goes on meanwhile: then a copy of the state is written, by a thread of its own.
     """
 
     def __init__(
         self,
         path: str | os.PathLike[str],
+        model: nn.Module,
         keep: int | None,
         format: ModelFormat,
         group: Group | None,
@@ -202,6 +202,7 @@ class _Save:
     ) -> None:
         self._world, self._group = place(world, group)
         self._path = path
+        self._model = model
         self._keep = keep
         self._format: ModelFormat = format
         self._is_beside = is_beside
@@ -217,7 +218,8 @@ class _Save:
             checkpoint_files.check_format(self._format)
             self._state = take_state()
             if self._is_beside:
-                self._state = await self._world.compute(checkpoint_state.copy_of, self._state)
+                copy = functools.partial(checkpoint_state.copy_of, self._state)
+                self._state = await self._world.do_file_work(copy, model=self._model)
             return checkpoint_files.new_folder(Path(self._path)) if self._group.index == 0 else ""
 
         name: str = await self.joint.begin(prepare, self._work)
@@ -225,10 +227,9 @@ class _Save:
 
     async def _work(self, own: Group, name: str) -> Path:
         folder, world = Path(self._path) / name, self._world
-        disk = Computing(world.rank, asyncio.get_running_loop())
         try:
-            entries = await gather_from_all_ranks(lambda: self._write(folder, disk), group=own, world=world)
-            await compute_and_broadcast(lambda: self._finish(folder, entries or [], disk), group=own, world=world)
+            entries = await gather_from_all_ranks(lambda: self._write(folder), group=own, world=world)
+            await compute_and_broadcast(lambda: self._finish(folder, entries or []), group=own, world=world)
         except asyncio.CancelledError:
             if self._is_beside:
                 logger.warning("rank %d: the save of %s was given up", world.rank, folder)
@@ -239,26 +240,25 @@ class _Save:
             raise
         finally:
             self._state = {}
-            disk.close()
         return folder
 
-    async def _write(self, folder: Path, disk: Computing) -> dict[str, Any]:
+    async def _write(self, folder: Path) -> dict[str, Any]:
         self.joint.check()
         entry = self._state.pop("entry")
         write = functools.partial(checkpoint_files.write_rank, folder, self._group.index, self._state, self._format)
         if self._is_beside:
-            written = await disk.run(self._world.virtual_clock, write)
+            written = await self._world.do_file_work(write)
         else:
             with self.joint.held():
-                written = await self._world.compute(write)
+                written = await self._world.do_file_work(write, model=self._model)
         self.joint.check()
         return {**written, **entry}
 
-    async def _finish(self, folder: Path, entries: Sequence[Mapping[str, Any]], disk: Computing) -> None:
+    async def _finish(self, folder: Path, entries: Sequence[Mapping[str, Any]]) -> None:
         self.joint.check()
         finish = functools.partial(checkpoint_files.finish, folder, entries, self._keep)
         if self._is_beside:
-            await disk.run(self._world.virtual_clock, finish)
+            await self._world.do_file_work(finish)
         else:
             finish()
 
@@ -317,7 +317,8 @@ async def load_population(
         async def read() -> None:
             loading.check()
             with loading.held():
-                loaded.update(await world.compute(checkpoint_files.read_rank, folder, source, entry))
+                read_rank = functools.partial(checkpoint_files.read_rank, folder, source, entry)
+                loaded.update(await world.do_file_work(read_rank))
             checkpoint_state.compare(model, optimizer, loaded)
             if policy is not None and not isinstance(loaded["policy"], Mapping):
                 raise ValueError(f"{folder} was saved without a policy")

@@ -73,6 +73,7 @@ class Computing:
         self._loop = loop
         self._executor: ThreadPoolExecutor | None = None
         self._awaited: tuple[object, ...] = ()
+        self._turn = asyncio.Lock()
 
     def settles(self, future: object) -> bool:
         """Whether ``future`` is awaited by the ``run`` that is under way, which ends when its function does."""
@@ -92,6 +93,11 @@ class Computing:
         finally:
             self.is_under_way = False
             self._awaited = ()
+
+    async def run_in_turn(self, clock: VirtualClock | None, fn: Callable[[], T]) -> T:
+        """Do as :meth:`run`, after the functions that were given before."""
+        async with self._turn:
+            return await self.run(clock, fn)
 
     async def _call(self, clock: VirtualClock | None, fn: Callable[[], T]) -> T:
         # What fn raises is carried as a value: a future cannot hold StopIteration, and asyncio's would turn the

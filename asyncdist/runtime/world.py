@@ -123,6 +123,8 @@ class World:
         self._nonce = nonce
         self._task_group: asyncio.TaskGroup | None = None
         self._computing = Computing(self.rank, loop)
+        self._file_work = Computing(self.rank, loop)
+        self._models_in_use: list[object] = []
 
     def __repr__(self) -> str:
         return f"<World rank {self.rank} of {self.size}, {self._transport.name}>"
@@ -211,14 +213,36 @@ class World:
         """
         return await self._computing.run(self.virtual_clock, functools.partial(fn, *args, **kwargs))
 
+    async def do_file_work(self, fn: Callable[[], T], *, model: object = None) -> T:
+        """Run ``fn``, which copies a state, reads a file or writes one, in a thread beside that of :meth:`compute`.
+
+        One after the other. **Cancellation**: as of :meth:`compute`.
+
+        Args:
+            fn: the function.
+            model: the model whose weights it reads; its policies refuse steps meanwhile.
+        """
+        self._models_in_use.append(model)
+        try:
+            return await self._file_work.run_in_turn(self.virtual_clock, fn)
+        finally:
+            self._models_in_use.remove(model)
+
     @property
     def is_computing(self) -> bool:
-        """Whether a ``compute`` is under way."""
-        return self._computing.is_under_way
+        """Whether a ``compute``, or work on files, is under way."""
+        return self._computing.is_under_way or self._file_work.is_under_way
+
+    def is_in_use(self, model: object) -> bool:
+        """Whether a thread may be changing the weights of ``model``, or is reading them."""
+        return self._computing.is_under_way or (bool(self._models_in_use) and self._is_in_file_work(model))
+
+    def _is_in_file_work(self, model: object) -> bool:
+        return any(each is model for each in self._models_in_use)
 
     def is_computed(self, future: object) -> bool:
-        """Whether ``future`` is what the ``compute`` that is under way waits for."""
-        return self._computing.settles(future)
+        """Whether ``future`` is what the ``compute`` or the work on files that is under way waits for."""
+        return self._computing.settles(future) or self._file_work.settles(future)
 
     def generator(self, purpose: str) -> random.Random:
         """Return a generator whose draws follow from the job, the rank and ``purpose`` alone.
@@ -401,3 +425,4 @@ class World:
         self.peers.close()
         self.services.close()
         self._computing.close()
+        self._file_work.close()

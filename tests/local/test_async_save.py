@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,10 @@ from torch import nn
 
 import asyncdist as ad
 from asyncdist import World
-from asyncdist.errors import RankLostError, RemoteError
+from asyncdist.errors import BusyError, RankLostError, RemoteError
 from asyncdist.functional import checkpoint_files
 from asyncdist.simulation import Compute, Kill
-from protocols import AverageAllPolicy
+from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy
 
 #: In a simulation a file is written within the time of one ``world.compute``.
 WRITE_S = 10.0
@@ -169,3 +171,97 @@ def test_a_rank_that_is_killed_beside_a_save_leaves_a_whole_population(tmp_path:
         assert all(result is None or isinstance(result, (RankLostError, RemoteError)) for result in report.results)
         values.add(newest(tmp_path, ranks=3)[1])
     assert values == {1.0, 2.0}
+
+
+# -- beside other tasks of a rank ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_one_task_saves_while_another_one_trains_another_model(tmp_path: Path, *, is_async: bool) -> None:
+    """A step of the other task's policy was refused for a ``world.compute`` that no program had called."""
+    saved: list[Path] = []
+
+    async def train(name: str) -> None:
+        model, optimizer = filled(1.0)
+        async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=3, name=name) as policy:
+            for step in range(30):
+                await policy.step(float(step))
+                if name == "critic" and step % 10 == 9:
+                    if is_async:
+                        await ad.async_save_population(tmp_path, model, optimizer, policy=policy)
+                    else:
+                        saved.append(await ad.save_population(tmp_path, model, optimizer, policy=policy))
+
+    async def main(_: World) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(train("actor"))
+            tasks.create_task(train("critic"))
+
+    ad.run_local(main, ranks=2, strict=True)
+    report = ad.simulate(main, ranks=2, seed=3, compute=COMPUTE, strict=True)
+    assert report.results == (None, None)
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 6
+    assert len(saved) == (0 if is_async else 12)
+
+
+def test_the_policy_of_a_model_that_is_saved_refuses_a_step_of_another_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, may_end = threading.Event(), threading.Event()
+    _hold_the_disk(monkeypatch, writing, may_end)
+
+    async def main(_: World) -> None:
+        model, optimizer = filled(1.0)
+        async with AverageAllPolicy(model, optimizer, average_every=1) as policy:
+            save = asyncio.create_task(ad.save_population(tmp_path, model, optimizer, policy=policy))
+            while not writing.is_set():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            with pytest.raises(BusyError, match="while a save reads them"):
+                await policy.step()
+            may_end.set()
+            await save
+            await policy.step()
+
+    ad.run_local(main, ranks=1, strict=True)
+
+
+def test_a_rank_whose_save_is_given_up_hears_that_the_job_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asked without a pause whether its file was whole: the loop stood still, deaf to signals, and memory grew."""
+    writing, may_end = threading.Event(), threading.Event()
+    _hold_the_disk(monkeypatch, writing, may_end)
+
+    async def fail(world: World) -> None:
+        while not writing.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        if world.rank == 0:  # whose save is cancelled by this, and waits for its file
+            asyncio.get_running_loop().call_later(0.3, may_end.set)
+        else:
+            await asyncio.sleep(0.1)
+        raise ZeroDivisionError(f"on rank {world.rank}")
+
+    async def main(world: World) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(ad.save_population(tmp_path, *filled(1.0)))
+            tasks.create_task(fail(world))
+
+    rescue = threading.Timer(20.0, may_end.set)
+    rescue.start()
+    try:
+        with pytest.raises(ExceptionGroup):
+            ad.run_local(main, ranks=2)
+    finally:
+        rescue.cancel()
+
+
+def _hold_the_disk(monkeypatch: pytest.MonkeyPatch, writing: threading.Event, may_end: threading.Event) -> None:
+    """Let files be written only when ``may_end`` is set; ``writing`` is set when one is to be."""
+    write_rank = checkpoint_files.write_rank
+
+    def held(*args: Any) -> Any:
+        writing.set()
+        assert may_end.wait(30.0)
+        return write_rank(*args)
+
+    monkeypatch.setattr(checkpoint_files, "write_rank", held)
