@@ -13,10 +13,12 @@ from typing import Final, NoReturn
 
 from asyncdist import environment, local_host
 from asyncdist._version import __version__
-from asyncdist.launch import local_ranks, mpirun
+from asyncdist.launch import local_ranks, mpirun, remote_hosts, remote_ranks
 
 #: The options that take a value; the others are one word.
-_RUN_OPTIONS: Final = ("-n", "--ranks", "--transport", "--mpi", "--threads-per-rank", "--restarts", "--stall-s")
+_RUN_OPTIONS: Final = (
+    *("-n", "--ranks", "--hosts", "--ssh", "--transport", "--mpi", "--threads-per-rank", "--restarts", "--stall-s"),
+)
 _SIM_OPTIONS: Final = ("-n", "--ranks", "--seed", "--faults", "--explore", "--processes", "--until-s")
 
 
@@ -73,18 +75,24 @@ def _parser() -> argparse.ArgumentParser:
 def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
     run = commands.add_parser(
         "run",
-        help="start a script on several ranks of this host",
+        help="start a script on several ranks of this host, or of others",
         usage=(
-            "asyncdist run -n RANKS [--transport mpi|torch] [--mpi openmpi|mpich] [--survive] [--restarts N] "
-            "[--threads-per-rank N] [--stall-s S] script.py [arguments]"
+            "asyncdist run -n RANKS | --hosts HOST:RANKS,... [--ssh CMD] [--transport mpi|torch] [--mpi openmpi|mpich] "
+            "[--survive] [--restarts N] [--threads-per-rank N] [--stall-s S] script.py [arguments]"
         ),
         description=(
-            "Start a script on several ranks of this host: with the MPI that is installed, or as torchrun would, for "
-            "torch.distributed."
+            "Start a script on several ranks of this host, or of others that ssh reaches: with the MPI that is "
+            "installed, or as torchrun would, for torch.distributed."
         ),
         allow_abbrev=False,
     )
     run.add_argument("-n", "--ranks", type=_count, metavar="RANKS", help="the number of processes")
+    run.add_argument(
+        "--hosts",
+        metavar="HOST:RANKS,...",
+        help="where the processes run, and how many on each host; -n may ask for fewer, which fill them in their order",
+    )
+    run.add_argument("--ssh", metavar="CMD", help=f"reaches a host: CMD HOST COMMANDLINE (default: {remote_hosts.SSH})")
     run.add_argument(
         "--transport",
         metavar="mpi|torch|torch:BACKEND",
@@ -223,15 +231,18 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     except local_host.LaunchError as error:
         print(f"asyncdist {options.command}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # while hosts are asked
+        return 130
 
 
 def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Return the exit code, unless this process becomes mpirun."""
     script, ranks, threads = options.script, options.ranks, options.threads_per_rank
-    if ranks is None:
+    if ranks is None and options.hosts is None:
         is_behind = any(word.partition("=")[0] in ("-n", "--ranks") for word in arguments)
         hint = f": what follows the script is passed to it; asyncdist run -n RANKS {script}" if is_behind else ""
         raise local_host.LaunchError(f"the following arguments are required before the script: -n/--ranks{hint}")
+    hosts, ssh = _hosts(options)
     environ = environment.environment()
     try:
         transport, backend, environ = environment.choose_transport(options.transport, environ)
@@ -251,6 +262,8 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             script,
             arguments,
             ranks=ranks,
+            hosts=hosts,
+            ssh=ssh,
             mpi=options.mpi,
             threads=threads,
             survives=options.survive,
@@ -260,8 +273,22 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         raise local_host.LaunchError("--survive is for --transport mpi")
     if options.mpi is not None:
         raise local_host.LaunchError(f"--mpi {options.mpi} is for --transport mpi")
+    if hosts:
+        return remote_ranks.run(script, arguments, hosts=hosts, ssh=ssh, threads=threads, environ=environ)
     restarts = options.restarts or 0
     return local_ranks.run(script, arguments, ranks=ranks, threads=threads, restarts=restarts, environ=environ)
+
+
+def _hosts(options: argparse.Namespace) -> tuple[list[remote_hosts.Host], list[str]]:
+    """Return the hosts with the number of ranks on each, none where it is this one, and the words of ``--ssh``."""
+    if options.hosts is None:
+        if options.ssh is not None:
+            raise local_host.LaunchError("--ssh is for --hosts, which names the hosts that it reaches")
+        return [], []
+    if options.restarts is not None:
+        raise local_host.LaunchError("--restarts is for the ranks of this host, not for --hosts")
+    hosts = remote_hosts.place_ranks(remote_hosts.parse_hosts(options.hosts), options.ranks)
+    return hosts, remote_hosts.split_ssh(options.ssh or remote_hosts.SSH)
 
 
 def _check_restarts(transport: str, backend: str, options: argparse.Namespace) -> None:

@@ -27,8 +27,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, Literal, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from asyncdist import environment, local_host, rank_program
 from asyncdist.launch import guardians, store_server
@@ -40,7 +40,38 @@ SETTLE_S: Final = 2.0
 
 _FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: What happened: a signal came, by its number; a rank ended, by its rank; or time was up, for all.
-_Event: TypeAlias = tuple[Literal["signal", "ended", "late"], int]
+Event: TypeAlias = tuple[Literal["signal", "ended", "late"], int]
+
+
+class Process(Protocol):
+    """The process of a rank, on this host or on another one.
+
+    Attributes:
+        returncode: how it has ended, as :mod:`subprocess` says it; None while it runs.
+    """
+
+    returncode: int | None
+
+    def send_signal(self, number: int, /) -> None:
+        """Send it a signal, if it runs."""
+
+    def end(self) -> None:
+        """End it, if it has not ended, and all that it has started; its process has ended when that is done."""
+
+
+P = TypeVar("P", bound=Process)
+
+
+class RankProcess(subprocess.Popen[bytes]):
+    """The process of a rank on this host."""
+
+    def end(self) -> None:
+        """End it, if it has not ended, and all that it has started; its process has ended when that is done."""
+        if guardians.ARE_HERE:
+            self.send_signal(guardians.end_signal())
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses a group of zombies
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 def run(
@@ -73,52 +104,54 @@ def run(
     local_host.check_script(script)
     local_host.check_ranks(ranks)
     local_host.check_loopback()
-    command = guardians.guarded(rank_program.rank_command(script, arguments), parent=os.getpid())
+    command = rank_program.rank_command(script, arguments)
     environments = build_environments(environ, ranks=ranks, threads=threads, restarts=restarts)
-    events: queue.SimpleQueue[_Event] = queue.SimpleQueue()  # the one queue whose put may interrupt its own get
-    processes: list[subprocess.Popen[bytes]] = []
-    servers = []
-    with _signals_as_events(events):
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # the one queue whose put may interrupt its own get
+    processes: list[RankProcess] = []
+    servers: list[RankProcess] = []
+
+    def start_rank(rank: int, variables: Mapping[str, str]) -> RankProcess:
+        return start(command, variables, rank=rank, ended=lambda: events.put(("ended", rank)))
+
+    with signals_as_events(events):
         try:
             if restarts:
                 servers.append(_start_store(environments[0]))
             for variables in environments:
-                processes.append(_start(command, variables, rank=len(processes), events=events))
-            again = _Restarts(command, environments, events, restarts, servers[0] if servers else None)
-            return _supervise(processes, events, again)
+                processes.append(start_rank(len(processes), variables))
+            again = Restarts(start_rank, environments, restarts, servers[0] if servers else None)
+            return supervise(processes, events, again)
         finally:
             for process in processes + servers:
-                _kill(process)
+                process.end()
             for process in processes + servers:
                 process.wait()
 
 
-class _Restarts:
+class Restarts(Generic[P]):
     """Starts ranks again, each so many times.
 
     Args:
-        command, environments: of the ranks.
-        events: what happens to them.
+        start: starts a rank, whose end will be an event.
+        environments: of the ranks.
         count: how often each may be started again.
         server: of the store, where they may be.
     """
 
     def __init__(
         self,
-        command: Sequence[str],
-        environments: Sequence[dict[str, str]],
-        events: queue.SimpleQueue[_Event],
+        start: Callable[[int, Mapping[str, str]], P],
+        environments: Sequence[Mapping[str, str]],
         count: int,
-        server: subprocess.Popen[bytes] | None,
+        server: RankProcess | None = None,
     ) -> None:
         self._server = server
-        self._command = command
+        self._start = start
         self._environments = environments
-        self._events = events
         self.count = count
         self._counts = [0] * len(environments)
 
-    def start(self, rank: int, returncode: int, others: int) -> subprocess.Popen[bytes] | None:
+    def start(self, rank: int, returncode: int, others: int) -> P | None:
         """Start a rank again that was killed, unless it has been so too often, or no rank is left; say which."""
         why = _how_ended(returncode)
         if not others or self._counts[rank] == self.count:
@@ -128,7 +161,7 @@ class _Restarts:
         self._counts[rank] += 1
         self.say(f"rank {rank} {why}; starting it again ({self._counts[rank]} of {self.count})")
         variables = {**self._environments[rank], environment.INCARNATION_VARIABLE: str(self._counts[rank])}
-        return _start(self._command, variables, rank=rank, events=self._events)
+        return self._start(rank, variables)
 
     def note_exit(self, rank: int) -> None:
         """Let the ranks know that the process of ``rank`` has ended, so that none goes on connecting to it."""
@@ -143,13 +176,14 @@ class _Restarts:
 
     @staticmethod
     def say(text: str) -> None:
+        """Print a line of the launcher."""
         print(f"asyncdist run: {text}", file=sys.stderr, flush=True)
 
 
-def _start_store(variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start_store(variables: Mapping[str, str]) -> RankProcess:
     """Start the process that serves the store at the address that the ranks are told."""
     command = [sys.executable, store_server.PROGRAM, variables["MASTER_ADDR"], variables["MASTER_PORT"]]
-    return _popen(guardians.guarded(command, parent=os.getpid()), variables, "the store", stdin=subprocess.PIPE)
+    return _popen(command, variables, "the store", stdin=subprocess.PIPE)
 
 
 def build_environments(
@@ -179,14 +213,15 @@ def build_environments(
     ]
 
 
-def _start(
-    command: Sequence[str], variables: Mapping[str, str], *, rank: int, events: queue.SimpleQueue[_Event]
-) -> subprocess.Popen[bytes]:
+def start(
+    command: Sequence[str], variables: Mapping[str, str], *, rank: int, ended: Callable[[], object]
+) -> RankProcess:
+    """Start a rank under guardians; ``ended`` is called when it has ended, in a thread."""
     process = _popen(command, variables, f"rank {rank}")
 
     def await_end() -> None:
         process.wait()
-        events.put(("ended", rank))
+        ended()
 
     threading.Thread(target=await_end, name=f"rank {rank}", daemon=True).start()
     return process
@@ -194,15 +229,16 @@ def _start(
 
 def _popen(
     command: Sequence[str], variables: Mapping[str, str], what: str, *, stdin: int = subprocess.DEVNULL
-) -> subprocess.Popen[bytes]:
+) -> RankProcess:
+    guarded = guardians.guarded(list(command), parent=os.getpid())
     try:
-        return subprocess.Popen(command, env=variables, stdin=stdin, process_group=0)
+        return RankProcess(guarded, env=variables, stdin=stdin, process_group=0)
     except OSError as error:
         raise local_host.LaunchError(f"{what} cannot be started: {error}") from error
 
 
 @contextlib.contextmanager
-def _signals_as_events(events: queue.SimpleQueue[_Event]) -> Iterator[None]:
+def signals_as_events(events: queue.SimpleQueue[Event]) -> Iterator[None]:
     """Turn signals into events while the context lasts; signals that are ignored (nohup) stay so."""
     previous = {number: signal.getsignal(number) for number in _FORWARDED}
     for number, handler in previous.items():
@@ -215,7 +251,7 @@ def _signals_as_events(events: queue.SimpleQueue[_Event]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _supervise(processes: list[subprocess.Popen[bytes]], events: queue.SimpleQueue[_Event], again: _Restarts) -> int:
+def supervise(processes: list[P], events: queue.SimpleQueue[Event], again: Restarts[P]) -> int:
     """Wait for all ranks, and stop those that are left when one fails or a signal comes. Returns the exit code.
 
     A rank that is started again has a new process in ``processes``.
@@ -234,7 +270,7 @@ def _supervise(processes: list[subprocess.Popen[bytes]], events: queue.SimpleQue
             case ("late", _) if code:  # they were asked to stop
                 deadline = None
                 for rank in living:
-                    _kill(processes[rank])
+                    processes[rank].end()
             case ("late", _):  # no rank ended in another way, so exit code 1 was the cause
                 code, deadline = _explain(victims, 1, others=True), time.monotonic() + STOP_S
                 stop(signal.SIGTERM)
@@ -247,7 +283,7 @@ def _supervise(processes: list[subprocess.Popen[bytes]], events: queue.SimpleQue
                 stop(number)
             case ("ended", rank):
                 living.discard(rank)
-                _kill(processes[rank])  # what it left behind
+                processes[rank].end()  # what it left behind
                 again.note_exit(rank)
                 returncode = processes[rank].returncode
                 if code or not returncode:
@@ -273,7 +309,7 @@ def _supervise(processes: list[subprocess.Popen[bytes]], events: queue.SimpleQue
     return code or (_explain(victims, 1, others=False) if victims else lost_code)
 
 
-def _next_event(events: queue.SimpleQueue[_Event], deadline: float | None) -> _Event:
+def _next_event(events: queue.SimpleQueue[Event], deadline: float | None) -> Event:
     try:
         return events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
     except queue.Empty:
@@ -301,15 +337,6 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a rank, if it has not ended, and all that it has started; its process has ended when that is done."""
-    if guardians.ARE_HERE:
-        process.send_signal(guardians.end_signal())
-        return
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses a group of zombies
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def rank_variables(

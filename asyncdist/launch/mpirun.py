@@ -1,4 +1,4 @@
-"""Starts N ranks of a script on this host with the mpirun of the MPI that mpi4py will load: ``asyncdist run``.
+"""Starts N ranks of a script, here or on other hosts, with the mpirun of the MPI that mpi4py loads: ``asyncdist run``.
 
 It finds library and mpirun, sets what they need, and becomes mpirun, so signals and exit codes pass through unchanged.
 Nothing here imports torch or MPI: a child process finds out what mpi4py loads.
@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from asyncdist import environment, local_host, rank_program
-from asyncdist.launch import guardians
+from asyncdist.launch import guardians, remote_hosts
+from asyncdist.launch.remote_hosts import Host
 from asyncdist.transports import mpi_launchers
 
 TITLES: Final[Mapping[str, str]] = {"openmpi": "Open MPI", "mpich": "MPICH"}
@@ -56,38 +57,57 @@ def run(
     script: str,
     arguments: Sequence[str],
     *,
-    ranks: int,
+    ranks: int | None,
+    hosts: Sequence[Host] = (),
+    ssh: Sequence[str] = (),
     mpi: environment.Flavour | None = None,
     threads: int | None = None,
     survives: bool = False,
     environ: Mapping[str, str],
 ) -> NoReturn:
-    """Become mpirun with ``ranks`` ranks of a script on this host.
+    """Become mpirun with ``ranks`` ranks of a script on this host, or with those of ``hosts``.
 
     Args:
         script: Path of a Python script.
         arguments: The script's own arguments.
-        ranks: The number of processes.
+        ranks: The number of processes, where there are no ``hosts``.
+        hosts: Other hosts, and how many ranks run on each.
+        ssh: The words of the command that reaches a host.
         mpi: The flavour to use; None takes the one that mpi4py loads.
         threads: OMP_NUM_THREADS of each rank; None keeps the user's, else gives each rank its share of the cores.
         survives: Whether the job goes on when ranks die.
         environ: The environment to start from; what another launcher has set in it does not reach the ranks.
 
     Raises:
-        local_host.LaunchError: The script is no file, there is not exactly one usable MPI, or that cannot do it.
+        local_host.LaunchError: The script is no file, there is not exactly one usable MPI, or that cannot do it, here
+            or on one of the hosts.
     """
-    local_host.check_script(script)
-    local_host.check_ranks(ranks)
+    if ranks is not None and not hosts:
+        local_host.check_script(script)
+        local_host.check_ranks(ranks)
     environ = environment.without_launchers(environ)
     installation = find_installation(environ)
     flavour = choose_flavour(installation, mpi)
     if survives:
         check_survival(installation)
     mpirun = installation.launchers[flavour]
-    if flavour == "openmpi" and len(socket.if_nameindex()) < 2:  # it takes any interface
-        local_host.check_loopback()
-    command = build_command(flavour, mpirun, script, arguments, ranks=ranks, survives=survives)
-    os.execve(mpirun, command, build_environment(flavour, environ, ranks=ranks, threads=threads, survives=survives))
+    if hosts:
+        with remote_hosts.connected(hosts, ssh, script, needs=[mpirun]) as agents:
+            fullest = min(agents, key=lambda agent: agent.cores / agent.host.slots)
+        on_one, cores = fullest.host.slots, fullest.cores
+        environ = {**ssh_settings(flavour, ssh), **environ}
+    else:
+        assert ranks is not None
+        if flavour == "openmpi" and len(socket.if_nameindex()) < 2:  # it takes any interface
+            local_host.check_loopback()
+        on_one, cores = ranks, local_host.available_cores()
+    environ = build_environment(flavour, environ, ranks=on_one, cores=cores, threads=threads, survives=survives)
+    count = sum(host.slots for host in hosts) or on_one
+    travelling = sorted(remote_hosts.travelling(environ))
+    command = build_command(
+        flavour, mpirun, script, arguments, ranks=count, hosts=hosts, variables=travelling, survives=survives
+    )
+    os.execve(mpirun, command, environ)
 
 
 def find_installation(environ: Mapping[str, str]) -> Installation:
@@ -195,9 +215,11 @@ def build_command(
     arguments: Sequence[str],
     *,
     ranks: int,
+    hosts: Sequence[Host] = (),
+    variables: Sequence[str] = (),
     survives: bool = False,
 ) -> list[str]:
-    """Return the command line of mpirun.
+    """Return the command line of mpirun, where ``variables`` name what ranks on other hosts get of its environment.
 
     Open MPI counts slots by physical cores and refuses more ranks. Of the two ways round that, `--oversubscribe` makes
     every MPI call that finds nothing yield the core: with 4 ranks on 2 cores a test of a request then took 8 ms, a time
@@ -208,11 +230,33 @@ def build_command(
     2 cores), and two jobs at once share their first core while the others idle (88 ms). Free ranks lost nothing (72 ms
     bound and free, one each on 2 cores). MPICH neither counts nor binds.
     """
-    options = ["--host", f"localhost:{ranks}", "--bind-to", "none"] if flavour == "openmpi" else []
+    names = ",".join(f"{host.name}:{host.slots}" for host in hosts)
+    if flavour == "openmpi":
+        options = ["--host", names or f"localhost:{ranks}", "--bind-to", "none"]
+        if hosts:
+            own = ("OMPI_", "PMIX_", "PRTE_")  # which travel by themselves
+            named = [name for name in variables if not name.startswith(own)]
+            options += ["--map-by", "slot", *(word for name in named for word in ("-x", name))]
+    else:
+        options = ["-hosts", names, "-genvlist", ",".join(variables)] if hosts else []
     if survives:
         options += ["--with-ft", "ulfm"]
     program = guardians.guarded(rank_program.rank_command(script, arguments), started=_STARTED if survives else 0)
     return [mpirun, "-n", str(ranks), *options, *program]
+
+
+def ssh_settings(flavour: environment.Flavour, ssh: Sequence[str]) -> dict[str, str]:
+    """Return the variables that have mpirun reach hosts by this command, each of them from here."""
+    if flavour == "mpich":
+        settings = {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(shutil.which(ssh[0]))}
+        return settings | ({"HYDRA_LAUNCHER_EXTRA_ARGS": " ".join(ssh[1:])} if ssh[1:] else {})
+    # The first two are for version 5, the third for those before.
+    return {
+        "PRTE_MCA_plm_ssh_agent": " ".join(ssh),
+        "PRTE_MCA_plm_ssh_no_tree_spawn": "1",
+        "OMPI_MCA_plm_rsh_agent": " ".join(ssh),
+        "OMPI_MCA_plm_rsh_no_tree_spawn": "1",
+    }
 
 
 def build_environment(

@@ -104,6 +104,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="further ranks that keep what the others find, and give it back to learn from (0)",
     )  # fmt: skip
     parser.add_argument("--transport", choices=("mpi", "torch"), default="mpi", help="what the ranks talk over (mpi)")
+    parser.add_argument("--hosts", metavar="HOST:RANKS,...", help="where they run, by ssh (this host)")
     parser.add_argument(
         "--iterations", type=whole_number(1, 10**9), metavar="N",
         help="training steps; the first rank to make them ends the training "
@@ -153,6 +154,8 @@ def check_kills(parser: Parser, options: argparse.Namespace) -> None:
         if rank >= options.ranks:
             allowed = f"--ranks {options.ranks} allows 0 to {options.ranks - 1}"
             parser.error(f"argument --kill: no rank {rank} trains; {allowed}")
+    if killed and options.hosts:
+        parser.error("argument --kill: allowed on this host, not with --hosts")
     if killed and (len(set(killed)) < len(killed) or len(killed) == options.ranks):
         parser.error(f"argument --kill: ranks {killed} of {options.ranks}; each dies once, and one has to be left")
     if killed and (options.transport != "mpi" or options.policy == "average-all" or options.verify):
@@ -170,6 +173,7 @@ def training_command(options: argparse.Namespace, directory: Path) -> list[str]:
     """The command that starts all ranks."""
     size = options.ranks + options.buffer_ranks
     command = [sys.executable, "-m", "asyncdist", "run", "--transport", options.transport, "-n", str(size)]
+    command += ["--hosts", options.hosts] * bool(options.hosts)
     command += ["--survive"] * bool(options.kill)
     command += [str(HERE / "train.py"), "--buffer-ranks", str(options.buffer_ranks)]
     command += ["--policy", options.policy, "--iterations", str(options.iterations), "--seed", str(options.seed)]

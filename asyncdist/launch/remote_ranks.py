@@ -1,0 +1,79 @@
+"""Starts ranks of a script on several hosts, with the variables that torchrun sets: ``asyncdist run --hosts``.
+
+The rules are those of :mod:`asyncdist.launch.local_ranks`, whose supervision this is; only the processes are elsewhere.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Mapping, Sequence
+
+from asyncdist import environment, local_host, rank_program
+from asyncdist.launch import local_ranks, remote_hosts
+from asyncdist.launch.remote_hosts import Agent, Host, RemoteRank
+
+
+def run(
+    script: str,
+    arguments: Sequence[str],
+    *,
+    hosts: Sequence[Host],
+    ssh: Sequence[str],
+    threads: int | None = None,
+    environ: Mapping[str, str],
+) -> int:
+    """Run ranks of a script on these hosts, and return the job's exit code when the last one has ended.
+
+    Args:
+        script: path of a Python script, on each host.
+        arguments: the script's own arguments.
+        hosts: where, and how many ranks on each.
+        ssh: the words of the command that reaches a host.
+        threads: OMP_NUM_THREADS of each rank; None keeps the user's, else gives each rank its share of the cores.
+        environ: the environment to start from; the ranks get all of it that is not about this host.
+
+    Returns:
+        As :func:`asyncdist.launch.local_ranks.run`.
+
+    Raises:
+        local_host.LaunchError: a host cannot run this.
+    """
+    command = rank_program.rank_command(script, arguments)
+    events: queue.SimpleQueue[local_ranks.Event] = queue.SimpleQueue()
+    processes: list[RemoteRank] = []
+
+    with remote_hosts.connected(hosts, ssh, script) as agents, local_ranks.signals_as_events(events):
+        where = [agent for agent in agents for _ in range(agent.host.slots)]
+        environments = build_environments(environ, agents, threads=threads)
+
+        def start_rank(rank: int, variables: Mapping[str, str]) -> RemoteRank:
+            return where[rank].start(rank, command, variables, lambda: events.put(("ended", rank)))
+
+        for variables in environments:
+            processes.append(start_rank(len(processes), variables))
+        return local_ranks.supervise(processes, events, local_ranks.Restarts(start_rank, environments, 0))
+
+
+def build_environments(
+    environ: Mapping[str, str], agents: Sequence[Agent], *, threads: int | None
+) -> list[dict[str, str]]:
+    """Return the environment of each rank; the user's setting for threads is kept, unless ``threads`` is given."""
+    size, run_id = sum(agent.host.slots for agent in agents), local_host.new_run_id()
+    chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    shared = environment.without_launchers(remote_hosts.travelling(environ))
+    environments: list[dict[str, str]] = []
+    for group, agent in enumerate(agents):
+        share = str(max(1, agent.cores // agent.host.slots))
+        for local_rank in range(agent.host.slots):
+            own = local_ranks.rank_variables(
+                len(environments),
+                size,
+                local_rank=local_rank,
+                local_size=agent.host.slots,
+                address=agents[0].host.address,
+                port=agents[0].port,
+                run_id=run_id,
+            )
+            own |= {"GROUP_RANK": str(group), "GROUP_WORLD_SIZE": str(len(agents))}
+            environments.append({"OMP_NUM_THREADS": share, **shared, **own, **chosen})
+    return environments

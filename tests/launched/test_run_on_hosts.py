@@ -1,0 +1,155 @@
+"""``asyncdist run --hosts``: jobs on hosts made of namespaces, how they end, and what is missing on a host."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from support import hosts, mpi
+from support.mpi import ROOT
+
+import asyncdist as ad
+from asyncdist.launch import host_agent
+
+RUN = "asyncdist run"
+SSH = hosts.PROGRAM.parent / "ssh"
+LAYOUTS = {2: "host1:2,host2:2", 3: "host1:2,host2:1,host3:1"}
+#: Cases of the helpers with much and little to send, from one and from all; the others are arithmetic.
+CASES = (
+    "everyday.large_and_small_values_together",
+    "everyday.two_groups_at_once_and_nobody_else",
+    "models.large_models_are_summed_in_rank_order",
+    "models.large_ragged_tensors_in_any_memory_layout",
+    "roles.by_host",
+)
+MPI, MORE = pytest.mark.mpi, pytest.mark.more_hosts
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("transport", "count", "cases"),
+    [
+        pytest.param("torch", 3, CASES),
+        pytest.param("mpi", 2, CASES, marks=MPI),
+        pytest.param("torch", 2, (), marks=MORE),
+        pytest.param("mpi", 3, (), marks=[MPI, MORE]),
+    ],
+)
+def test_a_policy_helpers_and_a_replay_buffer(transport: str, count: int, cases: tuple[str, ...]) -> None:
+    if transport == "mpi":
+        mpi.require_mpi()
+    where = ["--hosts", LAYOUTS[count], "--ssh", f"{SSH} -x", "--transport", transport]
+    words = ["asyncdist", "run", *where, hosts.script_path("on_hosts.py"), *cases]
+    reports = hosts.run(count, words, timeout_s=280).check().reports
+    names = [name for host in LAYOUTS[count].split(",") for name in [host[:5]] * int(host[6:])]
+    assert [reports[rank]["host"] for rank in range(4)] == names
+    assert {report["transport"] for report in reports.values()} == {transport}
+    worst, *others = (reports[rank]["policy"] for rank in range(4))
+    assert worst["replacements"] == 3 and worst["floating"] == [2.0]  # the mean of 1, 2 and 3
+    assert all(other["replacements"] == 0 and other["unchanged"] for other in others)
+
+
+@pytest.mark.more_hosts
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=MPI), "torch"])
+def test_the_demo(transport: str, tmp_path: Path) -> None:
+    pytest.importorskip("gfn")
+    demo = [sys.executable, ROOT / "tools" / "hypergrid" / "demo.py", "--hosts", LAYOUTS[2], "--transport", transport]
+    words = [*demo, "--quick", "--verify", "--chart", tmp_path / "chart.png"]
+    result = hosts.run(2, words, timeout_s=500).check()
+    assert re.search(r"All [1-9]\d* averages equal those recomputed", result.stdout), result.output()
+
+
+# -- how jobs end -----------------------------------------------------------------------------------------------------
+
+#: Each rank leaves a process in a session of its own; rank 2 ends as told, the others wait.
+ENDING = """
+import os, signal, subprocess, sys, time
+subprocess.Popen(["setsid", "sleep", "{mark}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+rank, how, folder = int(os.environ["RANK"]), *sys.argv[1:]
+open(f"{{folder}}/{{rank}}", "w").close()
+while len(os.listdir(folder)) < 4:
+    time.sleep(0.02)
+print("rank", rank, "of", os.environ["GROUP_RANK"], "here", flush=True)
+if rank == 2 and how == "exit":
+    sys.exit(7)
+if rank == 2 and how == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+if how != "well":
+    time.sleep(1000)
+"""
+#: Waits until none of these processes is there, on any host: the login node sees all of them.
+GONE = "while pgrep -x -f 'sleep {mark}' >/dev/null; do sleep 0.05; done; echo gone"
+STARTED = "while [ $(ls {folder} | wc -l) != 4 ]; do sleep 0.02; done"
+
+
+@pytest.mark.parametrize(
+    ("how", "after", "code", "message"),
+    [
+        ("well", "wait $job", 0, ""),
+        ("exit", "wait $job", 7, "asyncdist run: rank 2 ended with exit code 7; stopping the others"),
+        ("kill", "wait $job", 137, "asyncdist run: rank 2 was killed by SIGKILL"),
+        ("stay", "kill -TERM $job; wait $job", 143, ""),
+        ("stay", "kill -KILL $job; wait $job", 137, ""),
+        ("stay", "kill -KILL $(pgrep -P $job | tail -1); wait $job", 255, "the connection to host2 has ended"),
+    ],
+    ids=["well", "an exit code", "a signal", "launcher told", "launcher killed", "connection lost"],
+)
+def test_a_job_ends_everywhere_and_leaves_nothing(
+    how: str, after: str, code: int, message: str, tmp_path: Path
+) -> None:
+    names = {"mark": f"98766.{os.getpid()}", "folder": tmp_path / "started"}
+    names["folder"].mkdir()
+    script = tmp_path / "ending.py"
+    script.write_text(ENDING.format(**names))
+    start = f"{RUN} --hosts {LAYOUTS[2]} --transport torch {script} {how} {names['folder']} & job=$!"
+    steps = [start, STARTED, after, "code=$?", GONE, "exit $code"]
+    result = hosts.run(2, ["sh", "-c", "\n".join(steps).format(**names)]).check(code)
+    assert message in result.stderr and "Traceback" not in result.stderr
+    assert result.stdout.splitlines()[-1] == "gone"
+    said = {f"rank {rank} of {rank // 2} here" for rank in range(4)}
+    assert said.issuperset(result.stdout.splitlines()[:-1])
+    if how == "well":
+        assert said.issubset(result.stdout.splitlines())
+
+
+# -- what is missing on a host ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "works" / "train.py"
+    path.parent.mkdir()
+    path.write_text("print('it runs')\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("mount -t tmpfs none {folder}", "host2: there is no directory {folder}/works: start in one that"),
+        ("mount --bind /dev/null {python}", "host2: there is no interpreter {python}: install this environment"),
+        ("mount -t tmpfs none {agent.parent}", "host2: there is no asyncdist at {agent}: install it"),
+        ("mount -t tmpfs none {script.parent}", "host2: the script '{script}' does not exist"),
+        ("mount --bind {other} {version}", f"host2: asyncdist is 9.9 there and {ad.__version__} here"),
+    ],
+    ids=["directory", "interpreter", "agent", "script", "version"],
+)
+def test_what_is_missing_on_a_host_is_one_line(change: str, message: str, script: Path, tmp_path: Path) -> None:
+    other = tmp_path / "version.py"
+    other.write_text('__version__ = "9.9"\n')
+    names = {
+        "folder": tmp_path,
+        "python": sys.executable,
+        "agent": Path(host_agent.PROGRAM),
+        "script": script,
+        "other": other,
+        "version": Path(ad.__file__).with_name("_version.py"),
+    }
+    steps = f"cd {script.parent} && ssh host2 {change} && {RUN} --hosts host1:1,host2:1 --transport torch {script}"
+    result = hosts.run(2, ["sh", "-c", steps.format(**names)]).check(2)
+    assert result.stdout == ""
+    assert result.stderr.startswith("asyncdist run: " + message.format(**names)) and result.stderr.count("\n") == 1

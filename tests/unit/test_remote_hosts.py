@@ -1,0 +1,120 @@
+"""Where ranks go on several hosts, what of an environment travels, and how mpirun is told of it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+
+import pytest
+
+from asyncdist import cli, local_host
+from asyncdist.launch import mpirun, remote_hosts, remote_ranks
+from asyncdist.launch.remote_hosts import Host
+
+HOSTS = [Host("a", 2), Host("user@b", 1)]
+
+
+def test_hosts_are_names_with_numbers_of_ranks() -> None:
+    assert remote_hosts.parse_hosts("a:2,user@b") == HOSTS
+    assert [host.address for host in HOSTS] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a,", "a:0", "a:-1", "a:x", "a:1:2", ":4", "a b", "-oProxyCommand=x", "a;b", "a:", "$(a)"]
+)
+def test_what_is_no_list_of_hosts_is_named(text: str) -> None:
+    with pytest.raises(local_host.LaunchError, match=re.escape(f"--hosts {text!r}: ") + ".*NAME:RANKS, as in a:4,b:4"):
+        remote_hosts.parse_hosts(text)
+
+
+def test_a_host_is_named_once() -> None:
+    with pytest.raises(local_host.LaunchError, match="'a' is named twice"):
+        remote_hosts.parse_hosts("a:1,b:1,a:2")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "placed"),
+    [(None, [("a", 2), ("user@b", 1)]), (3, [("a", 2), ("user@b", 1)]), (2, [("a", 2)]), (1, [("a", 1)])],
+)
+def test_ranks_fill_the_hosts_in_their_order(ranks: int | None, placed: list[tuple[str, int]]) -> None:
+    assert remote_hosts.place_ranks(HOSTS, ranks) == [Host(*words) for words in placed]
+
+
+def test_too_few_slots_are_counted() -> None:
+    with pytest.raises(local_host.LaunchError, match=re.escape("-n 5: a:2, user@b:1 have 3 slots, 2 too few")):
+        remote_hosts.place_ranks(HOSTS, 5)
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [("no-such-ssh -x", "no program 'no-such-ssh'"), ("", "no program ''"), ("a 'b", "No closing")],
+)
+def test_an_ssh_that_is_not_there_is_named(command: str, problem: str) -> None:
+    with pytest.raises(local_host.LaunchError, match=re.escape(f"--ssh {command!r}: ") + f".*{problem}"):
+        remote_hosts.split_ssh(command)
+
+
+def test_an_environment_travels_without_what_is_about_this_host() -> None:
+    here = {"HOSTNAME": "x", "SSH_AUTH_SOCK": "x", "TERM": "x", "DISPLAY": "x", "BASH_FUNC_f%%": "() { x; }", "_": "x"}
+    rest = {"PATH": "p", "WANDB_API_KEY": "k", "OMP_NUM_THREADS": "3"}
+    assert remote_hosts.travelling({**here, **rest}) == rest
+
+
+class Agent:
+    """As one that has been asked."""
+
+    def __init__(self, host: Host, cores: int) -> None:
+        self.host, self.cores, self.port = host, cores, 1000 + cores
+
+
+def test_each_rank_is_told_its_place() -> None:
+    agents = [Agent(Host("user@a", 2), 8), Agent(Host("b", 1), 2)]
+    found = remote_ranks.build_environments({"RANK": "7", "KEPT": "k"}, agents, threads=None)  # type: ignore[arg-type]
+
+    def column(name: str) -> list[str]:
+        return [environ[name] for environ in found]
+
+    assert [column(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")] == [
+        ["0", "1", "2"], ["3"] * 3, ["0", "1", "0"], ["2", "2", "1"], ["0", "0", "1"]
+    ]  # fmt: skip
+    assert set(column("MASTER_ADDR")) == {"a"} and set(column("MASTER_PORT")) == {"1008"}
+    assert column("OMP_NUM_THREADS") == ["4", "4", "2"] and column("KEPT") == ["k"] * 3
+    assert len(set(column("TORCHELASTIC_RUN_ID"))) == 1
+
+
+def test_open_mpi_is_told_of_hosts_and_variables() -> None:
+    variables = ["A", "OMPI_MCA_osc", "PATH"]
+    command = mpirun.build_command("openmpi", "mpirun", "x.py", [], ranks=3, hosts=HOSTS, variables=variables)
+    options = " ".join(command).partition(sys.executable)[0]
+    assert options == "mpirun -n 3 --host a:2,user@b:1 --bind-to none --map-by slot -x A -x PATH "
+    settings = mpirun.ssh_settings("openmpi", ["ssh", "-p", "22"])
+    assert settings["PRTE_MCA_plm_ssh_agent"] == settings["OMPI_MCA_plm_rsh_agent"] == "ssh -p 22"
+
+
+def test_mpich_is_told_of_hosts_and_variables() -> None:
+    command = mpirun.build_command("mpich", "mpirun", "x.py", [], ranks=3, hosts=HOSTS, variables=["A", "PATH"])
+    options = " ".join(command).partition(sys.executable)[0]
+    assert options == "mpirun -n 3 -hosts a:2,user@b:1 -genvlist A,PATH "
+    assert mpirun.ssh_settings("mpich", ["sh", "-p", "22"]) == {
+        "HYDRA_LAUNCHER": "ssh",
+        "HYDRA_LAUNCHER_EXEC": shutil.which("sh"),
+        "HYDRA_LAUNCHER_EXTRA_ARGS": "-p 22",
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-n", "2", "--ssh", "ssh"], "--ssh is for --hosts"),
+        (["--hosts", "a:x"], "'a:x' is no host with a number of ranks"),
+        (["--hosts", "a:2", "-n", "3"], "1 too few"),
+        (["--hosts", "a:2", "--restarts", "1", "--transport", "torch"], "--restarts is for the ranks of this host"),
+        (["--hosts", "a:2", "--ssh", "no-such-ssh"], "there is no program 'no-such-ssh'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["run", *words, "x.py"])
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and message in error and error.count("\n") == 1
