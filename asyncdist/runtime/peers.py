@@ -121,6 +121,7 @@ class Peers:
         self.answered: set[int] = set()
         self.attendance = MembershipLog()
         self._services = services
+        self._lost: set[int] = set()
         self._has_returned = False
         self._last_words: list[LastWords] = []  # for a rank that is started again after they were said
         self._failure_listeners: list[Callable[[int, str], None]] = []
@@ -154,8 +155,8 @@ class Peers:
             self.announcements = Announcements(services, group.ranks, self._on_departure, self._on_failure)
         if services.engine.transport.incarnation:  # the group of all ranks has ended with the process before
             self.attendance.on_lost(services.rank)
-            for rank in sorted(services.lost_ranks()):
-                self.mark_lost(rank)
+        for rank in sorted(services.lost_ranks()):  # main knows it from its first line on
+            self.mark_lost(rank)
         services.engine.transport.set_loss_listener(self.mark_lost)
         services.engine.transport.set_return_listener(self.mark_returned)
 
@@ -181,8 +182,9 @@ class Peers:
 
     def mark_lost(self, rank: int) -> None:
         """Note that ``rank`` has died, perhaps after its main had returned: the services it still ran end now."""
-        if self._services.is_unmet(rank) and rank in self._services.gone:
-            return  # known since this rank was started again
+        if rank in self._lost:
+            return  # known since the world was opened
+        self._lost.add(rank)
         self._services.left.discard(rank)
         self._services.forget_returned(rank)
         self._services.gone.discard(rank)
@@ -201,6 +203,7 @@ class Peers:
         services.engine.poll()  # what has come of the process before is delivered as that one's
         if not services.engine.transport.accept(rank, incarnation):
             return
+        self._lost.discard(rank)
         services.left.discard(rank)
         services.gone.discard(rank)
         self.answered.discard(rank)

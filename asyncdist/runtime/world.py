@@ -131,7 +131,10 @@ class World:
 
     @property
     def incarnation(self) -> int:
-        """How often this rank has been started again in this job: 0 in its first process.
+        """Which process of its place this is: 0 for one of the beginning, 1 or more for one that has come later.
+
+        It counts how often the rank was started again; the first process of a place that was empty at the beginning has
+        1 too.
 
         A process with a higher number joins ranks that go on without it. The group of all ranks has ended with the one
         before: collectives and groups need a group made since. It is admitted to policies that can do that, see

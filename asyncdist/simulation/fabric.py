@@ -20,7 +20,7 @@ from typing import Final
 from asyncdist.collectives.call_checker import CollectiveChecker
 from asyncdist.errors import AsyncdistError, RankLostError, TruncationError
 from asyncdist.simulation.arrivals import ArrivalQueue, Message
-from asyncdist.simulation.faults import Fault, Restart
+from asyncdist.simulation.faults import Fault, Join, Restart
 from asyncdist.simulation.links import Link, Network
 from asyncdist.simulation.message_faults import MessageFaults
 from asyncdist.simulation.processes.liveness import Liveness
@@ -146,7 +146,7 @@ class Fabric:
         self._all_ranks = frozenset(range(size))
         self._has_message_faults = self._faults.has_message_faults
         self._has_link_faults = self._faults.has_link_faults
-        self.has_restarts = any(isinstance(fault, Restart) for fault in faults)
+        self.has_restarts = any(isinstance(fault, (Restart, Join)) for fault in faults)
         self._turns: list[Turns] = []
         self._take_in = self._arrive  # one bound method for all messages
         self._take_whole = self._arrive_whole

@@ -146,7 +146,7 @@ class Interrupt:
 class Restart:
     """At ``at_s`` a new process takes the place of ``rank``, which a fault has killed; ``main`` begins there anew.
 
-    It fires only if the rank is dead at that moment, and some other rank has not ended. The new process has the next
+    It fires only if the rank has died by that moment, and some other rank has not ended. The new process has the next
     ``world.incarnation``; the others find out one by one. Its result is the rank's.
     """
 
@@ -157,7 +157,23 @@ class Restart:
         _check(self, "at_s")
 
 
-Fault: TypeAlias = Kill | Restart | Interrupt | Stall | SlowRank | SlowLink | Partition | Delay | Corrupt
+@dataclass(frozen=True, slots=True)
+class Join:
+    """The place of ``rank`` is empty when the world begins, and at ``at_s`` its first process comes.
+
+    The others know from the start that nobody is there: the rank is lost to them. It joins them as one that was started
+    again, and its ``world.incarnation`` is 1: it was not there at the beginning. It comes only if some other rank has
+    not ended by then. :class:`Kill` and :class:`Restart` may follow.
+    """
+
+    rank: int
+    at_s: float
+
+    def __post_init__(self) -> None:
+        _check(self, "at_s")
+
+
+Fault: TypeAlias = Kill | Restart | Join | Interrupt | Stall | SlowRank | SlowLink | Partition | Delay | Corrupt
 
 
 def _check(fault: Fault, *names: str) -> None:
@@ -175,14 +191,14 @@ def check_plan(faults: Sequence[Fault], size: int) -> None:
 
     Raises:
         TypeError: an entry is not a fault.
-        ValueError: a rank does not exist, or one side of a partition is empty.
+        ValueError: a rank does not exist, one side of a partition is empty, or ranks join twice, or nobody.
     """
     given: Any = faults
     if not isinstance(given, Sequence):
         raise TypeError(f"faults is {faults!r}; allowed: a list of faults")
     for fault in faults:
         match fault:
-            case Kill(rank) | Restart(rank) | Interrupt(rank) | Stall(rank) | SlowRank(rank):
+            case Kill(rank) | Restart(rank) | Join(rank) | Interrupt(rank) | Stall(rank) | SlowRank(rank):
                 check_ranks(repr(fault), [rank], size)
             case SlowLink(source, dest) | Delay(source, dest) | Corrupt(source, dest):
                 check_ranks(repr(fault), [source, dest], size)
@@ -192,3 +208,8 @@ def check_plan(faults: Sequence[Fault], size: int) -> None:
                     raise ValueError(f"{fault!r} of {size} ranks parts nobody; allowed: some ranks, and not all")
             case _:
                 raise TypeError(f"{fault!r} is no fault")
+    joins = [fault.rank for fault in faults if isinstance(fault, Join)]
+    for fault in faults:
+        if isinstance(fault, Join) and (joins.count(fault.rank) > 1 or len(joins) == size):
+            why = "joins twice" if joins.count(fault.rank) > 1 else "joins nobody: no rank is there at the beginning"
+            raise ValueError(f"{fault!r} of {size} ranks {why}; allowed: one for each of some ranks, and not all")

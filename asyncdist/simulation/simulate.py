@@ -39,7 +39,7 @@ from asyncdist.simulation.determinism.sandbox import refused_outside
 from asyncdist.simulation.determinism.sets import ordered_sets
 from asyncdist.simulation.distributions import check_number
 from asyncdist.simulation.fabric import Fabric
-from asyncdist.simulation.faults import Fault, Interrupt, Kill, Restart, SlowRank, Stall
+from asyncdist.simulation.faults import Fault, Interrupt, Join, Kill, Restart, SlowRank, Stall
 from asyncdist.simulation.links import Network
 from asyncdist.simulation.processes.clearing import clear_away
 from asyncdist.simulation.processes.event_loop import RankLoop
@@ -217,11 +217,12 @@ class _Simulation:
         self._earlier_loops: list[RankLoop] = []  # of processes that were killed, in whose place there is another
         self._fabric.connect(self._loops)
         self._interrupts = [Interrupts() for _ in range(size)]
-        self._hosts: list[asyncio.Task[None]] = []
+        self._hosts: dict[int, asyncio.Task[None]] = {}
         self._start: Callable[[int], asyncio.Task[None]]
         self._outcomes: dict[int, RankResult] = {}
         self._worlds: dict[int, World] = {}
-        self._killed: set[int] = set()
+        self._absent = {fault.rank for fault in faults if isinstance(fault, Join)}  # and not come yet
+        self._killed = set(self._absent)  # without a process
         self._generators = Generators()
         self._is_interrupted = self._is_being_cleared = False
 
@@ -251,10 +252,12 @@ class _Simulation:
         for index, fault in enumerate(self._faults):
             if isinstance(fault, (Stall, SlowRank)) and not fault.at_s:
                 self._strike(index, fault)  # before the rank begins
-            elif isinstance(fault, (Kill, Restart, Interrupt, Stall, SlowRank)) and fault.at_s is not None:
+            elif isinstance(fault, (Kill, Restart, Join, Interrupt, Stall, SlowRank)) and fault.at_s is not None:
                 self._scheduler.at(fault.at_s, self._strike, (index, fault))
         self._start = functools.partial(self._start_rank, main=main, args=args, strict=strict)
-        self._hosts = [self._start(rank) for rank in range(self._size)]
+        for rank in self._absent:
+            self._fabric.liveness.empty(rank)
+        self._hosts = {rank: self._start(rank) for rank in range(self._size) if rank not in self._absent}
         with self._generators.followed():
             return self._run_all(until_s, after_event)
 
@@ -373,11 +376,12 @@ class _Simulation:
 
     # -- faults of ranks --------------------------------------------------------------------------------------------
 
-    def _strike(self, index: int, fault: Kill | Restart | Interrupt | Stall | SlowRank) -> None:
+    def _strike(self, index: int, fault: Kill | Restart | Join | Interrupt | Stall | SlowRank) -> None:
         """Let a fault happen, since its time has come, unless the rank has died or ended."""
         rank, loop = fault.rank, self._loops[fault.rank]
-        if isinstance(fault, Restart):
-            if rank in self._killed and not self._is_being_cleared:
+        if isinstance(fault, (Restart, Join)):
+            is_its_turn = isinstance(fault, Join) == (rank in self._absent)
+            if rank in self._killed and is_its_turn and not self._is_being_cleared:
                 self._restart(rank, index)
             return
         if rank in self._killed or rank in self._outcomes:
@@ -418,10 +422,11 @@ class _Simulation:
         self._stop_if_over()
 
     def _restart(self, rank: int, index: int) -> None:
-        """Start a new process in the place of one that was killed."""
+        """Start a new process in a place that is empty, or that of one that was killed."""
         self._fire(index)
         self._killed.discard(rank)
-        self._trace.add(self._scheduler.now, "restart", rank, 0, 0, 0)
+        self._trace.add(self._scheduler.now, "join" if rank in self._absent else "restart", rank, 0, 0, 0)
+        self._absent.discard(rank)
         self._earlier_loops.append(self._loops[rank])
         self._loops[rank] = self._new_loop(rank)
         self._interrupts[rank] = Interrupts()

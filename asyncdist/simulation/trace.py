@@ -21,7 +21,7 @@ if not cython.compiled:  # else a C function that does the same
     _pack = _EVENT.pack
 _FLUSH_NBYTES: Final = 1 << 16
 KEPT_EVENT_COUNT: Final = 20_000
-_KINDS: Final = ("send", "receive", "compute", "kill", "fault", "lost", "end", "restart", "met")
+_KINDS: Final = ("send", "receive", "compute", "kill", "fault", "lost", "end", "restart", "met", "join")
 _CODES: Final = {kind: code for code, kind in enumerate(_KINDS)}
 
 

@@ -14,6 +14,7 @@ from asyncdist.simulation import (
     Delay,
     Exponential,
     Fault,
+    Join,
     Kill,
     Link,
     LogNormal,
@@ -72,8 +73,8 @@ class Plan:
 
     @property
     def loses_nothing(self) -> bool:
-        """Whether nobody dies and no frame is spoiled: then everything must end clean."""
-        return not any(isinstance(fault, (Kill, Corrupt)) for fault in self.faults)
+        """Whether all are there, nobody dies and no frame is spoiled: then everything must end clean."""
+        return not any(isinstance(fault, (Kill, Corrupt, Join)) for fault in self.faults)
 
 
 def draw_plan(seed: int) -> Plan:
@@ -101,19 +102,17 @@ def draw_plan(seed: int) -> Plan:
     )
     if any(isinstance(fault, Corrupt) for fault in plan.faults):
         plan = replace(plan, streams=None)  # as with a synchronous policy: the frame that never comes is waited for
-    return _calmed(plan) if seed % 20 == 10 else _with_restarts(plan)
+    return _calmed(plan) if seed % 20 == 10 else _with_joins(_with_restarts(plan))
 
 
 def _with_restarts(plan: Plan) -> Plan:
     """Let ranks that die be started again, by a generator of its own: what else is drawn does not change with it.
 
-    Such a rank is admitted to a policy of all ranks that has a member as its coordinator.
+    They are admitted where :func:`_admits` says.
     """
     rng = random.Random(f"restarts of scenario {plan.seed}")
     kills = [fault for fault in plan.faults if isinstance(fault, Kill)]
-    admitting = [policy for policy in plan.policies if policy.kind == "selective"]
-    is_for_all = len(plan.policies) == len(admitting) == 1 and admitting[0].members == tuple(range(plan.ranks))
-    if not kills or not is_for_all or plan.phases > 1 or plan.streams is not None or rng.random() < 0.2:
+    if not kills or not _admits(plan) or rng.random() < 0.2:
         return plan
     step_s = plan.compute.step_s if isinstance(plan.compute.step_s, float) else 1e-3
     restarts: list[Fault] = []
@@ -129,6 +128,28 @@ def _with_restarts(plan: Plan) -> Plan:
     if rng.random() < 0.7:  # else few are admitted before the others have ended
         network = replace(network, loss_detection_s=rng.choice((0.0, Uniform(0.0, step_s))))
     return replace(plan, faults=(*plan.faults, *restarts), network=network, steps=plan.steps + rng.choice((0, 30)))
+
+
+def _admits(plan: Plan) -> bool:
+    """Whether ranks may come later: to a policy of all ranks that has a member as its coordinator."""
+    if len(plan.policies) > 1 or plan.phases > 1 or plan.streams is not None:
+        return False
+    (policy,) = plan.policies
+    return policy.kind == "selective" and policy.members == tuple(range(plan.ranks))
+
+
+def _with_joins(plan: Plan) -> Plan:
+    """Let some ranks be absent at the beginning and come later, by a generator of its own as well."""
+    rng = random.Random(f"joins of scenario {plan.seed}")
+    if not _admits(plan) or rng.random() < 0.7:
+        return plan
+    step_s = plan.compute.step_s if isinstance(plan.compute.step_s, float) else 1e-3
+    # What happens to a rank may happen before it has come.
+    busy = {rank for fault in plan.faults if (rank := getattr(fault, "rank", None)) is not None}
+    free = [rank for rank in range(plan.ranks) if rank not in busy and rank not in plan.exits]
+    count = min(len(free), rng.choice((1, 1, 2, plan.ranks - 1)), plan.ranks - 1)
+    joins = [Join(rank, at_s=rng.uniform(0.0, plan.steps * step_s)) for rank in sorted(rng.sample(free, count))]
+    return replace(plan, faults=(*plan.faults, *joins), steps=plan.steps + rng.choice((0, 30))) if joins else plan
 
 
 def _calmed(plan: Plan) -> Plan:

@@ -34,6 +34,7 @@ from asyncdist.simulation import (
     Corrupt,
     Exponential,
     Fault,
+    Join,
     Kill,
     SimReport,
     SlowLink,
@@ -283,7 +284,7 @@ def examine(seed: int, faults: Sequence[Fault] | None = None) -> Examined:
 
 def _check_end(watch: Watch, report: SimReport) -> None:
     plan = watch.plan
-    killed = {fault.rank for fault in plan.faults if isinstance(fault, Kill)}
+    killed = {fault.rank for fault in plan.faults if isinstance(fault, (Kill, Join))}  # or has not come
     for rank, result in enumerate(report.results):
         who = f"seed {plan.seed}: rank {rank}"
         if result is None:

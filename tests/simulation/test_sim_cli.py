@@ -477,7 +477,7 @@ def test_bad_input_is_one_line_and_exit_code_2(sim: Sim, script: str, words: lis
         ("[3]", 'fault 1 of the fault plan is 3; needed is {"kind": "Kill"'),
         (
             '[{"rank": 1}]',
-            "fault 1 of the fault plan is of kind None; allowed: Corrupt, Delay, Interrupt, Kill, Partition",
+            "fault 1 of the fault plan is of kind None; allowed: Corrupt, Delay, Interrupt, Join, Kill, Partition",
         ),
         ('[{"kind": "Kil"}]', "fault 1 of the fault plan is of kind 'Kil'; allowed: Corrupt"),
         ('[{"kind": ["Kill"]}]', "fault 1 of the fault plan is of kind ['Kill']; allowed: Corrupt"),

@@ -4,7 +4,8 @@ A rank that is started again is a new process with the same number: its *incarna
 of TCP, a message belongs to the two processes between which it was sent. One that was sent to an earlier process, or by
 one, never reaches a later one. A rank learns of a new process in a turn of its own, after it has learned of the loss of
 the one before; until then what the new one sends is held. The new process learns of a rank when that one has learned of
-it. A connection of which one end closes before it has made its half is lost for the other.
+it. A connection of which one end closes before it has made its half is lost for the other. A rank that joins later was
+dead before the beginning, to the knowledge of all.
 """
 
 from __future__ import annotations
@@ -97,6 +98,14 @@ class Liveness:
             if observer != rank and observer not in self.dead:
                 self._find_out(self._detect, observer, rank, self.connection(observer, rank)[1])
         return held
+
+    def empty(self, rank: int) -> None:
+        """Let the place of ``rank`` have no process from the beginning, which all know."""
+        self.dead.add(rank)
+        self.died_at[rank] = 0.0
+        for observer in range(self._size):
+            if observer != rank:
+                self.known_lost[observer].add(rank)
 
     def _drop_held(self, rank: int) -> list[Any]:
         pairs = [pair for pair in self._held if rank in pair]

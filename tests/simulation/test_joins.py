@@ -1,0 +1,102 @@
+"""Ranks whose places are empty when the world begins, and that come later."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+import asyncdist as ad
+from asyncdist.simulation import Fault, Join, Kill, Network, Restart, SimReport, Stall, simulate
+from protocols import AsyncSelectiveAveragingPolicy
+
+
+async def _train(world: ad.World, steps: int, known: dict[int, list[int]]) -> tuple[int, int]:
+    """Return this rank's incarnation, and the iteration with which it has begun to train."""
+    known.setdefault(world.rank, sorted(rank for rank in range(world.size) if rank in world.services.gone))
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    policy = AsyncSelectiveAveragingPolicy(model, optimizer, average_every=3, grace_s=0.001, start_timeout_s=5.0)
+    async with policy:
+        first = policy.iteration
+        while policy.iteration < steps:
+            await policy.step(float(world.rank))
+    return world.incarnation, first
+
+
+def _population(ranks: int, faults: list[Fault], seed: int = 0, steps: int = 150) -> tuple[SimReport, Any]:
+    known: dict[int, list[int]] = {}
+    network = Network(loss_detection_s=1e-4)
+    report = simulate(
+        _train, steps, known, ranks=ranks, seed=seed, faults=faults, network=network, until_s=1e4, strict=True
+    )
+    report.check_faults()
+    for result in report.results:
+        if isinstance(result, BaseException):
+            raise result
+    return report, known
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_rank_joins_those_that_run_and_takes_part(rank: int, caplog: pytest.LogCaptureFixture) -> None:
+    """The lowest one too, which would coordinate. Nobody has lost it: it was never there."""
+    caplog.set_level(logging.WARNING)
+    report, known = _population(3, [Join(rank, at_s=0.02)], seed=rank)
+    others = [other for other in range(3) if other != rank]
+    assert all(known[other] == [rank] for other in others), "it is known to be absent from main's first line on"
+    assert known[rank] == others, "it has met nobody yet"
+    assert [report.results[other] for other in others] == [(0, 0)] * 2
+    incarnation, first = report.results[rank]
+    assert incarnation == 1 and first > 0, "it goes on with a member's iteration"
+    kinds = [event.kind for event in report.trace]
+    assert kinds.count("join") == 1 and "lost" not in kinds and "restart" not in kinds
+    assert not caplog.records
+
+
+def test_a_rank_is_alone_until_the_others_have_come() -> None:
+    report, known = _population(4, [Join(rank, at_s=0.01 * rank) for rank in (1, 2, 3)])
+    assert known[0] == [1, 2, 3]
+    assert report.results[0] == (0, 0)
+    firsts = [first for _, first in report.results[1:]]
+    assert all(firsts) and firsts == sorted(firsts)
+
+
+def test_a_rank_that_has_joined_may_be_killed_and_come_again() -> None:
+    report, _ = _population(3, [Join(2, at_s=0.02), Kill(2, at_s=0.05), Restart(2, at_s=0.06)])
+    assert report.results[2][0] == 2
+    assert [event.kind for event in report.trace if event.kind in ("join", "kill", "restart")] == [
+        "join",
+        "kill",
+        "restart",
+    ]
+
+
+@pytest.mark.parametrize("fault", [Restart(1, at_s=0.01), Kill(1, at_s=0.01), Stall(1, at_s=0.0, duration_s=1.0)])
+def test_nothing_happens_to_a_rank_before_it_has_come(fault: Fault) -> None:
+    with pytest.raises(AssertionError, match=type(fault).__name__):
+        _population(3, [Join(1, at_s=0.02), fault])
+
+
+def test_a_rank_that_would_come_when_all_have_ended_does_not() -> None:
+    with pytest.raises(AssertionError, match="Join"):
+        _population(2, [Join(1, at_s=1000.0)])
+
+
+@pytest.mark.parametrize(
+    "faults, says",
+    [
+        ([Join(2, at_s=0.1)], "rank 2"),
+        ([Join(1, at_s=0.1), Join(1, at_s=0.2)], r"Join\(rank=1, at_s=0.1\) of 2 ranks joins twice; allowed: one for"),
+        ([Join(0, at_s=0.1), Join(1, at_s=0.2)], "joins nobody: no rank is there at the beginning; allowed: one for"),
+    ],
+)
+def test_plans_that_cannot_be_carried_out_are_refused(faults: list[Fault], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        simulate(_train, 1, {}, ranks=2, faults=faults)
+
+
+def test_a_negative_time_is_refused() -> None:
+    with pytest.raises(ValueError, match="at_s"):
+        Join(0, at_s=-1.0)
