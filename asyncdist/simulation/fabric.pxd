@@ -28,6 +28,7 @@ cdef class Receive:
 cdef class _Path:
     cdef object draw_latency_s
     cdef double bandwidth
+    cdef bint is_shared
     cdef double free_at
     cdef dict last_arrival
 
@@ -59,6 +60,8 @@ cdef class Fabric:
     cdef readonly bint has_restarts
     cdef readonly object liveness
     cdef list _turns
+    cdef bint _has_interfaces
+    cdef object _interfaces
     cdef object _take_in
     cdef object _take_whole
     cdef object _begin
@@ -67,8 +70,20 @@ cdef class Fabric:
 
     @cython.locals(nbytes=Py_ssize_t, message=Message, delay=double, arrival=double, scheduler=Scheduler)
     cpdef Message send(self, object buffer, Py_ssize_t source, Py_ssize_t dest, object tag)
+    @cython.locals(path=_Path)
+    cdef _Path _path(self, Py_ssize_t source, Py_ssize_t dest)
+    @cython.locals(now=double, begins_at=double)
+    cdef double _sent_at(self, _Path path, Py_ssize_t source, Py_ssize_t nbytes, double transfer) except -1
+    cpdef object _enter(self, object take_in, Py_ssize_t dest, Py_ssize_t nbytes, tuple arguments)
     @cython.locals(
-        now=double, path=_Path, latency=double, transfer=double, factor=double, sent_at=double, arrival=double, last=double
+        now=double,
+        path=_Path,
+        latency=double,
+        nbytes=Py_ssize_t,
+        transfer=double,
+        factor=double,
+        arrival=double,
+        last=double,
     )
     cdef double _arrival(self, Message message, double delay) except -1
     @cython.locals(unexpected=dict, inbox=ArrivalQueue)
@@ -79,7 +94,7 @@ cdef class Fabric:
     cpdef object post(self, Receive receive)
     cpdef object _rendezvous(self, Receive receive, Message message)
     @cython.locals(
-        path=_Path, now=double, latency=double, transfer=double, factor=double, sent_at=double, complete_at=double
+        path=_Path, now=double, latency=double, transfer=double, factor=double, complete_at=double
     )
     cpdef object _transfer(self, Receive receive, Message message)
     cpdef object _arrive_whole(self, Receive receive, Message message)

@@ -21,7 +21,7 @@ from asyncdist.collectives.call_checker import CollectiveChecker
 from asyncdist.errors import AsyncdistError, RankLostError, TruncationError
 from asyncdist.simulation.arrivals import ArrivalQueue, Message
 from asyncdist.simulation.faults import Fault, Join, Restart
-from asyncdist.simulation.links import Link, Network
+from asyncdist.simulation.links import Interfaces, Link, Network
 from asyncdist.simulation.message_faults import MessageFaults
 from asyncdist.simulation.processes.liveness import Liveness
 from asyncdist.simulation.scheduler import Scheduler
@@ -86,11 +86,16 @@ class Receive:
 
 
 class _Path:
-    """Keeps the state of the link from one rank to another."""
+    """Keeps the state of the link from one rank to another.
 
-    __slots__ = ("bandwidth", "draw_latency_s", "free_at", "last_arrival")
+    Attributes:
+        is_shared: whether it goes through the interfaces of two hosts.
+    """
 
-    def __init__(self, link: Link, rng: random.Random) -> None:
+    __slots__ = ("bandwidth", "draw_latency_s", "free_at", "is_shared", "last_arrival")
+
+    def __init__(self, link: Link, rng: random.Random, *, is_shared: bool) -> None:
+        self.is_shared = is_shared
         self.draw_latency_s = link.latency_sampler(rng)
         self.bandwidth = link.bandwidth_nbytes_per_s
         self.free_at = 0.0
@@ -148,6 +153,8 @@ class Fabric:
         self._has_link_faults = self._faults.has_link_faults
         self.has_restarts = any(isinstance(fault, (Restart, Join)) for fault in faults)
         self._turns: list[Turns] = []
+        self._has_interfaces = network.host_bandwidth_nbytes_per_s is not None
+        self._interfaces = Interfaces(network, size)
         self._take_in = self._arrive  # one bound method for all messages
         self._take_whole = self._arrive_whole
         self._begin = self._rendezvous
@@ -187,23 +194,50 @@ class Fabric:
         scheduler = self._scheduler
         self._trace.add(scheduler.time(), "send", source, dest, tag, nbytes)
         self._trace.add_content(message.data)
-        scheduler.at(arrival, self._take_in, (message,))
+        if self._has_interfaces and self._path(source, dest).is_shared:
+            scheduler.at(arrival, self._enter, (self._take_in, dest, nbytes if message.eager else 64, (message,)))
+        else:
+            scheduler.at(arrival, self._take_in, (message,))
         return message
+
+    def _path(self, source: int, dest: int) -> _Path:
+        path = self._paths[source].get(dest)
+        if path is None:
+            network = self.network
+            is_shared = self._has_interfaces and network.host_of(source) != network.host_of(dest)
+            path = _Path(network.between(source, dest), self._rng, is_shared=is_shared)
+            self._paths[source][dest] = path
+        return path
+
+    def _sent_at(self, path: _Path, source: int, nbytes: int, transfer: float) -> float:
+        """Let bytes leave, behind what their link has to carry; return when the last of them has left.
+
+        Where they go through interfaces, it is the first of them, and :meth:`_enter` follows.
+        """
+        now = self._scheduler.time()
+        begins_at = path.free_at if path.free_at > now else now
+        if path.is_shared:
+            begins_at = self._interfaces.leave(source, begins_at, nbytes)
+        path.free_at = begins_at + transfer
+        return begins_at if path.is_shared else path.free_at
+
+    def _enter(self, take_in: Callable[..., object], dest: int, nbytes: int, arguments: tuple[object, ...]) -> None:
+        """Take in bytes from another host as soon as the interface has carried what came before."""
+        done_at = self._interfaces.enter(dest, self._scheduler.time(), nbytes)
+        self._scheduler.at(done_at, take_in, arguments)
 
     def _arrival(self, message: Message, delay: float) -> float:
         message.left_at = now = self._scheduler.time()
         source, dest = message.source, message.dest
-        path = self._paths[source].get(dest)
-        if path is None:
-            path = self._paths[source][dest] = _Path(self.network.between(source, dest), self._rng)
+        path = self._path(source, dest)
         latency = path.draw_latency_s() + delay
-        transfer = (message.nbytes if message.eager else 64) / path.bandwidth
+        nbytes = message.nbytes if message.eager else 64
+        transfer = nbytes / path.bandwidth
         if self._has_link_faults:
             factor = self._faults.link_factor((source, dest), now)
             latency *= factor
             transfer *= factor
-        path.free_at = sent_at = (path.free_at if path.free_at > now else now) + transfer
-        arrival = sent_at + latency
+        arrival = self._sent_at(path, source, nbytes, transfer) + latency
         if self._has_link_faults:
             arrival = self._faults.after_partitions((source, dest), now, arrival)
         last = path.last_arrival.get(message.tag, -1.0)
@@ -305,11 +339,14 @@ class Fabric:
             factor = self._faults.link_factor(pair, now)
             latency *= factor
             transfer *= factor
-        path.free_at = sent_at = (path.free_at if path.free_at > now else now) + transfer
-        complete_at = sent_at + latency
+        complete_at = self._sent_at(path, message.source, message.nbytes, transfer) + latency
         if self._has_link_faults:
             complete_at = self._faults.after_partitions(pair, now, complete_at)
-        self._scheduler.at(complete_at, self._take_whole, (receive, message))
+        if path.is_shared:
+            arguments = (self._take_whole, message.dest, message.nbytes, (receive, message))
+            self._scheduler.at(complete_at, self._enter, arguments)
+        else:
+            self._scheduler.at(complete_at, self._take_whole, (receive, message))
 
     def _arrive_whole(self, receive: Receive, message: Message) -> None:
         """Complete a large message as soon as its receiver is not busy: only the receiver can take its last bytes."""

@@ -1,4 +1,4 @@
-"""Describes a simulated network as plain data, checked when made, and draws the latencies of its links.
+"""Describes a simulated network as plain data, checked when made, and says what latency and bandwidth a message gets.
 
 A :class:`Link` has the latency and the bandwidth between two ranks, a :class:`Network` all links. Times are virtual
 seconds, sizes bytes, rates bytes per second. Where a duration is asked for, a number is a constant, and a
@@ -8,6 +8,7 @@ seconds, sizes bytes, rates bytes per second. Where a duration is asked for, a n
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +54,9 @@ class Network:
         link: the link between ranks on one host.
         cross_link: the link between ranks on different hosts.
         ranks_per_host: how many consecutive ranks share a host; by default all of them do.
+        host_bandwidth_nbytes_per_s: what a host's network interface carries, in each direction, of all that its ranks
+            send to other hosts and receive from them. By default each link has its own bandwidth alone, so that a rank
+            which receives from many is as quick as one that receives from one.
         links: exceptions, by (source, dest).
         eager_nbytes: up to this size a send completes at once. A larger one waits for its receive, for a moment in
             which the receiver does not compute (in half of the simulations, one in which the sender does not, either),
@@ -63,6 +67,7 @@ class Network:
     link: Link = Link()
     cross_link: Link = Link(latency_s=LogNormal(50e-6, 1.0), bandwidth_nbytes_per_s=1e9)
     ranks_per_host: int | None = None
+    host_bandwidth_nbytes_per_s: float | None = None
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     eager_nbytes: int | None = None
     loss_detection_s: Duration = Uniform(0.0, 0.02)
@@ -70,6 +75,13 @@ class Network:
     def __post_init__(self) -> None:
         if self.ranks_per_host is not None:
             validation.count("ranks_per_host", self.ranks_per_host, besides=", or None")
+        if self.host_bandwidth_nbytes_per_s is not None:
+            check_number("host_bandwidth_nbytes_per_s", self.host_bandwidth_nbytes_per_s, above_zero=True)
+            if self.ranks_per_host is None:
+                raise ValueError(
+                    f"host_bandwidth_nbytes_per_s is {self.host_bandwidth_nbytes_per_s!r}, and all ranks are on one "
+                    "host: say ranks_per_host"
+                )
         if self.eager_nbytes is not None:
             validation.count("eager_nbytes", self.eager_nbytes, least=0, besides=", or None")
         links: Any = self.links
@@ -98,3 +110,37 @@ class Network:
     def host_of(self, rank: int) -> int:
         """Return the number of the host that ``rank`` is on, counted from 0."""
         return 0 if self.ranks_per_host is None else rank // self.ranks_per_host
+
+
+class Interfaces:
+    """Shares the bandwidth of each host's network interface among all that its ranks send and receive.
+
+    An interface sends and receives at the same time, each at its full rate. What leaves a host leaves in the order in
+    which it was sent, and what comes to one is taken in the order in which it arrives: ten ranks that send to one host
+    take ten times as long as one.
+
+    Args:
+        network: of the simulation.
+        size: the number of ranks.
+    """
+
+    def __init__(self, network: Network, size: int) -> None:
+        self.bandwidth = network.host_bandwidth_nbytes_per_s or math.inf
+        self._host_of = [network.host_of(rank) for rank in range(size)]
+        self._out_free_at = [0.0] * (self._host_of[-1] + 1)
+        self._in_free_at = [0.0] * (self._host_of[-1] + 1)
+
+    def leave(self, rank: int, ready_at: float, nbytes: int) -> float:
+        """Return when the first of ``nbytes`` bytes leaves the host of ``rank``, which may leave at ``ready_at``."""
+        host = self._host_of[rank]
+        begins_at = max(ready_at, self._out_free_at[host])
+        self._out_free_at[host] = begins_at + nbytes / self.bandwidth
+        return begins_at
+
+    def enter(self, rank: int, now: float, nbytes: int) -> float:
+        """Return when the last of ``nbytes`` bytes is in, the first of which has come to the host of ``rank``."""
+        host = self._host_of[rank]
+        begins_at = max(now, self._in_free_at[host])
+        done_at = max(begins_at + nbytes / self.bandwidth, math.nextafter(self._in_free_at[host], math.inf))
+        self._in_free_at[host] = done_at
+        return done_at
