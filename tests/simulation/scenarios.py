@@ -159,10 +159,18 @@ async def _coordinate(watch: Watch, world: ad.World, plan: PolicyPlan) -> None:
 
 @contextmanager
 def _starting(watch: Watch) -> Iterator[None]:
-    """A policy whose start a loss has ended is done without."""
+    """A policy whose start a loss has ended is done without.
+
+    So is one in which a spoiled frame was to say that a rank has come. That rank gives up, and asks for its next start;
+    the leader finds it there, and takes the two for starts in different orders.
+    """
     try:
         yield
-    except (ad.ClosedError, ad.RankLostError, ad.StartTimeoutError):
+    except (ad.ClosedError, ad.RankLostError, ad.StartTimeoutError, ad.DisagreementError) as error:
+        if isinstance(error, ad.DisagreementError) and not isinstance(error, ad.StartTimeoutError):
+            is_spoiled = any(isinstance(fault, Corrupt) for fault in watch.plan.faults)
+            if not is_spoiled or error.difference != "ranks":
+                raise
         if watch.plan.loses_nothing:
             raise
         watch.seen["starts that a loss ended"] += 1

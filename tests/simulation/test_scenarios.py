@@ -88,6 +88,11 @@ FOUND: dict[int, tuple[str, tuple[str, ...]]] = {
         "a member that was lost in the moment of a start's verdict ended the coordinator with RankLostError",
         ("fault Kill", "starts that a loss ended"),
     ),
+    2007362: (
+        "the frame was spoiled that said that a rank had come to a start; it gave up, and came to its next one, and "
+        "the others were told that they start policies in different orders: no fault of the policies, and allowed here",
+        ("fault Corrupt",),
+    ),
 }
 
 #: What must have happened in some seed: a part of the suite that finds nothing any more would die unnoticed.
