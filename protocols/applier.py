@@ -25,6 +25,7 @@ class NewWeights:
         began_at: when the rank learnt that it was to be replaced.
         nbytes: received for it.
         coordinator: the rank that coordinated the round; -1 where none did.
+        route: as in :class:`StepInfo`.
     """
 
     round: int
@@ -37,6 +38,7 @@ class NewWeights:
     began_at: float
     nbytes: int
     coordinator: int = -1
+    route: str = ""
 
 
 class Applier:
@@ -82,6 +84,7 @@ class Applier:
             nbytes=new.nbytes,
             recovered=recovered,
             coordinator=new.coordinator,
+            route=new.route,
         )
 
     def announce(self, new: NewWeights, iteration: int) -> None:

@@ -15,6 +15,9 @@ donor one snapshot. The first donor's chunks land in the accumulator itself, whe
 
 Small states share a page, so many donors may be under way at once. Of large ones the next donor is asked while the
 last chunks of the one before it are under way.
+
+On the sharded route (:mod:`protocols.selective.roles.reducer`) receivers ask for one part of a snapshot, or for the
+mean of one part, by :class:`PartGrant`.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Final
 from weakref import WeakKeyDictionary
 
-from asyncdist import Envelope, RankLostError, tags
+from asyncdist import AsyncdistError, Envelope, RankLostError, tags
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
@@ -36,10 +39,36 @@ from asyncdist.tensors.byte_views import byte_view, split
 from asyncdist.tensors.flat_state import FlatBuffers
 from asyncdist.tensors.means import WeightedMean
 from protocols.landing import ASKED_COUNT_MAX, ChunkRing, Landing, parts_of
+from protocols.parts import Part
 
 logger = logging.getLogger("protocols.parameter_stream")
 
-StreamMessage = Grant | Cancel
+
+@dataclass(frozen=True, slots=True)
+class PartGrant:
+    """Receiver to sender: as :class:`Grant`, for one part of its snapshot, or of the mean that it makes of that part.
+
+    Attributes:
+        slot, nbytes, chunk_nbytes: as there.
+        part, part_count: which of how many parts.
+        of_mean: whether the mean is asked for.
+    """
+
+    slot: int
+    nbytes: int
+    chunk_nbytes: int
+    part: int
+    part_count: int
+    of_mean: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what no receiver of ours grants."""
+        Grant(self.slot, self.nbytes, self.chunk_nbytes)
+        if not 0 <= self.part < self.part_count:
+            raise ValueError(f"part {self.part} of {self.part_count}")
+
+
+StreamMessage = Grant | PartGrant | Cancel
 
 EARLY_COUNT_MAX: Final = 4096  #: Grants that wait at a donor for its snapshot; further ones get the abort.
 
@@ -48,9 +77,10 @@ EARLY_COUNT_MAX: Final = 4096  #: Grants that wait at a donor for its snapshot; 
 class Offer:
     """A donor's snapshot for one round. Its buffers are in use until the offer is withdrawn and nothing streams.
 
-    ``chunks_made`` are views of the snapshot, by a grant's two sizes: for all replacers, and all rounds that use the
-    same buffers. ``streams`` are under way, each with its receiver and slot. Two may have the same: a replacer that has
-    all of one stream may take its slot for the next before the donor knows that the first one has left.
+    Or a reducer's mean of one part: ``mean_of``. ``chunks_made`` are views of a snapshot, by a grant's two sizes: for
+    all replacers, and all rounds that use the same buffers. ``streams`` are under way, each with its receiver and slot.
+    Two may have the same: a replacer that has all of one stream may take its slot for the next before the donor knows
+    that the first one has left.
     """
 
     round: int
@@ -59,9 +89,19 @@ class Offer:
     chunks_made: dict[tuple[int, int], list[memoryview]] = field(default_factory=dict)
     streams: dict[OutboundStream, tuple[int, int]] = field(default_factory=dict)
     withdrawn: bool = False
+    mean_of: Part | None = None
 
-    def chunks(self, grant: Grant) -> list[memoryview] | None:
+    def answers(self, round: int, grant: Grant | PartGrant) -> bool:
+        """Return whether a grant of that round is for this."""
+        return self.round == round and _is_of_mean(grant) == (self.mean_of is not None)
+
+    def chunks(self, grant: Grant | PartGrant) -> list[memoryview] | None:
         """Return what is sent for ``grant``; None when it fits no stream of this state."""
+        if isinstance(grant, PartGrant):  # asked for once in a round, so the views are not kept
+            part = Part(grant.part, grant.part_count)
+            if self.mean_of is not None:
+                return snapshot_chunks(self.snapshot, grant) if part == self.mean_of else None
+            return snapshot_chunks(part.of(self.snapshot), grant)
         size = grant.nbytes, grant.chunk_nbytes
         chunks = self.chunks_made.get(size)
         if chunks is None:
@@ -90,8 +130,10 @@ class SnapshotServer:
         self._services = services
         self._offers: list[Offer] = []
         self._chunks: WeakKeyDictionary[FlatBuffers, dict[tuple[int, int], list[memoryview]]] = WeakKeyDictionary()
-        self._early: dict[tuple[int, int], tuple[int, Grant]] = {}  # by source and slot: round and grant
+        # By source and slot: round and grant.
+        self._early: dict[tuple[int, int], tuple[int, Grant | PartGrant]] = {}
         self._over: float = 0
+        self._means_over = 0
         self.sent_nbytes = 0
         self.channel: Channel[StreamMessage] = services.open_channel(
             StreamMessage,
@@ -109,15 +151,25 @@ class SnapshotServer:
         for key in [key for key in self._early if key[0] == rank]:
             del self._early[key]
 
-    def offer(self, round: int, snapshot: FlatBuffers, on_free: Callable[[FlatBuffers], None]) -> Offer:
+    def offer(
+        self,
+        round: int,
+        snapshot: FlatBuffers,
+        on_free: Callable[[FlatBuffers], None],
+        *,
+        mean_of: Part | None = None,
+    ) -> Offer:
         """Give ``snapshot`` to all replacers that ask in that round, or have asked.
 
-        ``on_free`` gets it back when it is not in use any more. Rounds before this one are over.
+        ``on_free`` gets it back when it is not in use any more. Rounds before this one are over. With ``mean_of`` it is
+        the mean of that part.
         """
-        offer = Offer(round, snapshot, on_free, self._chunks.setdefault(snapshot, {}))
+        offer = Offer(round, snapshot, on_free, self._chunks.setdefault(snapshot, {}), mean_of=mean_of)
         self._offers.append(offer)
         self.end_rounds(round - 1)
-        for key in [key for key, (asked_for, _) in self._early.items() if asked_for == round]:
+        asked = [key for key, (asked_for, grant) in self._early.items() if offer.answers(asked_for, grant)]
+        # Each sender begins with another receiver: not all of them with the first.
+        for key in sorted(asked, key=lambda key: ((key[0] - self._services.rank) % self._services.size, key[1])):
             self._stream(offer, self._early.pop(key)[1], key)
         return offer
 
@@ -127,12 +179,22 @@ class SnapshotServer:
         for stream in offer.streams:
             stream.stop()
         self._free(offer)
-        self._over = max(self._over, offer.round)
+        if offer.mean_of is None:
+            self._over = max(self._over, offer.round)
+        else:
+            self.end_means(offer.round)
 
     def end_rounds(self, last: float) -> None:
         """Answer requests for rounds up to ``last`` by the abort: no snapshot will be on offer for these any more."""
         self._over = max(self._over, last)
         for key in [key for key, (asked_for, _) in self._early.items() if asked_for <= last]:
+            del self._early[key]
+            self._refuse(key)
+
+    def end_means(self, last: int) -> None:
+        """Answer requests for means of rounds up to ``last`` by the abort: this rank will make none any more."""
+        self._means_over = max(self._means_over, last)
+        for key in [key for key, (asked, grant) in self._early.items() if _is_of_mean(grant) and asked <= last]:
             del self._early[key]
             self._refuse(key)
 
@@ -176,13 +238,14 @@ class SnapshotServer:
         else:
             self._answer(envelope.round, message, key)
 
-    def _answer(self, round: int, grant: Grant, key: tuple[int, int]) -> None:
+    def _answer(self, round: int, grant: Grant | PartGrant, key: tuple[int, int]) -> None:
         """Stream, abort, or keep the grant until it is known which."""
         for offer in self._offers:
-            if offer.round == round and not offer.withdrawn:
+            if offer.answers(round, grant) and not offer.withdrawn:
                 self._stream(offer, grant, key)
                 return
-        if round > self._over and len(self._early) < EARLY_COUNT_MAX:
+        over = max(self._over, self._means_over) if _is_of_mean(grant) else self._over
+        if round > over and len(self._early) < EARLY_COUNT_MAX:
             self._early[key] = round, grant
         else:
             self._refuse(key)
@@ -190,7 +253,7 @@ class SnapshotServer:
     def _refuse(self, key: tuple[int, int]) -> None:
         self._services.spawn_service(self._abort(OutboundStream(self._services.slots, [], *key)), name="abort")
 
-    def _stream(self, offer: Offer, grant: Grant, key: tuple[int, int]) -> None:
+    def _stream(self, offer: Offer, grant: Grant | PartGrant, key: tuple[int, int]) -> None:
         """Send at once what the transport takes; a task sends the rest."""
         chunks = offer.chunks(grant)
         if chunks is None:
@@ -218,18 +281,72 @@ class SnapshotServer:
             await stream.abort()
 
 
+def _is_of_mean(grant: Grant | PartGrant) -> bool:
+    return isinstance(grant, PartGrant) and grant.of_mean
+
+
 def stream_nbytes(buffers: FlatBuffers, *, exact: bool) -> int:
     """Return the bytes of a stream of that state, with the exact (integer and bool) tensors or without."""
-    return sum(tensor.numel() * dtype.itemsize for dtype, tensor in parts_of(buffers, exact))
+    return sum(tensor.nbytes for _, tensor in parts_of(buffers, exact))
 
 
-def snapshot_chunks(snapshot: FlatBuffers, grant: Grant) -> list[memoryview] | None:
+def snapshot_chunks(snapshot: FlatBuffers, grant: Grant | PartGrant) -> list[memoryview] | None:
     """Return what a donor sends for ``grant``; None when the grant fits no stream of this state."""
     for exact in (False, True):
         if grant.nbytes == stream_nbytes(snapshot, exact=exact) and grant.chunk_nbytes == CHUNK_NBYTES:
             parts = parts_of(snapshot, exact)
             return [chunk for _, tensor in parts for chunk in split(byte_view(tensor), grant.chunk_nbytes)]
     return None
+
+
+def ask_for_part(
+    services: Services,
+    channel: Channel[StreamMessage],
+    source: int,
+    into: FlatBuffers,
+    part: Part,
+    *,
+    round: int,
+    exact: bool = True,
+    of_mean: bool = False,
+) -> InboundStream | None:
+    """Ask one rank for a part of its snapshot, or of the mean that it makes; all of it lands in place.
+
+    Args:
+        services: of this rank.
+        channel: of the policy's parameter streams.
+        source: the rank.
+        into: where the part lands.
+        part: which one.
+        round: goes into the frame's header.
+        exact: whether the integer and bool tensors are asked for, too.
+        of_mean: whether the mean is asked for.
+
+    Returns:
+        The stream, to be finished with :func:`cancel_stream`; None where there is nothing to be sent.
+
+    Raises:
+        RankLostError: the rank is gone.
+        BusyError: all of its slots are taken.
+    """
+    targets = [chunk for _, tensor in parts_of(into, exact) for chunk in split(byte_view(tensor), CHUNK_NBYTES)]
+    if not targets:
+        return None
+    stream = InboundStream(services.slots, source, targets, WINDOW_COUNT)
+    stream.flow()
+    grant = PartGrant(stream.slot, sum(map(len, targets)), CHUNK_NBYTES, *part, of_mean)
+    try:
+        channel.send_nowait(grant, source, round=round)
+    except AsyncdistError:
+        stream.finish(lambda stream: cancel_stream(services, channel, stream, round))
+        raise
+    return stream
+
+
+def cancel_stream(services: Services, channel: Channel[StreamMessage], stream: InboundStream, round: int) -> None:
+    """Tell the sender of a stream that is given up, unless it is gone."""
+    if stream.source not in services.gone:
+        channel.send_nowait(Cancel(stream.slot), stream.source, round=round)
 
 
 def safe_point_count(nbytes: int) -> int:
@@ -253,6 +370,7 @@ class SnapshotReceiver:
         donors: the senders, in the order in which they are added.
         best: the donor whose integer and bool tensors are taken.
         round: goes into the frames' headers.
+        part: which part of the snapshots the accumulator is for; None for all of them.
 
     Attributes:
         accumulator, donors, best: as given.
@@ -271,9 +389,11 @@ class SnapshotReceiver:
         donors: Sequence[int],
         best: int,
         round: int,
+        part: Part | None = None,
     ) -> None:
         self._services = services
         self._channel = channel
+        self._part = part
         self.accumulator = accumulator
         self.donors = donors
         self.best = best
@@ -282,7 +402,7 @@ class SnapshotReceiver:
         self._ring = ring
         self._layout = ring.layout_of(accumulator)
         self._page = self._offset = 0
-        self._asked: deque[tuple[InboundStream, Sequence[Landing]]] = deque()
+        self._asked: deque[tuple[InboundStream | None, Sequence[Landing]]] = deque()
         self._asked_count = 0
         self._is_asking = True  # until all that all donors will send has its receives posted
         self._posting: InboundStream | None = None  # of the donor that was asked last
@@ -292,6 +412,11 @@ class SnapshotReceiver:
         self.donor = donors[0]
         self.received_nbytes = 0
         self.mean = WeightedMean()
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether the donors agree in their infinite values."""
+        return self.mean.is_agreed
 
     def ask(self) -> None:
         """Ask as many donors as the window can hold. What they send waits for :meth:`run`, or :meth:`close`.
@@ -306,6 +431,10 @@ class SnapshotReceiver:
             is_first = not self._asked_count
             share = self._layout.share(self._ring, self._page, self._offset, first=is_first, exact=donor == self.best)
             self._page, self._offset = share.page, share.offset
+            if not share.nbytes:  # nothing would be the answer: a slot must not be used again before its answer
+                self._asked.append((None, ()))
+                self._asked_count += 1
+                continue
             stream = InboundStream(self._services.slots, donor, share.targets, 0)
             self._streams.append(stream)
             self._asked.append((stream, share.landings))
@@ -313,7 +442,9 @@ class SnapshotReceiver:
             self._posting, self._posted_count = stream, 0
             self._unposted.extend(share.landings)
             self._post()
-            self._channel.send_nowait(Grant(stream.slot, share.nbytes, CHUNK_NBYTES), donor, round=self._round)
+            size = stream.slot, share.nbytes, CHUNK_NBYTES
+            grant = Grant(*size) if self._part is None else PartGrant(*size, *self._part)
+            self._channel.send_nowait(grant, donor, round=self._round)
         self._is_asking = bool(self._unposted) or self._asked_count < len(self.donors)
 
     async def run(self, weights: Sequence[float], *, deadline: float) -> None:
@@ -337,12 +468,13 @@ class SnapshotReceiver:
                 self.mean.begin(weights[place], is_last=place == len(self.donors) - 1)
                 stream, landings = self._asked.popleft()
                 for index, landing in enumerate(landings):
+                    assert stream is not None, "a stream without chunks has no landings"
                     self.donor = donor
                     await stream.arrival(index, deadline=deadline)
                     self._take(landing)
                     if self._is_asking:
                         self.ask()
-                self.received_nbytes += stream.received_nbytes
+                self.received_nbytes += 0 if stream is None else stream.received_nbytes
                 if self._is_asking:
                     self.ask()
         finally:
@@ -352,7 +484,7 @@ class SnapshotReceiver:
         """Tell donors that have not answered to stop; accumulator and ring are in use until they have answered."""
         while self._streams:
             stream = self._streams.pop()
-            stream.finish(self._cancel)
+            stream.finish(lambda stream: cancel_stream(self._services, self._channel, stream, self._round))
 
     def _post(self) -> None:
         """Post the receives that fit into the window."""
@@ -368,7 +500,3 @@ class SnapshotReceiver:
         if landing.piece.averaged:
             self.mean.add(landing.piece.into, landing.chunk)
         self._under_way.popleft()
-
-    def _cancel(self, stream: InboundStream) -> None:
-        if stream.source not in self._services.gone:
-            self._channel.send_nowait(Cancel(stream.slot), stream.source, round=self._round)

@@ -25,6 +25,7 @@ class StepInfo:
         recovered: what of this rank's own state was not finite, where the average was therefore taken whole and the
             optimizer's state reset, whatever the options say; else "".
         coordinator: the rank that coordinated the round; -1 where none did.
+        route: how the donors' weights came, ``"direct"`` or ``"sharded"``; "" where a policy has no routes.
     """
 
     averaged_this_iteration: bool = False
@@ -37,6 +38,7 @@ class StepInfo:
     abandoned: str = ""
     recovered: str = ""
     coordinator: int = -1
+    route: str = ""
 
     def __bool__(self) -> bool:
         return self.averaged_this_iteration

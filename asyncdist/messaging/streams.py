@@ -202,15 +202,22 @@ class InboundStream(StreamEnd):
             await self._until(functools.partial(self._arrived.__contains__, index), deadline)
         self._take(index)
 
-    async def whole(self) -> None:
-        """Wait until all chunks are in the targets, which must not repeat. Each arrival posts the next receive.
-
-        Raises:
-            StreamAborted, RemoteProtocolError, RankLostError: as :meth:`chunks`.
-        """
+    def flow(self) -> None:
+        """Let each arrival post the next receive from now on. The targets must not repeat."""
         self._state = _State.CONTINUOUS
         self.post_up_to(self._arrived_count + self._window)  # some may have arrived at once
-        await self._until(lambda: self._answered)
+
+    async def whole(self, *, deadline: float | None = None) -> None:
+        """Wait until all chunks are in the targets, which must not repeat. Each arrival posts the next receive.
+
+        Args:
+            deadline: on the loop's clock.
+
+        Raises:
+            TimeoutError, StreamAborted, RemoteProtocolError, RankLostError: as :meth:`chunks`.
+        """
+        self.flow()
+        await self._until(lambda: self._answered, deadline)
         for index in range(len(self._targets)):
             self._take(index)
 

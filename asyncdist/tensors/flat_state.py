@@ -198,6 +198,11 @@ class FlatState:
         """The number of bytes of one snapshot."""
         return sum(size * dtype.itemsize for dtype, size in self._sizes.items())
 
+    @property
+    def sizes(self) -> Mapping[torch.dtype, int]:
+        """The elements of each dtype, in the order of the flat tensors."""
+        return self._sizes
+
     @torch.inference_mode(False)  # they outlive the caller's mode
     def new_buffers(
         self,

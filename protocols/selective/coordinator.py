@@ -20,6 +20,7 @@ from asyncdist.collectives.agreement_messages import Agreed
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
+from protocols.parameter_stream import safe_point_count
 from protocols.selective.joining.admission import Welcome
 from protocols.selective.messages import (
     Abandoned,
@@ -81,7 +82,7 @@ class Coordinator:
         rules: its options.
         scopes: of the policy.
         epoch: 0 for the coordinator that the members have agreed on, more for one that takes over.
-        stream_safe_points: see :class:`RoundCoordinator`.
+        model_nbytes: the bytes of one snapshot.
     """
 
     def __init__(
@@ -93,13 +94,14 @@ class Coordinator:
         scopes: PolicyScopes,
         *,
         epoch: int,
-        stream_safe_points: int,
+        model_nbytes: int,
     ) -> None:
         self._services = services
         self._core = RoundCoordinator(
             members,
             rules,
-            stream_safe_points=stream_safe_points,
+            stream_safe_points=safe_point_count(model_nbytes),
+            model_nbytes=model_nbytes,
             may_join=ranks if epoch else None,
             incarnations={**services.restarted, services.rank: services.incarnation},
         )

@@ -192,7 +192,7 @@ class Leadership:
         order: these, in the order in which they take over.
         coordinator: the rank that begins.
         rules, scopes: of the policy.
-        stream_safe_points: as for :class:`Coordinator`.
+        model_nbytes: as for :class:`Coordinator`.
         on_gone: called with the reason, as "is gone", when the coordinator is.
         on_new: called with the epoch and the rank when another one, or this rank, takes over.
         on_admitted: called with a rank and its incarnation, which was started again and takes part.
@@ -210,7 +210,7 @@ class Leadership:
         rules: SelectiveRules,
         scopes: PolicyScopes,
         *,
-        stream_safe_points: int,
+        model_nbytes: int,
         on_gone: Callable[[str], None],
         on_new: Callable[[int, int], None],
         on_admitted: Callable[[int, int], None] = lambda *_: None,
@@ -225,7 +225,7 @@ class Leadership:
         self._everybody = range(services.size) if is_world else dict.fromkeys((*members, coordinator))
         self._rules = rules
         self._scopes = scopes
-        self._stream_safe_points = stream_safe_points
+        self._model_nbytes = model_nbytes
         self._on_gone = on_gone
         self._on_new = on_new
         self._on_admitted = on_admitted
@@ -483,7 +483,7 @@ class Leadership:
             self._rules,
             self._scopes,
             epoch=epoch,
-            stream_safe_points=self._stream_safe_points,
+            model_nbytes=self._model_nbytes,
         )
         if not self._is_reserved:
             self._services.spawn_service(self._run(self._serving), name="coordinator")

@@ -28,6 +28,10 @@ OUT        takes no part any more       nothing
 
 A newer assignment, `End` and the loss of the coordinator take any role away. A message of the coordinator that does not
 fit the state is late, and has no effect.
+
+On the sharded route a member may reduce, beside the role that it has: it adds up one part of the donors' snapshots, and
+gives the mean of that part to the replacers. It does so from the assignment to the end of the round, also when its own
+average is in place. It stops before where it does not give, or leaves before it has given or taken.
 """
 
 import math
@@ -142,8 +146,27 @@ class Ask(NamedTuple):
     """Prepare the exchange of a round that is not frozen; with donors, ask them for their snapshots."""
 
     round: int
-    donors: tuple[int, ...]
-    best: int
+    assign: Assign
+
+
+class Reduce(NamedTuple):
+    """Ask the donors for the part that the assignment names; nothing is added before the round is frozen."""
+
+    round: int
+    assign: Assign
+
+
+class AddUp(NamedTuple):
+    """Make the mean of that part, and offer it to the replacers."""
+
+    round: int
+    frozen: Frozen
+
+
+class StopReducing(NamedTuple):
+    """Give the part up, and offer its mean no more."""
+
+    round: int
 
 
 class Read(NamedTuple):
@@ -167,7 +190,9 @@ class Discard(NamedTuple):
     reason: str
 
 
-Instruction: TypeAlias = Tell | RefuseUpTo | Withdraw | TakeSnapshot | Give | Ask | Read | Apply | Discard
+Instruction: TypeAlias = (
+    Tell | RefuseUpTo | Withdraw | TakeSnapshot | Give | Ask | Reduce | AddUp | StopReducing | Read | Apply | Discard
+)
 Instructions: TypeAlias = tuple[Instruction, ...]
 
 
@@ -178,6 +203,7 @@ class RoundMember:
         state: what the member does now.
         round: of the current role, 0 without one.
         last_round: the newest round that this member was named in.
+        reducing: the round of which this member adds up a part; 0 for none.
         admitting: the newest round in which this member gave, or took, all of a rank's state; 0 for none.
         wants_step: whether the next step has something to do; a step that finds it false does nothing.
         declined: roles refused, by reason.
@@ -186,6 +212,7 @@ class RoundMember:
     """
 
     __slots__ = (
+        "_adds_up",
         "_applied_iteration",
         "_frozen",
         "_judged_iteration",
@@ -193,6 +220,7 @@ class RoundMember:
         "admitting",
         "declined",
         "last_round",
+        "reducing",
         "round",
         "state",
         "unapplied_count",
@@ -203,12 +231,14 @@ class RoundMember:
         self.state = State.IDLE
         self.round = 0
         self.last_round = 0
+        self.reducing = 0
         self.admitting = 0
         self.wants_step = False
         self.declined: Counter[str] = Counter()
         self.abandoned: Counter[str] = Counter()
         self.unapplied_count = 0
         self._frozen: Frozen | None = None
+        self._adds_up = False
         self._applied_iteration = self._judged_iteration = -1
 
     # ---------------------------------------------------------------- what the coordinator says
@@ -219,40 +249,51 @@ class RoundMember:
         self._judged_iteration = max(self._judged_iteration, assign.judged_iteration)
         if self.state is State.OUT:
             return ()
-        before = (*self._end_giving(), RefuseUpTo(round - 1), *self._end_taking(f"round {round} began"))
+        before = (
+            *self._end_reducing(),
+            *self._end_giving(),
+            RefuseUpTo(round - 1),
+            *self._end_taking(f"round {round} began"),
+        )
         if self.state is State.LEAVING:
             return (*before, self._decline(round, "leaving"))
         if assign.admits:
             self.admitting = round
         if assign.role == DONOR:
             self._go(Event.CHOSEN_TO_GIVE, round)
-            return before
+            return (*before, *self._reduce(round, assign))
         if self._applied_iteration > assign.judged_iteration and not assign.admits:
             reason = f"replaced at iteration {self._applied_iteration}, after the one that was judged"
             return (*before, self._decline(round, reason))
         self._go(Event.CHOSEN_TO_TAKE, round)
-        return (*before, Ask(round, assign.donors, assign.best))
+        return (*before, *self._reduce(round, assign), Ask(round, assign))
 
     def on_frozen(self, frozen: Frozen, round: int) -> Instructions:
         """Take the donors as fixed: their snapshots may be added."""
+        adds_up: Instructions = ()
+        if self.reducing == round and not self._adds_up:
+            self._adds_up = True
+            adds_up = (AddUp(round, frozen),)
         if self.state is not State.ASKING or self.round != round:
-            return ()
+            return adds_up
         self._go(Event.FROZEN_WITH_DONORS if frozen.donors else Event.FROZEN_WITHOUT_DONORS, round)
         self._frozen = frozen
-        return (Read(round, frozen),) if frozen.donors else ()
+        return (*adds_up, Read(round, frozen)) if frozen.donors else adds_up
 
     def on_end(self, reason: str, round: int) -> Instructions:
         """Give the role in that round up."""
         if self.state is State.OUT:
             return ()
+        reducing = self._end_reducing() if self.reducing == round else ()
         giving = self._end_giving() if self.round == round else ()
-        return (*giving, RefuseUpTo(round), *(self._end_taking(reason) if self.round == round else ()))
+        return (*reducing, *giving, RefuseUpTo(round), *(self._end_taking(reason) if self.round == round else ()))
 
     def on_coordinator_gone(self, why: str) -> Instructions:
         """Give the role up: the coordinator is lost, has stopped or is replaced, as ``why`` says."""
         if self.state is State.OUT:
             return ()
-        return (*self._end_giving(), RefuseUpTo(self.last_round), *self._end_taking(f"the coordinator {why}"))
+        giving = (*self._end_reducing(), *self._end_giving())
+        return (*giving, RefuseUpTo(self.last_round), *self._end_taking(f"the coordinator {why}"))
 
     def joined(self, newest: Report | None, incarnation: int = 0) -> Tell:
         """Return what a coordinator that has taken over has to know; ``newest`` is this member's newest report."""
@@ -284,7 +325,7 @@ class RoundMember:
             return ()
         if not is_sound:
             self._go(Event.UNSOUND)
-            return (RefuseUpTo(round), self._decline(round, "weights are not finite"))
+            return (*self._end_reducing(), RefuseUpTo(round), self._decline(round, "weights are not finite"))
         self._go(Event.COPIED, round)
         return (Give(round, iteration), Tell(Ready(iteration, state_safe_points), round))
 
@@ -319,10 +360,13 @@ class RoundMember:
         return (applied,)
 
     def on_leave(self) -> Instructions:
-        """Begin to leave: roles end, except that a snapshot on offer stays there until its round has ended."""
+        """Begin to leave: roles end, except that what is on offer stays there until its round has ended."""
         if self.state is State.OUT:
             return ()
-        instructions: list[Instruction] = [*self._end_taking("the policy ended")]
+        instructions: list[Instruction] = []
+        if self.state not in (State.GIVING, State.IDLE):  # the others ask the donors for this member's part
+            instructions += self._end_reducing()
+        instructions += self._end_taking("the policy ended")
         if self.state in (State.CHOSEN, State.COPYING):
             instructions.append(self._decline(self.round, "leaving"))
         self._go(Event.LEAVE, self.round if self.state is State.GIVING else 0)
@@ -332,7 +376,7 @@ class RoundMember:
         """Finish: the streams that were waited for have ended, or time is up."""
         if self.state is State.OUT:
             return ()
-        instructions = (*self._end_giving(), Tell(Leave()))
+        instructions = (*self._end_reducing(), *self._end_giving(), Tell(Leave()))
         self._go(Event.LEFT)
         return instructions
 
@@ -345,6 +389,18 @@ class RoundMember:
         self.round = round
         if self.state in (State.CHOSEN, State.COMPLETE):
             self.wants_step = True
+
+    def _reduce(self, round: int, assign: Assign) -> Instructions:
+        """Begin to reduce, if the assignment says so; there is no round 0."""
+        if assign.part < 0 or round < 1:
+            return ()
+        self.reducing, self._adds_up = round, False
+        return (Reduce(round, assign),)
+
+    def _end_reducing(self) -> Instructions:
+        """Reduce no more."""
+        number, self.reducing = self.reducing, 0
+        return (StopReducing(number),) if number else ()
 
     def _end_giving(self) -> Instructions:
         """End a donor's role, if there is one."""

@@ -56,6 +56,9 @@ class Assign:
         admits: Whether the replacer is a newcomer, which takes the donor's optimizer and policy state too.
         restarted: Those of the ranks above that have been started again, with their incarnations: the round is theirs,
             and not that of a later process in the place of one.
+        reducers: On the sharded route the ranks that each add up one part of the donors' snapshots, ascending: all
+            donors or all replacers. Empty on the direct route.
+        part: Which part the receiver adds up: its place among the reducers, -1 for none.
     """
 
     role: str
@@ -65,16 +68,21 @@ class Assign:
     best: int
     admits: bool = False
     restarted: tuple[tuple[int, int], ...] = ()
+    reducers: tuple[int, ...] = ()
+    part: int = -1
 
     def __post_init__(self) -> None:
         """Refuse what no coordinator of ours decides."""
         if self.role not in (DONOR, REPLACER):
             raise ValueError(f"there is no role {self.role!r}")
         _check_ascending(self.donors)
+        _check_ascending(self.reducers, "reducers")
+        if not -1 <= self.part < len(self.reducers) or (self.reducers and not self.donors):
+            raise ValueError(f"part {self.part} of the reducers {self.reducers}, with the donors {self.donors}")
 
     def is_among(self, members: tuple[int, ...]) -> bool:
         """Return whether every rank named is one of ``members``."""
-        return set(members).issuperset((*self.donors, *self.replacers))
+        return set(members).issuperset((*self.donors, *self.replacers, *self.reducers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +107,7 @@ class Decline:
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """Coordinator to the replacers: from here on the round cannot change, and what comes from the donors may be added.
+    """Coordinator to replacers and reducers: from here on the round cannot change; what the donors send may be added.
 
     The three tuples run in parallel, ascending by rank, which is the order of the reduction.
 
@@ -109,6 +117,7 @@ class Frozen:
         iterations: The step at which each donor took its snapshot.
         best: The donor whose integer and bool entries are taken as they are; -1 when there is none.
         timeout_s: How long the receiving replacer may take, counted from the moment it reads this.
+        reducers: Those of the assigned reducers that still add up their part.
     """
 
     donors: tuple[int, ...]
@@ -116,10 +125,12 @@ class Frozen:
     iterations: tuple[int, ...]
     best: int
     timeout_s: float
+    reducers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse what no coordinator of ours decides."""
         _check_ascending(self.donors)
+        _check_ascending(self.reducers, "reducers")
         if not len(self.donors) == len(self.weights) == len(self.iterations):
             raise ValueError(f"{self.donors}, {self.weights} and {self.iterations} do not run in parallel")
         if not all(0.0 <= weight < math.inf for weight in self.weights) or not self.timeout_s >= 0.0:
@@ -127,7 +138,7 @@ class Frozen:
 
     def is_among(self, members: tuple[int, ...]) -> bool:
         """Return whether every rank named is one of ``members``."""
-        return set(members).issuperset(self.donors)
+        return set(members).issuperset((*self.donors, *self.reducers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +194,9 @@ class Rejoin:
     """Coordinator to a member that reports and whose `Joined` has not come: say it again."""
 
 
-def _check_ascending(ranks: tuple[int, ...]) -> None:
+def _check_ascending(ranks: tuple[int, ...], what: str = "donors") -> None:
     if any(one >= two for one, two in pairwise(ranks)):
-        raise ValueError(f"the donors {ranks} are not in ascending order")
+        raise ValueError(f"the {what} {ranks} are not in ascending order")
 
 
 @dataclass(frozen=True, slots=True)

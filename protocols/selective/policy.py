@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, ClassVar, Literal, Self, assert_never
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import nn
@@ -34,30 +34,18 @@ from protocols.applier import Applier
 from protocols.metrics import Metric, MetricSource
 from protocols.options import AveragingOptions, AveragingStrategy, ModelBuilder, Timing
 from protocols.own_state import OwnState
-from protocols.parameter_stream import safe_point_count
+from protocols.parts import PartPool
 from protocols.policy import SpawnPolicy
 from protocols.selective.coordinator import PolicyScopes
 from protocols.selective.joining.arrival import Arrival
 from protocols.selective.joining.state_transfer import StateTransfer
 from protocols.selective.leadership import Leadership
-from protocols.selective.member import (
-    Apply,
-    Ask,
-    Discard,
-    Give,
-    Instructions,
-    Read,
-    RefuseUpTo,
-    RoundMember,
-    State,
-    TakeSnapshot,
-    Tell,
-    Withdraw,
-)
+from protocols.selective.member import Apply, Instructions, RoundMember, State, TakeSnapshot
 from protocols.selective.member_channels import MemberChannels
 from protocols.selective.messages import Admitted, Assign, End, Frozen, Heard, Leave, Rejoin
 from protocols.selective.roles.donor import Donor
 from protocols.selective.roles.exchange import ExchangeBuffers
+from protocols.selective.roles.member_roles import MemberRoles
 from protocols.selective.roles.replacer import Replacer
 from protocols.selective.roles.reporter import Reporter
 from protocols.selective.rules import SelectiveRules
@@ -110,6 +98,9 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         grace_s: seconds that the others get to report; by default as long as that delays no later round.
         max_report_age_s: older reports do not count.
         round_timeout_s: bound on a round's exchange, to which the safe points that it needs are added.
+        route: ``"direct"``, each donor sends its weights to each replacer; ``"sharded"``, donors or replacers, those
+            that are more, each add up a part and send its mean to the replacers, so that no rank sends or receives more
+            than two models, with the same bits; ``"auto"``, sharded where that saves the busiest rank 64 MiB.
         drain_timeout_s: how long leaving waits for streams under way.
         start_timeout_s: how long the start waits for the last member.
         coordinator: the rank that runs :func:`protocols.coordinate`; the group's first member by default.
@@ -144,6 +135,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         grace_s: float | None = None,
         max_report_age_s: float = 600.0,
         round_timeout_s: float = 30.0,
+        route: Literal["auto", "direct", "sharded"] = "auto",
         drain_timeout_s: float = 10.0,
         start_timeout_s: float = 60.0,
         coordinator: int | None = None,
@@ -174,6 +166,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             grace_s=grace_s,
             max_report_age_s=max_report_age_s,
             round_timeout_s=round_timeout_s,
+            route=route,
         )
         self._averaging = AveragingOptions(
             averaging_strategy=averaging_strategy,
@@ -193,9 +186,12 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._snapshots = SnapshotPool(self._flat)
         self._applier = Applier(self._flat, self._own, self._snapshots, on_event)
         self._buffers = ExchangeBuffers(self._flat)
+        self._parts = PartPool(self._flat)
         self._member = RoundMember()
         self._leadership: Leadership
         self._channels: MemberChannels
+        self._roles: MemberRoles
+        self._carry_out: Callable[[Instructions], None]
         self._donor: Donor
         self._replacer: Replacer
         self._reporter: Reporter
@@ -218,8 +214,10 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             declined=dict(self._member.declined),
             unapplied_count=self._member.unapplied_count,
             last_round=self._member.last_round,
+            reduction_count=self._roles.reducer.reduction_count if has_started else 0,
+            reasked_count=self._buffers.reasked_count,
             sent_nbytes=self._channels.server.sent_nbytes if has_started else 0,
-            received_nbytes=self._buffers.received_nbytes,
+            received_nbytes=self._buffers.received_nbytes + (self._roles.reducer.received_nbytes if has_started else 0),
             epoch=self._leadership.epoch if has_started else 0,
             coordinator_rank=self._leadership.coordinator if has_started else None,
             coordinator=self._leadership.statistics() if has_started else None,
@@ -232,7 +230,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             **asdict(self._rules),
             "average_every": self.average_every,
             **self._averaging.agreed(),
-            "stream_safe_points": safe_point_count(self._flat.nbytes),
+            "model_nbytes": self._flat.nbytes,
             "coordinator": self._coordinator_rank,
             "successors": self._successors,
         }
@@ -287,7 +285,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             coordinator,
             self._rules,
             scopes,
-            stream_safe_points=safe_point_count(self._flat.nbytes),
+            model_nbytes=self._flat.nbytes,
             on_gone=lambda why: self._carry_out(self._member.on_coordinator_gone(why)),
             on_new=self._on_new_coordinator,
             on_admitted=self._admit,
@@ -303,30 +301,23 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._is_open = True
 
     def _open_roles(self) -> None:
-        self._donor = Donor(
+        self._roles = roles = MemberRoles(
             self._services,
             self._member,
-            self._carry_out,
+            self._channels,
+            lambda: self._leadership,
             flat=self._flat,
             own=self._own,
             snapshots=self._snapshots,
-            server=self._channels.server,
+            buffers=self._buffers,
+            parts=self._parts,
+            applier=self._applier,
             states=self._states,
             whole_state=lambda: {"optimizer": self.optimizer.state_dict(), "policy": self.state_dict()},
             on_event=self._averaging.on_event,
             timing=self._timing,
         )
-        self._replacer = Replacer(
-            self._services,
-            self._member,
-            self._carry_out,
-            channel=self._channels.server.channel,
-            buffers=self._buffers,
-            flat=self._flat,
-            own=self._own,
-            applier=self._applier,
-            timing=self._timing,
-        )
+        self._donor, self._replacer, self._carry_out = roles.donor, roles.replacer, roles.carry_out
 
     async def _join(self) -> None:
         """Take all of a member's state, and then part in the policy that runs on the other ranks."""
@@ -398,10 +389,11 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         if self._member.state is State.OUT:
             return True
         is_giving = self._member.state is State.LASTING or not self._channels.server.is_idle
-        return not is_giving and not self._services.slots.discarding_count
+        return not is_giving and not self._member.reducing and not self._services.slots.discarding_count
 
     def _leftovers(self) -> list[str]:
         counts = {"snapshots": self._snapshots.in_use, "accumulators": self._buffers.accumulators.in_use}
+        counts["parts of a mean"] = self._parts.in_use
         policy = self.name or type(self).__name__
         return [f"{count} {what} of policy {policy}" for what, count in counts.items() if count]
 
@@ -473,28 +465,3 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._channels.enter_epoch(epoch)
         if not self._is_joining:
             self._carry_out((self._member.joined(self._reporter.newest, self._world.incarnation),))
-
-    def _carry_out(self, instructions: Instructions) -> None:
-        for instruction in instructions:
-            match instruction:
-                case Tell(message, round):
-                    if self._leadership.coordinator is not None:
-                        self._channels.tell(message, self._leadership.coordinator, round)
-                case RefuseUpTo(round):
-                    self._channels.server.end_rounds(round)
-                case Give(round, _):
-                    self._donor.give(round)
-                case Withdraw():
-                    self._donor.withdraw()
-                case Ask(round, donors, best):
-                    coordinator = self._leadership.coordinator
-                    assert coordinator is not None, f"round {round} has no coordinator"
-                    self._replacer.ask(round, coordinator, donors, best)
-                case Read(_, frozen):
-                    self._replacer.read(frozen)
-                case Discard(round, reason):
-                    self._replacer.discard(round, reason)
-                case TakeSnapshot() | Apply():
-                    raise AssertionError(f"{instruction} outside step")
-                case unknown:
-                    assert_never(unknown)

@@ -58,7 +58,7 @@ async def coordinate(
         world.rank,
         rules,
         scopes,
-        stream_safe_points=int(options["stream_safe_points"]),
+        model_nbytes=int(options["model_nbytes"]),
         on_gone=lambda _: None,
         on_new=lambda *_: None,
         is_reserved=True,

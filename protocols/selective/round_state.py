@@ -1,11 +1,12 @@
 """Defines what the coordinator keeps about its members and about the round under way."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from protocols.selective.messages import DONOR, REPLACER, Assign, ControlMessage
+from protocols.ranking import order_worst_first
+from protocols.selective.messages import DONOR, REPLACER, Assign, ControlMessage, Frozen
 from protocols.selective.rules import Decision
 from protocols.selective.waiting import Pace, believed_s
 
@@ -81,7 +82,10 @@ class Member:
 
 @dataclass(slots=True)
 class Round:
-    """Tracks the round under way. The sets say which ranks still owe an answer; `released` have had their `End`."""
+    """Tracks the round under way. The sets say which ranks still owe an answer; `released` have had their `End`.
+
+    `reducers` were named when it began; none on the direct route.
+    """
 
     number: int
     began_at: float
@@ -90,6 +94,7 @@ class Round:
     deadline: float
     waiting_donors: set[int]
     waiting_replacers: set[int]
+    reducers: tuple[int, ...] = ()
     ready: dict[int, int] = field(default_factory=dict)
     released: set[int] = field(default_factory=set)
     frozen: bool = False
@@ -105,29 +110,56 @@ class Round:
         for rank in self.named:
             role = DONOR if rank in decision.donors else REPLACER
             judged_at = self.judged[rank].iteration
-            assign = Assign(role, decision.donors, decision.replacers, judged_at, best, self.admits, restarted)
-            sends.append(Send(rank, self.number, assign))
+            named = role, decision.donors, decision.replacers, judged_at, best, self.admits, restarted
+            part = self.reducers.index(rank) if rank in self.reducers else -1
+            sends.append(Send(rank, self.number, Assign(*named, self.reducers, part)))
         return sends
+
+    def freezings(self, metric_mode: str, timeouts: Mapping[int, float]) -> list[Send]:
+        """Return what tells the replacers, each with its timeout, and the reducers that the donors are fixed.
+
+        Donors that only give need not know: they answer every replacer that asks.
+        """
+        weight_of = dict(zip(self.decision.donors, self.decision.weights, strict=True))
+        donors = tuple(sorted(self.ready))
+        weights = tuple(weight_of[rank] for rank in donors)
+        iterations = tuple(self.ready[rank] for rank in donors)
+        values = {rank: self.judged[rank].value for rank in donors}
+        best = order_worst_first(values, metric_mode)[-1] if donors else -1
+        reducers = tuple(rank for rank in self.reducers if rank in self.ready or rank in self.waiting_replacers)
+        longest_s = max(timeouts.values())
+        return [
+            Send(
+                rank,
+                self.number,
+                Frozen(donors, weights, iterations, best, timeouts.get(rank, longest_s), reducers),
+            )
+            for rank in sorted({*timeouts, *reducers})
+        ]
 
     @property
     def named(self) -> list[int]:
         """Ranks with a role in it, ascending."""
         return sorted(self.decision.donors + self.decision.replacers)
 
-    def timeout_s(self, donors: Sequence[int], replacer: int, round_timeout_s: float, stream_safe_points: int) -> float:
+    def timeout_s(self, replacer: int, round_timeout_s: float, stream_safe_points: int) -> float:
         """Return how long one replacer may take from the moment it reads `Frozen`.
 
         Added to `round_timeout_s` are the safe points that messages may have to wait for, as if the replacer asked one
         donor after the other (as with a large state) and only now (as when a donor was left out). For each donor: one
         of its steps until it reads the grant, then `stream_safe_points` steps of either end. Last, a step to apply.
         A newcomer makes no steps. It takes the size of the donor's other state after the weights, and then that state.
+        On the sharded route all that is for parts that are asked of the donors after all; before that each reducer
+        takes a step to read `Frozen`, one to add up, and those of its own stream.
         """
         own_s = step_s(self.judged[replacer])
         count = stream_safe_points
-        streams_s = sum((1 + count) * step_s(self.judged[donor]) + count * own_s for donor in donors)
+        streams_s = sum((1 + count) * step_s(self.judged[donor]) + count * own_s for donor in self.ready)
         if self.admits:
             more = min(max(0, self.state_safe_points), STATE_STREAM_COUNT_MAX * count)
-            streams_s += sum((3 + more) * step_s(self.judged[donor]) for donor in donors)
+            streams_s += sum((3 + more) * step_s(self.judged[donor]) for donor in self.ready)
+        if self.reducers:
+            streams_s += (2 + count) * max(step_s(self.judged[rank]) for rank in self.reducers) + count * own_s
         return round_timeout_s + streams_s + own_s
 
 

@@ -13,12 +13,11 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
-from protocols.ranking import order_worst_first
 from protocols.selective.joining.newcomers import Newcomers
-from protocols.selective.messages import Admitted, End, Frozen, Joined, Leave, Rejoin
+from protocols.selective.messages import Admitted, End, Joined, Leave, Rejoin
 from protocols.selective.roster import Roster
 from protocols.selective.round_state import Member, ReportRecord, Round, Send, step_s
-from protocols.selective.rules import Decision, SelectiveRules, decide
+from protocols.selective.rules import Decision, SelectiveRules, decide, reducers_of
 from protocols.selective.statistics import HISTORY_LENGTH, CoordinatorStatistics, History, LeftOut, Straggler
 from protocols.selective.waiting import Pace, Patience, is_late
 
@@ -41,6 +40,7 @@ class RoundCoordinator:
         rules: SelectiveRules,
         *,
         stream_safe_points: int = 1,
+        model_nbytes: int = 0,
         may_join: Collection[int] | None = None,
         incarnations: Mapping[int, int] | None = None,
     ) -> None:
@@ -51,6 +51,7 @@ class RoundCoordinator:
             rules: The options.
             stream_safe_points: Safe points that each end of one donor's stream needs when a message progresses only
                 inside its owner's calls; in practice chunks per stream over chunks in flight, rounded up.
+            model_nbytes: The bytes of a snapshot; by them `route="auto"` chooses.
             may_join: For one that takes over, all ranks of the policy: those that an earlier coordinator has admitted
                 may come beside the members, and no member is named in a round before its `Joined` has come.
             incarnations: How often the processes of members have been started again; those not listed never.
@@ -62,6 +63,7 @@ class RoundCoordinator:
             raise ValueError(f"stream_safe_points is {stream_safe_points}; allowed: 1 or more")
         self._rules = rules
         self._stream_safe_points = stream_safe_points
+        self._model_nbytes = model_nbytes
         self._roster = Roster(members, rules.quorum, have_joined=may_join is None, incarnations=incarnations or {})
         self._members = self._roster.members
         self._may_join = () if may_join is None else may_join
@@ -76,6 +78,7 @@ class RoundCoordinator:
         self._decision_count = self._rounds_decided = self._rounds_ended = 0
         self._nonfinite_count = self._overdue_count = 0
         self._abandoned: Counter[str] = Counter()
+        self._routes = Counter(direct=0, sharded=0)
         self._history = History()
         self._tell, self._ignore = self._history.tell, self._history.ignore
 
@@ -262,6 +265,7 @@ class RoundCoordinator:
             decision_count=self._decision_count,
             rounds_decided=self._rounds_decided,
             rounds_ended=self._rounds_ended,
+            routes=dict(self._routes),
             applied={rank: member.applied_count for rank, member in self._members.items()},
             abandoned=dict(self._abandoned),
             declines={rank: member.decline_count for rank, member in self._members.items()},
@@ -372,8 +376,11 @@ class RoundCoordinator:
         self._rounds_decided += 1
         self._last_number += 1
         patience_s = max((step_s(judged[rank]) for rank in decision.donors), default=0.0)
-        times = self._roster.cadence_s(), self._patience.round_s
-        limit_at = now + self._newcomers.allowed_s(decision.replacers, *times) if admits else math.inf
+        limit_at, reducers = math.inf, reducers_of(decision, self._rules.route, self._model_nbytes)
+        if admits:
+            times = self._roster.cadence_s(), self._patience.round_s
+            limit_at, reducers = now + self._newcomers.allowed_s(decision.replacers, *times), ()
+        self._routes["sharded" if reducers else "direct"] += bool(decision.donors)
         self._round = state = Round(
             number=self._last_number,
             began_at=now,
@@ -382,6 +389,7 @@ class RoundCoordinator:
             deadline=min(now + patience_s + self._rules.round_timeout_s / 4, limit_at),
             waiting_donors=set(decision.donors),
             waiting_replacers=set(decision.replacers),
+            reducers=reducers,
             admits=admits,
             limit_at=limit_at,
         )
@@ -392,23 +400,15 @@ class RoundCoordinator:
         """Fix the donors. Those not ready are let go; the others' weights stay what their metrics gave them."""
         for rank in sorted(state.waiting_donors):
             self._leave_out(state, rank, "not ready in time")
-        for rank in state.decision.donors:
-            if rank not in state.ready:
-                self._release(sends, state, rank, "left out")
+        for rank in sorted(set(state.decision.donors) - state.ready.keys()):
+            self._release(sends, state, rank, "left out")
         state.frozen = True
-        weight_of = dict(zip(state.decision.donors, state.decision.weights, strict=True))
-        donors = tuple(sorted(state.ready))
-        weights = tuple(weight_of[rank] for rank in donors)
-        iterations = tuple(state.ready[rank] for rank in donors)
-        values = {rank: state.judged[rank].value for rank in donors}
-        best = order_worst_first(values, self._rules.metric_mode)[-1] if donors else -1
         streams = self._rules.round_timeout_s, self._stream_safe_points
-        timeouts = {rank: state.timeout_s(donors, rank, *streams) for rank in sorted(state.waiting_replacers)}
-        for rank, timeout_s in timeouts.items():  # the donors need not know: they answer every replacer that asks
-            sends.append(Send(rank, state.number, Frozen(donors, weights, iterations, best, timeout_s)))
+        timeouts = {rank: state.timeout_s(rank, *streams) for rank in sorted(state.waiting_replacers)}
+        sends += state.freezings(self._rules.metric_mode, timeouts)
         margin_s = max(2 * step_s(state.judged[rank]) for rank in timeouts) + self._rules.round_timeout_s / 4
         state.deadline = min(now + max(timeouts.values()) + margin_s, state.limit_at)
-        self._tell("{:.6f} round {}: frozen with donors {}, best {}", now, state.number, donors, best)
+        self._tell("{:.6f} round {}: frozen with donors {}", now, state.number, sorted(state.ready))
 
     def _end(self, sends: list[Send], state: Round, reason: str, now: float) -> None:
         """Close the round: every named rank that is still live is told, once."""

@@ -47,6 +47,7 @@ class CoordinatorStatistics:
         decision_count: Times the reports were judged, with or without a round.
         rounds_decided: Rounds started.
         rounds_ended: Rounds ended; at most one less than decided.
+        routes: Rounds with donors, by the route that their snapshots took: `"direct"` or `"sharded"`.
         applied: Averages applied, by rank.
         abandoned: Replacers that gave up, left or were lost, by reason.
         declines: Refusals, by rank, of either role.
@@ -61,6 +62,7 @@ class CoordinatorStatistics:
     decision_count: int
     rounds_decided: int
     rounds_ended: int
+    routes: Mapping[str, int]
     applied: Mapping[int, int]
     abandoned: Mapping[str, int]
     declines: Mapping[int, int]
@@ -123,8 +125,11 @@ class SelectiveStatistics:
         declined: roles refused, by reason.
         unapplied_count: averages that were complete when the policy ended, or was told to forget them.
         last_round: the newest round this rank was named in.
-        sent_nbytes: bytes streamed as a donor.
-        received_nbytes: bytes streamed as a replacer, abandoned rounds included.
+        reduction_count: parts of an average that this rank has added up for the replacers of a sharded round.
+        reasked_count: parts of an average that this rank, as a replacer, has asked the donors for anew, since the rank
+            that was to add them up had failed.
+        sent_nbytes: bytes streamed as a donor, or as a reducer of a sharded round.
+        received_nbytes: bytes streamed as a replacer or as a reducer, abandoned rounds included.
         epoch: 0 under the first coordinator; it grows whenever another rank takes over.
         coordinator_rank: the rank that coordinates, as far as this rank knows; None before the start and where it is
             gone.
@@ -140,6 +145,8 @@ class SelectiveStatistics:
     declined: Mapping[str, int]
     unapplied_count: int
     last_round: int
+    reduction_count: int
+    reasked_count: int
     sent_nbytes: int
     received_nbytes: int
     epoch: int

@@ -38,14 +38,17 @@ from protocols.one_sided.rules import REPLACEMENT_MODES, OneSidedRules, choose, 
 from protocols.ranking import STRATEGIES
 from protocols.replay.store import ReplayStore
 from protocols.selective.member import (
+    AddUp,
     Apply,
     Ask,
     Discard,
     Give,
     Instructions,
     Read,
+    Reduce,
     RoundMember,
     State,
+    StopReducing,
     TakeSnapshot,
     Tell,
     Withdraw,
@@ -103,6 +106,7 @@ def coordinator(rng: random.Random) -> None:
         grace_s=rng.choice((None, None, 0.0, 1.0)),
         max_report_age_s=rng.choice((5.0, 600.0)),
         round_timeout_s=rng.choice((1.0, 20.0)),
+        route=rng.choice(("direct", "sharded")),
     )
     referee = Referee(size, options, takes_over=rng.random() >= 0.8)
     for _ in range(rng.randrange(2 * EVENT_COUNT)):
@@ -125,7 +129,10 @@ def coordinator(rng: random.Random) -> None:
 
 def _assign(rng: random.Random) -> Assign:
     donors = tuple(sorted({rng.randrange(6) for _ in range(rng.randrange(4))}))
-    return Assign(rng.choice((DONOR, REPLACER)), donors, (rng.randrange(6),), _count(rng), rng.choice((-1, *donors)))
+    role, best = rng.choice((DONOR, REPLACER)), rng.choice((-1, *donors))
+    reducers = donors if rng.random() < 0.5 else ()
+    part = rng.randrange(-1, len(reducers))
+    return Assign(role, donors, (rng.randrange(6),), _count(rng), best, reducers=reducers, part=part)
 
 
 def _frozen(rng: random.Random) -> Frozen:
@@ -173,9 +180,10 @@ def member(rng: random.Random) -> None:
         if place == leaves_at:
             _carry_out(told.on_leave(), offered, exchanging, read)
         _carry_out(_tell_member(told, rng, number), offered, exchanging, read)
-        assert len(offered) + len(exchanging) <= 1
+        taken = [number for number in exchanging if number >= 0]  # rounds that it reduces in are negative
+        assert len(offered) + len(taken) <= 1 and -sum(exchanging) == told.reducing - sum(taken)
         assert bool(offered) == (told.state in (State.GIVING, State.LASTING))
-        assert bool(exchanging) == (told.state in (State.ASKING, State.READING, State.COMPLETE))
+        assert bool(taken) == (told.state in (State.ASKING, State.READING, State.COMPLETE))
     if told.state not in (State.LEAVING, State.LASTING, State.OUT):
         _carry_out(told.on_leave(), offered, exchanging, read)
     _carry_out(told.on_left(), offered, exchanging, read)
@@ -190,10 +198,16 @@ def _carry_out(instructions: Instructions, offered: list[int], exchanging: list[
                 offered.append(number)
             case Withdraw():
                 offered.pop()
+            case Reduce(number):
+                exchanging.append(-number)
+            case AddUp(number):
+                assert -number in exchanging
+            case StopReducing(number):
+                exchanging.remove(-number)
             case Ask(number):
                 exchanging.append(number)
             case Read(number):
-                assert exchanging == [number]
+                assert [each for each in exchanging if each > 0] == [number]
                 read.add(number)
             case Apply(number, frozen):
                 assert number in read or not frozen.donors, "what is applied was read"

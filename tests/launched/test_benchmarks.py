@@ -171,6 +171,18 @@ def test_straggler(bench: Bench) -> None:
     assert results["slow_reports"] >= 1
 
 
+def test_scale(bench: Bench) -> None:
+    results = bench("scale")
+    assert list(results) == ["8", "12"]
+    for by_route in results.values():
+        donors, replacers = by_route["direct"]["donors"], by_route["direct"]["replacers"]
+        assert by_route["direct"]["streams"] == pytest.approx(donors * replacers)
+        assert by_route["sharded"]["streams"] == pytest.approx(donors + replacers - 1)
+        for figures in by_route.values():
+            assert figures["streams"] < figures["total"] < 1.1 * figures["streams"]
+            assert 1.0 <= max(figures["out"], figures["in"]) <= donors
+
+
 def test_grace(bench: Bench) -> None:
     results = bench("grace")
     assert list(results) == [

@@ -115,6 +115,19 @@ def test_64_mib_arrive_whole_and_the_bytes_on_the_wire_are_as_many_as_they_must_
     assert sum(sent) == sum(report["received_nbytes"] for report in reports) == 2 * 2 * averaged + 2 * exact
 
 
+def test_64_mib_travel_once_where_the_donors_add_up_one_half_each(told: Told) -> None:
+    """Each donor sends the other one its half, and the mean of its own half to both replacers."""
+    reports = told(4, "sharded")
+    half, low, high = 4096 * 4096 * 4 // 2, 2 * 8, 3 * 8  # of the averaged bytes; the counter has five elements
+    for replacer in reports[:2]:
+        assert (replacer["low"], replacer["high"]) == (2.5, 2.5) and replacer["counter"] == [3] * 5
+        assert replacer["nbytes"] == [2 * half + low + high] == [replacer["received_nbytes"]]
+    assert all(donor["unchanged"] for donor in reports[2:])
+    assert [report["received_nbytes"] for report in reports[2:]] == [half + low, half]
+    assert [report["sent_nbytes"] for report in reports] == [0, 0, 3 * half + 2 * low, 3 * half + low + 2 * high]
+    assert not any(report["abandoned"] for report in reports)
+
+
 def test_a_straggler_is_replaced_and_the_others_keep_their_rate(told: Told) -> None:
     reports = told(4, "straggler")
     slow = reports[1]

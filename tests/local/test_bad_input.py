@@ -47,6 +47,7 @@ from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedS
         ({"average_every": True}, ["average_every is True", "whole number"]),
         ({"averaging_strategy": "median"}, ["averaging_strategy is 'median'", "'mean'", "'reset_weights'"]),
         ({"metric_mode": "maximum"}, ["metric_mode is 'maximum'", "'max'", "'min'"]),
+        ({"route": "ring"}, ["route is 'ring'", "'auto', 'direct', 'sharded'"]),
         ({"optimizer_state": "drop"}, ["optimizer_state is 'drop'", "'keep', 'reset'"]),
         ({"averaging_strategy": "reset_weights"}, ["reset_weights", "model_builder"]),
         ({"model_builder": 3}, ["model_builder is 3", "callable"]),

@@ -146,14 +146,24 @@ async def diverged(world: ad.World) -> Report:
 
 async def large(world: ad.World) -> Report:
     """64 MiB and a counter, half of the ranks replaced, one round in all: the bytes can be counted."""
+    return await large_round(world, "direct")
+
+
+async def sharded(world: ad.World) -> Report:
+    """The same, where each donor adds up one half."""
+    return await large_round(world, "sharded")
+
+
+async def large_round(world: ad.World, route: str) -> Report:
     model = fill(nn.Linear(4096, 4096, bias=False), float(world.rank))
     model.register_buffer("counter", torch.full((5,), world.rank))
     seen = await tell(
         world,
-        "large",
+        f"large, {route}",
         model,
         about=(0, 1),
         count=1,
+        route=route,
         metric=lambda: float(world.rank),
         replacement_ratio=0.5,
         threshold=0.5,
@@ -230,6 +240,7 @@ async def walk(world: ad.World) -> Report:
         averaging_strategy="weighted_mean",
         momentum=0.25,
         grace_s=0.01,
+        route="sharded",
     )
     return {
         **seen,
@@ -307,7 +318,7 @@ async def main(world: ad.World) -> None:
     async with asyncio.timeout(LIMIT_S):
         stories = [exactness, diverged, walk, together, different, disagreeing]
         if world.size == 4:
-            stories += [large, straggler, leaver, headless]
+            stories += [large, sharded, straggler, leaver, headless]
         for story in [*stories, missing]:
             began_at = time.perf_counter()
             seen[story.__name__] = await story(world)

@@ -102,7 +102,16 @@ def draw_plan(seed: int) -> Plan:
     )
     if any(isinstance(fault, Corrupt) for fault in plan.faults):
         plan = replace(plan, streams=None)  # as with a synchronous policy: the frame that never comes is waited for
+    plan = replace(plan, policies=tuple(_with_route(seed, policy) for policy in plan.policies))
     return _calmed(plan) if seed % 20 == 10 else _with_joins(_with_restarts(plan))
+
+
+def _with_route(seed: int, policy: PolicyPlan) -> PolicyPlan:
+    """Draw how snapshots travel, by a generator of its own: what else is drawn does not change with it."""
+    if policy.kind != "selective":
+        return policy
+    route = random.Random(f"route of scenario {seed}").choice(("sharded", "sharded", "direct", "auto"))
+    return replace(policy, options={**policy.options, "route": route})
 
 
 def _with_restarts(plan: Plan) -> Plan:

@@ -254,6 +254,7 @@ class Member:
             check(not info.weights or abs(sum(info.weights) - 1.0) < 1e-9, f"{self}: weights {info.weights}")
             check(info.staleness_steps >= 0 and info.seconds >= 0.0, f"{self} says {info!r}")
             check(bool(info.nbytes) == bool(info.donors), f"{self} says {info!r}")
+            watch.seen[f"applied on the {info.route or 'no'} route"] += bool(info.donors)
             self._check_optimizer(info, had_diverged=had_diverged, had_state=had_state)
         elif info or self.weights != before:
             check(False, f"{self} told nothing, says {info}, and its weights changed: {self.weights != before}")
@@ -289,11 +290,10 @@ class Member:
         parts = vars(policy)
         if "_replacer" in parts and policy._donor.offer is not None and policy._replacer.exchange is not None:
             self.watch.check(False, f"{self} gives in {policy._donor.offer} and takes in {policy._replacer.exchange}")
-        if len(policy._snapshots._used) > _SNAPSHOT_COUNT_MAX or len(policy._buffers.accumulators._used) > 1:
-            self.watch.check(
-                False,
-                f"{self}: {policy._snapshots.in_use} snapshots and {policy._buffers.accumulators.in_use} accumulators",
-            )
+        is_frugal = len(policy._snapshots._used) <= _SNAPSHOT_COUNT_MAX >= policy._parts.in_use
+        if not is_frugal or len(policy._buffers.accumulators._used) > 1:
+            counts = policy._snapshots.in_use, policy._parts.in_use, policy._buffers.accumulators.in_use
+            self.watch.check(False, f"{self}: {counts} snapshots, parts of a mean and accumulators")
 
 
 class Watch:
@@ -391,6 +391,8 @@ class Watch:
                     roles.add("donor mid-stream")
                 if exchange is not None and exchange.task is not None:
                     roles.add("replacer mid-exchange")
+                if policy._member.reducing:
+                    roles.add("reducer")
         return roles
 
 

@@ -377,6 +377,8 @@ def _count(watch: Watch, report: SimReport) -> None:
             seen[f"abandoned: {reason_kind(reason)}"] += count
         for reason, count in statistics.declined.items():
             seen[f"declined: {reason_kind(reason)}"] += count
+        seen["parts of a mean added up"] += statistics.reduction_count
+        seen["parts of a mean asked of the donors"] += statistics.reasked_count
         if statistics.coordinator is not None:
             seen["rounds"] += statistics.coordinator.rounds_decided
             if statistics.epoch:

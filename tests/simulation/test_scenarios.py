@@ -120,12 +120,13 @@ LEFT_OUT = (
     "left out: not ready in time",
     "left out: weights are not finite",
 )
-KILLED = ("killed coordinator", "killed donor mid-stream", "killed replacer mid-exchange")
+KILLED = ("killed coordinator", "killed donor mid-stream", "killed replacer mid-exchange", "killed reducer")
 OTHER = (
     "recovered",
     "member gone from average_all",
     "starts that a loss ended",
     "rounds after a takeover",
+    "parts of a mean asked of the donors",
     "dropped: CRC mismatch",
     "dropped: closed scope",
 )

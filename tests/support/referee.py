@@ -16,6 +16,7 @@ class Referee:
     """Feeds a coordinator and checks every promise after every call."""
 
     def __init__(self, size: int, options: SelectiveRules, *, takes_over: bool = False) -> None:
+        self.route = options.route
         self.coordinator = RoundCoordinator(range(size), options, may_join=range(size) if takes_over else None)
         self.live = set(range(size))
         self.now = 0.0
@@ -43,7 +44,9 @@ class Referee:
             assert self.ends[send.dest] == 0, "nothing comes after End"
             if isinstance(message, Frozen):
                 assert send.dest not in self.frozen
-                assert self.assigned[send.dest].role == "replacer"
+                assigned = self.assigned[send.dest]
+                assert assigned.role == "replacer" or send.dest in assigned.reducers
+                assert set(message.reducers) <= set(assigned.reducers) & (self.live | set(message.donors))
                 self.frozen.add(send.dest)
                 self.on_frozen(message)
             else:
@@ -76,6 +79,9 @@ class Referee:
         self.assigned[dest] = message
         assert (dest in message.donors) != (dest in message.replacers)
         assert message.role == ("donor" if dest in message.donors else "replacer")
+        assert message.reducers in ((), message.donors, message.replacers)
+        assert message.part == (message.reducers.index(dest) if dest in message.reducers else -1)
+        assert not message.reducers or self.route == "sharded"
 
     def on_frozen(self, message: Frozen) -> None:
         """Check the donors of a round."""

@@ -65,6 +65,35 @@ def test_safe_points_of_a_stream_lengthen_the_timeout() -> None:
     assert send.message.timeout_s == 8.0 + 11 * 0.5 + 10 * 0.5 + 0.5
 
 
+def test_a_sharded_round_names_its_reducers_and_freezes_with_those_that_are_left() -> None:
+    coordinator = RoundCoordinator(range(4), rules(route="sharded"))
+    sends = report_all(coordinator, [0.0, 1.0, 2.0, 3.0])
+    named = {"reducers": (1, 2, 3)}
+    assert sends == [
+        Send(0, 1, Assign("replacer", (1, 2, 3), (0,), 9, 3, **named)),
+        *(Send(rank, 1, Assign("donor", (1, 2, 3), (0,), 9, 3, **named, part=rank - 1)) for rank in (1, 2, 3)),
+    ]
+    coordinator.on_ready(1, 1, 10, 1.0)
+    coordinator.on_ready(3, 1, 10, 1.0)
+    # The sum of both donors' streams, asked one after the other, and a reducer's steps on top.
+    timeout_s = 8.0 + 2 * (2 * 0.5 + 0.5) + (3 * 0.5 + 0.5) + 0.5
+    frozen = Frozen((1, 3), (1.0, 1.0), (10, 10), 3, timeout_s, (1, 3))
+    assert coordinator.on_decline(2, 1, "no", 1.0)[1:] == tuple(Send(rank, 1, frozen) for rank in (0, 1, 3))
+    assert brief(coordinator.on_applied(0, 1, 20, 2.0)) == [(0, 1, "End"), (1, 1, "End"), (3, 1, "End")]
+    assert coordinator.statistics().routes == {"direct": 0, "sharded": 1}
+
+
+def test_where_replacers_are_more_they_reduce_as_long_as_they_take_part() -> None:
+    coordinator = RoundCoordinator(
+        range(4), rules(route="sharded", averaging_strategy="best_only", replacement_ratio=0.7)
+    )
+    sends = report_all(coordinator, [0.0, 1.0, 2.0, 3.0])
+    assert [(send.dest, send.message.part) for send in sends] == [(0, 0), (1, 1), (2, 2), (3, -1)]
+    coordinator.on_decline(1, 1, "leaving", 1.0)
+    sends = coordinator.on_ready(3, 1, 10, 1.0)
+    assert [(send.dest, send.message.reducers) for send in sends] == [(0, (0, 2)), (2, (0, 2))]
+
+
 def test_reset_freezes_together_with_the_assignment() -> None:
     coordinator = RoundCoordinator(range(3), rules(averaging_strategy="reset_weights"))
     sends = report_all(coordinator, [1.0, 0.0, 2.0])
@@ -319,6 +348,7 @@ round_rules = st.builds(
     grace_s=st.sampled_from((None, None, 0.0, 1.0)),
     max_report_age_s=st.sampled_from((5.0, 600.0)),
     round_timeout_s=st.sampled_from((1.0, 20.0)),
+    route=st.sampled_from(("direct", "sharded")),
 )
 
 

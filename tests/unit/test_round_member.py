@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from protocols.selective.member import (
     TRANSITIONS,
+    AddUp,
     Apply,
     Ask,
     Discard,
@@ -17,9 +18,11 @@ from protocols.selective.member import (
     Give,
     Instructions,
     Read,
+    Reduce,
     RefuseUpTo,
     RoundMember,
     State,
+    StopReducing,
     TakeSnapshot,
     Tell,
     Withdraw,
@@ -42,6 +45,9 @@ TO_GIVE = Assign(DONOR, (1, 2), (0,), 9, 2)
 TO_TAKE = Assign(REPLACER, (1, 2), (0,), 9, 2)
 TO_BUILD = Assign(REPLACER, (), (0,), 9, -1)
 FROZEN = Frozen((1, 2), (1.0, 1.0), (9, 8), 2, 30.0)
+#: Donors that reduce, and a replacer that does.
+TO_GIVE_AND_REDUCE = Assign(DONOR, (1, 2), (0,), 9, 2, reducers=(1, 2), part=0)
+TO_TAKE_AND_REDUCE = Assign(REPLACER, (2,), (0, 1), 9, 2, reducers=(0, 1), part=1)
 FRESH = Frozen((), (), (), -1, 30.0)
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=300)
@@ -93,7 +99,7 @@ def test_a_donors_round() -> None:
 
 def test_a_replacers_round() -> None:
     member = RoundMember()
-    assert member.on_assign(TO_TAKE, 3) == (RefuseUpTo(2), Ask(3, (1, 2), 2))
+    assert member.on_assign(TO_TAKE, 3) == (RefuseUpTo(2), Ask(3, TO_TAKE))
     assert not member.wants_step
     assert member.on_frozen(FROZEN, 3) == (Read(3, FROZEN),)
     assert member.on_averaged(3) and member.wants_step
@@ -103,9 +109,51 @@ def test_a_replacers_round() -> None:
     assert member.state is State.IDLE and not member.abandoned and not member.unapplied_count
 
 
+def test_a_donor_reduces_until_its_round_ends() -> None:
+    member = RoundMember()
+    assert member.on_assign(TO_GIVE_AND_REDUCE, 3) == (RefuseUpTo(2), Reduce(3, TO_GIVE_AND_REDUCE))
+    member.on_step()
+    member.on_copied(3, 10, is_sound=True)
+    assert member.on_frozen(FROZEN, 3) == (AddUp(3, FROZEN),)
+    assert member.on_frozen(FROZEN, 3) == (), "a frame that comes twice is added up once"
+    assert member.on_end("over", 3) == (StopReducing(3), Withdraw(), RefuseUpTo(3), RefuseUpTo(3))
+    assert not member.reducing
+
+
+def test_a_replacer_reduces_for_the_others_after_it_has_applied_and_while_it_leaves() -> None:
+    member = RoundMember()
+    frozen = Frozen((2,), (1.0,), (9,), 2, 30.0, (0, 1))
+    before = RefuseUpTo(2), Reduce(3, TO_TAKE_AND_REDUCE), Ask(3, TO_TAKE_AND_REDUCE)
+    assert member.on_assign(TO_TAKE_AND_REDUCE, 3) == before
+    assert member.on_frozen(frozen, 3) == (AddUp(3, frozen), Read(3, frozen))
+    member.on_averaged(3)
+    member.on_step()
+    member.on_applied(12)
+    assert member.state is State.IDLE and member.reducing == 3
+    assert member.on_leave() == (RefuseUpTo(math.inf),) and member.reducing == 3
+    assert member.on_end("over", 3) == (StopReducing(3), RefuseUpTo(3))
+    assert member.on_left() == (Tell(Leave()),)
+
+
+def test_a_member_that_declines_leaves_early_or_loses_its_coordinator_does_not_reduce() -> None:
+    member = RoundMember()
+    member.on_assign(TO_GIVE_AND_REDUCE, 3)
+    member.on_step()
+    reason = "weights are not finite"
+    declined = StopReducing(3), RefuseUpTo(3), Tell(Decline(reason), 3)
+    assert member.on_copied(3, 10, is_sound=False) == declined
+    for end in (RoundMember.on_leave, lambda member: member.on_coordinator_gone("is gone")):
+        member = RoundMember()
+        member.on_assign(TO_TAKE_AND_REDUCE, 3)
+        assert end(member)[0] == StopReducing(3)
+    member = RoundMember()
+    member.on_leave()
+    assert not any(isinstance(each, Reduce) for each in member.on_assign(TO_GIVE_AND_REDUCE, 3))
+
+
 def test_fresh_weights_need_no_exchange() -> None:
     member = RoundMember()
-    assert member.on_assign(TO_BUILD, 1) == (RefuseUpTo(0), Ask(1, (), -1))
+    assert member.on_assign(TO_BUILD, 1) == (RefuseUpTo(0), Ask(1, TO_BUILD))
     assert member.on_frozen(FRESH, 1) == ()
     assert member.wants_step and member.on_step() == Apply(1, FRESH)
 
@@ -215,6 +263,8 @@ CALLS = st.sampled_from(
         "give",
         "take",
         "build",
+        "give and reduce",
+        "take and reduce",
         "frozen",
         "fresh",
         "end",
@@ -232,8 +282,9 @@ CALLS = st.sampled_from(
 def call(member: RoundMember, name: str, number: int) -> Instructions:
     """Tell the member of an event as the policy would, for its own round or for another one."""
     messages: dict[str, Any] = {"give": TO_GIVE, "take": TO_TAKE, "build": TO_BUILD}
+    messages |= {"give and reduce": TO_GIVE_AND_REDUCE, "take and reduce": TO_TAKE_AND_REDUCE}
     match name:
-        case "give" | "take" | "build":
+        case "give" | "take" | "build" | "give and reduce" | "take and reduce":
             return member.on_assign(messages[name], number)
         case "frozen" | "fresh":
             return member.on_frozen(FROZEN if name == "frozen" else FRESH, number)
@@ -262,6 +313,7 @@ def test_in_any_order_of_events_resources_are_freed_once_and_each_application_wa
     member, has_left = RoundMember(), False
     offered: list[int] = []
     exchanging: list[int] = []
+    reducing: list[int] = []
     for name, number in [*calls, ("leave", 0), ("left", 0)]:
         if name == "leave":
             if has_left:
@@ -281,7 +333,14 @@ def test_in_any_order_of_events_resources_are_freed_once_and_each_application_wa
                     exchanging.append(round)
                 case Discard(round) | Apply(round):
                     exchanging.remove(round)
-        assert len(offered) + len(exchanging) <= 1
+                case Reduce(round):
+                    reducing.append(round)
+                case AddUp(round):
+                    assert reducing == [round]
+                case StopReducing(round):
+                    reducing.remove(round)
+        assert len(offered) + len(exchanging) <= 1 >= len(reducing)
+        assert sum(reducing) == member.reducing
         assert bool(offered) == (member.state in (State.GIVING, State.LASTING))
         assert bool(exchanging) == (member.state in (State.ASKING, State.READING, State.COMPLETE))
-    assert not offered and not exchanging and member.state is State.OUT
+    assert not offered and not exchanging and not reducing and member.state is State.OUT

@@ -12,7 +12,7 @@ from support.selective import STRATEGIES, rules
 from protocols.ranking import order_worst_first, replacer_count
 from protocols.selective import messages
 from protocols.selective.messages import Applied
-from protocols.selective.rules import Decision, SelectiveRules, averaging_weights, decide
+from protocols.selective.rules import Decision, SelectiveRules, averaging_weights, decide, reducers_of
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=200)
 NAN, INF = math.nan, math.inf
@@ -65,6 +65,7 @@ def test_every_control_message_is_in_the_union() -> None:
         *(("cooldown", bad) for bad in (-1, 1.5, NAN, True, "1", None)),
         *(("averaging_strategy", bad) for bad in ("median", "", None, 1)),
         *(("metric_mode", bad) for bad in ("maximum", None, True)),
+        *(("route", bad) for bad in ("sharded ", "tree", "", None, 1)),
     ],
 )
 def test_rules_refuse_and_name_option_value_and_range(option: str, bad: object) -> None:
@@ -261,3 +262,67 @@ def test_law_weights_sum_to_something(metrics: dict[int, float], strategy: str) 
     assert len(weights) == len(metrics)
     assert min(weights) >= 0
     assert sum(weight / sum(weights) for weight in weights) == pytest.approx(1.0)
+
+
+# ------------------------------------------------------------------------------------------------ routes
+
+MIB = 1 << 20
+
+
+def routed(donor_count: int, replacer_count: int, route: str = "sharded", nbytes: int = 64 * MIB) -> tuple[int, ...]:
+    donors = tuple(range(donor_count))
+    replacers = tuple(range(donor_count, donor_count + replacer_count))
+    weights = (1.0,) * donor_count
+    return reducers_of(Decision(donors, replacers, weights, donor_count - 1), route, nbytes)
+
+
+@LAWS
+@given(st.integers(1, 200), st.integers(1, 200))
+def test_on_the_sharded_route_no_rank_moves_two_models(donor_count: int, replacer_count: int) -> None:
+    """Each rank's parts are counted one by one, as they are sent."""
+    reducers = routed(donor_count, replacer_count)
+    assert bool(reducers) == (donor_count > 1 or replacer_count > 1)
+    if not reducers:
+        return
+    donors, replacers = range(donor_count), range(donor_count, donor_count + replacer_count)
+    assert reducers in (tuple(donors), tuple(replacers))
+    sent, received = [0] * (donor_count + replacer_count), [0] * (donor_count + replacer_count)
+    for reducer in reducers:
+        for source, dest in (*((donor, reducer) for donor in donors), *((reducer, rank) for rank in replacers)):
+            if source != dest:
+                sent[source] += 1
+                received[dest] += 1
+    assert max(*sent, *received) < 2 * len(reducers)
+    assert sum(sent) == (donor_count + replacer_count - 1) * len(reducers)
+
+
+@pytest.mark.parametrize(
+    ("donor_count", "replacer_count", "nbytes", "is_sharded"),
+    [
+        (3, 1, 1000 * MIB, False),
+        (6, 2, 16 * MIB - 1, False),
+        (6, 2, 16 * MIB, True),
+        (1, 1, 1000 * MIB, False),
+        (1, 2, 1000 * MIB, False),
+        (1, 34, 2 * MIB, True),
+        (96, 32, MIB, True),
+        (96, 32, MIB // 2, False),
+    ],
+)
+def test_auto_chooses_by_donors_replacers_and_model(
+    donor_count: int, replacer_count: int, nbytes: int, is_sharded: bool
+) -> None:
+    assert bool(routed(donor_count, replacer_count, "auto", nbytes)) == is_sharded
+    assert not routed(donor_count, replacer_count, "direct", nbytes)
+
+
+def test_fresh_weights_have_no_route() -> None:
+    assert reducers_of(Decision((), (0, 1, 2), (), -1), "sharded", MIB) == ()
+
+
+def test_assignments_with_impossible_reducers_are_refused() -> None:
+    for reducers, part in (((1, 0), 0), ((0, 1), 2), ((0, 1), -2), ((), 0)):
+        with pytest.raises(ValueError, match="reducers"):
+            messages.Assign("donor", (0, 1), (2,), 9, 1, reducers=reducers, part=part)
+    with pytest.raises(ValueError, match="reducers"):
+        messages.Frozen((0, 1), (1.0, 1.0), (1, 1), 1, 3.0, (1, 0))

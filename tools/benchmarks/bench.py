@@ -34,6 +34,7 @@ NAMES: Final = (
     "step",
     "one-sided",
     "round",
+    "scale",
     "average",
     "straggler",
     "idle",

@@ -125,6 +125,7 @@ async def _count(
             average_every=_AVERAGE_EVERY,
             replacement_ratio=replacer_count / world.size,
             grace_s=3600.0,  # nobody is left behind: the roles are those that the metric gives
+            route="direct",  # a rank that reduces holds one more state
             start_timeout_s=600.0,  # a dispatch mode imports sympy first, long where many ranks share a core
         )
         async with policy:

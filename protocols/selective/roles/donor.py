@@ -121,6 +121,10 @@ class Donor:
         self.snapshot_count += 1
         self._timing.add("snapshot", self._services.time() - began_at)
 
+    def snapshot_of(self, round: int) -> FlatBuffers | None:
+        """Return the snapshot that is on offer in that round, if there is one."""
+        return self.offer.snapshot if self.offer is not None and self.offer.round == round else None
+
     def withdraw(self) -> None:
         """Stop the streams of the snapshot on offer, if there is one, and of what a newcomer takes with it."""
         offer, self.offer = self.offer, None

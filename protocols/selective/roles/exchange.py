@@ -1,4 +1,4 @@
-"""Carries out a replacer's part in one round: asks the donors for their snapshots and adds up what streams in."""
+"""Carries out a replacer's part in one round: asks the donors, or the reducers, and makes a mean of what streams in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool
 from protocols.parameter_stream import SnapshotReceiver, StreamMessage, new_ring
-from protocols.selective.messages import Frozen
+from protocols.selective.messages import Assign, Frozen
+from protocols.selective.roles.mean_receiver import MeanReceiver
+from protocols.selective.roles.reducer import Reducer
 
 logger = logging.getLogger("protocols.selective.roles.exchange")
 
@@ -26,13 +28,14 @@ class ExchangeBuffers:
         accumulators: lends the buffers in which averages are made.
         ring: for chunks that cannot land in an accumulator.
         received_nbytes: by all exchanges, abandoned ones included.
+        reasked_count: parts of means that donors were asked for, since their reducer had failed.
     """
 
     def __init__(self, flat: FlatState) -> None:
         self._flat = flat
         self.accumulators = SnapshotPool(flat, accumulate=True)
         self.ring = new_ring()
-        self.received_nbytes = 0
+        self.received_nbytes = self.reasked_count = 0
 
     def release(self, accumulator: FlatBuffers, services: Services) -> None:
         """Take an accumulator back. While discarded chunks may still land in it, or in the ring, use new memory."""
@@ -49,6 +52,7 @@ class Exchange:
         services: of this rank.
         channel: of the policy's parameter streams.
         buffers: the policy's.
+        reducer: makes this rank's part of the mean, where it reduces.
         round: the round's number.
         coordinator: the rank that coordinates it.
 
@@ -59,6 +63,7 @@ class Exchange:
         average: the whole average; None until there is one, and where fresh weights are made.
         deadline: of all that it receives, set when the round is frozen.
         nbytes: received, counted when a stream has ended.
+        route: ``"direct"``, or ``"sharded"`` while there are reducers.
     """
 
     def __init__(
@@ -66,12 +71,14 @@ class Exchange:
         services: Services,
         channel: Channel[StreamMessage],
         buffers: ExchangeBuffers,
+        reducer: Reducer,
         round: int,
         coordinator: int,
     ) -> None:
         self._services = services
         self._channel = channel
         self._buffers = buffers
+        self._reducer = reducer
         self.round = round
         self.coordinator = coordinator
         self.assigned_at = services.time()
@@ -79,25 +86,26 @@ class Exchange:
         self.average: FlatBuffers | None = None
         self.deadline = math.inf
         self.nbytes = 0
-        self._receiver: SnapshotReceiver | None = None
-        self._started: SnapshotReceiver | None = None
+        self.route = "direct"
+        self._receiver: SnapshotReceiver | MeanReceiver | None = None
+        self._started: SnapshotReceiver | MeanReceiver | None = None
 
     @property
     def donor(self) -> int:
         """The rank that was asked or waited for last; -1 before any."""
         return -1 if self._started is None else self._started.donor
 
-    def ask_early(self, donors: tuple[int, ...], best: int) -> None:
-        """Ask the donors before they are ready. A donor that is lost or busy matters when the round is frozen."""
-        receiver = self._receive(donors, best)
+    def ask_early(self, assign: Assign) -> None:
+        """Ask before all is ready. A donor that is lost or busy matters when the round is frozen."""
+        receiver = self._receive_means(assign) if assign.reducers else self._receive(assign.donors, assign.best)
         try:
             receiver.ask()
         except AsyncdistError as error:
             logger.info("round %d: not asked early, %s", self.round, error)
             self.close()
 
-    async def run(self, frozen: Frozen) -> SnapshotReceiver:
-        """Receive from the donors of the frozen round; ask anew if they are not those that were asked early.
+    async def run(self, frozen: Frozen) -> SnapshotReceiver | MeanReceiver:
+        """Receive what the frozen round says; ask the donors anew if they are not those that were asked early.
 
         Returns:
             The receiver, whose accumulator holds the average. :meth:`close` takes it back unless it is ``average``.
@@ -106,10 +114,17 @@ class Exchange:
             AsyncdistError, TimeoutError: as :meth:`SnapshotReceiver.run`, on account of ``donor``.
         """
         receiver = self._receiver
-        if receiver is None or receiver.donors != frozen.donors or receiver.best != frozen.best:
+        self.deadline = self._services.time() + frozen.timeout_s
+        if isinstance(receiver, MeanReceiver) and frozen.reducers:
+            await receiver.run(frozen, deadline=self.deadline)
+            return receiver
+        if (
+            not isinstance(receiver, SnapshotReceiver)
+            or receiver.donors != frozen.donors
+            or receiver.best != frozen.best
+        ):
             self.close()
             receiver = self._receive(frozen.donors, frozen.best)
-        self.deadline = self._services.time() + frozen.timeout_s
         await receiver.run(frozen.weights, deadline=self.deadline)
         return receiver
 
@@ -120,6 +135,8 @@ class Exchange:
             receiver.close()
             self.nbytes += receiver.received_nbytes
             self._buffers.received_nbytes += receiver.received_nbytes
+            if isinstance(receiver, MeanReceiver):
+                self._buffers.reasked_count += receiver.reasked_count
             if self.average is not receiver.accumulator:
                 self._buffers.release(receiver.accumulator, self._services)
 
@@ -134,7 +151,17 @@ class Exchange:
     def _receive(self, donors: tuple[int, ...], best: int) -> SnapshotReceiver:
         accumulator = self._buffers.accumulators.acquire()
         ring = self._buffers.ring
-        self._started = self._receiver = SnapshotReceiver(
+        receiver = SnapshotReceiver(
             self._services, self._channel, accumulator, ring, donors=donors, best=best, round=self.round
         )
-        return self._receiver
+        self._started, self._receiver, self.route = receiver, receiver, "direct"
+        return receiver
+
+    def _receive_means(self, assign: Assign) -> MeanReceiver:
+        accumulator = self._buffers.accumulators.acquire()
+        ring, own = self._buffers.ring, self._reducer
+        receiver = MeanReceiver(
+            self._services, self._channel, accumulator, ring, reducers=assign.reducers, own=own, round=self.round
+        )
+        self._started, self._receiver, self.route = receiver, receiver, "sharded"
+        return receiver

@@ -14,8 +14,9 @@ from protocols.options import Timing
 from protocols.own_state import OwnState
 from protocols.parameter_stream import StreamMessage
 from protocols.selective.member import Instructions, RoundMember
-from protocols.selective.messages import Frozen
+from protocols.selective.messages import Assign, Frozen
 from protocols.selective.roles.exchange import Exchange, ExchangeBuffers
+from protocols.selective.roles.reducer import Reducer
 from protocols.step_info import NOTHING, StepInfo
 
 logger = logging.getLogger("protocols.selective.roles.replacer")
@@ -30,6 +31,7 @@ class Replacer:
         carry_out: does what ``member`` answers.
         channel: of the policy's parameter streams.
         buffers: the memory of exchanges.
+        reducer: makes this rank's part of a mean, where it reduces.
         flat, own: the model's state, and what of it is kept.
         applier: changes the weights.
         timing: collects the seconds that an application takes.
@@ -47,6 +49,7 @@ class Replacer:
         *,
         channel: Channel[StreamMessage],
         buffers: ExchangeBuffers,
+        reducer: Reducer,
         flat: FlatState,
         own: OwnState,
         applier: Applier,
@@ -57,6 +60,7 @@ class Replacer:
         self._carry_out = carry_out
         self._channel = channel
         self._buffers = buffers
+        self._reducer = reducer
         self._flat = flat
         self._own = own
         self._applier = applier
@@ -65,11 +69,11 @@ class Replacer:
         self.exchange: Exchange | None = None
         self.replacement_count = 0
 
-    def ask(self, round: int, coordinator: int, donors: tuple[int, ...], best: int) -> None:
-        """Begin an exchange, and ask the donors that are known already."""
-        self.exchange = Exchange(self._services, self._channel, self._buffers, round, coordinator)
-        if donors:
-            self.exchange.ask_early(donors, best)
+    def ask(self, round: int, coordinator: int, assign: Assign) -> None:
+        """Begin an exchange, and ask the donors, or the reducers, that are known already."""
+        self.exchange = Exchange(self._services, self._channel, self._buffers, self._reducer, round, coordinator)
+        if assign.donors:
+            self.exchange.ask_early(assign)
 
     def read(self, frozen: Frozen) -> None:
         """Average the snapshots of the donors of the frozen round, in a task."""
@@ -83,7 +87,7 @@ class Replacer:
         """Average the donors' snapshots, in rank order, and tell the state machine how it ended."""
         try:
             receiver = await exchange.run(frozen)
-            if not receiver.mean.is_agreed:
+            if not receiver.is_agreed:
                 entry = self._own.unsound_entry(receiver.accumulator)
                 self._fail(exchange, f"the donors differ in infinite values, as of {entry!r}")
             elif self._member.on_averaged(exchange.round):
@@ -106,7 +110,11 @@ class Replacer:
         assert exchange is not None, f"round {round} is given up without an exchange"
         exchange.discard()
         self._given_up = StepInfo(
-            round=round, abandoned=reason, nbytes=exchange.nbytes, coordinator=exchange.coordinator
+            round=round,
+            abandoned=reason,
+            nbytes=exchange.nbytes,
+            coordinator=exchange.coordinator,
+            route=exchange.route,
         )
 
     def take_given_up(self) -> StepInfo:
@@ -129,6 +137,7 @@ class Replacer:
             began_at=exchange.assigned_at,
             nbytes=exchange.nbytes,
             coordinator=exchange.coordinator,
+            route=exchange.route if frozen.donors else "",
         )
         info = self._applier.apply(new, iteration, self._services.time)
         if exchange.average is not None:

@@ -1,0 +1,136 @@
+"""Holds the roles of one member, and carries out what the state machine answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, assert_never
+
+from asyncdist.messaging.services import Services
+from asyncdist.tensors.flat_state import FlatState, SnapshotPool
+from protocols.applier import Applier
+from protocols.options import Timing
+from protocols.own_state import OwnState
+from protocols.parts import PartPool
+from protocols.selective.joining.state_transfer import StateTransfer
+from protocols.selective.leadership import Leadership
+from protocols.selective.member import (
+    AddUp,
+    Apply,
+    Ask,
+    Discard,
+    Give,
+    Instructions,
+    Read,
+    Reduce,
+    RefuseUpTo,
+    RoundMember,
+    StopReducing,
+    TakeSnapshot,
+    Tell,
+    Withdraw,
+)
+from protocols.selective.member_channels import MemberChannels
+from protocols.selective.roles.donor import Donor
+from protocols.selective.roles.exchange import ExchangeBuffers
+from protocols.selective.roles.reducer import Reducer
+from protocols.selective.roles.replacer import Replacer
+from protocols.step_info import PolicyEvent
+
+
+class MemberRoles:
+    """Gives, takes and reduces as :class:`RoundMember` says.
+
+    Args:
+        services: of this rank.
+        member: decides.
+        channels: carry the messages and the streams.
+        leadership: returns who coordinates; called when there is something to tell.
+        flat, own: the model's state, and what of it is given and kept.
+        snapshots, buffers, parts: the memory of donors, replacers and reducers.
+        applier: changes the weights.
+        states, whole_state, on_event, timing: as for :class:`Donor`.
+
+    Attributes:
+        donor, replacer, reducer: the roles.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        member: RoundMember,
+        channels: MemberChannels,
+        leadership: Callable[[], Leadership],
+        *,
+        flat: FlatState,
+        own: OwnState,
+        snapshots: SnapshotPool,
+        buffers: ExchangeBuffers,
+        parts: PartPool,
+        applier: Applier,
+        states: StateTransfer,
+        whole_state: Callable[[], Mapping[str, Any]],
+        on_event: Callable[[PolicyEvent], None] | None,
+        timing: Timing,
+    ) -> None:
+        self._channels = channels
+        self._leadership = leadership
+        server = channels.server
+        self.donor = Donor(
+            services,
+            member,
+            self.carry_out,
+            flat=flat,
+            own=own,
+            snapshots=snapshots,
+            server=server,
+            states=states,
+            whole_state=whole_state,
+            on_event=on_event,
+            timing=timing,
+        )
+        self.reducer = Reducer(services, server, parts, self.donor.snapshot_of)
+        self.replacer = Replacer(
+            services,
+            member,
+            self.carry_out,
+            channel=server.channel,
+            buffers=buffers,
+            reducer=self.reducer,
+            flat=flat,
+            own=own,
+            applier=applier,
+            timing=timing,
+        )
+
+    def carry_out(self, instructions: Instructions) -> None:
+        """Do what the state machine says, in that order."""
+        for instruction in instructions:
+            match instruction:
+                case Tell(message, round):
+                    coordinator = self._leadership().coordinator
+                    if coordinator is not None:
+                        self._channels.tell(message, coordinator, round)
+                case RefuseUpTo(round):
+                    self._channels.server.end_rounds(round)
+                case Give(round, _):
+                    self.donor.give(round)
+                case Withdraw():
+                    self.donor.withdraw()
+                case Ask(round, assign):
+                    coordinator = self._leadership().coordinator
+                    assert coordinator is not None, f"round {round} has no coordinator"
+                    self.replacer.ask(round, coordinator, assign)
+                case Reduce(round, assign):
+                    self.reducer.begin(round, assign)
+                case AddUp(_, frozen):
+                    self.reducer.add_up(frozen)
+                case StopReducing():
+                    self.reducer.stop()
+                case Read(_, frozen):
+                    self.replacer.read(frozen)
+                case Discard(round, reason):
+                    self.replacer.discard(round, reason)
+                case TakeSnapshot() | Apply():
+                    raise AssertionError(f"{instruction} outside step")
+                case unknown:
+                    assert_never(unknown)

@@ -1,0 +1,193 @@
+"""Carries out a reducer's part in a sharded round: adds up one part of the donors' snapshots, for all replacers.
+
+It asks each donor for that part as soon as it is assigned, and each sends it in the step that takes its snapshot. When
+the round is frozen the parts are added in rank order, so the mean has the bits that each replacer would have made by
+itself. The mean is offered until the round ends, also when this rank has taken its own average.
+
+All donors send at once, so that each of their links is in use all the time, while sums run in rank order: what comes
+early waits in memory of its own. That is one part of each donor, together less than one state, for any number of ranks.
+(With a window, as a replacer has on the direct route, all reducers would ask the same few donors at a time.)
+
+A part that cannot be made is refused, and each replacer asks the donors for it. So is one whose donors differ in
+infinite values: the replacers find that by themselves, and say so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from asyncdist import AsyncdistError, RankLostError, RemoteProtocolError
+from asyncdist.messaging.services import Services
+from asyncdist.messaging.streams import InboundStream
+from asyncdist.tensors.flat_state import FlatBuffers
+from asyncdist.tensors.means import WeightedMean
+from protocols.parameter_stream import Offer, SnapshotServer, ask_for_part, cancel_stream
+from protocols.parts import Part, PartBuffers, PartPool, new_part
+from protocols.selective.messages import Assign, Frozen
+
+logger = logging.getLogger("protocols.selective.roles.reducer")
+
+
+@dataclass(slots=True, eq=False)
+class _Sum:
+    """Holds what a reducer has of one round.
+
+    Attributes:
+        asked: the streams that are not taken yet, by donor.
+        given: by donor, where its part lands.
+        mean: once it is whole.
+        is_settled: whether the mean is whole, or never will be.
+    """
+
+    round: int
+    assign: Assign
+    part: Part
+    buffers: PartBuffers
+    asked: dict[int, InboundStream] = field(default_factory=dict)
+    given: dict[int, FlatBuffers] = field(default_factory=dict)
+    task: asyncio.Task[None] | None = None
+    offer: Offer | None = None
+    mean: FlatBuffers | None = None
+    is_settled: bool = False
+
+
+class Reducer:
+    """Makes the mean of one part in each round that names this rank a reducer.
+
+    Args:
+        services: of this rank.
+        server: gives the means, and has the channel of the policy's parameter streams.
+        pool: lends the memory.
+        own_snapshot: returns this rank's snapshot in the round of that number; None where there is none.
+
+    Attributes:
+        reduction_count: means that have been offered.
+        received_nbytes: of parts that have come.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        server: SnapshotServer,
+        pool: PartPool,
+        own_snapshot: Callable[[int], FlatBuffers | None],
+    ) -> None:
+        self._services = services
+        self._server = server
+        self._pool = pool
+        self._own_snapshot = own_snapshot
+        self._sum: _Sum | None = None
+        self.reduction_count = self.received_nbytes = 0
+
+    def begin(self, round: int, assign: Assign) -> None:
+        """Ask the donors for their part. One that is lost or busy matters when the round is frozen."""
+        assert self._sum is None, f"round {round} begins while this rank reduces in another one"
+        others = [donor for donor in assign.donors if donor != self._services.rank]
+        part = Part(assign.part, len(assign.reducers))
+        self._sum = state = _Sum(round, assign, part, self._pool.acquire(part, len(others)))
+        for donor, into in zip(others, state.buffers.given, strict=True):
+            try:
+                self._ask(state, donor, into, exact=donor == assign.best)
+            except AsyncdistError as error:
+                logger.info("round %d: rank %d not asked early, %s", round, donor, error)
+
+    def add_up(self, frozen: Frozen) -> None:
+        """Make the mean of what the donors of the frozen round give, in a task, and offer it."""
+        state = self._sum
+        assert state is not None, "a round is frozen without a reduction"
+        state.task = self._services.spawn_service(
+            self._add_up(state, frozen), name=f"part {state.part.number} of round {state.round}"
+        )
+
+    def stop(self) -> None:
+        """Offer the mean no more, or give up making it."""
+        state, self._sum = self._sum, None
+        assert state is not None, "nothing is reduced"
+        if state.task is not None and not state.is_settled:
+            state.task.cancel()
+        while state.asked:
+            self._finish(state, next(iter(state.asked)))
+        self._settle(state)
+        if state.offer is not None:
+            self._server.withdraw(state.offer)  # which releases the memory when nothing leaves from it any more
+        else:
+            self._release()
+
+    def is_settled(self, round: int) -> bool:
+        """Return whether this rank's part of that round is whole, or never will be."""
+        return self._sum is None or self._sum.round != round or self._sum.is_settled
+
+    def mean(self, round: int) -> FlatBuffers | None:
+        """Return this rank's part of the mean; None where it cannot be made."""
+        return self._sum.mean if self._sum is not None and self._sum.round == round else None
+
+    async def _add_up(self, state: _Sum, frozen: Frozen) -> None:
+        try:
+            if await self._make(state, frozen):
+                state.mean = state.buffers.mean
+                self.reduction_count += 1
+                state.offer = self._server.offer(state.round, state.mean, lambda _: self._release(), mean_of=state.part)
+        except AsyncdistError as error:
+            logger.info("round %d: part %d is not added up, %s", state.round, state.part.number, error)
+        finally:
+            self._settle(state)
+
+    async def _make(self, state: _Sum, frozen: Frozen) -> bool:
+        """Add in rank order; returns whether all donors agree in their infinite values."""
+        mean, into = WeightedMean(), state.buffers.mean
+        for place, donor in enumerate(frozen.donors):
+            given = await self._given(state, donor, exact=donor == frozen.best)
+            mean.begin(frozen.weights[place], is_last=place == len(frozen.donors) - 1)
+            for dtype, tensor in into.averaged().items():
+                mean.add(tensor, given.tensors[dtype])
+            if donor == frozen.best:
+                for dtype, tensor in into.exact().items():
+                    tensor.copy_(given.tensors[dtype])
+        return mean.is_agreed
+
+    async def _given(self, state: _Sum, donor: int, *, exact: bool) -> FlatBuffers:
+        """Wait for the part of one donor."""
+        if donor == self._services.rank:
+            snapshot = self._own_snapshot(state.round)
+            if snapshot is None:
+                raise RemoteProtocolError(f"round {state.round} is frozen with rank {donor}, which gives nothing")
+            return state.part.of(snapshot)
+        if exact and donor != state.assign.best:  # the best one was left out; its exact tensors may still be coming
+            self._finish(state, donor)
+            tensors = state.buffers.mean.tensors
+            self._ask(state, donor, new_part({dtype: len(tensors[dtype]) for dtype in tensors}), exact=True)
+        if donor not in state.given:
+            raise RankLostError(f"rank {donor} could not be asked for its part", rank=donor)
+        stream = state.asked.get(donor)
+        if stream is not None:
+            await stream.whole()
+            self._finish(state, donor)
+        return state.given[donor]
+
+    def _ask(self, state: _Sum, donor: int, into: FlatBuffers, *, exact: bool) -> None:
+        """Ask one donor for its part. Raises RankLostError or BusyError as :func:`ask_for_part`."""
+        channel = self._server.channel
+        stream = ask_for_part(self._services, channel, donor, into, state.part, round=state.round, exact=exact)
+        if stream is not None:
+            state.asked[donor] = stream
+        state.given[donor] = into
+
+    def _finish(self, state: _Sum, donor: int) -> None:
+        stream = state.asked.pop(donor, None)
+        if stream is not None:
+            self.received_nbytes += stream.received_nbytes
+            channel = self._server.channel
+            stream.finish(lambda stream: cancel_stream(self._services, channel, stream, state.round))
+
+    def _settle(self, state: _Sum) -> None:
+        """Let those who wait for the mean know: this rank's own exchange, and replacers that have asked in vain."""
+        state.is_settled = True
+        if state.offer is None:
+            self._server.end_means(state.round)
+        self._services.engine.recheck()
+
+    def _release(self) -> None:
+        self._pool.release(is_clean=not self._services.slots.discarding_count)
