@@ -106,13 +106,13 @@ class Round:
         """Return what tells the ranks that are named their roles."""
         decision, best = self.decision, self.decision.best
         restarted = tuple((rank, n) for rank in self.named if (n := members[rank].incarnation))
+        donors, part_of = frozenset(decision.donors), {rank: part for part, rank in enumerate(self.reducers)}
         sends = []
         for rank in self.named:
-            role = DONOR if rank in decision.donors else REPLACER
+            role = DONOR if rank in donors else REPLACER
             judged_at = self.judged[rank].iteration
             named = role, decision.donors, decision.replacers, judged_at, best, self.admits, restarted
-            part = self.reducers.index(rank) if rank in self.reducers else -1
-            sends.append(Send(rank, self.number, Assign(*named, self.reducers, part)))
+            sends.append(Send(rank, self.number, Assign(*named, self.reducers, part_of.get(rank, -1))))
         return sends
 
     def freezings(self, metric_mode: str, timeouts: Mapping[int, float]) -> list[Send]:
@@ -142,8 +142,8 @@ class Round:
         """Ranks with a role in it, ascending."""
         return sorted(self.decision.donors + self.decision.replacers)
 
-    def timeout_s(self, replacer: int, round_timeout_s: float, stream_safe_points: int) -> float:
-        """Return how long one replacer may take from the moment it reads `Frozen`.
+    def timeouts_s(self, round_timeout_s: float, stream_safe_points: int) -> dict[int, float]:
+        """Return how long each replacer may take from the moment it reads `Frozen`.
 
         Added to `round_timeout_s` are the safe points that messages may have to wait for, as if the replacer asked one
         donor after the other (as with a large state) and only now (as when a donor was left out). For each donor: one
@@ -152,15 +152,19 @@ class Round:
         On the sharded route all that is for parts that are asked of the donors after all; before that each reducer
         takes a step to read `Frozen`, one to add up, and those of its own stream.
         """
-        own_s = step_s(self.judged[replacer])
         count = stream_safe_points
-        streams_s = sum((1 + count) * step_s(self.judged[donor]) + count * own_s for donor in self.ready)
+        donors_s = sum(step_s(self.judged[donor]) for donor in self.ready)
+        others_s = (1 + count) * donors_s
+        own_count = 1 + count * len(self.ready)
         if self.admits:
-            more = min(max(0, self.state_safe_points), STATE_STREAM_COUNT_MAX * count)
-            streams_s += sum((3 + more) * step_s(self.judged[donor]) for donor in self.ready)
+            others_s += (3 + min(max(0, self.state_safe_points), STATE_STREAM_COUNT_MAX * count)) * donors_s
         if self.reducers:
-            streams_s += (2 + count) * max(step_s(self.judged[rank]) for rank in self.reducers) + count * own_s
-        return round_timeout_s + streams_s + own_s
+            others_s += (2 + count) * max(step_s(self.judged[rank]) for rank in self.reducers)
+            own_count += count
+        return {
+            rank: round_timeout_s + others_s + own_count * step_s(self.judged[rank])
+            for rank in sorted(self.waiting_replacers)
+        }
 
 
 def step_s(report: ReportRecord) -> float:

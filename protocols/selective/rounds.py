@@ -403,8 +403,7 @@ class RoundCoordinator:
         for rank in sorted(set(state.decision.donors) - state.ready.keys()):
             self._release(sends, state, rank, "left out")
         state.frozen = True
-        streams = self._rules.round_timeout_s, self._stream_safe_points
-        timeouts = {rank: state.timeout_s(rank, *streams) for rank in sorted(state.waiting_replacers)}
+        timeouts = state.timeouts_s(self._rules.round_timeout_s, self._stream_safe_points)
         sends += state.freezings(self._rules.metric_mode, timeouts)
         margin_s = max(2 * step_s(state.judged[rank]) for rank in timeouts) + self._rules.round_timeout_s / 4
         state.deadline = min(now + max(timeouts.values()) + margin_s, state.limit_at)
