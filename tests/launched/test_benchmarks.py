@@ -171,9 +171,12 @@ def test_straggler(bench: Bench) -> None:
     assert results["slow_reports"] >= 1
 
 
-def test_scale(bench: Bench) -> None:
-    results = bench("scale")
+def test_scale(bench: Bench, tmp_path: Path) -> None:
+    chart = tmp_path / "scale.png"
+    results = bench("scale", "--chart", str(chart))
+    assert chart.read_bytes().startswith(b"\x89PNG")
     assert list(results) == ["8", "12"]
+    assert results["12"]["sharded"]["seconds"] < 0.7 * results["12"]["direct"]["seconds"]
     for by_route in results.values():
         donors, replacers = by_route["direct"]["donors"], by_route["direct"]["replacers"]
         assert by_route["direct"]["streams"] == pytest.approx(donors * replacers)
@@ -252,7 +255,7 @@ def test_goodput(bench: Bench, tmp_path: Path) -> None:
 def test_a_chart_is_drawn_of_what_has_one_only(runner: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         runner.main(["step", "--chart", "chart.png"])
-    assert "--chart: step has none; allowed: goodput" in capsys.readouterr().err
+    assert "--chart: step has none; allowed: goodput, scale" in capsys.readouterr().err
 
 
 def test_every_benchmark_is_run_by_a_test(runner: ModuleType) -> None:

@@ -45,7 +45,7 @@ NAMES: Final = (
     "goodput",
 )
 #: Those that can draw what they have found.
-CHARTS: Final = ("goodput",)
+CHARTS: Final = ("goodput", "scale")
 _HERE: Final = Path(__file__).resolve().parent
 #: Generous: a benchmark takes a minute or less.
 _TIMEOUT_S: Final = 900.0

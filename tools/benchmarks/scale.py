@@ -6,6 +6,10 @@ The busiest rank is the one that sends, or takes in, the most bytes in streams. 
 
 On the direct route a round moves D x R models, and a replacer takes in D of them. On the sharded one it is to move no
 more than D + R models and 2 % for messages, and no rank more than 2.1.
+
+The time of a round is told too, from the assignment to the last replacer's new weights. Each rank is on a host of its
+own, whose interface carries a model in the time that 10 Gbit/s take for 64 MiB (MODEL_S), in each direction; ranks
+train meanwhile, in steps of 10 ms.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -21,6 +26,7 @@ import torch
 from harness import Results, Row, model_of, optimizer_of, state_nbytes
 
 import asyncdist as ad
+from asyncdist.simulation import Compute, Link, LogNormal, Network
 from protocols import AsyncSelectiveAveragingPolicy
 
 #: It needs no launcher.
@@ -29,6 +35,16 @@ ROUTES: Final = ("direct", "sharded")
 RATIO: Final = 0.25
 TARGET_TOTAL: Final = 1.02
 TARGET_RANK: Final = 2.1
+#: How long one model takes through a host's interface, and a step of training.
+MODEL_S: Final = 64 * 2**20 * 8 / 10e9
+STEP_S: Final = 0.01
+#: Beyond this many ranks the messages of the coordinator wait behind models for so long that others take over.
+DIRECT_SIZE_MAX: Final = 16
+#: The time is promised up to this many ranks.
+TIMED_SIZE_MAX: Final = 64
+#: The time of a round on the sharded route: against that of 8 ranks, and against one model, with four steps beside it.
+TARGET_GROWTH: Final = 1.3
+TARGET_MODELS: Final = 2.5
 _AVERAGE_EVERY: Final = 2
 
 
@@ -39,14 +55,20 @@ class Settings:
     sizes: tuple[int, ...]
     parameter_count: int
     steps: int
+    timed_steps: int
 
 
-FULL: Final = Settings(sizes=(8, 16, 32, 64, 128), parameter_count=1 << 18, steps=40)
-QUICK: Final = Settings(sizes=(8, 12), parameter_count=1 << 16, steps=40)
+FULL: Final = Settings(sizes=(8, 16, 32, 64, 128), parameter_count=1 << 18, steps=40, timed_steps=800)
+QUICK: Final = Settings(sizes=(8, 12), parameter_count=1 << 16, steps=40, timed_steps=100)
 
 
-async def _train(world: ad.World, route: str, ratio: float, settings: Settings) -> tuple[int, int, int, int]:
-    """Take part in one round: the threshold is crossed always, and the cooldown after the first round never ends."""
+async def _train(
+    world: ad.World, route: str, ratio: float, settings: Settings, steps: int
+) -> tuple[int, int, float, int]:
+    """Take part in one round; return bytes sent and received in streams, seconds of its average or -1, and model size.
+
+    The threshold is crossed always, and the cooldown after the first round never ends.
+    """
     model = model_of(settings.parameter_count)
     policy = AsyncSelectiveAveragingPolicy(
         model,
@@ -57,24 +79,31 @@ async def _train(world: ad.World, route: str, ratio: float, settings: Settings) 
         cooldown=10**9,
         quorum=1.0,
         grace_s=60.0,
+        round_timeout_s=600.0,
         route=route,  # type: ignore[arg-type]
     )
     async with policy:
-        for _ in range(settings.steps):
-            await policy.step(float(world.rank))
+        infos = [await policy.step(float(world.rank)) for _ in range(steps)]
     statistics = world.statistics()
-    applied = policy.statistics().replacement_count
-    return statistics.stream_sent_nbytes, statistics.stream_received_nbytes, applied, state_nbytes(model)
-
-
-def _measure(size: int, route: str, settings: Settings) -> dict[str, float]:
-    """One round's bytes, in models."""
-    idle, report = (
-        ad.simulate(_train, route, ratio, settings, ranks=size, seed=size, strict=True) for ratio in (0.0, RATIO)
+    seconds = [info.seconds for info in infos if info]
+    assert len(seconds) == policy.statistics().replacement_count <= 1
+    return (
+        statistics.stream_sent_nbytes,
+        statistics.stream_received_nbytes,
+        seconds[0] if seconds else -1.0,
+        state_nbytes(model),
     )
-    sent, received, applied, nbytes = zip(*report.results, strict=True)
+
+
+def _measure(size: int, route: str, settings: Settings) -> dict[str, float | None]:
+    """One round's bytes, in models, and its seconds, where it is timed."""
+    idle, report = (
+        ad.simulate(_train, route, ratio, settings, settings.steps, ranks=size, seed=size, strict=True)
+        for ratio in (0.0, RATIO)
+    )
+    sent, received, seconds, nbytes = zip(*report.results, strict=True)
     replacer_count = round(RATIO * size)
-    assert sum(applied) == replacer_count, f"{sum(applied)} of {replacer_count} replacers have applied an average"
+    _check_applied(seconds, replacer_count)
     model_nbytes = nbytes[0]
     return {
         "donors": size - replacer_count,
@@ -84,7 +113,36 @@ def _measure(size: int, route: str, settings: Settings) -> dict[str, float]:
         "messages": report.message_count - idle.message_count,
         "out": max(sent) / model_nbytes,
         "in": max(received) / model_nbytes,
+        "seconds": _round_s(size, route, settings, model_nbytes)
+        if route != "direct" or size <= DIRECT_SIZE_MAX
+        else None,
     }
+
+
+def _round_s(size: int, route: str, settings: Settings, model_nbytes: int) -> float:
+    """Seconds of one round, between hosts of one rank each."""
+    rate = model_nbytes / MODEL_S
+    link = Link(latency_s=LogNormal(50e-6, 1.0), bandwidth_nbytes_per_s=rate)
+    report = ad.simulate(
+        _train,
+        route,
+        RATIO,
+        settings,
+        settings.timed_steps,
+        ranks=size,
+        seed=size,
+        network=Network(ranks_per_host=1, host_bandwidth_nbytes_per_s=rate, cross_link=link),
+        compute=Compute(step_s=STEP_S),
+        strict=True,
+    )
+    seconds = [each for _, _, each, _ in report.results]
+    _check_applied(seconds, round(RATIO * size))
+    return float(max(seconds))
+
+
+def _check_applied(seconds: Sequence[float], replacer_count: int) -> None:
+    applied_count = sum(each >= 0 for each in seconds)
+    assert applied_count == replacer_count, f"{applied_count} of {replacer_count} replacers have applied an average"
 
 
 def rows(results: Results) -> list[Row]:
@@ -112,7 +170,47 @@ def rows(results: Results) -> list[Row]:
                     busiest <= TARGET_RANK if is_promised else None,
                 ),
             ]
+            if figures["seconds"] is not None:
+                is_limited = is_promised and int(size) <= TIMED_SIZE_MAX
+                target = _time_target(figures["seconds"], results["8"]) if is_limited else ("", None)
+                seconds = f"{figures['seconds']:.3f} s"
+                against = f"{figures['seconds'] / MODEL_S:.1f} models"
+                found.append(Row(f"{size} ranks, {route}: seconds of a round", seconds, against, *target))
     return found
+
+
+def _time_target(seconds: float, of_8: Mapping[str, Mapping[str, float]]) -> tuple[str, bool]:
+    limit_s = min(TARGET_MODELS * MODEL_S + 4 * STEP_S, TARGET_GROWTH * of_8["sharded"]["seconds"])
+    return f"<= {limit_s:.3f} s", seconds <= limit_s
+
+
+def draw(results: Results, path: Path) -> None:
+    """Write the chart, in the format that the path's ending names."""
+    import matplotlib  # an extra, and only for this
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    looks = {"direct": ("#D55E00", "s--"), "sharded": ("#0072B2", "o-")}
+    panels = {"in": "models that the busiest rank takes in", "seconds": "seconds of a round"}
+    figure, all_axes = plt.subplots(1, 2, figsize=(11.0, 4.0), dpi=150)
+    for axes, (name, title) in zip(all_axes, panels.items(), strict=True):
+        for route, (colour, style) in looks.items():
+            points = [(int(size), by_route[route][name]) for size, by_route in results.items()]
+            points = [point for point in points if point[1] is not None]
+            axes.plot(*zip(*points, strict=True), style, color=colour, label=route)
+        axes.set(xscale="log", yscale="log", xlabel="ranks")
+        axes.set_xticks([int(size) for size in results], labels=list(results), minor=False)
+        axes.minorticks_off()
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.set_title(title, loc="left", fontsize=11)
+        axes.grid(True, color="#dddddd", linewidth=0.5)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    all_axes[0].legend(frameon=False, title="route")
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
 
 
 def main() -> None:
