@@ -199,7 +199,11 @@ def draw(results: Results, path: Path) -> None:
             points = [(int(size), by_route[route][name]) for size, by_route in results.items()]
             points = [point for point in points if point[1] is not None]
             axes.plot(*zip(*points, strict=True), style, color=colour, label=route)
-        axes.set(xscale="log", yscale="log", xlabel="ranks")
+        axes.set(xscale="log", xlabel="ranks")
+        if name == "in":
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
         axes.set_xticks([int(size) for size in results], labels=list(results), minor=False)
         axes.minorticks_off()
         axes.yaxis.set_major_formatter("{x:g}")
