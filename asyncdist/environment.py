@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal
 
-from asyncdist import local_host
+from asyncdist import local_host, slurm
+from asyncdist.launch_variables import TORCH_NAMES, Variables, number
 
 Flavour = Literal["openmpi", "mpich"]
 FLAVOURS: Final[tuple[Flavour, ...]] = ("openmpi", "mpich")
@@ -27,14 +27,10 @@ TRANSPORT_VARIABLE: Final = "ASYNCDIST_TRANSPORT"
 _TRANSPORTS: Final = ("auto", "local", "mpi", "torch")
 #: The backend of torch.distributed where none is named: it comes with every torch, and needs no GPU.
 TORCH_BACKEND: Final = "gloo"
-#: The variables that torch.distributed needs, and torchrun sets.
-TORCH_VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: The source of a :class:`Launch` where no variable tells of a launcher.
 NO_LAUNCHER: Final = "no launcher"
 #: The source of a :class:`Launch` where the program itself has joined the ranks.
 GROUP_SOURCE: Final = "torch.distributed.init_process_group"
-#: The variables that tell of ranks that Slurm's srun has started, by itself or, with PMIx, beside it.
-SLURM_SOURCES: Final = ("SLURM_STEP_NUM_TASKS", "PMIX_RANK")
 #: The variables for size and rank, and for both on this host, by launcher.
 _MPI_FAMILIES: Final = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -52,8 +48,6 @@ STALL_VARIABLE: Final = "ASYNCDIST_STALL_S"
 INCARNATION_VARIABLE: Final = "ASYNCDIST_INCARNATION"
 #: Tells the children of a rank of MPI which process is the rank, and what its launcher calls it.
 _RANK_VARIABLE: Final = "ASYNCDIST_RANK"
-# Slurm numbers its batch and interactive shells as steps of their own, from here upwards.
-_FIRST_SHELL_STEP: Final = 0xFFFFFFF0
 
 
 # --------------------------------------------------------------------------------------------------------- detection
@@ -145,36 +139,41 @@ def detect(
         wanted, backend = split_transport(environ.get(TRANSPORT_VARIABLE) or "auto", what=TRANSPORT_VARIABLE)
     else:
         wanted, backend = split_transport(wanted)
-    variables = _Variables(environ)
+    variables = Variables(environ)
     if wanted == "local":
         return Launch("local", 1, 0, NO_LAUNCHER)
     if wanted == "mpi":
         launch = _detect_mpi(variables) or _detect_slurm(variables) or Launch("mpi", None, 0, NO_LAUNCHER)
     elif wanted == "torch":
         launch = _detect_torch(variables, "WORLD_SIZE") or Launch("torch", None, 0, NO_LAUNCHER)
+        step = None if all(map(variables.has, TORCH_NAMES)) else slurm.find_step(Variables(environ))
+        if step is not None:
+            launch = Launch("torch", *step, slurm.SIZE_VARIABLE)
     else:
         launch = _detect_any(variables, group)
     variables.check()
     return dataclasses.replace(launch, backend=backend)
 
 
-def _detect_any(variables: _Variables, group: tuple[int, int] | None) -> Launch:
+def _detect_any(variables: Variables, group: tuple[int, int] | None) -> Launch:
     if variables.has("TORCHELASTIC_RUN_ID"):
-        variables.require(TORCH_VARIABLES, because="TORCHELASTIC_RUN_ID")
+        variables.require(TORCH_NAMES, because="TORCHELASTIC_RUN_ID")
         found = _detect_torch(variables, "TORCHELASTIC_RUN_ID")
     else:
         found = _detect_mpi(variables)
-        if found is None and all(map(variables.has, TORCH_VARIABLES)):
+        if found is None and all(map(variables.has, TORCH_NAMES)):
             found = _detect_torch(variables, "WORLD_SIZE")
         found = found or _detect_slurm(variables)
+        if found is not None and found.source == slurm.SIZE_VARIABLE and not slurm.has_plugin(variables.values):
+            found = dataclasses.replace(found, transport="torch")  # nothing tells MPI of the ranks
         if found is None and group is not None and group[1] > 1:
             return Launch("torch", group[1], group[0], GROUP_SOURCE)
         if found is None and (variables.has("RANK") or variables.has("WORLD_SIZE")):
-            variables.require(TORCH_VARIABLES, because="RANK" if variables.has("RANK") else "WORLD_SIZE")
+            variables.require(TORCH_NAMES, because="RANK" if variables.has("RANK") else "WORLD_SIZE")
     return found or Launch("local", 1, 0, NO_LAUNCHER)
 
 
-def _detect_mpi(variables: _Variables) -> Launch | None:
+def _detect_mpi(variables: Variables) -> Launch | None:
     """Detect Open MPI's mpirun, or one that speaks PMI: MPICH's, Intel's, srun's."""
     found = [launch for family in _MPI_FAMILIES if (launch := _detect_family(variables, *family)) is not None]
     for other in found[1:]:
@@ -187,7 +186,7 @@ def _detect_mpi(variables: _Variables) -> Launch | None:
     return found[0] if found else None
 
 
-def _detect_torch(variables: _Variables, source: str) -> Launch | None:
+def _detect_torch(variables: Variables, source: str) -> Launch | None:
     launch = _detect_family(variables, "WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
     port = variables.number("MASTER_PORT")
     if port is not None and not 0 < port < 65536:
@@ -226,7 +225,7 @@ def check_alone(environ: Mapping[str, str] = os.environ) -> None:
     Raises:
         TransportError: there are others, and each of them would be alone; the text says how many.
     """
-    variables = _Variables(environ)
+    variables = Variables(environ)
     found = _detect_any(variables, None)
     size = found.expected_size or 1
     if variables.problems or found.transport != "torch" or size == 1:
@@ -244,19 +243,22 @@ def check_alone(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous:
-    """Read the variables that torchrun, or a launcher or user in its place, sets.
+    """Read the variables that torchrun, or a launcher or user in its place, sets, or else what srun says.
 
     Raises:
         ValueError: Variables are missing, are no numbers or contradict each other; names all of them. Or MASTER_ADDR
             leads to no host.
     """
-    missing = [name for name in TORCH_VARIABLES if not environ.get(name)]
+    missing = [name for name in TORCH_NAMES if not environ.get(name)]
+    if missing and slurm.find_step(variables := Variables(environ)) is not None:
+        variables.check()
+        environ, missing = {**environ, **slurm.torch_variables(environ)}, []
     if missing:
         raise ValueError(
-            f"the torch transport needs {', '.join(TORCH_VARIABLES)}, which torchrun sets; unset: {', '.join(missing)}"
+            f"the torch transport needs {', '.join(TORCH_NAMES)}, which torchrun sets; unset: {', '.join(missing)}"
             ". It also works beside a process group made by torch.distributed.init_process_group"
         )
-    variables = _Variables(environ)
+    variables = Variables(environ)
     launch, port = _detect_torch(variables, "WORLD_SIZE"), variables.number("MASTER_PORT")
     variables.check()
     assert launch is not None and launch.expected_size is not None and port is not None
@@ -277,27 +279,23 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
 
 def names_torch_rendezvous(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether any of the variables that say where torch's ranks meet is set."""
-    return any(environ.get(name) for name in TORCH_VARIABLES)
+    return any(environ.get(name) for name in TORCH_NAMES)
 
 
-def _detect_slurm(variables: _Variables) -> Launch | None:
-    """Detect a step of several tasks started by srun; a shell of sbatch or salloc, or one task, is one plain process.
+def _detect_slurm(variables: Variables) -> Launch | None:
+    """Detect a step of several tasks started by srun, on MPI: another caller may know better.
 
     With PMIx, srun names the rank in PMIX_RANK, and so does every other launcher that speaks it; the size is Slurm's.
     """
-    slurm = None
-    step = variables.number("SLURM_STEP_ID")
-    if variables.has("SLURM_STEP_NUM_TASKS") and variables.has("SLURM_PROCID") and (step or 0) < _FIRST_SHELL_STEP:
-        slurm = _detect_family(variables, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
-        slurm = slurm if slurm is not None and slurm.expected_size != 1 else None
+    step = slurm.find_step(variables)
     rank = variables.number("PMIX_RANK")
     if rank is not None:
-        return Launch("mpi", slurm.expected_size if slurm and slurm.rank == rank else None, rank, "PMIX_RANK")
-    return slurm
+        return Launch("mpi", step[0] if step is not None and step[1] == rank else None, rank, "PMIX_RANK")
+    return None if step is None else Launch("mpi", *step, slurm.SIZE_VARIABLE)
 
 
 def _detect_family(
-    variables: _Variables, size_name: str, rank_name: str, local_size_name: str = "", local_rank_name: str = ""
+    variables: Variables, size_name: str, rank_name: str, local_size_name: str = "", local_rank_name: str = ""
 ) -> Launch | None:
     """Read one launcher's size and rank, checked against each other; return None when neither is set."""
     if not (variables.has(size_name) or variables.has(rank_name)):
@@ -309,77 +307,12 @@ def _detect_family(
     return Launch("mpi", size, rank or 0, size_name)
 
 
-class _Variables:
-    """Reads numbers from an environment, and collects what is wrong with them for one error that names all of it."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
-        self.problems: list[str] = []
-
-    def has(self, name: str) -> bool:
-        return bool(self._environ.get(name))
-
-    def number(self, name: str) -> int | None:
-        """Return a variable's number; None when it is not set, or no number."""
-        if not self.has(name):
-            return None
-        try:
-            return _number(self._environ, name)
-        except ValueError as error:
-            if str(error) not in self.problems:
-                self.problems.append(str(error))
-            return None
-
-    def require(self, names: Sequence[str], *, because: str) -> None:
-        missing = [name for name in names if not self.has(name)]
-        if missing:
-            verb = "are" if len(missing) > 1 else "is"
-            self.problems.append(
-                f"{because}={self._environ[because]!r} is set but {' and '.join(missing)} {verb} not: torchrun sets "
-                f"them all; {TRANSPORT_VARIABLE}=local (or mpi) lets this process ignore them"
-            )
-
-    def place(self, size_name: str, rank_name: str, *, alone: bool = False) -> tuple[int | None, int | None]:
-        """Read a size and a rank, checked against each other; with ``alone`` either may be set without the other."""
-        for present, missing in ((size_name, rank_name), (rank_name, size_name)):
-            if self.has(present) and not self.has(missing) and not alone and present not in TORCH_VARIABLES:
-                self.problems.append(f"{present}={self._environ[present]!r} is set but {missing} is not")
-        size, rank = self.number(size_name), self.number(rank_name)
-        if size is not None and size < 1:
-            self.problems.append(f"{size_name}={size} is not a number of ranks; at least 1 is needed")
-        elif size is not None and rank is not None and rank >= size:
-            self.problems.append(f"{rank_name}={rank} is outside 0..{size - 1}, which {size_name}={size} allows")
-        return size, rank
-
-    def check(self) -> None:
-        if self.problems:
-            raise ValueError("the launcher's variables do not fit together: " + "; ".join(self.problems))
-
-
 def local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
     """Return this process's number among the ranks of its host; None where the launcher does not say it."""
     for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
         if environ.get(name, "").isdecimal():
             return int(environ[name])
     return None
-
-
-def _number(environ: Mapping[str, str], name: str) -> int:
-    text = environ[name]
-    if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise ValueError(f"{name}={text!r} is not a whole number of 0 or more")
-    return int(text)
-
-
-def is_sruns(source: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether srun started the ranks that the variable ``source`` tells of.
-
-    With pmi2 srun sets the variables of MPICH's mpirun. That mpirun may itself use srun, to start one proxy per host.
-    """
-    if source != "PMI_SIZE" or any(name.startswith("HYDI_") for name in environ):
-        return source in SLURM_SOURCES
-    names = (("PMI_SIZE", "SLURM_STEP_NUM_TASKS"), ("PMI_RANK", "SLURM_PROCID"))
-    return all(environ.get(pmi) == environ.get(slurm) for pmi, slurm in names)
 
 
 def threads_per_rank(environ: Mapping[str, str] = os.environ, cores: int | None = None) -> int | None:
@@ -418,7 +351,7 @@ def seconds(text: str, name: str) -> float:
 def local_size(environ: Mapping[str, str] = os.environ) -> int | None:
     """Return the number of ranks on this host; None where the launcher does not say it."""
     name = next((name for name in _LOCAL_SIZE_VARIABLES if environ.get(name)), None)
-    return None if name is None else _number(environ, name)
+    return slurm.local_size(environ) if name is None else number(environ, name)
 
 
 # ------------------------------------------------------------------------------------------------------------- a rank

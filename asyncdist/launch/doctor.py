@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
-from asyncdist import compiled, environment, local_host, rank_program
+from asyncdist import compiled, environment, local_host, rank_program, slurm
 from asyncdist._version import __version__
 from asyncdist.environment import Launch
 from asyncdist.errors import TransportError
@@ -355,7 +355,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
         mpi=_start_mpi(started, installation, environ),
         survives=started.transport == "mpi" and mpi_launchers.survives_rank_loss(environ),
         restarts=started.transport == "torch" and _restarts_ranks(environ),
-        is_srun=environment.is_sruns(started.source, environ),
+        is_srun=slurm.is_sruns(started.source, environ),
         has_home=bool(environ.get("HOME")),
         host_cores=os.cpu_count() or 1,
         own_cores=local_host.available_cores(),

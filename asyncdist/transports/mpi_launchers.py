@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from asyncdist import environment, rank_program
+from asyncdist import environment, rank_program, slurm
 from asyncdist.environment import Flavour, Launch
 from asyncdist.errors import TransportError
 
@@ -18,6 +18,7 @@ def check_world_size(
     *,
     source: str = "",
     environ: Mapping[str, str] = environment.VARIABLES,
+    list_plugins: Callable[[], Sequence[str]] = slurm.list_plugins,
 ) -> None:
     """Refuse a world whose size is not what the launcher started: N worlds of one rank, mostly.
 
@@ -27,18 +28,22 @@ def check_world_size(
         library: What the library calls itself.
         source: Which variable told of the launcher.
         environ: the environment that has it.
+        list_plugins: asks Slurm for its plugins, where that matters.
 
     Raises:
         TransportError: They differ; says which mpirun goes with which library, and how to mend it.
     """
     if expected is None or expected == actual:
         return
-    if environment.is_sruns(source, environ):
+    if slurm.is_sruns(source, environ):
+        offered = ", ".join(list_plugins())
+        offer = f"srun --mpi=list offers {offered}" if offered else "srun --mpi=list says what is there"
         raise TransportError(
             f"srun started {expected} ranks, but the MPI library sees a world of {actual}: {_title(library)} does not "
             "understand what srun tells it of the others. Start with "
-            f"{srun_for(library_flavour(library))} -n {expected} python script.py (srun --mpi=list says what is "
-            f"there), or in the allocation with mpirun -n {expected} python script.py",
+            f"{srun_for(library_flavour(library))} -n {expected} python script.py ({offer}), with "
+            f"ASYNCDIST_TRANSPORT=torch, which needs no plugin, or in the allocation with mpirun -n {expected} python "
+            "script.py",
             expected=expected,
             actual=actual,
         )

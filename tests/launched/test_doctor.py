@@ -90,7 +90,9 @@ def test_an_mpi_that_aborts_in_its_start_is_told_with_its_own_words_and_the_cure
     (package / "__init__.py").write_text("class rc: pass")
     (package / "MPI.py").write_text(ABORTS)
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    ended = examine(PYTHONPATH=path, SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="0", SLURM_STEP_ID="0")
+    ended = examine(
+        PYTHONPATH=path, ASYNCDIST_TRANSPORT="mpi", SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="0", SLURM_STEP_ID="0"
+    )
     assert ended.returncode == 1
     assert (
         'MPI does not start under srun: The application appears to have been direct launched using "srun", but OMPI '
@@ -177,7 +179,7 @@ def test_a_sick_first_rank_of_another_host_speaks_for_itself() -> None:
 
 def test_a_sick_rank_that_is_not_counted_on_its_host_speaks_too() -> None:
     """As where somebody tries what was recorded elsewhere: it said nothing, and that by its exit code alone."""
-    ended = examine(SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="1", SLURM_STEP_ID="0")
+    ended = examine(ASYNCDIST_TRANSPORT="mpi", SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="1", SLURM_STEP_ID="0")
     assert ended.returncode == 1
     assert ended.stdout.startswith("rank 1 on ")
     assert "to mend:\n  1. " in ended.stdout

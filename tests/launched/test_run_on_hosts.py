@@ -41,6 +41,8 @@ MPI, MORE = pytest.mark.mpi, pytest.mark.more_hosts
 def test_a_policy_helpers_and_a_replay_buffer(transport: str, count: int, cases: tuple[str, ...]) -> None:
     if transport == "mpi":
         mpi.require_mpi()
+        if mpi.flavour() == "mpich":
+            pytest.skip("on MPICH messages between hosts get lost when a second policy starts (docs/clusters.md)")
     where = ["--hosts", LAYOUTS[count], "--ssh", f"{SSH} -x", "--transport", transport]
     words = ["asyncdist", "run", *where, hosts.script_path("on_hosts.py"), *cases]
     reports = hosts.run(count, words, timeout_s=280).check().reports

@@ -11,7 +11,7 @@ from typing import NoReturn
 import pytest
 from support.launchers import BY_HAND, HYDRA, OPENMPI, TORCHRUN
 
-from asyncdist import cli, environment as launch, local_host, rank_program
+from asyncdist import cli, environment as launch, local_host, rank_program, slurm
 from asyncdist.environment import Launch
 from asyncdist.errors import TransportError
 from asyncdist.launch import mpirun
@@ -71,7 +71,7 @@ RECORDED: dict[str, tuple[dict[str, str], Launch]] = {
         },
         Launch("torch", 2, 1, "TORCHELASTIC_RUN_ID"),
     ),
-    # The three of Slurm are put together from what users and Open MPI's sources show; there is no Slurm here.
+    # Recorded from Slurm 22.05.
     "srun -n 2 without MPI": (
         {
             "SLURM_GTIDS": "0,1",
@@ -81,11 +81,12 @@ RECORDED: dict[str, tuple[dict[str, str], Launch]] = {
             "SLURM_NPROCS": "2",
             "SLURM_PROCID": "1",
             "SLURM_STEP_ID": "1",
+            "SLURM_STEP_NODELIST": "host1",
             "SLURM_STEP_NUM_TASKS": "2",
             "SLURM_STEP_TASKS_PER_NODE": "2",
             "SLURM_TASKS_PER_NODE": "2",
         },
-        Launch("mpi", 2, 1, "SLURM_STEP_NUM_TASKS"),
+        Launch("torch", 2, 1, "SLURM_STEP_NUM_TASKS"),
     ),
     "srun --mpi=pmix -n 2": (
         {
@@ -106,6 +107,7 @@ RECORDED: dict[str, tuple[dict[str, str], Launch]] = {
             "PMI_RANK": "1",
             "PMI_SIZE": "2",
             "SLURM_LOCALID": "1",
+            "SLURM_MPI_TYPE": "pmi2",
             "SLURM_PROCID": "1",
             "SLURM_STEP_ID": "0",
             "SLURM_STEP_NUM_TASKS": "2",
@@ -128,7 +130,11 @@ SLURM = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURM_STEP_ID": "0"}
         (OPENMPI | HYDRA, Launch("mpi", 4, 2, "OMPI_COMM_WORLD_SIZE")),
         ({"PMIX_RANK": "3"}, Launch("mpi", None, 3, "PMIX_RANK")),
         ({"PMIX_RANK": "2"} | SLURM, Launch("mpi", 4, 2, "PMIX_RANK")),
-        (SLURM, Launch("mpi", 4, 2, "SLURM_STEP_NUM_TASKS")),
+        (SLURM, Launch("torch", 4, 2, "SLURM_STEP_NUM_TASKS")),
+        (SLURM | {"SLURM_MPI_TYPE": "none"}, Launch("torch", 4, 2, "SLURM_STEP_NUM_TASKS")),
+        (SLURM | {"SLURM_MPI_TYPE": "cray_shasta"}, Launch("mpi", 4, 2, "SLURM_STEP_NUM_TASKS")),
+        (SLURM | {"ASYNCDIST_TRANSPORT": "mpi"}, Launch("mpi", 4, 2, "SLURM_STEP_NUM_TASKS")),
+        (SLURM | {"ASYNCDIST_TRANSPORT": "torch", "PMIX_RANK": "2"}, Launch("torch", 4, 2, "SLURM_STEP_NUM_TASKS")),
         (TORCHRUN, Launch("torch", 4, 2, "TORCHELASTIC_RUN_ID")),
         (BY_HAND, Launch("torch", 4, 2, "WORLD_SIZE")),
         # Batch scripts set these for the processes that they start.
@@ -136,7 +142,7 @@ SLURM = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURM_STEP_ID": "0"}
         ({"LOCAL_RANK": "1"}, Launch("local", 1, 0, "no launcher")),
         # Who sets all four inside an srun step means torch; who sets some of them for all steps does not.
         (BY_HAND | SLURM, Launch("torch", 4, 2, "WORLD_SIZE")),
-        (SLURM | {"WORLD_SIZE": "4", "MASTER_ADDR": "h"}, Launch("mpi", 4, 2, "SLURM_STEP_NUM_TASKS")),
+        (SLURM | {"WORLD_SIZE": "4", "MASTER_ADDR": "h"}, Launch("torch", 4, 2, "SLURM_STEP_NUM_TASKS")),
         (BY_HAND | OPENMPI, Launch("mpi", 4, 2, "OMPI_COMM_WORLD_SIZE")),
         # mpirun's daemons inside Slurm leave one task per host behind.
         (
@@ -277,7 +283,10 @@ def test_singleton_worlds_are_explained() -> None:
 )
 def test_singleton_worlds_of_srun_name_the_plugin_that_joins_them(library: str, way: str) -> None:
     with pytest.raises(TransportError, match="srun started 4 ranks") as caught:
-        mpi_launchers.check_world_size(4, 1, library, source="SLURM_STEP_NUM_TASKS")
+        mpi_launchers.check_world_size(
+            4, 1, library, source="SLURM_STEP_NUM_TASKS", list_plugins=lambda: ["none", "pmi2", "pmix"]
+        )
+    assert "(srun --mpi=list offers none, pmi2, pmix), with ASYNCDIST_TRANSPORT=torch" in str(caught.value)
     assert library in str(caught.value) and way in str(caught.value)
     assert "different MPIs" not in str(caught.value)
     assert (caught.value.expected, caught.value.actual) == (4, 1)
@@ -287,10 +296,13 @@ def test_open_mpi_under_the_plugin_of_mpich_is_told_which_one_is_its_own() -> No
     """pmi2 sets the variables of MPICH's mpirun, so the error spoke of two mpiruns where there was none."""
     environ, started = RECORDED["srun --mpi=pmi2 -n 2"]
     with pytest.raises(TransportError, match=r"srun started 2 ranks.*srun --mpi=pmix -n 2 ") as caught:
-        mpi_launchers.check_world_size(2, 1, "Open MPI v5.0.11", source=started.source, environ=environ)
+        mpi_launchers.check_world_size(
+            2, 1, "Open MPI v5.0.11", source=started.source, environ=environ, list_plugins=list
+        )
+    assert "(srun --mpi=list says what is there)" in str(caught.value)
     assert "different MPIs" not in str(caught.value)
     for hydra in (HYDRA, environ | {"HYDI_CONTROL_FD": "7"}, environ | {"SLURM_STEP_NUM_TASKS": "1"}):
-        assert not launch.is_sruns("PMI_SIZE", hydra)
+        assert not slurm.is_sruns("PMI_SIZE", hydra)
 
 
 def test_mpich_under_open_mpis_mpirun_is_refused_before_it_can_abort() -> None:

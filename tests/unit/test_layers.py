@@ -28,7 +28,10 @@ FOLDERS: dict[str, set[str]] = {
     "face": {"tensors", "transports", "runtime", "launch", "simulation"},
 }
 #: Modules of ``asyncdist/`` itself that everybody may import; the others there are the face that users see.
-GROUND = {"_version", "compiled", "environment", "errors", "local_host", "rank_program", "tags", "validation"}
+GROUND = {
+    *("_version", "compiled", "environment", "errors", "launch_variables", "local_host", "rank_program", "slurm"),
+    *("tags", "validation"),
+}
 FACE = {"__init__", "__main__", "cli", "pytest_plugin"}
 #: Modules that decide and do nothing else: no event loop, no clock, no randomness that is not an argument.
 PURE = {

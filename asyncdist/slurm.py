@@ -1,0 +1,103 @@
+"""Reads what Slurm's srun tells the tasks of a step, and says it as torchrun would.
+
+An MPI plugin of srun (``--mpi=pmix``, ``--mpi=pmi2``) tells MPI of the ranks in variables of its own. Without one the
+tasks are ranks all the same, of torch.distributed: SLURM_PROCID is the rank, and the first host of the step has the
+store. Nothing tells the tasks of a free port there, so it is computed from the numbers of job and step.
+
+Only the standard library is imported, as in :mod:`asyncdist.environment`, and nothing here reads the environment.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping
+from typing import Final
+
+from asyncdist.launch_variables import Variables, number
+
+#: The variable that has the number of tasks of a step.
+SIZE_VARIABLE: Final = "SLURM_STEP_NUM_TASKS"
+#: The variables that tell of ranks that srun has started, by itself or, with PMIx, beside it.
+_SOURCES: Final = (SIZE_VARIABLE, "PMIX_RANK")
+# Slurm numbers its batch and interactive shells as steps of their own, from here upwards.
+_FIRST_SHELL_STEP: Final = 0xFFFFFFF0
+#: Ports below those that kernels give to connections by themselves, from 32768 on Linux.
+_FIRST_PORT: Final = 15000
+_PORT_COUNT: Final = 16384
+_LIST_TIMEOUT_S: Final = 10.0
+
+
+def find_step(variables: Variables) -> tuple[int, int] | None:
+    """Return size and rank in a step of several tasks; a shell of sbatch or salloc, or one task, is one process."""
+    step = variables.number("SLURM_STEP_ID") or 0
+    if not (variables.has(SIZE_VARIABLE) and variables.has("SLURM_PROCID")) or step >= _FIRST_SHELL_STEP:
+        return None
+    size, rank = variables.place(SIZE_VARIABLE, "SLURM_PROCID")
+    return None if size is None or size == 1 else (size, rank or 0)
+
+
+def has_plugin(environ: Mapping[str, str]) -> bool:
+    """Return whether srun tells MPI of the ranks."""
+    return environ.get("SLURM_MPI_TYPE", "none") != "none"
+
+
+def is_sruns(source: str, environ: Mapping[str, str]) -> bool:
+    """Return whether srun started the ranks that the variable ``source`` tells of.
+
+    With pmi2 srun sets the variables of MPICH's mpirun. That mpirun may itself use srun, to start one proxy per host.
+    """
+    if source != "PMI_SIZE" or any(name.startswith("HYDI_") for name in environ):
+        return source in _SOURCES
+    names = (("PMI_SIZE", SIZE_VARIABLE), ("PMI_RANK", "SLURM_PROCID"))
+    return all(environ.get(pmi) == environ.get(slurm) for pmi, slurm in names)
+
+
+def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what torchrun would tell this task of a step; where the ranks meet is the user's to say, if wanted."""
+    job, step = environ.get("SLURM_JOB_ID", "0"), environ.get("SLURM_STEP_ID", "0")
+    return {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": environ[SIZE_VARIABLE],
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", "")) or "localhost",
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(port(int(job), int(step))),
+        "TORCHELASTIC_RUN_ID": f"slurm {job}.{step}",
+    }
+
+
+def port(job: int, step: int) -> int:
+    """Return a port for a step, another one for each of the next hundred jobs and of their first hundred steps."""
+    return _FIRST_PORT + (job * 101 + step) % _PORT_COUNT
+
+
+def first_host(nodelist: str) -> str:
+    """Return the first host of a list as Slurm writes it: ``gpu[03-05,7],login`` begins with ``gpu03``."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0]) if first else ""
+
+
+def local_size(environ: Mapping[str, str]) -> int | None:
+    """Return the number of tasks of a step on this host; None outside of steps.
+
+    Slurm writes it for all hosts, as in ``2(x3),1``: three hosts with two tasks, and one with one.
+    """
+    counts: list[int] = []
+    for text in filter(None, environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")):
+        found = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", text)
+        if found is None:
+            return None
+        counts += [int(found[1])] * min(int(found[2] or 1), 100_000)
+    node = number(environ, "SLURM_NODEID") if environ.get("SLURM_NODEID") else 0
+    return counts[node] if node < len(counts) else None
+
+
+def list_plugins() -> list[str]:
+    """Return the MPI plugins that ``srun --mpi=list`` offers; none where it does not answer."""
+    try:
+        ended = subprocess.run(
+            ["srun", "--mpi=list"], capture_output=True, text=True, timeout=_LIST_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    # The names are indented, below a headline; on stderr before Slurm 21.
+    return sorted(set(re.findall(r"^\s+(\w+)$", ended.stdout + ended.stderr, re.MULTILINE)))

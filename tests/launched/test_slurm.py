@@ -1,0 +1,90 @@
+"""Jobs of a real Slurm with two nodes, by ``srun`` with and without an MPI plugin, and by ``sbatch``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from support import mpi, slurm
+from support.mpi import ROOT
+
+PYTHON = sys.executable
+EXAMPLE = ROOT / "docs" / "train.sbatch"
+PLUGINS = {"openmpi": "pmix", "mpich": "pmi2"}
+
+TRAIN = """
+import os
+import sys
+import torch
+import asyncdist as ad
+from support.mpi import report
+
+
+async def main(world):
+    total = await ad.all_reduce(torch.full((300_000,), float(world.rank)))
+    threads = os.environ.get("OMP_NUM_THREADS")
+    report(world.rank, [world.transport_name, world.size, world.hostname, float(total[-1]), threads])
+
+
+ad.run(main)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(TRAIN)
+    return path
+
+
+def by_rank(transport: str) -> dict[int, list[object]]:
+    """What three ranks on two nodes report: the first node has two."""
+    hosts = ["host1", "host1", "host2"]
+    return {rank: [transport, 3, hosts[rank], 3.0, "1"] for rank in range(3)}
+
+
+def test_srun_without_a_plugin_runs_on_torch(script: Path) -> None:
+    assert slurm.run(2, ["srun", "-N", "2", "-n", "3", PYTHON, script]).check().reports == by_rank("torch")
+
+
+@pytest.mark.mpi
+def test_srun_with_the_plugin_of_the_mpi_runs_on_it(script: Path) -> None:
+    mpi.require_mpi()
+    plugin = f"--mpi={PLUGINS[mpi.flavour()]}"
+    reports = slurm.run(2, ["srun", plugin, "-N", "2", "-n", "3", PYTHON, script]).check().reports
+    assert reports == by_rank("mpi")
+
+
+@pytest.mark.mpi
+def test_worlds_of_one_rank_name_the_plugin_and_what_there_is(script: Path) -> None:
+    mpi.require_mpi()
+    words = ["env", "ASYNCDIST_TRANSPORT=mpi", "srun", "-n", "2", PYTHON, script]
+    result = slurm.run(1, words).check(1)
+    assert result.reports == {}
+    assert "srun started 2 ranks, but the MPI library sees a world of 1" in result.stderr
+    way = f"Start with srun --mpi={PLUGINS[mpi.flavour()]} -n 2 python script.py (srun --mpi=list offers "
+    offered = result.stderr.partition(way)[2].partition(")")[0].split(", ")
+    assert {"none", "pmi2", "pmix"} <= set(offered)
+
+
+def test_two_steps_at_once_do_not_meet(script: Path) -> None:
+    """Each is told a port of its own."""
+    step = f"srun -n 2 -N 1 --overlap {PYTHON} {script}"
+    start = f"salloc -Q -N 1 -n 2 sh -c '{step} & one=$!; {step}; two=$?; wait $one && exit $two'"
+    reports = slurm.run(1, ["sh", "-c", start]).check().reports
+    assert {rank: report[1] for rank, report in reports.items()} == {0: 2, 1: 2}
+
+
+def test_the_example_for_sbatch(script: Path) -> None:
+    """As it is, but for the numbers of this Slurm's nodes, its Python, and where the words go."""
+    text = EXAMPLE.read_text()
+    for old, new in (("--ntasks-per-node=8", "--ntasks-per-node=2"), ("python train.py", f"{PYTHON} {script}")):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    job = script.with_name("job.sbatch")
+    job.write_text(text)
+    log = script.with_name("log")
+    result = slurm.run(2, ["sh", "-c", f"sbatch --wait -o {log} {job}; code=$?; cat {log}; exit $code"]).check()
+    assert {report[1] for report in result.reports.values()} == {4}
+    assert [result.reports[rank][2] for rank in range(4)] == ["host1", "host1", "host2", "host2"]

@@ -1,0 +1,79 @@
+"""What srun tells a task, said as torchrun would."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncdist import environment, slurm
+
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_PROCID": "2",
+    "SLURM_STEP_NODELIST": "host[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "0",
+}
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "first"),
+    [
+        ("login", "login"),
+        ("a,b", "a"),
+        ("host[1-2]", "host1"),
+        ("gpu[03-05,7],login", "gpu03"),
+        ("gpu[7],gpu[1-2]", "gpu7"),
+        ("rack[1-2]node[08,11]", "rack1node08"),
+        ("n[3-4].example.org,x", "n3.example.org"),
+        ("", ""),
+    ],
+)
+def test_the_first_host_of_a_list(nodelist: str, first: str) -> None:
+    assert slurm.first_host(nodelist) == first
+
+
+@pytest.mark.parametrize(
+    ("text", "node", "size"),
+    [
+        ("2", "0", 2),
+        ("2(x3),1", "2", 2),
+        ("2(x3),1", "3", 1),
+        ("2(x3),1", "4", None),
+        ("", "0", None),
+        ("x", "0", None),
+    ],
+)
+def test_the_number_of_tasks_on_a_host(text: str, node: str, size: int | None) -> None:
+    environ = {"SLURM_STEP_TASKS_PER_NODE": text, "SLURM_NODEID": node}
+    assert slurm.local_size(environ) == size == environment.local_size(environ)
+
+
+def test_steps_that_follow_each_other_have_ports_of_their_own_that_no_kernel_gives_away() -> None:
+    ports = [slurm.port(job, step) for job in range(40_000, 40_100) for step in range(100)]
+    assert len(set(ports)) == len(ports) and min(ports) >= 15000 and max(ports) < 32768
+
+
+def test_a_task_without_a_plugin_meets_the_others_on_the_first_host() -> None:
+    found = environment.torch_rendezvous({**STEP, "SLURM_STEP_NODELIST": "localhost,host[1-2]"})
+    assert (found.rank, found.size, found.address, found.port) == (2, 3, "localhost", slurm.port(7, 2))
+    assert not found.is_store_served and found.job == "slurm 7.2"
+    assert environment.local_size(STEP) == 1 and environment.local_rank(STEP) == 0
+
+
+def test_where_ranks_meet_is_the_users_to_say() -> None:
+    own = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "WORLD_SIZE": "77"}
+    found = environment.torch_rendezvous({**STEP, **own})
+    assert (found.rank, found.size, found.address, found.port) == (2, 3, "localhost", 29500)
+
+
+def test_a_first_host_that_is_not_known_is_named() -> None:
+    with pytest.raises(ValueError, match=r"MASTER_ADDR='no\.such\.host\.invalid' leads to no host"):
+        environment.torch_rendezvous({**STEP, "SLURM_STEP_NODELIST": "no.such.host.invalid"})
+
+
+def test_what_slurm_says_must_fit_together() -> None:
+    with pytest.raises(ValueError, match=r"SLURM_PROCID=3 is outside 0\.\.2"):
+        environment.torch_rendezvous({**STEP, "SLURM_PROCID": "3"})
