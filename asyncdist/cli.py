@@ -13,12 +13,15 @@ from typing import Final, NoReturn
 
 from asyncdist import environment, local_host
 from asyncdist._version import __version__
-from asyncdist.launch import local_ranks, mpirun, remote_hosts, remote_ranks
+from asyncdist.launch import joining_ranks, local_ranks, mpirun, remote_hosts, remote_ranks
 
 #: The options that take a value; the others are one word.
 _RUN_OPTIONS: Final = (
-    *("-n", "--ranks", "--hosts", "--ssh", "--transport", "--mpi", "--threads-per-rank", "--restarts", "--stall-s"),
+    *("-n", "--ranks", "--hosts", "--ssh", "--transport", "--mpi", "--threads-per-rank", "--stall-s"),
+    *("--restarts", "--places", "--join"),
 )
+#: Those for ranks that join a world that runs.
+_NEWCOMER_OPTIONS: Final = ("restarts", "places", "join")
 _SIM_OPTIONS: Final = ("-n", "--ranks", "--seed", "--faults", "--explore", "--processes", "--until-s")
 
 
@@ -77,8 +80,9 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         "run",
         help="start a script on several ranks of this host, or of others",
         usage=(
-            "asyncdist run -n RANKS | --hosts HOST:RANKS,... [--ssh CMD] [--transport mpi|torch] [--mpi openmpi|mpich] "
-            "[--survive] [--restarts N] [--threads-per-rank N] [--stall-s S] script.py [arguments]"
+            "asyncdist run -n RANKS | --hosts HOST:RANKS,... [--ssh CMD] | --join HOST:PORT [-n RANKS] "
+            "[--transport mpi|torch] [--mpi openmpi|mpich] [--survive] [--restarts N] [--places N] "
+            "[--threads-per-rank N] [--stall-s S] script.py [arguments]"
         ),
         description=(
             "Start a script on several ranks of this host, or of others that ssh reaches: with the MPI that is "
@@ -109,6 +113,17 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         type=_count,
         metavar="N",
         help="with --transport torch: start a rank that is killed again, up to N times; it joins the others, who go on",
+    )
+    run.add_argument(
+        "--places",
+        type=_count,
+        metavar="N",
+        help="with --transport torch: the world has places for N ranks, to which others may come later, see --join",
+    )
+    run.add_argument(
+        "--join",
+        metavar="HOST:PORT",
+        help="join a job of --places, at the address that it has printed, with -n RANKS (default: 1) in free places",
     )
     run.add_argument(
         "--threads-per-rank",
@@ -238,14 +253,15 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
 def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Return the exit code, unless this process becomes mpirun."""
     script, ranks, threads = options.script, options.ranks, options.threads_per_rank
-    if ranks is None and options.hosts is None:
+    if ranks is None and options.hosts is None and options.join is None:
         is_behind = any(word.partition("=")[0] in ("-n", "--ranks") for word in arguments)
         hint = f": what follows the script is passed to it; asyncdist run -n RANKS {script}" if is_behind else ""
         raise local_host.LaunchError(f"the following arguments are required before the script: -n/--ranks{hint}")
     hosts, ssh = _hosts(options)
     environ = environment.environment()
     try:
-        transport, backend, environ = environment.choose_transport(options.transport, environ)
+        named = options.transport or ("torch" if options.join is not None else None)
+        transport, backend, environ = environment.choose_transport(named, environ)
         if backend != environment.TORCH_BACKEND:
             from asyncdist.transports import select  # imports torch, to say what is wrong
 
@@ -255,8 +271,17 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             environ = {**environ, environment.STALL_VARIABLE: options.stall_s}
     except ValueError as error:
         raise local_host.LaunchError(str(error)) from error
-    if options.restarts is not None:
-        _check_restarts(transport, backend, options)
+    _check_newcomers(transport, backend, options)
+    if options.join is not None:
+        return joining_ranks.run(
+            script,
+            arguments,
+            address=options.join,
+            ranks=ranks or 1,
+            threads=threads,
+            restarts=options.restarts or 0,
+            environ=environ,
+        )
     if transport == "mpi":
         mpirun.run(
             script,
@@ -276,7 +301,9 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if hosts:
         return remote_ranks.run(script, arguments, hosts=hosts, ssh=ssh, threads=threads, environ=environ)
     restarts = options.restarts or 0
-    return local_ranks.run(script, arguments, ranks=ranks, threads=threads, restarts=restarts, environ=environ)
+    return local_ranks.run(
+        script, arguments, ranks=ranks, threads=threads, restarts=restarts, places=options.places, environ=environ
+    )
 
 
 def _hosts(options: argparse.Namespace) -> tuple[list[remote_hosts.Host], list[str]]:
@@ -285,22 +312,35 @@ def _hosts(options: argparse.Namespace) -> tuple[list[remote_hosts.Host], list[s
         if options.ssh is not None:
             raise local_host.LaunchError("--ssh is for --hosts, which names the hosts that it reaches")
         return [], []
-    if options.restarts is not None:
-        raise local_host.LaunchError("--restarts is for the ranks of this host, not for --hosts")
+    for name in _NEWCOMER_OPTIONS:
+        if getattr(options, name) is not None:
+            raise local_host.LaunchError(f"--{name} is for the ranks of this host, not for --hosts")
     hosts = remote_hosts.place_ranks(remote_hosts.parse_hosts(options.hosts), options.ranks)
     return hosts, remote_hosts.split_ssh(options.ssh or remote_hosts.SSH)
 
 
-def _check_restarts(transport: str, backend: str, options: argparse.Namespace) -> None:
-    """Refuse ``--restarts`` where no rank can join a world that runs."""
-    if options.survive:
-        raise local_host.LaunchError("--restarts is for --transport torch, and --survive for --transport mpi")
-    if transport == "mpi":
+def _check_newcomers(transport: str, backend: str, options: argparse.Namespace) -> None:
+    """Refuse the options for ranks that join a world that runs where none can."""
+    for name in _NEWCOMER_OPTIONS:
+        if getattr(options, name) is None:
+            continue
+        if options.survive:
+            raise local_host.LaunchError(f"--{name} is for --transport torch, and --survive for --transport mpi")
+        if transport == "mpi":
+            raise local_host.LaunchError(
+                f"--{name} is for --transport torch: no process can join ranks of MPI that run; --survive lets them go "
+                "on"
+            )
+        if options.mpi is not None:
+            raise local_host.LaunchError(f"--mpi {options.mpi} is for --transport mpi")
+        if backend != environment.TORCH_BACKEND:
+            raise local_host.LaunchError(f"--{name} is for torch:{environment.TORCH_BACKEND}, not torch:{backend}")
+    if options.places is not None and options.join is not None:
+        raise local_host.LaunchError("--places is for the job that --join joins: the two do not go together")
+    if options.places is not None and options.places < options.ranks:
         raise local_host.LaunchError(
-            "--restarts is for --transport torch: no process can join ranks of MPI that run; --survive lets them go on"
+            f"--places {options.places} are too few for -n {options.ranks}; allowed: {options.ranks} or more"
         )
-    if backend != environment.TORCH_BACKEND:
-        raise local_host.LaunchError(f"--restarts is for torch:{environment.TORCH_BACKEND}, not torch:{backend}")
 
 
 def _sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:

@@ -46,6 +46,8 @@ _BACKEND_VARIABLE: Final = "ASYNCDIST_BACKEND"
 STALL_VARIABLE: Final = "ASYNCDIST_STALL_S"
 #: Says how often this rank has been started again, in jobs whose launcher does that.
 INCARNATION_VARIABLE: Final = "ASYNCDIST_INCARNATION"
+#: Says how many places, the highest, have no process when the world begins, in jobs that ranks may join later.
+EMPTY_VARIABLE: Final = "ASYNCDIST_EMPTY_PLACES"
 #: Tells the children of a rank of MPI which process is the rank, and what its launcher calls it.
 _RANK_VARIABLE: Final = "ASYNCDIST_RANK"
 
@@ -205,8 +207,9 @@ class TorchRendezvous:
         port: The port of the store.
         is_store_served: Whether the launcher serves the store, as torchrun's agent does; else rank 0 does.
         incarnation: How often the launcher had started this rank again before.
-        admits_restarted: Whether the launcher starts ranks again that are killed.
+        admits_restarted: Whether ranks may join the world later: those that are killed and started again, or new ones.
         job: What the launcher calls the job.
+        empty_count: How many places, the highest, have no process when the world begins.
     """
 
     rank: int
@@ -217,6 +220,7 @@ class TorchRendezvous:
     incarnation: int = 0
     admits_restarted: bool = False
     job: str = ""
+    empty_count: int = 0
 
 
 def check_alone(environ: Mapping[str, str] = os.environ) -> None:
@@ -274,6 +278,7 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
         incarnation=variables.number(INCARNATION_VARIABLE) or 0,
         admits_restarted=is_served and bool(environ.get(INCARNATION_VARIABLE)),
         job=environ.get("TORCHELASTIC_RUN_ID", ""),
+        empty_count=variables.number(EMPTY_VARIABLE) or 0,
     )
 
 
@@ -397,7 +402,8 @@ def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
     MASTER_ADDR and the like stay where no launcher of torch's says a rank: users set them for libraries.
     """
     is_torch_rank = any(environ.get(name) for name in ("RANK", "TORCHELASTIC_RUN_ID"))
-    outer = (_RANK_VARIABLE, INCARNATION_VARIABLE, *_MPI_PREFIXES, *(_TORCH_PREFIXES if is_torch_rank else ()))
+    own = (_RANK_VARIABLE, INCARNATION_VARIABLE, EMPTY_VARIABLE)
+    outer = (*own, *_MPI_PREFIXES, *(_TORCH_PREFIXES if is_torch_rank else ()))
     return {name: text for name, text in environ.items() if not name.startswith(outer) or name.startswith("PMIX_MCA_")}
 
 

@@ -82,7 +82,7 @@ class Facts:
         path_mpirun: the ``mpirun`` that a shell finds, and its flavour.
         mpi: how the start of MPI ended.
         survives: this is a rank of a job on MPI that goes on when ranks die.
-        restarts: this is a rank of a job on torch whose launcher starts killed ranks again.
+        restarts: this is a rank of a job on torch that ranks may join later.
         is_srun: srun has started this process.
         has_home: HOME is set, without which Open MPI does not start.
         host_cores: cores of this host.
@@ -251,7 +251,7 @@ def _describe_death(facts: Facts) -> str:
     if facts.survives:
         return "the others go on (mpirun --with-ft ulfm)"
     if facts.restarts:
-        return "the others go on; the rank is started again, and joins them (asyncdist run --restarts)"
+        return "the others go on; one that is started again, or takes its place, joins them (--restarts, --places)"
     if facts.started.transport == "torch":
         return "the others hear of it; the launcher decides whether they go on"
     if not mpirun.can_survive(facts.installation):

@@ -14,6 +14,8 @@ The launcher keeps to these rules:
   for ASYNCDIST_INCARNATION, which counts that; the others are left alone. One that ends by itself is not: it ended
   well, or has told the others of its failure. The store then is with a process of its own
   (:mod:`asyncdist.launch.store_server`), so that any rank may die. There the launcher notes which processes have ended.
+- Where the world has more places than the launcher starts ranks (``places``), others may come to them later
+  (:mod:`asyncdist.launch.joining_ranks`). A rank that is killed, and not started again, then leaves its place to them.
 - Nothing here imports torch: the launcher is up in 0.1 s and waits without using a core.
 """
 
@@ -31,12 +33,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from asyncdist import environment, local_host, rank_program
-from asyncdist.launch import guardians, store_server
+from asyncdist._version import __version__
+from asyncdist.launch import guardians, place_claims, store_server
 
 #: How long ranks that were asked to stop may take.
 STOP_S: Final = 10.0
 #: How long, after one has ended with 1, the others may end by themselves before they are asked to.
 SETTLE_S: Final = 2.0
+#: How long the store serves on when all ranks have ended, so that those of other launchers hear of it.
+OVER_S: Final = 0.5
 
 _FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: What happened: a signal came, by its number; a rank ended, by its rank; or time was up, for all.
@@ -81,6 +86,7 @@ def run(
     ranks: int,
     threads: int | None = None,
     restarts: int = 0,
+    places: int | None = None,
     environ: Mapping[str, str],
 ) -> int:
     """Run ``ranks`` ranks of a script on this host, and return the job's exit code when the last one has ended.
@@ -91,6 +97,7 @@ def run(
         ranks: the number of processes.
         threads: OMP_NUM_THREADS of each rank; None keeps the user's, else gives each rank its share of the cores.
         restarts: how often each rank is started again when a signal kills it.
+        places: the size of the world, to which others may come; None where nobody may.
         environ: the environment to start from.
 
     Returns:
@@ -105,74 +112,105 @@ def run(
     local_host.check_ranks(ranks)
     local_host.check_loopback()
     command = rank_program.rank_command(script, arguments)
-    environments = build_environments(environ, ranks=ranks, threads=threads, restarts=restarts)
+    environments = dict(
+        enumerate(build_environments(environ, ranks=ranks, threads=threads, restarts=restarts, places=places))
+    )
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # the one queue whose put may interrupt its own get
-    processes: list[RankProcess] = []
-    servers: list[RankProcess] = []
+    processes: dict[int, RankProcess] = {}
+    server: RankProcess | None = None
 
     def start_rank(rank: int, variables: Mapping[str, str]) -> RankProcess:
         return start(command, variables, rank=rank, ended=lambda: events.put(("ended", rank)))
 
     with signals_as_events(events):
         try:
-            if restarts:
-                servers.append(_start_store(environments[0]))
-            for variables in environments:
-                processes.append(start_rank(len(processes), variables))
-            again = Restarts(start_rank, environments, restarts, servers[0] if servers else None)
+            if restarts or places is not None:
+                server = _start_store(environments[0])
+            if places is not None:
+                assert server is not None
+                _announce_places(server, environments[0], ranks, places, script)
+            for rank, variables in environments.items():
+                processes[rank] = start_rank(rank, variables)
+            again = Restarts(start_rank, environments, restarts, server, is_open=places is not None)
             return supervise(processes, events, again)
         finally:
-            for process in processes + servers:
+            for process in processes.values():
                 process.end()
-            for process in processes + servers:
+            if server is not None and places is not None:
+                _say_over(server)
+            for process in [*processes.values(), *([server] if server is not None else [])]:
+                process.end()
                 process.wait()
 
 
 class Restarts(Generic[P]):
-    """Starts ranks again, each so many times.
+    """Starts ranks again, each so many times, and notes in the store what becomes of them.
 
     Args:
         start: starts a rank, whose end will be an event.
-        environments: of the ranks.
+        environments: of the ranks, by rank.
         count: how often each may be started again.
-        server: of the store, where they may be.
+        notes: the process that sets keys of the store; None where nobody joins.
+        is_open: whether others may take the place of a rank that is not started again.
+        have_joined: whether the ranks have joined a world that another launcher has started.
+
+    Attributes:
+        goes_on: whether the others go on when one is killed.
     """
 
     def __init__(
         self,
         start: Callable[[int, Mapping[str, str]], P],
-        environments: Sequence[Mapping[str, str]],
+        environments: Mapping[int, Mapping[str, str]],
         count: int,
-        server: RankProcess | None = None,
+        notes: subprocess.Popen[bytes] | None = None,
+        *,
+        is_open: bool = False,
+        have_joined: bool = False,
     ) -> None:
-        self._server = server
+        self._notes = notes
         self._start = start
         self._environments = environments
-        self.count = count
-        self._counts = [0] * len(environments)
+        self._count = count
+        self._first = {rank: int(each.get(environment.INCARNATION_VARIABLE, 0)) for rank, each in environments.items()}
+        self._newest = dict(self._first)
+        self._is_open = is_open
+        self.have_joined = have_joined
+        self.goes_on = count > 0 or is_open
 
     def start(self, rank: int, returncode: int, others: int) -> P | None:
         """Start a rank again that was killed, unless it has been so too often, or no rank is left; say which."""
         why = _how_ended(returncode)
-        if not others or self._counts[rank] == self.count:
-            left = "no other rank is left to take it in" if not others else "the others go on without it"
-            self.say(f"rank {rank} {why}; it is not started again ({self._counts[rank]} of {self.count}): {left}")
+        number = self._newest[rank] - self._first[rank]
+        has_others = others > 0 or self.have_joined
+        if not has_others or number == self._count:
+            left = "the others go on without it" if has_others else "no other rank is left to take it in"
+            again = f"; it is not started again ({number} of {self._count})" if self._count else ""
+            self.say(f"rank {rank} {why}{again}: {left}")
+            if self._is_open:
+                self.note(f"place/{rank}", f"free {self._newest[rank] + 1}")
             return None
-        self._counts[rank] += 1
-        self.say(f"rank {rank} {why}; starting it again ({self._counts[rank]} of {self.count})")
-        variables = {**self._environments[rank], environment.INCARNATION_VARIABLE: str(self._counts[rank])}
+        self._newest[rank] += 1
+        self.say(f"rank {rank} {why}; starting it again ({number + 1} of {self._count})")
+        variables = {**self._environments[rank], environment.INCARNATION_VARIABLE: str(self._newest[rank])}
         return self._start(rank, variables)
 
-    def note_exit(self, rank: int) -> None:
+    def note_exit(self, rank: int, returncode: int) -> None:
         """Let the ranks know that the process of ``rank`` has ended, so that none goes on connecting to it."""
-        if self._server is not None and self._server.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # the store has been killed
-                self._server.stdin.write(f"asyncdist/exited/{rank}.{self._counts[rank]}\n".encode())
-                self._server.stdin.flush()
+        self.note(f"exited/{rank}.{self._newest[rank]}")
+        if self._is_open and returncode >= 0:
+            self.note(f"place/{rank}", f"free {self._newest[rank] + 1}" if returncode and self.have_joined else "left")
 
-    def is_newcomer(self, rank: int) -> bool:
-        """Whether this rank has been started again."""
-        return self._counts[rank] > 0
+    def note(self, key: str, value: str = "") -> None:
+        """Set a key of the store."""
+        if self._notes is not None:
+            tell(self._notes, f"asyncdist/{key} {value}")
+
+    def newcomer(self, rank: int) -> str:
+        """Return in which way this rank has come to a world that was running; "" if it was there before."""
+        if self.have_joined:
+            return "which had joined the others"
+        return "which was started again" if self._newest[rank] else ""
 
     @staticmethod
     def say(text: str) -> None:
@@ -180,10 +218,40 @@ class Restarts(Generic[P]):
         print(f"asyncdist run: {text}", file=sys.stderr, flush=True)
 
 
+def tell(process: subprocess.Popen[bytes], line: str) -> None:
+    """Send a line to a process that reads its standard input, unless it has ended."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError, ValueError):
+        process.stdin.write(f"{line}\n".encode())
+        process.stdin.flush()
+
+
 def _start_store(variables: Mapping[str, str]) -> RankProcess:
     """Start the process that serves the store at the address that the ranks are told."""
     command = [sys.executable, store_server.PROGRAM, variables["MASTER_ADDR"], variables["MASTER_PORT"]]
     return _popen(command, variables, "the store", stdin=subprocess.PIPE)
+
+
+def _announce_places(server: RankProcess, variables: Mapping[str, str], ranks: int, places: int, script: str) -> None:
+    """Say in the store which job this is and which places are free, and print how others come to them."""
+    for rank in range(places):
+        tell(server, f"asyncdist/place/{rank} {'held' if rank < ranks else 'free 1'}")
+    job = place_claims.describe(variables["TORCHELASTIC_RUN_ID"], places, places - ranks, __version__)
+    tell(server, f"asyncdist/{place_claims.JOB} {job}")
+    address = f"{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}"
+    free = places - ranks
+    tell(
+        server,
+        f"!asyncdist run: {free} of {places} places {'is' if free == 1 else 'are'} free; others join by: "
+        f"asyncdist run --join {address} {script}",
+    )
+
+
+def _say_over(server: RankProcess) -> None:
+    """Let those that have joined, and those that are about to, hear that the store closes."""
+    tell(server, f"asyncdist/{place_claims.OVER} ")
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        server.wait(OVER_S)
 
 
 def build_environments(
@@ -193,24 +261,40 @@ def build_environments(
     threads: int | None,
     cores: int | None = None,
     restarts: int = 0,
+    places: int | None = None,
 ) -> list[dict[str, str]]:
     """Return the environment of each rank; the user's setting for threads is kept, unless ``threads`` is given."""
     share = str(max(1, (cores or local_host.available_cores()) // ranks))
     chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-    if restarts:
-        chosen |= {environment.INCARNATION_VARIABLE: "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    if restarts or places is not None:
+        chosen |= newcomer_variables(0, 0 if places is None else places - ranks)
     port, run_id = local_host.find_free_port(), local_host.new_run_id()
     return [
         {
             "OMP_NUM_THREADS": share,
             **environment.without_launchers(environ),
             **rank_variables(
-                rank, ranks, local_rank=rank, local_size=ranks, address="127.0.0.1", port=port, run_id=run_id
+                rank,
+                ranks if places is None else places,
+                local_rank=rank,
+                local_size=ranks,
+                address="127.0.0.1",
+                port=port,
+                run_id=run_id,
             ),
             **chosen,
         }
         for rank in range(ranks)
     ]
+
+
+def newcomer_variables(incarnation: int, empty_count: int) -> dict[str, str]:
+    """Return what a rank is told, besides, of a world that ranks may join later."""
+    return {
+        environment.INCARNATION_VARIABLE: str(incarnation),
+        environment.EMPTY_VARIABLE: str(empty_count),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 def start(
@@ -251,12 +335,13 @@ def signals_as_events(events: queue.SimpleQueue[Event]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def supervise(processes: list[P], events: queue.SimpleQueue[Event], again: Restarts[P]) -> int:
+def supervise(processes: dict[int, P], events: queue.SimpleQueue[Event], again: Restarts[P]) -> int:
     """Wait for all ranks, and stop those that are left when one fails or a signal comes. Returns the exit code.
 
-    A rank that is started again has a new process in ``processes``.
+    A rank that is started again has a new process in ``processes``. Ranks that have joined others are killed at a
+    signal: one that stops by itself would tell the others that it has failed, and end the job.
     """
-    living = set(range(len(processes)))
+    living = set(processes)
     victims: list[int] = []  # or causes: they ended as Python does after any exception
     code = lost_code = 0
     deadline: float | None = None
@@ -280,19 +365,25 @@ def supervise(processes: list[P], events: queue.SimpleQueue[Event], again: Resta
                         _explain(victims, 1, others=True)
                     code, deadline = 128 + number, None
                 deadline = deadline or time.monotonic() + STOP_S
-                stop(number)
+                if again.have_joined:
+                    for rank in living:
+                        processes[rank].end()
+                else:
+                    stop(number)
             case ("ended", rank):
                 living.discard(rank)
                 processes[rank].end()  # what it left behind
-                again.note_exit(rank)
                 returncode = processes[rank].returncode
+                assert returncode is not None, "it has ended"
+                again.note_exit(rank, returncode)
                 if code or not returncode:
                     continue
-                if returncode > 0 and again.is_newcomer(rank):  # the others know whether this is a failure of the job
+                newcomer = again.newcomer(rank)
+                if returncode > 0 and newcomer:  # the others know whether this is a failure of the job
                     lost_code = lost_code or returncode
-                    again.say(f"rank {rank}, which was started again, {_how_ended(returncode)}")
+                    again.say(f"rank {rank}, {newcomer}, {_how_ended(returncode)}")
                     continue
-                if again.count and returncode < 0 and not victims:
+                if again.goes_on and returncode < 0 and not victims:
                     started = again.start(rank, returncode, len(living))
                     if started is None:
                         lost_code = lost_code or 128 - returncode

@@ -40,17 +40,17 @@ def run(
     """
     command = rank_program.rank_command(script, arguments)
     events: queue.SimpleQueue[local_ranks.Event] = queue.SimpleQueue()
-    processes: list[RemoteRank] = []
+    processes: dict[int, RemoteRank] = {}
 
     with remote_hosts.connected(hosts, ssh, script) as agents, local_ranks.signals_as_events(events):
         where = [agent for agent in agents for _ in range(agent.host.slots)]
-        environments = build_environments(environ, agents, threads=threads)
+        environments = dict(enumerate(build_environments(environ, agents, threads=threads)))
 
         def start_rank(rank: int, variables: Mapping[str, str]) -> RemoteRank:
             return where[rank].start(rank, command, variables, lambda: events.put(("ended", rank)))
 
-        for variables in environments:
-            processes.append(start_rank(len(processes), variables))
+        for rank, variables in environments.items():
+            processes[rank] = start_rank(rank, variables)
         return local_ranks.supervise(processes, events, local_ranks.Restarts(start_rank, environments, 0))
 
 

@@ -279,7 +279,9 @@ class Services:
 
     def is_unmet(self, rank: int) -> bool:
         """Return whether ``rank`` is lost here only since this rank, which was started again, is not connected yet."""
-        return bool(self.incarnation) and rank != self.rank and rank not in self._met
+        if not self.incarnation or rank == self.rank or rank in self._met:
+            return False
+        return rank not in self.engine.transport.vacant_ranks()
 
     def on_gone(self, listener: Callable[[int], None]) -> None:
         """Call ``listener(rank)`` for each rank that leaves or is lost from now on."""

@@ -251,6 +251,10 @@ class Transport(abc.ABC):
         """Return the ranks that had left before this process, which was started again, was connected to them."""
         return frozenset()
 
+    def vacant_ranks(self) -> frozenset[int]:
+        """Return those of the lost ranks to whose place no process has come yet, as far as this one knows."""
+        return frozenset()
+
     @abc.abstractmethod
     def abort(self, exit_code: int) -> None:
         """End every process of the job at once. May not return."""

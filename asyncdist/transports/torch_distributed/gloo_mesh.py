@@ -37,11 +37,15 @@ class Mesh:
     """The links to all peers, and the two groups below them.
 
     Args:
-        groups: of all ranks, for frames and for tensors; none where this one has no peers, or was started again.
+        groups: of all ranks that were there at the beginning, for frames and for tensors; none where this one has no
+            peers, or came later.
         rank: this one.
         size: how many there are.
         matcher: takes what comes.
-        reception: knows of ranks that are started again, where that may happen.
+        reception: knows of ranks that come later, or are started again, where that may happen.
+
+    Attributes:
+        vacant: the places to which no process has come yet.
     """
 
     def __init__(
@@ -67,17 +71,20 @@ class Mesh:
         self._announced: dict[int, int] = {}
         self._met: dict[int, tuple[int, list[Any]]] = {}  # and not accepted yet
         self.missed: frozenset[int] = frozenset()
+        self.vacant: frozenset[int] = frozenset()
         self._switch_interval_s = sys.getswitchinterval()
         if size > 1:
             sys.setswitchinterval(min(self._switch_interval_s, _SWITCH_INTERVAL_S))
+        late_places = () if reception is None else reception.late_places
         if groups:
             control, bulk = groups
-            peers = (peer for peer in range(size) if peer != rank)
+            peers = [peer for peer in range(size) if peer != rank and peer not in late_places]
             self.links = {peer: Link(peer, peer, control, bulk, matcher, self._on_lost) for peer in peers}
         if reception is not None:
+            self.vacant = self.lost = reception.vacant
             if reception.incarnation:
                 self.lost = frozenset(range(size)) - {rank}
-                for peer in self.lost:
+                for peer in self.lost.difference(late_places):
                     self._announced[peer] = 0
                     reception.want(peer, 0, welcomes=False)
             reception.start(self._on_announced, self._on_met, self._on_missed)
@@ -95,7 +102,7 @@ class Mesh:
         if self._announced.get(rank, 0) > self._incarnations.get(rank, 0):
             self._want(rank)
 
-    # -- ranks that are started again -------------------------------------------------------------------------------
+    # -- ranks that come later --------------------------------------------------------------------------------------
 
     def set_return_listener(self, listen: Callable[[int, int], None]) -> None:
         """Have ``listen(rank, incarnation)`` called, in a turn of the loop, when a new process has been met."""
@@ -109,6 +116,7 @@ class Mesh:
 
     def _on_announced(self, newcomer: tuple[int, int]) -> None:
         rank, incarnation = newcomer
+        self.vacant -= {rank}
         if incarnation > max(self._announced.get(rank, 0), self._incarnations.get(rank, 0)):
             self._announced[rank] = incarnation
             if rank in self.lost:
@@ -116,7 +124,8 @@ class Mesh:
 
     def _want(self, rank: int) -> None:
         if self._reception is not None:
-            self._reception.want(rank, self._announced[rank], welcomes=rank in self.links)
+            welcomes = rank in self.links or rank in self._reception.late_places
+            self._reception.want(rank, self._announced[rank], welcomes=welcomes)
 
     def _on_met(self, meeting: tuple[int, int, list[Any]]) -> None:
         rank, incarnation, groups = meeting
@@ -152,10 +161,13 @@ class Mesh:
         return True
 
     def unmet(self, request: T, rank: int) -> T:
-        """Fail a request that involves a rank to which this one, which was started again, is not connected yet."""
-        request.error = RankLostError(
-            f"rank {rank} is not connected yet to rank {self._rank}, which was started again", rank=rank
+        """Fail a request that involves a rank to which this one is not connected: nobody is there yet, or not met."""
+        why = (
+            f"no process has come to the place of rank {rank} yet"
+            if rank in self.vacant
+            else f"rank {rank} is not connected yet to rank {self._rank}"
         )
+        request.error = RankLostError(why, rank=rank)
         return request
 
     def abort(self, exit_code: int) -> None:

@@ -144,7 +144,14 @@ class TorchTransport(MatchedTransport):
             entrance = Entrance(rendezvous, timeout_s)
             self.incarnation, self.job_nonce, groups = entrance.incarnation, entrance.nonce, entrance.groups
             reception = Reception(
-                entrance.common, entrance.store, rank, entrance.incarnation, entrance.process, callbacks
+                entrance.common,
+                entrance.store,
+                rank,
+                entrance.incarnation,
+                entrance.process,
+                callbacks,
+                late_places=range(size - rendezvous.empty_count, size),
+                vacant=entrance.vacant,
             )
         elif size > 1:
             store = join_store(rendezvous, rank, size, timeout_s)
@@ -185,6 +192,9 @@ class TorchTransport(MatchedTransport):
 
     def missed_ranks(self) -> frozenset[int]:
         return self._mesh.missed
+
+    def vacant_ranks(self) -> frozenset[int]:
+        return self._mesh.vacant
 
     def abort(self, exit_code: int) -> None:
         self._mesh.abort(exit_code)

@@ -1,4 +1,4 @@
-"""Lets a rank that is started again join a running world, through the store of that world.
+"""Lets a rank that is started again, or comes later than the others, join a running world, through its store.
 
 A process is named by its rank and its *incarnation*: how often the rank had been started again before. The world's
 store has a log of the processes that have come since the world began. To come, a process adds its name; each other
@@ -10,6 +10,9 @@ noted that they want to meet then make two gloo groups of two, each in a thread,
   welcomes the newcomer, which waits for that before it opens its world.
 - The launcher notes in the store which processes have ended, and nobody waits for these.
 - A process that reads a later incarnation of its own rank says that it lives, and the newcomer is refused.
+- The places of a world that are empty at its beginning are the highest ones. A process that comes there is always a
+  newcomer: it waits for the world to begin, and for the next one where all have left that. There may be none before it
+  that another process could have lost, so whoever hears of it wants to meet it, and welcomes it.
 - A rank that is started again before its world has begun takes part in the beginning, as a first process. So does one
   that comes when the others have left their world, and may begin the next one; it hears when they have ended. A world
   has begun when all ranks are connected; where one is killed before, all gather again.
@@ -24,7 +27,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -50,7 +53,11 @@ _PAIR_CONNECT_S: Final = (0.5, 1.0, 2.0, 2.0)
 _CONNECT_S: Final = 10.0
 _CONNECT_PER_RANK_S: Final = 0.5
 _ATTEMPT_COUNT: Final = 3
+#: How long a process that was started later than the store tries to reach it.
+_REACH_S: Final = 10.0
 _RUNNING: Final = "running"
+#: What the launcher says before it stops serving the store.
+_OVER: Final = "over"
 
 
 class Entrance:
@@ -64,37 +71,79 @@ class Entrance:
         common: the part of the store that belongs to the job.
         store: the part of that which belongs to the world.
         incarnation: how often this rank had been started again before; 0 for one that was there when the world began.
+        vacant: the places to which no process had come yet.
         nonce: a number that all processes of the world share.
         process: what the launcher calls this process. Its incarnation there may be larger: it counts the starts.
         groups: those of all ranks, where this one was there when the world began.
 
     Raises:
         DisagreementError: the world that runs is of another job, size or version.
-        LateError: this rank was started again, and others have ended.
+        LateError: this rank was started again, or comes later, and others have ended.
         TransportError: the ranks do not find each other; or the process before this one lives.
     """
 
     def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:
         self._rendezvous = rendezvous
         self._deadline = time.monotonic() + timeout_s
-        self.common = PrefixStore("asyncdist", open_store(rendezvous, self._deadline))
+        self._first_count = rendezvous.size - rendezvous.empty_count
+        self.common = PrefixStore("asyncdist", self._open_store())
         self.incarnation = 0
+        self.vacant = frozenset(range(self._first_count, rendezvous.size))
         self.process = f"{rendezvous.rank}.{rendezvous.incarnation}"
         self.groups: list[Any] = []
-        is_newcomer = rendezvous.incarnation > 0 and rendezvous not in _entered
+        is_late = rendezvous.rank >= self._first_count
         token = ""
-        if is_newcomer and self.common.check([_RUNNING]):
-            token = _check_running(_text(self.common, _RUNNING), rendezvous)
-            self.store = PrefixStore(token, self.common)
-            if come(self.store, rendezvous, min(timeout_s, _WELCOME_S)):
-                self.incarnation = rendezvous.incarnation
-        if not self.incarnation:
+        if rendezvous.incarnation and (is_late or rendezvous not in _entered):
+            try:
+                token = self._join(is_late=is_late)
+            except RuntimeError as error:
+                raise self._late("the store of the job has closed") from error
+        if not token:
             token = self._begin()
             self.common.set(_RUNNING, json.dumps({"world": token, **_identity(rendezvous)}))
         self.nonce = int(token[:8], 16)
         if rendezvous not in _entered:
             atexit.register(_say_ended, self.common, rendezvous.rank)
-            _entered.add(rendezvous)
+        _entered[rendezvous] = token
+
+    def _open_store(self) -> Any:
+        """Return the store of the job, which serves already where this process comes later than others."""
+        if not self._rendezvous.incarnation:
+            return open_store(self._rendezvous, self._deadline)
+        try:
+            return open_store(self._rendezvous, min(self._deadline, time.monotonic() + _REACH_S))
+        except TransportError as error:
+            raise self._late("the store of the job has closed") from error
+
+    def _late(self, why: str) -> LateError:
+        rank = self._rendezvous.rank
+        how = "joins the others" if rank >= self._first_count else "was started again"
+        return LateError(f"rank {rank} {how}, and {why}", rank=rank)
+
+    def _join(self, *, is_late: bool) -> str:
+        """Join the world that runs, and return its token; return "" where all have left it, and the next one may begin.
+
+        A process that comes to a place that was empty at the beginning begins no world: it waits for the next one.
+        """
+        left = _entered.get(self._rendezvous, "")
+        while True:
+            token = left
+            if self.common.check([_RUNNING]):
+                token = _check_running(_text(self.common, _RUNNING), self._rendezvous)
+            if token != left:
+                self.store = PrefixStore(token, self.common)
+                newest = come(self.store, self._rendezvous, min(self._deadline - time.monotonic(), _WELCOME_S))
+                if newest is not None:
+                    self.incarnation = self._rendezvous.incarnation
+                    self.vacant = frozenset(place for place in self.vacant if not newest[place])
+                    return token
+                left = token
+            if not is_late:
+                return ""
+            self._check_others()
+            if time.monotonic() >= self._deadline:
+                raise TransportError(f"rank {self._rendezvous.rank} waits for the others to begin a world")
+            time.sleep(_PERIOD_S)
 
     def _begin(self) -> str:
         """Begin a world with all other ranks; return its token.
@@ -115,24 +164,29 @@ class Entrance:
                 logger.info("rank %d gathers again with the others: %s", self._rendezvous.rank, error)
 
     def _make_groups(self) -> list[Any]:
-        """Make the groups of all ranks, if every rank can.
+        """Make the groups of all ranks that are there, if every one can.
 
         Raises:
             TransportError: one cannot.
         """
-        rank, size = self._rendezvous.rank, self._rendezvous.size
-        timeout_s = _CONNECT_S + size * _CONNECT_PER_RANK_S
-        return connecting.make_gloo_groups(self.store, rank, size, connect_s=timeout_s, timeout_s=timeout_s)
+        rank, count = self._rendezvous.rank, self._first_count
+        if count == 1:
+            return []
+        timeout_s = _CONNECT_S + count * _CONNECT_PER_RANK_S
+        return connecting.make_gloo_groups(self.store, rank, count, connect_s=timeout_s, timeout_s=timeout_s)
 
     def _check_others(self) -> None:
-        """Raise where this rank was started again, and another has ended: no world begins without that one."""
-        rank, size = self._rendezvous.rank, self._rendezvous.size
-        if self._rendezvous.incarnation and any(self.common.check([f"ended/{other}"]) for other in range(size)):
-            raise LateError(f"rank {rank} was started again, and other ranks have ended", rank=rank)
+        """Raise where this rank comes later, and one of the first has ended: no world begins without that one."""
+        if self._rendezvous.incarnation:
+            if any(self.common.check([f"ended/{other}"]) for other in range(self._first_count)):
+                raise self._late("other ranks have ended")
+            if self.common.check([_OVER]):
+                raise self._late("the job is over")
 
 
-#: Places at which this process has come to a world: to the next one it comes as a first process.
-_entered: set[Rendezvous] = set()
+#: Places at which this process has come to a world, with its token. To the next world it comes as a first process,
+#: unless the place is one that is empty at the beginning.
+_entered: dict[Rendezvous, str] = {}
 
 
 def _identity(rendezvous: Rendezvous) -> dict[str, Any]:
@@ -158,9 +212,14 @@ def _say_ended(common: Any, rank: int) -> None:
         common.set(f"ended/{rank}", "")
 
 
-def come(store: Any, rendezvous: Rendezvous, timeout_s: float) -> bool:
-    """Add this process to the log, and wait until another one welcomes it; False where all have left the world."""
+def come(store: Any, rendezvous: Rendezvous, timeout_s: float) -> list[int] | None:
+    """Add this process to the log, and wait until another one welcomes it.
+
+    Returns:
+        The newest incarnation of each rank in the log, 0 where none has come; None where all have left the world.
+    """
     rank, size, incarnation = rendezvous.rank, rendezvous.size, rendezvous.incarnation
+    first_count = size - rendezvous.empty_count
     entry = f"{rank} {incarnation} {secrets.token_hex(8)}"
     newest = [0] * size
     number = 1
@@ -177,10 +236,10 @@ def come(store: Any, rendezvous: Rendezvous, timeout_s: float) -> bool:
         if store.check([f"lives/{rank}.{incarnation}"]):
             raise TransportError(f"rank {rank} still lives, so it is not to be started again", rank=rank)
         if store.check([f"welcome/{rank}.{incarnation}"]):
-            return True
+            return newest
         number = _read(store, number, newest)
-        if _have_left(store, newest, rank):
-            return False
+        if _have_left(store, newest, rank, first_count):
+            return None
         if time.monotonic() >= deadline:
             raise TransportError(
                 f"rank {rank} was started again, and within {timeout_s:g} s no other rank has found that the process "
@@ -199,9 +258,9 @@ def _read(store: Any, number: int, newest: list[int]) -> int:
     return number
 
 
-def _have_left(store: Any, newest: list[int], rank: int) -> bool:
+def _have_left(store: Any, newest: list[int], rank: int, first_count: int) -> bool:
     """Return whether a process has closed the world, and no other is in it: newcomers may wait for each other."""
-    others = [(other, incarnation) for other, incarnation in enumerate(newest) if other != rank]
+    others = [(other, n) for other, n in enumerate(newest) if other != rank and (n or other < first_count)]
     closed = [process for process in others if store.check([f"closed/{process[0]}.{process[1]}"])]
     inside = [(other, n) for other, n in others if not n or store.check([f"welcome/{other}.{n}"])]
     return bool(closed) and set(inside) <= set(closed)
@@ -226,13 +285,26 @@ class Reception:
         incarnation: this process's.
         process: what its launcher calls it.
         callbacks: the loop's.
+        late_places: those that were empty when the world began.
+        vacant: those of them to which no process had come when this one did.
     """
 
     def __init__(
-        self, common: Any, store: Any, rank: int, incarnation: int, process: str, callbacks: CallbackQueue
+        self,
+        common: Any,
+        store: Any,
+        rank: int,
+        incarnation: int,
+        process: str,
+        callbacks: CallbackQueue,
+        *,
+        late_places: Collection[int] = (),
+        vacant: frozenset[int] = frozenset(),
     ) -> None:
         self._process = process
         self.incarnation = incarnation
+        self.late_places = late_places
+        self.vacant = vacant
         self._common = common
         self._store = store
         self._rank = rank
@@ -284,18 +356,18 @@ class Reception:
 
     def _run(self) -> None:
         try:
-            store = self._store.clone()
+            store, common = self._store.clone(), self._common.clone()
             number = 1
             said: set[str] = set()
             while True:
                 number = self._read_log(store, number)
                 self._look_for_wanted(store, said)
-                if self._closing.wait(_PERIOD_S):
+                if self._closing.wait(_PERIOD_S) or common.check([_OVER]):
                     return
         except RuntimeError as error:
             if not self._closing.is_set():
                 logger.warning(
-                    "rank %d: the store has ended, so no rank can be started again: %s", self._rank, reason(error)
+                    "rank %d: the store has ended, so no rank can join any more: %s", self._rank, reason(error)
                 )
 
     def _read_log(self, store: Any, number: int) -> int:

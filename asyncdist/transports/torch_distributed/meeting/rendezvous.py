@@ -56,8 +56,9 @@ class Rendezvous(Protocol):
         port: the store's port.
         is_store_served: whether another process serves the store already, as torchrun's agent does.
         incarnation: how often this rank had been started again before, by its launcher.
-        admits_restarted: whether the launcher starts ranks again that are killed.
+        admits_restarted: whether ranks may join the world later: those that are killed and started again, or new ones.
         job: what the launcher calls the job.
+        empty_count: how many places, the highest, have no process when the world begins.
     """
 
     @property
@@ -76,6 +77,8 @@ class Rendezvous(Protocol):
     def admits_restarted(self) -> bool: ...
     @property
     def job(self) -> str: ...
+    @property
+    def empty_count(self) -> int: ...
     def __hash__(self) -> int: ...
 
 
@@ -110,14 +113,15 @@ def join_store(rendezvous: Rendezvous | None, rank: int, size: int, timeout_s: f
 
 
 def join_world(rendezvous: Rendezvous, timeout_s: float, check: Callable[[], object] = lambda: None) -> tuple[Any, str]:
-    """Do as :func:`join_store`; return the world's part of the store, and its token.
+    """Do as :func:`join_store`; return the world's part of the store, and its token. Nobody waits for empty places.
 
     ``check`` is called again and again meanwhile, and raises where waiting is in vain.
     """
     deadline = time.monotonic() + timeout_s
     place = _place_of(rendezvous)
     try:
-        gathering = _Gathering(place.open(deadline), rendezvous.rank, rendezvous.size, deadline, check)
+        first_count = rendezvous.size - rendezvous.empty_count
+        gathering = _Gathering(place.open(deadline), rendezvous.rank, first_count, deadline, check)
         gathering.come()
     except BaseException:
         place.forget()

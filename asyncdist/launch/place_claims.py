@@ -1,0 +1,138 @@
+"""Takes free places in a job for ranks that join it: ``python place_claims.py HOST PORT COUNT VERSION``.
+
+The launcher of a job with places says in the store which job it is and what becomes of each place, under the key
+``place/RANK``:
+
+- ``held``, and who holds it: a rank is there, or will be.
+- ``free N``: nobody is there; the process that comes will be the start number N of that rank.
+- ``left``: its rank has ended by itself, which the others know of. Nobody takes its place.
+
+This program takes free places, the lowest first, and prints what a launcher has to know to start ranks there, or why it
+cannot: one line of JSON. Then it reads ``KEY VALUE`` lines from its standard input, and sets these keys for its
+launcher, which does without torch. When the input ends its launcher has, in whatever way: the places of which nothing
+was said since are free again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any, Final
+
+#: This file, to be run as a program.
+PROGRAM: Final = os.path.abspath(__file__)
+#: The key that says which job this is, and the one that says that it is over.
+JOB: Final = "places"
+OVER: Final = "over"
+#: For torch, which waits for much longer where what listens is silent.
+_CONNECT_S: Final = 5.0
+_FREE: Final = "free "
+
+
+class ClaimError(Exception):
+    """No places can be taken: the message says why."""
+
+
+def describe(job: str, size: int, empty_count: int, version: str) -> str:
+    """Return what the launcher of a job says of it.
+
+    Args:
+        job: its name.
+        size: of its world.
+        empty_count: how many places, the highest, have no process when the world begins.
+        version: of asyncdist.
+    """
+    return json.dumps({"job": job, "size": size, "empty_count": empty_count, "version": version})
+
+
+def claim(store: Any, count: int, version: str) -> dict[str, Any]:
+    """Take places.
+
+    Args:
+        store: the part of the store that belongs to the job.
+        count: how many.
+        version: of asyncdist here.
+
+    Returns:
+        What :func:`describe` was given, and ``places``: rank and number of the start of each.
+
+    Raises:
+        ClaimError: too few are free, or the job is none that ranks of this version can join. None are taken then.
+    """
+    if not store.check([JOB]):
+        raise ClaimError("no job of asyncdist run --places is there")
+    job: dict[str, Any] = json.loads(bytes(store.get(JOB)))
+    if job["version"] != version:
+        raise ClaimError(f"the job has asyncdist {job['version']}, and this is asyncdist {version}; allowed: the same")
+    if store.check([OVER]):
+        raise ClaimError("the job is over")
+    places: list[tuple[int, int]] = []
+    for rank in range(job["size"]):
+        number = _take(store, rank) if len(places) < count else None
+        if number is not None:
+            places.append((rank, number))
+    if len(places) < count:
+        for rank, number in places:
+            store.set(f"place/{rank}", f"{_FREE}{number}")
+        raise ClaimError(f"{len(places)} of its {job['size']} places are free, and -n asks for {count}")
+    return {**job, "places": places}
+
+
+def _take(store: Any, rank: int) -> int | None:
+    """Take a place if it is free; return the number of the start that comes there."""
+    key, mine = f"place/{rank}", f"held {secrets.token_hex(8)}"
+    found = bytes(store.get(key)).decode()
+    if not found.startswith(_FREE) or bytes(store.compare_set(key, found, mine)).decode() != mine:
+        return None
+    return int(found.removeprefix(_FREE))
+
+
+def keep(store: Any, places: Iterable[tuple[int, int]], lines: Iterable[str]) -> None:
+    """Set the keys that the launcher names until it ends; then free the places of which it has said nothing.
+
+    Args:
+        store: as for :func:`claim`.
+        places: that were taken.
+        lines: from the launcher: keys of the store, and values.
+    """
+    newest = dict(places)  # by rank: no later start has been made
+    for line in lines:
+        key, _, value = line.rstrip("\n").removeprefix("asyncdist/").partition(" ")
+        store.set(key, value)
+        what, _, which = key.partition("/")
+        if what == "exited":
+            place, _, ended = which.partition(".")
+            newest[int(place)] = int(ended) + 1
+        elif what == "place":
+            newest.pop(int(which))
+    for rank, number in newest.items():
+        store.set(f"exited/{rank}.{number}", "")
+        store.set(f"place/{rank}", f"{_FREE}{number + 1}")
+
+
+def main(host: str, port: int, count: int, version: str) -> None:
+    """Take places, and keep them until the launcher has ended."""
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    try:
+        common = TCPStore(host, port, None, False, timedelta(seconds=_CONNECT_S), wait_for_workers=False)
+        store = PrefixStore("asyncdist", common)
+        found = claim(store, count, version)
+    except (ClaimError, RuntimeError) as error:
+        why = str(error) if isinstance(error, ClaimError) else "what listens there is no store"
+        print(json.dumps({"error": why}), flush=True)
+        return
+    print(json.dumps(found), flush=True)
+    try:
+        keep(store, found["places"], sys.stdin)
+    except RuntimeError:  # the store has closed
+        return
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # the folder of this file, whose modules are nobody's here
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -1,0 +1,119 @@
+"""``asyncdist run --places`` and ``--join``: ranks of other launchers join a running world."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.mpi import REPORTS, ROOT, base_environment
+
+#: Generous: what hangs is a failure, what is slow is not.
+TIMEOUT_S = 280.0
+SCRIPT = ROOT / "tests" / "scripts" / "joins.py"
+
+
+class Story:
+    """Launchers in one folder, where their ranks say what they do."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.give_up_at = time.monotonic() + TIMEOUT_S
+        self.launchers: list[subprocess.Popen[bytes]] = []
+        (folder / "reports").mkdir()
+
+    def launch(self, name: str, cwd: Path, *options: str) -> subprocess.Popen[bytes]:
+        """Start a launcher in a directory, whose words go to a file of that name."""
+        words = [sys.executable, "-m", "asyncdist", "run", *options, str(SCRIPT), str(self.folder)]
+        environ = {**base_environment(), REPORTS: str(self.folder / "reports")}
+        with (self.folder / name).open("wb") as said:
+            launcher = subprocess.Popen(words, cwd=cwd, env=environ, stdout=said, stderr=said)
+        self.launchers.append(launcher)
+        return launcher
+
+    def said(self, name: str) -> str:
+        return (self.folder / name).read_text()
+
+    def until(self, name: str) -> dict[str, Any]:
+        """Wait until a process has said who it is."""
+        while not (self.folder / name).exists():
+            assert time.monotonic() < self.give_up_at, f"no {name}: {self.everything()}"
+            time.sleep(0.02)
+        found: dict[str, Any] = json.loads(self.said(name))
+        return found
+
+    def address(self, name: str) -> str:
+        """Return the address that a launcher has printed."""
+        while not (found := re.search(r"--join (\S+:\d+) ", self.said(name))):
+            assert time.monotonic() < self.give_up_at, self.everything()
+            time.sleep(0.02)
+        return found[1]
+
+    def everything(self) -> str:
+        return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in self.folder.iterdir() if path.is_file())
+
+    def code(self, launcher: subprocess.Popen[bytes]) -> int:
+        try:
+            return launcher.wait(max(0.0, self.give_up_at - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it hangs\n{self.everything()}") from None
+
+
+@contextlib.contextmanager
+def story(folder: Path) -> Iterator[Story]:
+    told = Story(folder)
+    try:
+        yield told
+    finally:
+        for launcher in told.launchers:
+            launcher.kill()
+            launcher.wait()
+
+
+@pytest.mark.timeout(300)
+def test_a_place_is_taken_lost_and_taken_again(tmp_path: Path) -> None:
+    """The first launcher starts two of three ranks; the others go on whatever happens to the third."""
+    elsewhere = tmp_path / "elsewhere"
+    folder = tmp_path / "folder"
+    elsewhere.mkdir()
+    folder.mkdir()
+    with story(folder) as told:
+        first = told.launch("first", ROOT, "--transport", "torch", "-n", "2", "--places", "3")
+        address = told.address("first")
+        assert "asyncdist run: 1 of 3 places is free; others join by: asyncdist run --join" in told.said("first")
+        killed = told.launch("killed", elsewhere, "--join", address)
+        newcomer = told.until("2.1")
+        assert newcomer["size"] == 3 and newcomer["admitted_at"] > 0, "it goes on with a member's iteration"
+        for rank in range(2):
+            assert told.until(f"{rank}.0")["absent"] == [2], "main knows it from its first line on"
+        refused = told.launch("refused", elsewhere, "--join", address)
+        assert told.code(refused) == 2
+        said = f"asyncdist run: --join {address}: 0 of its 3 places are free, and -n asks for 1\n"
+        assert told.said("refused") == said
+
+        os.kill(newcomer["pid"], signal.SIGKILL)
+        assert told.code(killed) == 128 + signal.SIGKILL
+        assert "rank 2 was killed by SIGKILL" in told.said("killed")
+        stopped = told.launch("stopped", elsewhere, "--join", address)
+        told.until("2.2")
+        stopped.terminate()
+        assert told.code(stopped) == 128 + signal.SIGTERM
+        assert told.said("stopped") == "asyncdist run: joins as rank 2 of 3\n"
+
+        last = told.launch("last", elsewhere, "--join", address)
+        told.until("2.4")
+        (folder / "enough").touch()
+        assert (told.code(first), told.code(last)) == (0, 0), told.everything()
+        assert told.said("last") == "asyncdist run: joins as rank 2 of 3\n"
+        assert told.said("first").count("\n") == 1, "nothing else happens to them"
+        reports = [json.loads(path.read_text()) for path in (folder / "reports").iterdir()]
+    assert len(reports) == 3, reports

@@ -1,0 +1,386 @@
+"""Places without a process: who takes them, and how processes come there, on stores in one process."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore, PrefixStore
+
+from asyncdist import cli, environment
+from asyncdist.errors import LateError, TransportError
+from asyncdist.launch import joining_ranks, local_ranks, place_claims
+from asyncdist.launch.place_claims import ClaimError, claim, keep
+from asyncdist.transports.matching import CallbackQueue, Matcher
+from asyncdist.transports.torch_distributed.gloo_mesh import Mesh
+from asyncdist.transports.torch_distributed.meeting import newcomers, rendezvous
+from asyncdist.transports.torch_distributed.meeting.newcomers import Entrance, Reception
+
+#: Generous: what takes longer hangs.
+TIMEOUT_S = 60.0
+VERSION = "1.2"
+
+
+def job_of(states: list[str], version: str = VERSION) -> HashStore:
+    """Return the store of a job whose places have these states."""
+    store = HashStore()
+    for rank, state in enumerate(states):
+        store.set(f"place/{rank}", state)
+    store.set(place_claims.JOB, place_claims.describe("a job", len(states), 2, version))
+    return store
+
+
+def states_of(store: Any) -> list[str]:
+    size = json.loads(store.get(place_claims.JOB))["size"]
+    return [bytes(store.get(f"place/{rank}")).decode() for rank in range(size)]
+
+
+# -- claims -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_lowest_free_places_are_taken_also_one_that_was_given_up() -> None:
+    store = job_of(["held", "free 3", "left", "free 1", "free 1"])
+    found = claim(store, 2, VERSION)
+    assert found == {"job": "a job", "size": 5, "empty_count": 2, "version": VERSION, "places": [(1, 3), (3, 1)]}
+    assert claim(store, 1, VERSION)["places"] == [(4, 1)]
+    assert [state.partition(" ")[0] for state in states_of(store)] == ["held", "held", "left", "held", "held"]
+
+
+@pytest.mark.parametrize(
+    "store, says",
+    [
+        (job_of(["held", "free 4", "left"]), "1 of its 3 places are free, and -n asks for 2"),
+        (job_of(["free 1"] * 3, "1.1"), "the job has asyncdist 1.1, and this is asyncdist 1.2; allowed: the same"),
+        (HashStore(), "no job of asyncdist run --places is there"),
+    ],
+)
+def test_where_too_few_can_be_taken_none_are(store: HashStore, says: str) -> None:
+    before = states_of(store) if store.check([place_claims.JOB]) else []
+    with pytest.raises(ClaimError) as refused:
+        claim(store, 2, VERSION)
+    assert str(refused.value) == says
+    assert before == (states_of(store) if before else [])
+
+
+def test_nobody_takes_places_of_a_job_that_is_over() -> None:
+    store = job_of(["free 1"])
+    store.set(place_claims.OVER, "")
+    with pytest.raises(ClaimError, match="over"):
+        claim(store, 1, VERSION)
+
+
+def test_a_place_that_another_one_takes_first_is_not_taken_twice() -> None:
+    store = job_of(["free 1", "free 1"])
+
+    class Rival:
+        """Takes place 0 between two looks of the other."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+        def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+            if key == "place/0":
+                store.set(key, "held by a rival")
+            return bytes(store.compare_set(key, expected, desired))
+
+    assert claim(Rival(), 1, VERSION)["places"] == [(1, 1)]
+    assert states_of(store)[0] == "held by a rival"
+
+
+def test_places_of_which_a_launcher_has_said_nothing_are_free_when_it_has_ended() -> None:
+    """It was killed: rank 1 was in its second process, rank 2 in its first; ranks 3 and 4 had ended before."""
+    store = job_of(["held"] * 5)
+    lines = ["exited/1.3 ", "exited/3.1 ", "place/3 free 2", "place/4 left"]
+    keep(store, [(1, 3), (2, 1), (3, 1), (4, 1)], [f"asyncdist/{line}\n" for line in lines])
+    assert states_of(store) == ["held", "free 5", "free 2", "free 2", "left"]
+    assert store.check(["exited/1.4", "exited/2.1", "exited/3.1"])
+    assert not store.check(["exited/4.1"])
+
+
+# -- launchers --------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_of_a_world_with_places_know_its_size_and_who_begins_it() -> None:
+    made = local_ranks.build_environments({}, ranks=2, threads=None, places=4)
+    places = [environment.torch_rendezvous(each) for each in made]
+    assert [(place.rank, place.size, place.empty_count, place.incarnation) for place in places] == [
+        (0, 4, 2, 0),
+        (1, 4, 2, 0),
+    ]
+    assert all(place.admits_restarted and place.is_store_served for place in places)
+    (nested,) = local_ranks.build_environments(made[0], ranks=1, threads=None)
+    assert environment.torch_rendezvous(nested).empty_count == 0, "a job that a rank starts is another one"
+    job = {"job": places[0].job, "size": 4, "empty_count": 2, "places": [(1, 5), (3, 1)]}
+    joined = joining_ranks.build_environments({"RANK": "9"}, job, host="localhost", port=123, threads=None)
+    coming = {rank: environment.torch_rendezvous(each) for rank, each in joined.items()}
+    assert [(place.rank, place.size, place.empty_count, place.incarnation) for place in coming.values()] == [
+        (1, 4, 2, 5),
+        (3, 4, 2, 1),
+    ]
+    assert list(coming) == [1, 3]
+    assert {(place.address, place.port, place.job) for place in coming.values()} == {("localhost", 123, job["job"])}
+    assert environment.detect(joined[3]).rank == 3
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (["-n", "2", "--places", "4"], "--places is for --transport torch: no process can join ranks of MPI that run"),
+        (["--join", "h:1", "--transport", "mpi"], "--join is for --transport torch: no process can join ranks of MPI"),
+        (["-n", "2", "--places", "4", "--survive"], "--places is for --transport torch, and --survive for"),
+        (["--join", "h:1", "--survive"], "--join is for --transport torch, and --survive for --transport mpi"),
+        (["--join", "h:1", "--mpi", "mpich"], "--mpi mpich is for --transport mpi"),
+        (["--hosts", "h:2", "--places", "4", "--transport", "torch"], "--places is for the ranks of this host, not"),
+        (["--hosts", "h:2", "--join", "h:1"], "--join is for the ranks of this host, not for --hosts"),
+        (["-n", "3", "--places", "2", "--transport", "torch"], "--places 2 are too few for -n 3; allowed: 3 or more"),
+        (["--places", "2", "--join", "h:1"], "--places is for the job that --join joins: the two do not go together"),
+        (["--join", "29500"], "--join '29500' is no address; allowed: HOST:PORT, as asyncdist run --places printed it"),
+        (["--join", "h:99999"], "--join 'h:99999' is no address; allowed: HOST:PORT"),
+        (["--join", "127.0.0.1:1"], "--join 127.0.0.1:1: nobody answers there ("),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    options: list[str], says: str, tmp_path: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ASYNCDIST_TRANSPORT", raising=False)
+    script = tmp_path / "script.py"
+    script.touch()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", *options, str(script)])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"asyncdist run: {says}") and said.count("\n") == 1
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> PrefixStore:
+    """The part of a store that belongs to a job, at which all processes of a test meet."""
+    common = HashStore()
+    monkeypatch.setattr(newcomers, "open_store", lambda *_: common)
+    monkeypatch.setattr(rendezvous._Place, "_find", lambda *_: common)
+    monkeypatch.setattr(newcomers, "_say_ended", lambda *_: None)
+    monkeypatch.setattr(newcomers, "_entered", {})
+    rendezvous._place_of.cache_clear()
+    return PrefixStore("asyncdist", common)
+
+
+def place(rank: int, incarnation: int = 0, *, size: int = 3, empty_count: int = 2) -> environment.TorchRendezvous:
+    return environment.TorchRendezvous(
+        rank, size, "127.0.0.1", 29500, True, incarnation, admits_restarted=True, job="a job", empty_count=empty_count
+    )
+
+
+class Process:
+    """One process in a world: its entrance, and its mesh."""
+
+    def __init__(self, where: environment.TorchRendezvous) -> None:
+        entrance = self.entrance = Entrance(where, TIMEOUT_S)
+        self.callbacks = CallbackQueue()
+        reception = Reception(
+            entrance.common,
+            entrance.store,
+            where.rank,
+            entrance.incarnation,
+            entrance.process,
+            self.callbacks,
+            late_places=range(where.size - where.empty_count, where.size),
+            vacant=entrance.vacant,
+        )
+        self.mesh = Mesh(entrance.groups, where.rank, where.size, Matcher(self.callbacks), reception)
+
+    def until(self, is_true: Callable[[], object]) -> None:
+        give_up_at = time.monotonic() + TIMEOUT_S
+        while not is_true():
+            assert time.monotonic() < give_up_at, "it hangs"
+            self.callbacks.empty()
+            time.sleep(0.01)
+
+
+def in_thread(make: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """Make something in a thread; the list has it, or the error, once that has ended."""
+    made: list[Any] = []
+
+    def run() -> None:
+        try:
+            made.append(make())
+        except Exception as error:
+            made.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, made
+
+
+def test_a_rank_begins_a_world_alone_and_those_that_come_find_it_and_each_other(store: PrefixStore) -> None:
+    first = Process(place(0))
+    assert (first.entrance.groups, first.entrance.incarnation) == ([], 0)
+    assert first.mesh.lost == first.mesh.vacant == {1, 2}
+    processes = {0: first}
+    try:
+        for rank in (2, 1):
+            thread, made = in_thread(lambda rank=rank: Process(place(rank, 1)))
+            first.until(lambda thread=thread: not thread.is_alive())
+            assert isinstance(made[0], Process), made
+            newcomer = processes[rank] = made[0]
+            assert newcomer.entrance.incarnation == 1
+            assert newcomer.mesh.vacant == {1, 2} - set(processes), "of the others it knows that they are there"
+            for peer, process in processes.items():
+                if peer != rank:
+                    process.until(lambda process=process, rank=rank: rank in process.mesh._met)
+                    assert process.mesh.accept(rank, 1)
+                    newcomer.until(lambda newcomer=newcomer, peer=peer: peer in newcomer.mesh._met)
+                    assert newcomer.mesh.accept(peer, process.entrance.incarnation)
+        assert all(not process.mesh.lost and not process.mesh.vacant for process in processes.values())
+        assert not store.check(["over"])
+    finally:
+        threads = [threading.Thread(target=process.mesh.close) for process in processes.values()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_process_at_an_empty_place_begins_no_world_but_waits_for_the_next_one(store: PrefixStore) -> None:
+    """All have left the world that runs; the rank that begins the next one finds it waiting."""
+    left = Process(place(0))
+    left.mesh.close()
+    thread, made = in_thread(lambda: Process(place(1, 1)))
+    while not store.check([f"{store.get('running')[11:27].decode()}/newcomer/1"]):
+        assert thread.is_alive(), made
+    assert not made
+    rendezvous._place_of.cache_clear()
+    processes = [Process(place(0))]
+    processes[0].until(lambda: not thread.is_alive())
+    processes.append(made[0])
+    assert processes[1].entrance.nonce == processes[0].entrance.nonce != left.entrance.nonce
+    for process in processes:
+        process.mesh.close()
+
+
+@pytest.mark.parametrize(
+    "key, says",
+    [("ended/0", "rank 2 joins the others, and other ranks have ended"), ("over", "rank 2 joins the others, and the")],
+)
+def test_a_process_that_comes_when_the_job_is_over_ends_well(store: PrefixStore, key: str, says: str) -> None:
+    store.set("ended/1", "")  # a rank that had come later has ended: the world may begin without it
+    thread, made = in_thread(lambda: Entrance(place(2, 1), TIMEOUT_S))
+    thread.join(0.3)
+    assert thread.is_alive()
+    store.set(key, "")
+    thread.join(TIMEOUT_S)
+    assert isinstance(made[0], LateError) and made[0].message.startswith(says)
+
+
+def test_a_process_that_finds_the_store_closed_ends_well(store: PrefixStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*_: object) -> None:
+        raise TransportError("nobody serves a store there")
+
+    monkeypatch.setattr(newcomers, "open_store", closed)
+    with pytest.raises(LateError, match="rank 2 joins the others, and the store of the job has closed"):
+        Entrance(place(2, 1), TIMEOUT_S)
+    with pytest.raises(TransportError, match="nobody serves"):
+        Entrance(place(0), TIMEOUT_S)
+
+
+# -- supervision ------------------------------------------------------------------------------------------------------
+
+
+class Keeper:
+    """Stands for the process that sets keys of the store."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.stdin = self
+
+    def write(self, line: bytes) -> None:
+        self.said.append(line.decode().removeprefix("asyncdist/").rstrip("\n"))
+
+    def flush(self) -> None:
+        pass
+
+
+class Rank:
+    """A process of a rank that ends as it is told to."""
+
+    def __init__(self, rank: int, events: Any) -> None:
+        self.rank, self.events = rank, events
+        self.returncode: int | None = None
+        self.signals: list[int] = []
+
+    def ends(self, returncode: int) -> None:
+        self.returncode = returncode
+        self.events.put(("ended", self.rank))
+
+    def send_signal(self, number: int, /) -> None:
+        self.signals.append(number)
+
+    def end(self) -> None:
+        if self.returncode is None:
+            self.ends(-9)
+
+
+class Supervised:
+    """Ranks that a launcher supervises, and what it has said to the store."""
+
+    def __init__(self, ranks: dict[int, int], count: int = 0, *, have_joined: bool) -> None:
+        self.events: queue.SimpleQueue[local_ranks.Event] = queue.SimpleQueue()
+        self.keeper = Keeper()
+        self.started: list[tuple[int, str]] = []
+        environments = {rank: {environment.INCARNATION_VARIABLE: str(number)} for rank, number in ranks.items()}
+        self.processes = {rank: Rank(rank, self.events) for rank in ranks}
+        self.again = local_ranks.Restarts(
+            self._start,
+            environments,
+            count,
+            self.keeper,  # type: ignore[arg-type]
+            is_open=True,
+            have_joined=have_joined,
+        )
+
+    def _start(self, rank: int, variables: Mapping[str, str]) -> Rank:
+        self.started.append((rank, variables[environment.INCARNATION_VARIABLE]))
+        process = Rank(rank, self.events)
+        process.ends(0)
+        return process
+
+    def run(self) -> int:
+        return local_ranks.supervise(self.processes, self.events, self.again)
+
+
+def test_a_place_is_free_when_its_rank_was_killed_and_is_not_started_again() -> None:
+    job = Supervised({0: 0, 1: 0}, have_joined=False)
+    job.processes[1].ends(-9)
+    job.processes[0].ends(0)
+    assert job.run() == 137 and not job.started
+    assert job.keeper.said == ["exited/1.0 ", "place/1 free 1", "exited/0.0 ", "place/0 left"]
+
+
+def test_ranks_that_have_joined_are_started_again_in_their_places_and_counted_on() -> None:
+    job = Supervised({2: 4, 3: 1}, 1, have_joined=True)
+    job.processes[2].ends(-9)
+    job.processes[3].ends(1)
+    assert job.run() == 1, "the others know whether that is a failure of the job"
+    assert job.started == [(2, "5")]
+    assert job.keeper.said == ["exited/2.4 ", "exited/3.1 ", "place/3 free 2", "exited/2.5 ", "place/2 left"]
+
+
+def test_the_last_rank_that_has_joined_is_started_again_too_since_the_others_are_elsewhere() -> None:
+    job = Supervised({2: 1}, 1, have_joined=True)
+    job.processes[2].ends(-9)
+    assert job.run() == 0 and job.started == [(2, "2")]
+
+
+def test_a_signal_kills_ranks_that_have_joined_so_that_they_are_lost_and_do_not_fail() -> None:
+    job = Supervised({2: 1, 3: 1}, have_joined=True)
+    job.events.put(("signal", 2))
+    assert job.run() == 130
+    assert not any(process.signals for process in job.processes.values())
+    assert sorted(job.keeper.said) == ["exited/2.1 ", "exited/3.1 "], "the keeper frees the places"
