@@ -145,7 +145,7 @@ def test_the_report_says_what_was_detected_and_why() -> None:
         (UNDER_MPIRUN, "ends the job: it was started without asyncdist run --survive"),
         (replace(UNDER_MPIRUN, survives=True), "the others go on"),
         (UNDER_TORCHRUN, "the launcher decides"),
-        (replace(UNDER_TORCHRUN, restarts=True), "the rank is started again"),
+        (replace(UNDER_TORCHRUN, restarts=True), "one that is started again, or takes its place, joins them"),
         (
             replace(UNDER_MPIRUN, installation=replace(WELL.installation, version="Open MPI v4.1.4")),
             "Open MPI 5 or later",
