@@ -361,7 +361,7 @@ def test_how_long_a_main_may_wait_reaches_the_ranks_as_a_variable(monkeypatch: p
 def test_a_process_that_cannot_be_started_ends_those_that_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "script.py"
     script.write_text(WAITS.format(before="", failure="pass"))
-    real, started = subprocess.Popen, []
+    real, started = local_ranks.RankProcess, []
 
     def refuse_the_third(*arguments: object, **options: object) -> object:
         if len(started) == 2:
@@ -370,7 +370,7 @@ def test_a_process_that_cannot_be_started_ends_those_that_were(tmp_path: Path, m
         started.append(real(*arguments, **options))  # type: ignore[call-overload]
         return started[-1]
 
-    monkeypatch.setattr(subprocess, "Popen", refuse_the_third)
+    monkeypatch.setattr(local_ranks, "RankProcess", refuse_the_third)
     with pytest.raises(local_host.LaunchError, match=r"rank 2 cannot be started: .*Resource temporarily unavailable"):
         local_ranks.run(str(script), [str(tmp_path)], ranks=3, environ=environment.environment())
     check_gone(pids_in(tmp_path, 2))
