@@ -271,7 +271,7 @@ class RoundMember:
     def on_frozen(self, frozen: Frozen, round: int) -> Instructions:
         """Take the donors as fixed: their snapshots may be added."""
         adds_up: Instructions = ()
-        if self.reducing == round and not self._adds_up:
+        if round and self.reducing == round and not self._adds_up:  # 0 is no round
             self._adds_up = True
             adds_up = (AddUp(round, frozen),)
         if self.state is not State.ASKING or self.round != round:

@@ -207,7 +207,7 @@ def _carry_out(instructions: Instructions, offered: list[int], exchanging: list[
             case Ask(number):
                 exchanging.append(number)
             case Read(number):
-                assert [each for each in exchanging if each > 0] == [number]
+                assert [each for each in exchanging if each >= 0] == [number]
                 read.add(number)
             case Apply(number, frozen):
                 assert number in read or not frozen.donors, "what is applied was read"
