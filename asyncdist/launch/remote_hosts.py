@@ -208,8 +208,12 @@ class Agent:
             raise local_host.LaunchError(f"{command[0]} cannot be started: {error}") from error
         assert self._process.stdout is not None and self._process.stderr is not None
         self._readers = [
-            threading.Thread(target=self._read, args=(self._process.stdout,), name=f"{host.name} stdout", daemon=True),
-            threading.Thread(target=self._warn, args=(self._process.stderr,), name=f"{host.name} stderr", daemon=True),
+            threading.Thread(
+                target=self._reading, args=(self._read, self._process.stdout), name=f"{host.name} stdout", daemon=True
+            ),
+            threading.Thread(
+                target=self._reading, args=(self._warn, self._process.stderr), name=f"{host.name} stderr", daemon=True
+            ),
         ]
         for reader in self._readers:
             reader.start()
@@ -265,6 +269,13 @@ class Agent:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        for reader in self._readers:
+            reader.join(_CLOSE_S)
+
+    @staticmethod
+    def _reading(read: Callable[[IO[bytes]], None], pipe: IO[bytes]) -> None:
+        with pipe:
+            read(pipe)
 
     def _read(self, stdout: IO[bytes]) -> None:
         """Take in the agent's lines, and pass on those of the ranks."""

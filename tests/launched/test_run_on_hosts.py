@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from support import hosts, mpi
 from support.mpi import ROOT
 
 import asyncdist as ad
-from asyncdist.launch import host_agent
+from asyncdist import local_host
+from asyncdist.launch import host_agent, remote_hosts
 
 RUN = "asyncdist run"
 SSH = hosts.PROGRAM.parent / "ssh"
@@ -28,6 +30,14 @@ CASES = (
 MPI, MORE = pytest.mark.mpi, pytest.mark.more_hosts
 
 
+def require(transport: str) -> None:
+    """Skip the calling test where ranks of several hosts cannot talk over this transport."""
+    if transport == "mpi":
+        mpi.require_mpi()
+        if mpi.flavour() == "mpich":
+            pytest.skip("on MPICH messages between hosts get lost when a second policy starts (docs/clusters.md)")
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("transport", "count", "cases"),
@@ -39,10 +49,7 @@ MPI, MORE = pytest.mark.mpi, pytest.mark.more_hosts
     ],
 )
 def test_a_policy_helpers_and_a_replay_buffer(transport: str, count: int, cases: tuple[str, ...]) -> None:
-    if transport == "mpi":
-        mpi.require_mpi()
-        if mpi.flavour() == "mpich":
-            pytest.skip("on MPICH messages between hosts get lost when a second policy starts (docs/clusters.md)")
+    require(transport)
     where = ["--hosts", LAYOUTS[count], "--ssh", f"{SSH} -x", "--transport", transport]
     words = ["asyncdist", "run", *where, hosts.script_path("on_hosts.py"), *cases]
     reports = hosts.run(count, words, timeout_s=280).check().reports
@@ -59,6 +66,7 @@ def test_a_policy_helpers_and_a_replay_buffer(transport: str, count: int, cases:
 @pytest.mark.parametrize("transport", [pytest.param("mpi", marks=MPI), "torch"])
 def test_the_demo(transport: str, tmp_path: Path) -> None:
     pytest.importorskip("gfn")
+    require(transport)
     demo = [sys.executable, ROOT / "tools" / "hypergrid" / "demo.py", "--hosts", LAYOUTS[2], "--transport", transport]
     words = [*demo, "--quick", "--verify", "--chart", tmp_path / "chart.png"]
     result = hosts.run(2, words, timeout_s=500).check()
@@ -155,3 +163,15 @@ def test_what_is_missing_on_a_host_is_one_line(change: str, message: str, script
     result = hosts.run(2, ["sh", "-c", steps.format(**names)]).check(2)
     assert result.stdout == ""
     assert result.stderr.startswith("asyncdist run: " + message.format(**names)) and result.stderr.count("\n") == 1
+
+
+def test_a_host_that_does_not_answer_is_named_and_not_waited_for(monkeypatch: pytest.MonkeyPatch, script: Path) -> None:
+    monkeypatch.setattr(remote_hosts, "HELLO_S", 0.3)
+    silent = ["sh", "-c", f"exec sleep 98767.{os.getpid()}"]  # the host and the command line are its arguments
+    hosts = remote_hosts.parse_hosts("a:1,b:1")
+    with (
+        pytest.raises(local_host.LaunchError, match=r"^a, b: no answer within 0\.3 s$"),
+        remote_hosts.connected(hosts, silent, str(script)),
+    ):
+        pytest.fail("nobody has answered")
+    assert subprocess.run(["pgrep", "-f", silent[2]], capture_output=True, check=False).stdout == b""

@@ -25,6 +25,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,6 +39,9 @@ _LOGIN_NUMBER: Final = 254
 #: Where a file system of this program's own is mounted for a moment; the directory exists on every Linux.
 _SCRATCH: Final = Path("/mnt")
 _PROGRAMS: Final = {"ip": "iproute2", "nsenter": "util-linux", "mount": "util-linux"}
+#: The state of a bridge's port that passes packets on, and how long ports may take to reach it.
+_FORWARDING: Final = "3\n"
+_BRIDGE_S: Final = 10.0
 # unshare(2), prctl(2)
 _NEWNS, _NEWUTS, _NEWIPC, _NEWPID, _NEWNET = 0x0002_0000, 0x0400_0000, 0x0800_0000, 0x2000_0000, 0x4000_0000
 _PR_SET_PDEATHSIG: Final = 1
@@ -243,7 +247,19 @@ def _make_hosts(count: int, rate: int | None) -> dict[int, int]:
             _make("tc", "qdisc", "add", "dev", port, *bucket)
             _make(*inside, "tc", "qdisc", "add", "dev", "eth0", *bucket)
         hosts[number] = pid
+    _await_bridge(count)
     return hosts
+
+
+def _await_bridge(count: int) -> None:
+    """Return when packets pass: the kernel notices up to a second later that both ends of a cable are up."""
+    states = [Path(f"/sys/class/net/port{number}/brport/state") for number in range(1, count + 1)]
+    links = [Path("/sys/class/net/bridge/operstate"), *(path.parents[1] / "operstate" for path in states)]
+    deadline = time.monotonic() + _BRIDGE_S
+    while {path.read_text() for path in states} != {_FORWARDING} or {path.read_text() for path in links} != {"up\n"}:
+        if time.monotonic() > deadline:
+            raise UnavailableError(f"hosts cannot be made here: the bridge passes nothing on within {_BRIDGE_S:g} s")
+        time.sleep(0.01)
 
 
 def _host(number: int, count: int, tell: int) -> int:
