@@ -53,7 +53,8 @@ def lost_members(world: World, ranks: Sequence[int], meeting: Meeting) -> tuple[
 
     They were lost before the others agreed on the start in ``meeting``; or since, and replaced.
     """
-    absent = (rank for rank in ranks if rank not in meeting.ranks)
+    met = frozenset(meeting.ranks)
+    absent = (rank for rank in ranks if rank not in met)
     return (*world.agreements.incarnations.replaced(meeting.key), *absent)
 
 

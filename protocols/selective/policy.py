@@ -100,7 +100,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         round_timeout_s: bound on a round's exchange, to which the safe points that it needs are added.
         route: ``"direct"``, each donor sends its weights to each replacer; ``"sharded"``, donors or replacers, those
             that are more, each add up a part and send its mean to the replacers, so that no rank sends or receives more
-            than two models, with the same bits; ``"auto"``, sharded where that saves the busiest rank 64 MiB.
+            than two models, with the same bits; ``"auto"``, sharded, with few of them for a small model, where that
+            spares the busiest rank 64 MiB, or all ranks 128 streams.
         drain_timeout_s: how long leaving waits for streams under way.
         start_timeout_s: how long the start waits for the last member.
         coordinator: the rank that runs :func:`protocols.coordinate`; the group's first member by default.

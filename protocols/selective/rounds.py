@@ -376,7 +376,8 @@ class RoundCoordinator:
         self._rounds_decided += 1
         self._last_number += 1
         patience_s = max((step_s(judged[rank]) for rank in decision.donors), default=0.0)
-        limit_at, reducers = math.inf, reducers_of(decision, self._rules.route, self._model_nbytes)
+        limit_at = math.inf
+        reducers = reducers_of(decision, self._rules.route, self._model_nbytes, self._last_number)
         if admits:
             times = self._roster.cadence_s(), self._patience.round_s
             limit_at, reducers = now + self._newcomers.allowed_s(decision.replacers, *times), ()

@@ -26,6 +26,10 @@ ROUTES: Final = ("auto", "direct", "sharded")
 #: below that the one step that it takes longer counts more (8 ranks on 2 cores, 4 MiB: 55 ms in place of 13).
 _SHARDED_SAVING_NBYTES: Final = 64 << 20
 _SHARDED_COUNT_MIN: Final = 4
+#: Nor does it count where all ranks together have so many streams less.
+_SHARDED_SAVING_STREAMS: Final = 128
+#: A stream costs a rank about as much as so many bytes, whatever its length.
+_STREAM_NBYTES: Final = 64 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +175,7 @@ def decide(metrics: Mapping[int, float], rules: SelectiveRules) -> Decision | No
     return Decision(donors=tuple(chosen), replacers=replacers, weights=tuple(chosen.values()), best=best)
 
 
-def reducers_of(decision: Decision, route: str, model_nbytes: int) -> tuple[int, ...]:
+def reducers_of(decision: Decision, route: str, model_nbytes: int, turn: int = 0) -> tuple[int, ...]:
     """Return the ranks that each add up one part of the donors' snapshots; none for the direct route.
 
     On the direct route each of D donors sends its model to each of R replacers, and the busiest rank moves as many
@@ -180,16 +184,27 @@ def reducers_of(decision: Decision, route: str, model_nbytes: int) -> tuple[int,
     more reduce, so that the busiest rank moves 1 + (min(D, R) - 1) / max(D, R) models: less than two. With donors and
     replacers together it would be more where few are replaced, since a replacer takes a whole mean in already.
 
+    Parts that take less time than a stream's own messages save nothing, so `"auto"` has fewer reducers for a small
+    model, with a single one D + R streams in place of D x R. They take turns.
+
     Args:
         decision: Who gives, and who takes.
-        route: One of `ROUTES`. `"auto"` takes the sharded one where that saves the busiest rank enough.
+        route: One of `ROUTES`. `"auto"` takes the sharded one where that saves the busiest rank many bytes, or all
+            ranks together many streams.
         model_nbytes: The bytes of one snapshot.
+        turn: The round's number.
     """
     donors, replacers = decision.donors, decision.replacers
-    reducers = donors if len(donors) >= len(replacers) else replacers
-    if not donors or len(reducers) == 1 or route == "direct":
+    candidates = donors if len(donors) >= len(replacers) else replacers
+    if not donors or len(candidates) == 1 or route == "direct":
         return ()
-    saving_nbytes = (len(reducers) - 2) * model_nbytes
-    if route == "auto" and (len(reducers) < _SHARDED_COUNT_MIN or saving_nbytes < _SHARDED_SAVING_NBYTES):
+    if route == "sharded":
+        return candidates
+    count = min(len(candidates), max(1, model_nbytes // _STREAM_NBYTES))
+    saved_nbytes = (len(candidates) - 1 - len(candidates) / count) * model_nbytes
+    saved_streams = len(donors) * len(replacers) - count * (len(donors) + len(replacers))
+    saves_bytes = len(candidates) >= _SHARDED_COUNT_MIN and saved_nbytes >= _SHARDED_SAVING_NBYTES
+    if not saves_bytes and saved_streams < _SHARDED_SAVING_STREAMS:
         return ()
-    return reducers
+    first = turn * count % len(candidates)
+    return tuple(sorted((candidates + candidates)[first : first + count]))

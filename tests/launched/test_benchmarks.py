@@ -175,6 +175,8 @@ def test_scale(bench: Bench, tmp_path: Path) -> None:
     chart = tmp_path / "scale.png"
     results = bench("scale", "--chart", str(chart))
     assert chart.read_bytes().startswith(b"\x89PNG")
+    population = results.pop("population")
+    assert population["rounds"] >= 5 and population["messages"] < 100
     assert list(results) == ["8", "12"]
     assert results["12"]["sharded"]["seconds"] < 0.7 * results["12"]["direct"]["seconds"]
     for by_route in results.values():

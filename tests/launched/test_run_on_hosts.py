@@ -61,6 +61,24 @@ def test_a_policy_helpers_and_a_replay_buffer(transport: str, count: int, cases:
     assert all(other["replacements"] == 0 and other["unchanged"] for other in others)
 
 
+@pytest.mark.parametrize(("where", "count"), [((), 4), (("--hosts", LAYOUTS[2]), 0)])
+def test_the_demo_ends_ranks_by_their_numbers_on_this_host_alone(
+    monkeypatch: pytest.MonkeyPatch, where: tuple[str, ...], count: int
+) -> None:
+    class Started(Exception):
+        pass
+
+    def start(command: list[str], histories: list[object], output: Path) -> None:
+        assert len(histories) == count
+        raise Started
+
+    monkeypatch.syspath_prepend(ROOT / "tools" / "hypergrid")
+    demo = pytest.importorskip("demo")
+    monkeypatch.setattr(demo, "Job", start)
+    with pytest.raises(Started):
+        demo.run(demo.parse_arguments(where), None)
+
+
 @pytest.mark.more_hosts
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("transport", [pytest.param("mpi", marks=MPI), "torch"])

@@ -2,6 +2,7 @@
 
 import math
 import typing
+from collections import Counter
 from dataclasses import FrozenInstanceError, fields, is_dataclass
 from typing import Any
 
@@ -304,9 +305,12 @@ def test_on_the_sharded_route_no_rank_moves_two_models(donor_count: int, replace
         (6, 2, 16 * MIB, True),
         (1, 1, 1000 * MIB, False),
         (1, 2, 1000 * MIB, False),
-        (1, 34, 2 * MIB, True),
+        (1, 35, 2 * MIB, True),
         (96, 32, MIB, True),
-        (96, 32, MIB // 2, False),
+        (96, 32, MIB // 2, True),
+        (24, 8, MIB, False),
+        (24, 8, MIB // 16, True),
+        (12, 4, 1, False),
     ],
 )
 def test_auto_chooses_by_donors_replacers_and_model(
@@ -314,6 +318,15 @@ def test_auto_chooses_by_donors_replacers_and_model(
 ) -> None:
     assert bool(routed(donor_count, replacer_count, "auto", nbytes)) == is_sharded
     assert not routed(donor_count, replacer_count, "direct", nbytes)
+
+
+@pytest.mark.parametrize(("nbytes", "count"), [(1, 1), (MIB, 16), (1000 * MIB, 96)])
+def test_auto_has_few_reducers_for_a_small_model_and_they_take_turns(nbytes: int, count: int) -> None:
+    decision = Decision(tuple(range(96)), tuple(range(96, 128)), (1.0,) * 96, 0)
+    rounds = [reducers_of(decision, "auto", nbytes, turn) for turn in range(96)]
+    assert {len(reducers) for reducers in rounds} == {count}
+    assert all(tuple(sorted(set(reducers))) == reducers for reducers in rounds)
+    assert Counter(rank for reducers in rounds for rank in reducers) == dict.fromkeys(range(96), count)
 
 
 def test_fresh_weights_have_no_route() -> None:

@@ -10,12 +10,16 @@ more than D + R models and 2 % for messages, and no rank more than 2.1.
 The time of a round is told too, from the assignment to the last replacer's new weights. Each rank is on a host of its
 own, whose interface carries a model in the time that 10 Gbit/s take for 64 MiB (MODEL_S), in each direction; ranks
 train meanwhile, in steps of 10 ms.
+
+Last, a large population trains a small model with the default options, all ranks in one process: its CPU time and peak
+memory, for five rounds or more.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +49,11 @@ TIMED_SIZE_MAX: Final = 64
 #: The time of a round on the sharded route: against that of 8 ranks, and against one model, with four steps beside it.
 TARGET_GROWTH: Final = 1.3
 TARGET_MODELS: Final = 2.5
+#: CPU time and memory of the large population.
+TARGET_CPU_S: Final = 60.0
+TARGET_GIB: Final = 3.0
 _AVERAGE_EVERY: Final = 2
+_POPULATION_ROUNDS: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +64,11 @@ class Settings:
     parameter_count: int
     steps: int
     timed_steps: int
+    population: int
 
 
-FULL: Final = Settings(sizes=(8, 16, 32, 64, 128), parameter_count=1 << 18, steps=40, timed_steps=800)
-QUICK: Final = Settings(sizes=(8, 12), parameter_count=1 << 16, steps=40, timed_steps=100)
+FULL: Final = Settings(sizes=(8, 16, 32, 64, 128), parameter_count=1 << 18, steps=40, timed_steps=800, population=1000)
+QUICK: Final = Settings(sizes=(8, 12), parameter_count=1 << 16, steps=40, timed_steps=100, population=40)
 
 
 async def _train(
@@ -140,6 +149,31 @@ def _round_s(size: int, route: str, settings: Settings, model_nbytes: int) -> fl
     return float(max(seconds))
 
 
+async def _train_small(world: ad.World) -> int:
+    """Train until the coordinator has decided enough rounds; return how many, and 0 on other ranks."""
+    model = torch.nn.Linear(32, 1)
+    async with AsyncSelectiveAveragingPolicy(model, optimizer_of(model), average_every=10) as policy:
+        for _ in range(10 * 2 * _POPULATION_ROUNDS):
+            await policy.step(float(world.rank))
+    coordinator = policy.statistics().coordinator
+    return coordinator.rounds_ended if coordinator else 0
+
+
+def _population(size: int) -> dict[str, float]:
+    """What a large population costs."""
+    began_s = time.process_time()
+    report = ad.simulate(_train_small, ranks=size, seed=size, strict=True)
+    rounds = max(report.results)
+    assert rounds >= _POPULATION_ROUNDS, f"{rounds} rounds"
+    return {
+        "ranks": size,
+        "rounds": rounds,
+        "cpu_s": time.process_time() - began_s,
+        "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "messages": report.message_count / size,
+    }
+
+
 def _check_applied(seconds: Sequence[float], replacer_count: int) -> None:
     applied_count = sum(each >= 0 for each in seconds)
     assert applied_count == replacer_count, f"{applied_count} of {replacer_count} replacers have applied an average"
@@ -148,7 +182,7 @@ def _check_applied(seconds: Sequence[float], replacer_count: int) -> None:
 def rows(results: Results) -> list[Row]:
     """The table."""
     found = []
-    for size, by_route in results.items():
+    for size, by_route in _by_size(results).items():
         for route, figures in by_route.items():
             is_promised = route == "sharded"
             least = figures["donors"] + figures["replacers"]
@@ -176,7 +210,18 @@ def rows(results: Results) -> list[Row]:
                 seconds = f"{figures['seconds']:.3f} s"
                 against = f"{figures['seconds'] / MODEL_S:.1f} models"
                 found.append(Row(f"{size} ranks, {route}: seconds of a round", seconds, against, *target))
-    return found
+    large = results["population"]
+    name = f"population of {large['ranks']}, small model, {large['rounds']} rounds"
+    return [
+        *found,
+        Row(f"{name}: CPU", f"{large['cpu_s']:.1f} s", "", f"<= {TARGET_CPU_S:g} s", large["cpu_s"] <= TARGET_CPU_S),
+        Row(f"{name}: memory", f"{large['gib']:.2f} GiB", "", f"<= {TARGET_GIB:g} GiB", large["gib"] <= TARGET_GIB),
+        Row(f"{name}: messages of a rank", f"{large['messages']:.0f}", "", "", None),
+    ]
+
+
+def _by_size(results: Results) -> Results:
+    return {size: figures for size, figures in results.items() if size != "population"}
 
 
 def _time_target(seconds: float, of_8: Mapping[str, Mapping[str, float]]) -> tuple[str, bool]:
@@ -196,7 +241,7 @@ def draw(results: Results, path: Path) -> None:
     figure, all_axes = plt.subplots(1, 2, figsize=(11.0, 4.0), dpi=150)
     for axes, (name, title) in zip(all_axes, panels.items(), strict=True):
         for route, (colour, style) in looks.items():
-            points = [(int(size), by_route[route][name]) for size, by_route in results.items()]
+            points = [(int(size), by_route[route][name]) for size, by_route in _by_size(results).items()]
             points = [point for point in points if point[1] is not None]
             axes.plot(*zip(*points, strict=True), style, color=colour, label=route)
         axes.set(xscale="log", xlabel="ranks")
@@ -204,7 +249,8 @@ def draw(results: Results, path: Path) -> None:
             axes.set_yscale("log")
         else:
             axes.set_ylim(bottom=0)
-        axes.set_xticks([int(size) for size in results], labels=list(results), minor=False)
+        sizes = list(_by_size(results))
+        axes.set_xticks(list(map(int, sizes)), labels=sizes, minor=False)
         axes.minorticks_off()
         axes.yaxis.set_major_formatter("{x:g}")
         axes.set_title(title, loc="left", fontsize=11)
@@ -226,7 +272,11 @@ def main() -> None:
     settings = QUICK if given.quick else FULL
     torch.set_num_threads(1)
     began_at = time.perf_counter()
-    results = {str(size): {route: _measure(size, route, settings) for route in ROUTES} for size in settings.sizes}
+    population = _population(settings.population)  # first: peak memory is that of the process so far
+    results: Results = {
+        str(size): {route: _measure(size, route, settings) for route in ROUTES} for size in settings.sizes
+    }
+    results["population"] = population
     given.out.write_text(json.dumps(results))
     print(f"{time.perf_counter() - began_at:.0f} s")
 

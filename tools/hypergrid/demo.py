@@ -192,6 +192,12 @@ class Job:
     """Runs the launcher and its ranks. A context manager; no process is left when its block ends.
 
     The job has a session of its own, so that Ctrl-C reaches this process alone, which then stops the job once.
+
+    Args:
+        command: The launcher's.
+        histories: Of the ranks on this host. Those elsewhere are the launcher's alone: what has their number here is
+            another process.
+        output: The file for what is printed.
     """
 
     def __init__(self, command: Sequence[str], histories: Sequence[RankHistory], output: Path) -> None:
@@ -345,7 +351,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
         all_histories = [RankHistory(rank, directory) for rank in range(options.ranks + options.buffer_ranks)]
         histories, buffers = all_histories[: options.ranks], all_histories[options.ranks :]
         verifier = Verifier(directory) if options.verify else None
-        job = stack.enter_context(Job(training_command(options, directory), all_histories, directory / "output.txt"))
+        here = [] if options.hosts else all_histories
+        job = stack.enter_context(Job(training_command(options, directory), here, directory / "output.txt"))
         display = stack.enter_context(Display(console, histories, options.iterations, buffers))
         watch(job, all_histories, display, verifier, Killer(histories, options.kill))
     verified_count = None if verifier is None else verifier.verified_count
