@@ -53,8 +53,10 @@ cdef class Codec:
     cdef object _last_type
     cdef object _kind
     cdef tuple _plain_fields
+    cdef object _checked
 
     @cython.locals(entry=tuple, payload=bytes)
     cpdef tuple encode(self, object message)
     @cython.locals(field=tuple)
     cdef bint _is_plain(self, object message) except -1
+    cdef bint _is_like_checked(self, object message) except -1

@@ -69,6 +69,18 @@ class HoldsPicky:
     inner: Picky
 
 
+counted: list[int] = []
+
+
+@dataclass(frozen=True)
+class Counting:
+    value: int
+    numbers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        counted.append(self.value)
+
+
 INTS = st.integers(-(2**63), 2**64 - 1)
 FLOATS = st.floats(allow_nan=True, allow_infinity=True)
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
@@ -221,6 +233,40 @@ def test_a_wrong_value_deep_inside_is_refused(change: dict[str, Any]) -> None:
     Codec(Everything).encode(good)
     with pytest.raises(LocalProtocolError):
         Codec(Everything).encode(dataclasses.replace(good, **change))
+
+
+def test_what_is_shared_with_the_last_message_is_not_checked_again() -> None:
+    counted.clear()
+    codec, numbers = Codec(Counting), tuple(range(5))
+    for value in range(3):
+        message = Counting(value, numbers)
+        counted.clear()
+        _, payload = codec.encode(message)
+        assert len(counted) == (value == 0), "a check decodes, and so makes another one"
+        assert codec.decoders[0](payload) == message
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (RealFirst(1.0, (1.0,)), RealFirst("1.0", (1.0,))),  # type: ignore[arg-type]
+        (RealFirst(1.0, (1.0,)), RealFirst(1.0, ("1.0",))),  # type: ignore[arg-type]
+        (RealFirst(1.0, (1.0,)), RealFirst(True, (1.0,))),
+    ],
+)
+def test_what_differs_from_the_last_message_is_checked(first: RealFirst, then: RealFirst) -> None:
+    codec = Codec(RealFirst)
+    codec.encode(first)
+    with pytest.raises(LocalProtocolError):
+        codec.encode(then)
+
+
+def test_a_list_that_has_changed_since_the_last_message_is_checked() -> None:
+    codec, numbers = Codec(RealFirst), [1.0]
+    codec.encode(RealFirst(1.0, numbers))  # type: ignore[arg-type]
+    numbers.append("2.0")  # type: ignore[arg-type]
+    with pytest.raises(LocalProtocolError):
+        codec.encode(RealFirst(1.0, numbers))  # type: ignore[arg-type]
 
 
 @dataclass
