@@ -281,7 +281,8 @@ class Codec:
 
     def _is_like_checked(self, message: Any) -> bool:
         """Return whether each field is a plain value, of the type that it had in the last message that was checked, or
-        the very tuple: many ranks are told the same ranks, and a thousand of them take 60 us to decode."""
+        the very tuple: many ranks are told the same ranks, and a thousand of them take 60 us to decode.
+        """
         checked = self._checked
         if type(checked) is not type(message):
             return False
