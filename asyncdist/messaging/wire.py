@@ -280,8 +280,9 @@ class Codec:
         return True
 
     def _is_like_checked(self, message: Any) -> bool:
-        """Return whether each field is a plain value, of the type that it had in the last message that was checked, or
-        the very tuple: many ranks are told the same ranks, and a thousand of them take 60 us to decode.
+        """Return whether each field is a plain value, of the last checked message's type there, or the same tuple.
+
+        Many ranks are told the same ranks, and to decode a thousand of them takes 60 us.
         """
         checked = self._checked
         if type(checked) is not type(message):
