@@ -13,8 +13,8 @@ from asyncdist.tensors.byte_layout import Packing
 from asyncdist.tensors.byte_views import byte_view
 from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool
 from asyncdist.tensors.means import WeightedMean
-from protocols.landing import ChunkRing
 from protocols.one_sided.rules import Choice
+from protocols.parameter_stream.landing import ChunkRing
 
 
 @dataclass(slots=True, eq=False)

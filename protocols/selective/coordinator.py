@@ -20,7 +20,7 @@ from asyncdist.collectives.agreement_messages import Agreed
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
-from protocols.parameter_stream import safe_point_count
+from protocols.parameter_stream.messages import safe_point_count
 from protocols.selective.joining.admission import Welcome
 from protocols.selective.messages import (
     Abandoned,

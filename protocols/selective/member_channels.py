@@ -7,7 +7,7 @@ import logging
 from asyncdist import BusyError, RankLostError, tags
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
-from protocols.parameter_stream import SnapshotServer
+from protocols.parameter_stream.server import SnapshotServer
 from protocols.selective.coordinator import PolicyScopes
 from protocols.selective.messages import ControlMessage, Report
 

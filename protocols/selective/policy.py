@@ -34,7 +34,7 @@ from protocols.applier import Applier
 from protocols.metrics import Metric, MetricSource
 from protocols.options import AveragingOptions, AveragingStrategy, ModelBuilder, Timing
 from protocols.own_state import OwnState
-from protocols.parts import PartPool
+from protocols.parameter_stream.parts import PartPool
 from protocols.policy import SpawnPolicy
 from protocols.selective.coordinator import PolicyScopes
 from protocols.selective.joining.arrival import Arrival

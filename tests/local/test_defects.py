@@ -189,13 +189,13 @@ def test_defect_05_a_donor_that_rebuilt_its_model_gives_the_new_one(how: str) ->
 @pytest.mark.slow
 def test_defect_08_chunks_of_an_abandoned_round_never_reach_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """The replacer gives up in mid-stream, again and again, with chunks of the old round still on their way."""
-    monkeypatch.setattr(parameter_stream, "CHUNK_NBYTES", 64)
+    monkeypatch.setattr(parameter_stream.messages, "CHUNK_NBYTES", 64)
     monkeypatch.setattr(matching, "EAGER_NBYTES", 65536)
     story, abandoned, tries = Story(), [], Counter[str]()
-    original = parameter_stream.SnapshotReceiver.run
+    original = parameter_stream.receiver.SnapshotReceiver.run
 
     async def impatient(
-        intake: parameter_stream.SnapshotReceiver, weights: tuple[float, ...], *, deadline: float
+        intake: parameter_stream.receiver.SnapshotReceiver, weights: tuple[float, ...], *, deadline: float
     ) -> None:
         tries["all"] += 1
         if tries["all"] % 3 == 0:
@@ -210,7 +210,7 @@ def test_defect_08_chunks_of_an_abandoned_round_never_reach_the_next(monkeypatch
             tries["without time"] += 1
             raise TimeoutError("no time")
 
-    monkeypatch.setattr(parameter_stream.SnapshotReceiver, "run", impatient)
+    monkeypatch.setattr(parameter_stream.receiver.SnapshotReceiver, "run", impatient)
 
     async def main(world: ad.World) -> int:
         model = Mixed(float(world.rank), width=64)
@@ -237,13 +237,13 @@ def test_defect_08_a_donor_answers_other_rounds_with_an_abort_and_keeps_its_buff
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A grant that comes late must not get the snapshot of a newer round, nor one that has been withdrawn."""
-    monkeypatch.setattr(parameter_stream, "CHUNK_NBYTES", 64)
+    monkeypatch.setattr(parameter_stream.messages, "CHUNK_NBYTES", 64)
     monkeypatch.setattr(matching, "EAGER_NBYTES", 0)
     steps: list[str] = []
 
     async def main(world: ad.World) -> None:
         state = FlatState(fill(Mixed(width=64), 5.0))
-        desk = parameter_stream.SnapshotServer(world.services, 77)
+        desk = parameter_stream.server.SnapshotServer(world.services, 77)
         if world.rank == 1:
             freed: list[Any] = []
             snapshot = state.new_buffers()
@@ -263,11 +263,11 @@ def test_defect_08_a_donor_answers_other_rounds_with_an_abort_and_keeps_its_buff
             return
 
         async def receive(number: int) -> None:
-            intake = parameter_stream.SnapshotReceiver(
+            intake = parameter_stream.receiver.SnapshotReceiver(
                 world.services,
                 desk.channel,
                 state.new_buffers(accumulate=True),
-                parameter_stream.new_ring(),
+                parameter_stream.receiver.new_ring(),
                 donors=(1,),
                 best=1,
                 round=number,

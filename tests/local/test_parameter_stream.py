@@ -22,8 +22,9 @@ from asyncdist.messaging.streams import WINDOW_COUNT, StreamAborted
 from asyncdist.tensors.flat_state import FlatBuffers, FlatState
 from asyncdist.transports import matching
 from protocols import parameter_stream
-from protocols.landing import SHARE_COUNT_MAX, ChunkRing
-from protocols.parameter_stream import Offer, SnapshotReceiver, SnapshotServer, new_ring
+from protocols.parameter_stream.landing import SHARE_COUNT_MAX, ChunkRing
+from protocols.parameter_stream.receiver import SnapshotReceiver, new_ring
+from protocols.parameter_stream.server import Offer, SnapshotServer
 
 SCOPE = 77
 ROUND = 5
@@ -103,13 +104,13 @@ def eager_nbytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def chunks_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    return lambda nbytes: monkeypatch.setattr(parameter_stream, "CHUNK_NBYTES", nbytes)
+    return lambda nbytes: monkeypatch.setattr(parameter_stream.messages, "CHUNK_NBYTES", nbytes)
 
 
 @pytest.fixture(params=[64, 1 << 22], ids=["small chunks", "large chunks"])
 def chunk_nbytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     nbytes: int = request.param
-    monkeypatch.setattr(parameter_stream, "CHUNK_NBYTES", nbytes)
+    monkeypatch.setattr(parameter_stream.messages, "CHUNK_NBYTES", nbytes)
     return nbytes
 
 
@@ -166,7 +167,9 @@ async def test_the_sum_is_made_in_the_donors_order_in_any_order_of_answers(chunk
                 held.pop()()
         await task
         assert asked_at_once == (1 if chunk_nbytes == 64 else len(DONORS))
-        whole = sum(parameter_stream.stream_nbytes(party.snapshots[rank], exact=rank == BEST) for rank in DONORS)
+        whole = sum(
+            parameter_stream.messages.stream_nbytes(party.snapshots[rank], exact=rank == BEST) for rank in DONORS
+        )
         assert intake.received_nbytes == made[0].services.slots.received_nbytes == whole
         party.check(accumulator)
         await party.is_over()
@@ -190,14 +193,14 @@ async def test_what_is_under_way_fits_into_the_window_and_no_two_receives_share_
                 await yields(1)
                 if task.done():
                     break
-                assert sum(map(len, posted())) <= WINDOW_COUNT * parameter_stream.CHUNK_NBYTES
+                assert sum(map(len, posted())) <= WINDOW_COUNT * parameter_stream.messages.CHUNK_NBYTES
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
             endings.add(task.cancelled())
             await party.is_over()
             assert not posted()
-            assert ring.nbytes <= WINDOW_COUNT * parameter_stream.CHUNK_NBYTES
+            assert ring.nbytes <= WINDOW_COUNT * parameter_stream.messages.CHUNK_NBYTES
             again, accumulator = party.intake()
             await again.run(WEIGHTS, deadline=party.deadline())
             party.check(accumulator)
@@ -239,7 +242,7 @@ async def test_what_is_given_up_does_not_land_where_another_donor_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Three chunks each, and room for four: the next donor has the fourth, and answers first."""
-    monkeypatch.setattr(parameter_stream, "CHUNK_NBYTES", 384)
+    monkeypatch.setattr(parameter_stream.messages, "CHUNK_NBYTES", 384)
     async with worlds(6) as made:
         party = Party.of(made)
         held = hold_grants(party)
@@ -328,7 +331,7 @@ async def test_a_slot_is_used_again_before_its_donor_knows_that_the_first_stream
             await told.wait()
             return complete
 
-    monkeypatch.setattr(parameter_stream, "OutboundStream", SlowToTell)
+    monkeypatch.setattr(parameter_stream.server, "OutboundStream", SlowToTell)
     async with worlds(6) as made:
         party = Party.of(made)
         for _ in range(2):
@@ -364,7 +367,7 @@ async def test_what_was_asked_early_is_answered_when_the_snapshot_is_there(
         intake.ask()
         await yields(100)
         asked_count = 1 if chunk_nbytes == 64 else len(DONORS)
-        assert sum(map(len, posted())) <= WINDOW_COUNT * parameter_stream.CHUNK_NBYTES
+        assert sum(map(len, posted())) <= WINDOW_COUNT * parameter_stream.messages.CHUNK_NBYTES
         assert [len(party.desks[donor]._early) for donor in DONORS] == [1] * asked_count + [0] * (5 - asked_count)
         for donor in reversed(DONORS):
             party.offer(donor)
@@ -417,7 +420,7 @@ async def test_a_donor_that_goes_bad_is_named_when_what_was_asked_early_is_taken
 
 
 async def test_no_more_grants_wait_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parameter_stream, "EARLY_COUNT_MAX", 2)
+    monkeypatch.setattr(parameter_stream.server, "EARLY_COUNT_MAX", 2)
     async with worlds(6) as made:
         party = Party.of(made, late=True)
         intakes = [party.intake()[0] for _ in range(3)]

@@ -499,7 +499,7 @@ def test_a_donor_lost_in_mid_stream_leaves_the_replacer_with_its_own_weights(mon
 
     More than the two windows hold leaves only when the round is frozen, so it cannot go on without 3.
     """
-    monkeypatch.setattr(parameter_stream, "CHUNK_NBYTES", 64)
+    monkeypatch.setattr(parameter_stream.messages, "CHUNK_NBYTES", 64)
     monkeypatch.setattr(matching, "EAGER_NBYTES", 16)
     abandoned: list[str] = []
     states: list[set[float]] = []

@@ -95,7 +95,7 @@ async def walk_rank(world: ad.World, walk: Walk, story: Story, walked: list[int]
 
 def check_walk(seed: int, strategy: str, monkeypatch: pytest.MonkeyPatch) -> int:
     walk, story = Walk(seed, strategy), Story()
-    monkeypatch.setattr(parameter_stream, "CHUNK_NBYTES", walk.chunk_nbytes)
+    monkeypatch.setattr(parameter_stream.messages, "CHUNK_NBYTES", walk.chunk_nbytes)
     monkeypatch.setattr(matching, "EAGER_NBYTES", walk.eager_nbytes)
     walked = [0] * walk.ranks
 

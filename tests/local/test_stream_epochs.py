@@ -7,7 +7,7 @@ from typing import Any
 from support.local import worlds
 
 from asyncdist.messaging.streams import Grant
-from protocols.parameter_stream import SnapshotServer
+from protocols.parameter_stream.server import SnapshotServer
 from protocols.selective.coordinator import PolicyScopes
 from protocols.selective.member_channels import MemberChannels
 

@@ -393,7 +393,7 @@ def _count(watch: Watch, report: SimReport) -> None:
 @contextmanager
 def _chunks_of(nbytes: int) -> Iterator[None]:
     """Let tiny models travel in several chunks too."""
-    with mock.patch.object(parameter_stream, "CHUNK_NBYTES", nbytes):
+    with mock.patch.object(parameter_stream.messages, "CHUNK_NBYTES", nbytes):
         yield
 
 

@@ -117,7 +117,7 @@ def run_setting(setting: Setting, seed: int) -> tuple[SimReport, Watch]:
         stack.enter_context(sends_watched())
         stack.enter_context(deadlines_watched(longest_absence_s(setting)))
         if setting.chunk_nbytes is not None:
-            stack.enter_context(mock.patch.object(parameter_stream, "CHUNK_NBYTES", setting.chunk_nbytes))
+            stack.enter_context(mock.patch.object(parameter_stream.messages, "CHUNK_NBYTES", setting.chunk_nbytes))
         report = simulate(
             train,
             setting,

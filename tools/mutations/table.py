@@ -88,7 +88,7 @@ MUTANTS: Final = (
         "stream-forgotten-with-its-slot",
         4,
         "a donor forgets a stream under way when an earlier one with the same slot ends, and gives its memory back",
-        "protocols/parameter_stream.py",
+        "protocols/parameter_stream/server.py",
         "            del offer.streams[stream]\n",
         "            slot = offer.streams[stream]\n"
         "            for other in [other for other, taken in offer.streams.items() if taken == slot]:\n"
@@ -161,7 +161,7 @@ MUTANTS: Final = (
         "any-round",
         8,
         "a donor answers a grant of one round with its snapshot of another",
-        "protocols/parameter_stream.py",
+        "protocols/parameter_stream/server.py",
         "            if offer.answers(round, grant) and not offer.withdrawn:",
         "            if offer.answers(offer.round, grant) and not offer.withdrawn:",
         SLOW_WORDS,
@@ -170,7 +170,7 @@ MUTANTS: Final = (
         "message-per-tensor",
         9,
         "one message per parameter in place of one flat tensor",
-        "protocols/landing.py",
+        "protocols/parameter_stream/messages.py",
         "    parts = list(buffers.averaged().items())\n",
         "    parts = zip(buffers.entries, buffers.views, strict=True)\n"
         "    parts = [(entry.dtype, view.view(-1)) for entry, view in parts if entry.averaged]\n",

@@ -36,7 +36,7 @@ from protocols import (
     SnapshotTaken,
     StepInfo,
 )
-from protocols.parameter_stream import SnapshotReceiver
+from protocols.parameter_stream.receiver import SnapshotReceiver
 from protocols.selective import rounds
 from protocols.selective.rules import decide
 

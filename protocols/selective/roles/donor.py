@@ -14,7 +14,8 @@ from asyncdist.messaging.services import Services
 from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool
 from protocols.options import Timing
 from protocols.own_state import OwnState
-from protocols.parameter_stream import Offer, SnapshotServer, safe_point_count
+from protocols.parameter_stream.messages import safe_point_count
+from protocols.parameter_stream.server import Offer, SnapshotServer
 from protocols.selective.joining.state_transfer import StateTransfer, packed
 from protocols.selective.member import Instructions, RoundMember, State
 from protocols.step_info import PolicyEvent, SnapshotTaken

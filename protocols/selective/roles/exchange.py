@@ -10,7 +10,8 @@ from asyncdist import AsyncdistError
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool
-from protocols.parameter_stream import SnapshotReceiver, StreamMessage, new_ring
+from protocols.parameter_stream.messages import StreamMessage
+from protocols.parameter_stream.receiver import SnapshotReceiver, new_ring
 from protocols.selective.messages import Assign, Frozen
 from protocols.selective.roles.mean_receiver import MeanReceiver
 from protocols.selective.roles.reducer import Reducer

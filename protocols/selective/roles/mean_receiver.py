@@ -14,9 +14,10 @@ from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import InboundStream, StreamAborted
 from asyncdist.tensors.flat_state import FlatBuffers
-from protocols.landing import ChunkRing
-from protocols.parameter_stream import SnapshotReceiver, StreamMessage, ask_for_part, cancel_stream
-from protocols.parts import Part
+from protocols.parameter_stream.landing import ChunkRing
+from protocols.parameter_stream.messages import StreamMessage
+from protocols.parameter_stream.parts import Part
+from protocols.parameter_stream.receiver import SnapshotReceiver, ask_for_part, cancel_stream
 from protocols.selective.messages import Frozen
 from protocols.selective.roles.reducer import Reducer
 

@@ -10,7 +10,7 @@ from asyncdist.tensors.flat_state import FlatState, SnapshotPool
 from protocols.applier import Applier
 from protocols.options import Timing
 from protocols.own_state import OwnState
-from protocols.parts import PartPool
+from protocols.parameter_stream.parts import PartPool
 from protocols.selective.joining.state_transfer import StateTransfer
 from protocols.selective.leadership import Leadership
 from protocols.selective.member import (

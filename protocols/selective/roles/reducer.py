@@ -24,8 +24,9 @@ from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import InboundStream
 from asyncdist.tensors.flat_state import FlatBuffers
 from asyncdist.tensors.means import WeightedMean
-from protocols.parameter_stream import Offer, SnapshotServer, ask_for_part, cancel_stream
-from protocols.parts import Part, PartBuffers, PartPool, new_part
+from protocols.parameter_stream.parts import Part, PartBuffers, PartPool, new_part
+from protocols.parameter_stream.receiver import ask_for_part, cancel_stream
+from protocols.parameter_stream.server import Offer, SnapshotServer
 from protocols.selective.messages import Assign, Frozen
 
 logger = logging.getLogger("protocols.selective.roles.reducer")

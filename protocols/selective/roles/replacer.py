@@ -12,7 +12,7 @@ from asyncdist.tensors.flat_state import FlatState
 from protocols.applier import Applier, NewWeights
 from protocols.options import Timing
 from protocols.own_state import OwnState
-from protocols.parameter_stream import StreamMessage
+from protocols.parameter_stream.messages import StreamMessage
 from protocols.selective.member import Instructions, RoundMember
 from protocols.selective.messages import Assign, Frozen
 from protocols.selective.roles.exchange import Exchange, ExchangeBuffers

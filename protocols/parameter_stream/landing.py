@@ -14,6 +14,7 @@ import torch
 from asyncdist.messaging.streams import WINDOW_COUNT
 from asyncdist.tensors.byte_views import byte_view
 from asyncdist.tensors.flat_state import FlatBuffers
+from protocols.parameter_stream.messages import parts_of
 
 #: Donors that a replacer has asked and not yet taken: each posted receive is tested in every pass.
 ASKED_COUNT_MAX: Final = 16
@@ -150,9 +151,3 @@ def _pieces(accumulator: FlatBuffers, chunk_nbytes: int) -> list[_Piece]:
             view = byte_view(into) if into.dtype == dtype else None
             pieces.append(_Piece(into, dtype, into.numel() * dtype.itemsize, dtype in averaged, view))
     return pieces
-
-
-def parts_of(buffers: FlatBuffers, exact: bool) -> list[tuple[torch.dtype, torch.Tensor]]:
-    """Return the tensors of a stream in their order, each with the dtype that it has on the wire."""
-    parts = list(buffers.averaged().items())
-    return parts + list(buffers.exact().items()) if exact else parts

@@ -1,0 +1,62 @@
+"""Defines what donors and receivers of parameter streams say to each other, and how large streams and chunks are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from asyncdist.messaging import streams
+from asyncdist.messaging.streams import WINDOW_COUNT, Cancel, Grant
+from asyncdist.tensors.flat_state import FlatBuffers
+
+#: Of each chunk but the last of each dtype.
+CHUNK_NBYTES = streams.CHUNK_NBYTES
+
+
+@dataclass(frozen=True, slots=True)
+class PartGrant:
+    """Receiver to sender: as :class:`Grant`, for one part of its snapshot, or of the mean that it makes of that part.
+
+    Attributes:
+        slot, nbytes, chunk_nbytes: as there.
+        part, part_count: which of how many parts.
+        of_mean: whether the mean is asked for.
+    """
+
+    slot: int
+    nbytes: int
+    chunk_nbytes: int
+    part: int
+    part_count: int
+    of_mean: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what no receiver of ours grants."""
+        Grant(self.slot, self.nbytes, self.chunk_nbytes)
+        if not 0 <= self.part < self.part_count:
+            raise ValueError(f"part {self.part} of {self.part_count}")
+
+
+StreamMessage = Grant | PartGrant | Cancel
+
+
+def is_of_mean(grant: Grant | PartGrant) -> bool:
+    """Return whether the mean of a part is asked for."""
+    return isinstance(grant, PartGrant) and grant.of_mean
+
+
+def stream_nbytes(buffers: FlatBuffers, *, exact: bool) -> int:
+    """Return the bytes of a stream of that state, with the exact (integer and bool) tensors or without."""
+    return sum(tensor.nbytes for _, tensor in parts_of(buffers, exact))
+
+
+def parts_of(buffers: FlatBuffers, exact: bool) -> list[tuple[torch.dtype, torch.Tensor]]:
+    """Return the tensors of a stream in their order, each with the dtype that it has on the wire."""
+    parts = list(buffers.averaged().items())
+    return parts + list(buffers.exact().items()) if exact else parts
+
+
+def safe_point_count(nbytes: int) -> int:
+    """Return the safe points that a stream of ``nbytes`` needs at each end: chunks over the window, rounded up."""
+    return max(1, -(-nbytes // (CHUNK_NBYTES * WINDOW_COUNT)))

@@ -1,0 +1,242 @@
+"""Answers what receivers of parameter streams ask for: the donor's end, and the reducer's."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+from weakref import WeakKeyDictionary
+
+from asyncdist import Envelope, RankLostError, tags
+from asyncdist.messaging.channels import Channel
+from asyncdist.messaging.outbound_streams import OutboundStream
+from asyncdist.messaging.services import Services
+from asyncdist.messaging.streams import Cancel, Grant
+from asyncdist.tensors.byte_views import byte_view, split
+from asyncdist.tensors.flat_state import FlatBuffers
+from protocols.parameter_stream import messages
+from protocols.parameter_stream.messages import PartGrant, StreamMessage, is_of_mean, parts_of, stream_nbytes
+from protocols.parameter_stream.parts import Part
+
+logger = logging.getLogger("protocols.parameter_stream.server")
+
+EARLY_COUNT_MAX: Final = 4096  #: Grants that wait at a donor for its snapshot; further ones get the abort.
+
+
+@dataclass(slots=True, eq=False)
+class Offer:
+    """A donor's snapshot for one round. Its buffers are in use until the offer is withdrawn and nothing streams.
+
+    Or a reducer's mean of one part: ``mean_of``. ``chunks_made`` are views of a snapshot, by a grant's two sizes: for
+    all replacers, and all rounds that use the same buffers. ``streams`` are under way, each with its receiver and slot.
+    Two may have the same: a replacer that has all of one stream may take its slot for the next before the donor knows
+    that the first one has left.
+    """
+
+    round: int
+    snapshot: FlatBuffers
+    on_free: Callable[[FlatBuffers], None]
+    chunks_made: dict[tuple[int, int], list[memoryview]] = field(default_factory=dict)
+    streams: dict[OutboundStream, tuple[int, int]] = field(default_factory=dict)
+    withdrawn: bool = False
+    mean_of: Part | None = None
+
+    def answers(self, round: int, grant: Grant | PartGrant) -> bool:
+        """Return whether a grant of that round is for this."""
+        return self.round == round and is_of_mean(grant) == (self.mean_of is not None)
+
+    def chunks(self, grant: Grant | PartGrant) -> list[memoryview] | None:
+        """Return what is sent for ``grant``; None when it fits no stream of this state."""
+        if isinstance(grant, PartGrant):  # asked for once in a round, so the views are not kept
+            part = Part(grant.part, grant.part_count)
+            if self.mean_of is not None:
+                return snapshot_chunks(self.snapshot, grant) if part == self.mean_of else None
+            return snapshot_chunks(part.of(self.snapshot), grant)
+        size = grant.nbytes, grant.chunk_nbytes
+        chunks = self.chunks_made.get(size)
+        if chunks is None:
+            chunks = snapshot_chunks(self.snapshot, grant)
+            if chunks is not None:
+                self.chunks_made[size] = chunks
+        return chunks
+
+
+class SnapshotServer:
+    """Answers every grant at the donor's end, by the snapshot on offer for its round or by the abort.
+
+    A grant of a round to come is answered when there is an offer for it, or when the round is over. The server outlives
+    its policy, since a replacer may ask late; without an offer it holds no tensors.
+
+    Args:
+        services: of this rank.
+        scope: of the policy's members.
+
+    Attributes:
+        channel: carries grants and cancels, both ways.
+        sent_nbytes: streamed so far.
+    """
+
+    def __init__(self, services: Services, scope: int) -> None:
+        self._services = services
+        self._offers: list[Offer] = []
+        self._chunks: WeakKeyDictionary[FlatBuffers, dict[tuple[int, int], list[memoryview]]] = WeakKeyDictionary()
+        # By source and slot: round and grant.
+        self._early: dict[tuple[int, int], tuple[int, Grant | PartGrant]] = {}
+        self._over: float = 0
+        self._means_over = 0
+        self.sent_nbytes = 0
+        self.channel: Channel[StreamMessage] = services.open_channel(
+            StreamMessage,
+            tag=tags.PARAM,
+            scope=scope,
+            name="parameter streams",
+            handler=self.on_message,
+            epoch=0,
+            earlier_handler=self._on_earlier,
+        )
+        services.on_returned(self._forget)
+
+    def _forget(self, rank: int) -> None:
+        """Drop what the process before has asked for, in whose place another one is."""
+        for key in [key for key in self._early if key[0] == rank]:
+            del self._early[key]
+
+    def offer(
+        self,
+        round: int,
+        snapshot: FlatBuffers,
+        on_free: Callable[[FlatBuffers], None],
+        *,
+        mean_of: Part | None = None,
+    ) -> Offer:
+        """Give ``snapshot`` to all replacers that ask in that round, or have asked.
+
+        ``on_free`` gets it back when it is not in use any more. Rounds before this one are over. With ``mean_of`` it is
+        the mean of that part.
+        """
+        offer = Offer(round, snapshot, on_free, self._chunks.setdefault(snapshot, {}), mean_of=mean_of)
+        self._offers.append(offer)
+        self.end_rounds(round - 1)
+        asked = [key for key, (asked_for, grant) in self._early.items() if offer.answers(asked_for, grant)]
+        # Each sender begins with another receiver: not all of them with the first.
+        for key in sorted(asked, key=lambda key: ((key[0] - self._services.rank) % self._services.size, key[1])):
+            self._stream(offer, self._early.pop(key)[1], key)
+        return offer
+
+    def withdraw(self, offer: Offer) -> None:
+        """Stop the streams of ``offer`` and start no more."""
+        offer.withdrawn = True
+        for stream in offer.streams:
+            stream.stop()
+        self._free(offer)
+        if offer.mean_of is None:
+            self._over = max(self._over, offer.round)
+        else:
+            self.end_means(offer.round)
+
+    def end_rounds(self, last: float) -> None:
+        """Answer requests for rounds up to ``last`` by the abort: no snapshot will be on offer for these any more."""
+        self._over = max(self._over, last)
+        for key in [key for key, (asked_for, _) in self._early.items() if asked_for <= last]:
+            del self._early[key]
+            self._refuse(key)
+
+    def end_means(self, last: int) -> None:
+        """Answer requests for means of rounds up to ``last`` by the abort: this rank will make none any more."""
+        self._means_over = max(self._means_over, last)
+        for key in [key for key, (asked, grant) in self._early.items() if is_of_mean(grant) and asked <= last]:
+            del self._early[key]
+            self._refuse(key)
+
+    def enter_epoch(self, epoch: int) -> None:
+        """Answer requests of earlier epochs by the abort: their rounds are over, and later ones have their numbers."""
+        while self._early:
+            self._refuse(self._early.popitem()[0])
+        self.channel.enter_epoch(epoch)
+
+    def close(self) -> None:
+        """Offer no more. Requests that still come are answered by the abort, once the rounds have ended."""
+        self.channel.close(afterwards=self.on_message)
+        self._services.off_returned(self._forget)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every snapshot has been given back."""
+        return not self._offers
+
+    def _free(self, offer: Offer) -> None:
+        if offer.withdrawn and not offer.streams and offer in self._offers:
+            self._offers.remove(offer)
+            offer.on_free(offer.snapshot)
+            self._services.engine.recheck()
+
+    def _on_earlier(self, envelope: Envelope[StreamMessage]) -> None:
+        if not isinstance(envelope.message, Cancel):
+            return self._refuse((envelope.source, envelope.message.slot))
+        return self.on_message(envelope)
+
+    def on_message(self, envelope: Envelope[StreamMessage]) -> None:
+        """Take a grant or a cancel."""
+        message, key = envelope.message, (envelope.source, envelope.message.slot)
+        if isinstance(message, Cancel):
+            if self._early.pop(key, None) is not None:
+                self._refuse(key)
+            for offer in self._offers:
+                for stream, its_key in offer.streams.items():
+                    if its_key == key:
+                        stream.stop()
+        else:
+            self._answer(envelope.round, message, key)
+
+    def _answer(self, round: int, grant: Grant | PartGrant, key: tuple[int, int]) -> None:
+        """Stream, abort, or keep the grant until it is known which."""
+        for offer in self._offers:
+            if offer.answers(round, grant) and not offer.withdrawn:
+                self._stream(offer, grant, key)
+                return
+        over = max(self._over, self._means_over) if is_of_mean(grant) else self._over
+        if round > over and len(self._early) < EARLY_COUNT_MAX:
+            self._early[key] = round, grant
+        else:
+            self._refuse(key)
+
+    def _refuse(self, key: tuple[int, int]) -> None:
+        self._services.spawn_service(self._abort(OutboundStream(self._services.slots, [], *key)), name="abort")
+
+    def _stream(self, offer: Offer, grant: Grant | PartGrant, key: tuple[int, int]) -> None:
+        """Send at once what the transport takes; a task sends the rest."""
+        chunks = offer.chunks(grant)
+        if chunks is None:
+            self._refuse(key)
+            return
+        stream = OutboundStream(self._services.slots, chunks, *key)
+        if stream.start():
+            self.sent_nbytes += stream.sent_nbytes
+            return
+        offer.streams[stream] = key
+        self._services.spawn_service(self._send(offer, stream), name=f"stream to rank {key[0]}")
+
+    async def _send(self, offer: Offer, stream: OutboundStream) -> None:
+        try:
+            await stream.run()
+        except RankLostError as error:
+            logger.info("round %d: %s", offer.round, error)
+        finally:
+            self.sent_nbytes += stream.sent_nbytes
+            del offer.streams[stream]
+            self._free(offer)
+
+    async def _abort(self, stream: OutboundStream) -> None:
+        with contextlib.suppress(RankLostError):
+            await stream.abort()
+
+
+def snapshot_chunks(snapshot: FlatBuffers, grant: Grant | PartGrant) -> list[memoryview] | None:
+    """Return what a donor sends for ``grant``; None when the grant fits no stream of this state."""
+    for exact in (False, True):
+        if grant.nbytes == stream_nbytes(snapshot, exact=exact) and grant.chunk_nbytes == messages.CHUNK_NBYTES:
+            parts = parts_of(snapshot, exact)
+            return [chunk for _, tensor in parts for chunk in split(byte_view(tensor), grant.chunk_nbytes)]
+    return None
