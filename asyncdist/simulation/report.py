@@ -28,6 +28,7 @@ class SimReport:
         faults: the fault plan.
         faults_fired: how often each fault of the plan happened, in the plan's order.
         statistics: those of each rank at its end; None for a rank that never began.
+        killed_ranks: those whose last process was killed; one that was started again afterwards is none of them.
     """
 
     results: tuple[Any, ...]
@@ -41,6 +42,7 @@ class SimReport:
     faults: tuple[Fault, ...]
     faults_fired: tuple[int, ...]
     statistics: tuple[WorldStatistics | None, ...] = field(repr=False)
+    killed_ranks: frozenset[int] = frozenset()
 
     @property
     def trace(self) -> tuple[TraceEvent, ...]:

@@ -20,7 +20,6 @@ import shlex
 import shutil
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +42,7 @@ from asyncdist.simulation.exploration.explore import (
     is_good_end,
 )
 from asyncdist.simulation.exploration.repro_command import expression_of, fields_of, hash_seed_prefix, python_command
-from asyncdist.simulation.faults import Fault, Interrupt, Kill, check_plan
+from asyncdist.simulation.faults import Fault, check_plan
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.simulate import STOPPED, simulate
 
@@ -384,11 +383,9 @@ def _print_failures(report: SimReport | None, error: BaseException | None) -> bo
 
 def _results(report: SimReport) -> list[str]:
     """Describe how each rank ended, equal neighbours together."""
-    happened = [fault for fault, count in zip(report.faults, report.faults_fired, strict=True) if count]
-    killed = {fault.rank for fault in happened if isinstance(fault, Kill)}
-    signals = Counter(fault.rank for fault in happened if isinstance(fault, Interrupt))
-    killed |= {rank for rank, count in signals.items() if count > 1}
-    texts = ["killed" if rank in killed else _brief(result) for rank, result in enumerate(report.results)]
+    texts = [_brief(result) for result in report.results]
+    for rank in report.killed_ranks:
+        texts[rank] = "killed"
     lines = []
     for text, group in itertools.groupby(range(len(texts)), key=texts.__getitem__):
         ranks = list(group)

@@ -484,4 +484,5 @@ class _Simulation:
             faults=self._faults,
             faults_fired=tuple(self._fired),
             statistics=tuple(world.statistics() if world is not None else None for world in worlds),
+            killed_ranks=frozenset(self._killed - self._absent),
         )

@@ -17,7 +17,7 @@ from typing import Literal
 import pytest
 
 from asyncdist import cli
-from asyncdist.simulation import Corrupt, Delay, Fault, Interrupt, Kill, Partition, SlowLink, SlowRank, Stall
+from asyncdist.simulation import Corrupt, Delay, Fault, Interrupt, Kill, Partition, Restart, SlowLink, SlowRank, Stall
 from asyncdist.simulation.run_script import Script, ScriptError, format_faults, read_faults
 
 SCRIPT = """
@@ -355,6 +355,18 @@ def test_a_killed_rank_is_told_apart(sim: Sim, script: str) -> None:
     assert result.code == 1
     assert "rank 2: killed" in result.out
     assert "RankLostError: rank 2 is gone" in result.out
+
+
+def test_the_result_of_a_rank_that_was_started_again_is_that_of_its_last_process(sim: Sim, tmp_path: Path) -> None:
+    (tmp_path / "again.py").write_text(
+        "import asyncio\nimport asyncdist\n"
+        "async def main(world):\n    await asyncio.sleep(1)\n    return f'process {world.incarnation}'\n"
+        "asyncdist.run(main)\n"
+    )
+    plan = [Kill(1, at_s=0.1), Restart(1, at_s=0.2), Kill(2, at_s=0.1), Restart(2, at_s=0.2), Kill(2, at_s=0.3)]
+    result = sim(tmp_path / "again.py", "--ranks", 3, "--faults", format_faults(plan))
+    assert (result.code, result.err) == (0, "")
+    assert "rank 0: 'process 0'\nrank 1: 'process 1'\nrank 2: killed\n" in result.out
 
 
 # ----------------------------------------------------------------------------------------------------------- many seeds
