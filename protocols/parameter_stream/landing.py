@@ -38,6 +38,7 @@ class ChunkRing:
         self._buffers: dict[int, torch.Tensor] = {}
         self._layouts: WeakKeyDictionary[FlatBuffers, Layout] = WeakKeyDictionary()
         self._next = 0
+        self._scratch: torch.Tensor | None = None
 
     def layout_of(self, accumulator: FlatBuffers) -> Layout:
         """Return where streams into ``accumulator`` are received."""
@@ -60,26 +61,39 @@ class ChunkRing:
             self._buffers[place] = found
         return found
 
+    def scratch(self, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """Return memory for what is read and added at once, as ``count`` elements of ``dtype``; always the same."""
+        nbytes = count * dtype.itemsize
+        if self._scratch is None or self._scratch.nbytes < nbytes:
+            self._scratch = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return self._scratch[:nbytes].view(dtype)
+
     @property
     def nbytes(self) -> int:
         """The bytes that are allocated."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+        scratch = [] if self._scratch is None else [self._scratch]
+        return sum(buffer.nbytes for buffer in (*self._buffers.values(), *scratch))
 
 
-class _Piece(NamedTuple):
-    """A chunk of the state, as it is cut for every donor. ``view`` is where it is received if it can land in place."""
+class Piece(NamedTuple):
+    """A chunk of the state, as it is cut for every donor.
+
+    ``view`` is where it is received if it can land in place. It begins with element ``first`` of tensor ``number``.
+    """
 
     into: torch.Tensor
     dtype: torch.dtype
     nbytes: int
     averaged: bool
     view: memoryview | None
+    number: int
+    first: int
 
 
 class Landing(NamedTuple):
     """A chunk of one donor, and the page that it counts to. ``chunk`` is where it lies there, unless it is in place."""
 
-    piece: _Piece
+    piece: Piece
     page: int
     chunk: torch.Tensor | None
 
@@ -98,10 +112,13 @@ class Layout:
     """Says where streams into one accumulator are received: in its tensors, or in pages of the ring that made this.
 
     The first shares that fit into the ring are kept: small states lie in the same places in each round.
+
+    Attributes:
+        pieces: of the whole state, averaged ones first.
     """
 
     def __init__(self, accumulator: FlatBuffers, chunk_nbytes: int) -> None:
-        self._pieces = _pieces(accumulator, chunk_nbytes)
+        self.pieces = _pieces(accumulator, chunk_nbytes)
         self._shares: dict[tuple[int, int, bool, bool], _Share] = {}
 
     def share(self, ring: ChunkRing, page: int, offset: int, *, first: bool, exact: bool) -> _Share:
@@ -124,7 +141,7 @@ class Layout:
 
     def _new_share(self, ring: ChunkRing, page: int, offset: int, first: bool, exact: bool) -> _Share:
         landings, targets, share_nbytes = [], [], 0
-        for piece in self._pieces:
+        for piece in self.pieces:
             if not (piece.averaged or exact):
                 continue
             nbytes = piece.nbytes
@@ -141,13 +158,14 @@ class Layout:
         return _Share(landings, targets, share_nbytes, page, offset)
 
 
-def _pieces(accumulator: FlatBuffers, chunk_nbytes: int) -> list[_Piece]:
+def _pieces(accumulator: FlatBuffers, chunk_nbytes: int) -> list[Piece]:
     """Return the chunks of a stream, averaged ones first."""
     pieces = []
     averaged = accumulator.averaged().keys()
-    for dtype, tensor in parts_of(accumulator, exact=True):
+    for number, (dtype, tensor) in enumerate(parts_of(accumulator, exact=True)):
         count = chunk_nbytes // dtype.itemsize
-        for into in torch.split(tensor, count) if tensor.numel() else ():
+        for place, into in enumerate(torch.split(tensor, count) if tensor.numel() else ()):
             view = byte_view(into) if into.dtype == dtype else None
-            pieces.append(_Piece(into, dtype, into.numel() * dtype.itemsize, dtype in averaged, view))
+            nbytes = into.numel() * dtype.itemsize
+            pieces.append(Piece(into, dtype, nbytes, dtype in averaged, view, number, place * count))
     return pieces

@@ -38,12 +38,48 @@ class PartGrant:
             raise ValueError(f"part {self.part} of {self.part_count}")
 
 
-StreamMessage = Grant | PartGrant | Cancel
+@dataclass(frozen=True, slots=True)
+class LocateRequest:
+    """Receiver to sender: say where the round's snapshot lies, since I read it in your memory.
+
+    Attributes:
+        slot: A number of the receiver's, below 0: no stream has it.
+    """
+
+    slot: int
+
+    def __post_init__(self) -> None:
+        """Refuse the number of a stream."""
+        if self.slot >= 0:
+            raise ValueError(f"{self.slot} is a stream's slot")
 
 
-def is_of_mean(grant: Grant | PartGrant) -> bool:
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Sender to receiver: the answer to :class:`LocateRequest`.
+
+    Attributes:
+        slot: that of the request.
+        pid, address, token: of an :class:`~asyncdist.transports.cross_memory_attach.AttachToken`, which is revoked
+            before the snapshot's memory is used for anything else.
+        tensors: where each tensor of :func:`parts_of` begins, the exact ones included; empty where this rank gives no
+            snapshot in that round.
+    """
+
+    slot: int
+    pid: int = 0
+    address: int = 0
+    token: bytes = b""
+    tensors: tuple[int, ...] = ()
+
+
+Request = Grant | PartGrant | LocateRequest  #: What a donor or a reducer is asked for.
+StreamMessage = Grant | PartGrant | Cancel | LocateRequest | Location
+
+
+def is_of_mean(request: Request) -> bool:
     """Return whether the mean of a part is asked for."""
-    return isinstance(grant, PartGrant) and grant.of_mean
+    return isinstance(request, PartGrant) and request.of_mean
 
 
 def stream_nbytes(buffers: FlatBuffers, *, exact: bool) -> int:

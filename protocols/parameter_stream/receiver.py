@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Final
 
 from asyncdist import AsyncdistError
 from asyncdist.messaging.channels import Channel
+from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import WINDOW_COUNT, Cancel, Grant, InboundStream
 from asyncdist.tensors.byte_views import byte_view, split
@@ -15,7 +17,11 @@ from asyncdist.tensors.means import WeightedMean
 from protocols.parameter_stream import messages
 from protocols.parameter_stream.landing import ASKED_COUNT_MAX, ChunkRing, Landing
 from protocols.parameter_stream.messages import PartGrant, StreamMessage, parts_of
+from protocols.parameter_stream.neighbours import Neighbours, Reading
 from protocols.parameter_stream.parts import Part
+
+#: What is read at a time, and added while the cache holds it.
+_READ_NBYTES: Final = 1 << 18
 
 
 def ask_for_part(
@@ -86,11 +92,13 @@ class SnapshotReceiver:
         best: the donor whose integer and bool tensors are taken.
         round: goes into the frames' headers.
         part: which part of the snapshots the accumulator is for; None for all of them.
+        neighbours: reads the snapshots that it can read; None where all are to be streamed.
 
     Attributes:
         accumulator, donors, best: as given.
         donor: who is asked or waited for: when :meth:`run` raises, on account of this one.
         received_nbytes: of the donors whose snapshots have been added.
+        read_nbytes: of these, read in the donors' memory.
         mean: of what has been added.
     """
 
@@ -105,19 +113,22 @@ class SnapshotReceiver:
         best: int,
         round: int,
         part: Part | None = None,
+        neighbours: Neighbours | None = None,
     ) -> None:
         self._services = services
         self._channel = channel
         self._part = part
+        self._neighbours = neighbours
         self.accumulator = accumulator
         self.donors = donors
         self.best = best
         self._round = round
         self._streams: list[InboundStream] = []
+        self._readings: list[Reading] = []
         self._ring = ring
         self._layout = ring.layout_of(accumulator)
         self._page = self._offset = 0
-        self._asked: deque[tuple[InboundStream | None, Sequence[Landing]]] = deque()
+        self._asked: deque[tuple[InboundStream | Reading | None, Sequence[Landing]]] = deque()
         self._asked_count = 0
         self._is_asking = True  # until all that all donors will send has its receives posted
         self._posting: InboundStream | None = None  # of the donor that was asked last
@@ -125,7 +136,7 @@ class SnapshotReceiver:
         self._posted_count = 0
         self._under_way: deque[Landing] = deque()  # posted, and not taken
         self.donor = donors[0]
-        self.received_nbytes = 0
+        self.received_nbytes = self.read_nbytes = 0
         self.mean = WeightedMean()
 
     @property
@@ -144,6 +155,12 @@ class SnapshotReceiver:
         while not self._unposted and self._asked_count < len(self.donors) and len(self._asked) < ASKED_COUNT_MAX:
             self.donor = donor = self.donors[self._asked_count]
             is_first = not self._asked_count
+            reading = self._reading(donor)
+            if reading is not None:
+                self._readings.append(reading)
+                self._asked.append((reading, ()))
+                self._asked_count += 1
+                continue
             share = self._layout.share(self._ring, self._page, self._offset, first=is_first, exact=donor == self.best)
             self._page, self._offset = share.page, share.offset
             if not share.nbytes:  # nothing would be the answer: a slot must not be used again before its answer
@@ -182,14 +199,18 @@ class SnapshotReceiver:
             for place, donor in enumerate(self.donors):
                 self.mean.begin(weights[place], is_last=place == len(self.donors) - 1)
                 stream, landings = self._asked.popleft()
+                if isinstance(stream, Reading):
+                    self.donor = donor
+                    await self._read(stream, deadline, is_first=place == 0)
                 for index, landing in enumerate(landings):
-                    assert stream is not None, "a stream without chunks has no landings"
+                    assert isinstance(stream, InboundStream), "only a stream has landings"
                     self.donor = donor
                     await stream.arrival(index, deadline=deadline)
                     self._take(landing)
                     if self._is_asking:
                         self.ask()
                 self.received_nbytes += 0 if stream is None else stream.received_nbytes
+                self.read_nbytes += stream.received_nbytes if isinstance(stream, Reading) else 0
                 if self._is_asking:
                     self.ask()
         finally:
@@ -197,6 +218,8 @@ class SnapshotReceiver:
 
     def close(self) -> None:
         """Tell donors that have not answered to stop; accumulator and ring are in use until they have answered."""
+        while self._readings:
+            self._readings.pop().close()
         while self._streams:
             stream = self._streams.pop()
             stream.finish(lambda stream: cancel_stream(self._services, self._channel, stream, self._round))
@@ -215,3 +238,31 @@ class SnapshotReceiver:
         if landing.piece.averaged:
             self.mean.add(landing.piece.into, landing.chunk)
         self._under_way.popleft()
+
+    def _reading(self, donor: int) -> Reading | None:
+        """Ask where the donor's snapshot lies; None where it is to be streamed."""
+        if self._neighbours is None:
+            return None
+        nbytes = sum(piece.nbytes for piece in self._layout.pieces if piece.averaged)
+        return self._neighbours.ask(donor, nbytes, round=self._round)
+
+    async def _read(self, reading: Reading, deadline: float, *, is_first: bool) -> None:
+        """Read a snapshot and add it, and let the loop run after each window of it."""
+        await reading.located(deadline=deadline)
+        burst_nbytes = 0
+        for piece in self._layout.pieces:
+            if not (piece.averaged or reading.donor == self.best):
+                continue
+            is_in_place = piece.view is not None and (is_first or not piece.averaged)
+            for start in range(0, piece.into.numel(), count := _READ_NBYTES // piece.dtype.itemsize):
+                into = piece.into[start : start + count]
+                chunk = None if is_in_place else self._ring.scratch(piece.dtype, into.numel())
+                reading.read(piece.number, piece.first + start, into if chunk is None else chunk)
+                if piece.averaged:
+                    self.mean.add(into, chunk)
+                burst_nbytes += into.numel() * piece.dtype.itemsize
+            if burst_nbytes >= messages.CHUNK_NBYTES * WINDOW_COUNT:
+                burst_nbytes = 0
+                await yield_to_loop()
+                if self._services.time() > deadline:
+                    raise TimeoutError(f"rank {reading.donor}'s snapshot was not read in time")

@@ -9,15 +9,26 @@ from dataclasses import dataclass, field
 from typing import Final
 from weakref import WeakKeyDictionary
 
-from asyncdist import Envelope, RankLostError, tags
+from asyncdist import AsyncdistError, Envelope, RankLostError, tags
 from asyncdist.messaging.channels import Channel
+from asyncdist.messaging.neighbour_memory import AttachToken
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import Cancel, Grant
 from asyncdist.tensors.byte_views import byte_view, split
 from asyncdist.tensors.flat_state import FlatBuffers
 from protocols.parameter_stream import messages
-from protocols.parameter_stream.messages import PartGrant, StreamMessage, is_of_mean, parts_of, stream_nbytes
+from protocols.parameter_stream.messages import (
+    LocateRequest,
+    Location,
+    PartGrant,
+    Request,
+    StreamMessage,
+    is_of_mean,
+    parts_of,
+    stream_nbytes,
+)
+from protocols.parameter_stream.neighbours import Neighbours
 from protocols.parameter_stream.parts import Part
 
 logger = logging.getLogger("protocols.parameter_stream.server")
@@ -42,10 +53,17 @@ class Offer:
     streams: dict[OutboundStream, tuple[int, int]] = field(default_factory=dict)
     withdrawn: bool = False
     mean_of: Part | None = None
+    token: AttachToken | None = None
 
-    def answers(self, round: int, grant: Grant | PartGrant) -> bool:
-        """Return whether a grant of that round is for this."""
-        return self.round == round and is_of_mean(grant) == (self.mean_of is not None)
+    def answers(self, round: int, request: Request) -> bool:
+        """Return whether a request of that round is for this."""
+        return self.round == round and is_of_mean(request) == (self.mean_of is not None)
+
+    def location(self, slot: int) -> Location:
+        """Return where the snapshot can be read until the offer is withdrawn."""
+        self.token = token = self.token or AttachToken()
+        tensors = tuple(tensor.data_ptr() for _, tensor in parts_of(self.snapshot, exact=True))
+        return Location(slot, token.pid, token.address, token.token, tensors)
 
     def chunks(self, grant: Grant | PartGrant) -> list[memoryview] | None:
         """Return what is sent for ``grant``; None when it fits no stream of this state."""
@@ -74,7 +92,8 @@ class SnapshotServer:
         scope: of the policy's members.
 
     Attributes:
-        channel: carries grants and cancels, both ways.
+        channel: carries requests and cancels, both ways.
+        neighbours: the ranks whose snapshots this one reads by itself.
         sent_nbytes: streamed so far.
     """
 
@@ -83,7 +102,7 @@ class SnapshotServer:
         self._offers: list[Offer] = []
         self._chunks: WeakKeyDictionary[FlatBuffers, dict[tuple[int, int], list[memoryview]]] = WeakKeyDictionary()
         # By source and slot: round and grant.
-        self._early: dict[tuple[int, int], tuple[int, Grant | PartGrant]] = {}
+        self._early: dict[tuple[int, int], tuple[int, Request]] = {}
         self._over: float = 0
         self._means_over = 0
         self.sent_nbytes = 0
@@ -96,10 +115,12 @@ class SnapshotServer:
             epoch=0,
             earlier_handler=self._on_earlier,
         )
+        self.neighbours = Neighbours(services, self.channel)
         services.on_returned(self._forget)
 
     def _forget(self, rank: int) -> None:
-        """Drop what the process before has asked for, in whose place another one is."""
+        """Drop what the process before has asked for, in whose place another one is, and how its memory was read."""
+        self.neighbours.forget(rank)
         for key in [key for key in self._early if key[0] == rank]:
             del self._early[key]
 
@@ -122,12 +143,14 @@ class SnapshotServer:
         asked = [key for key, (asked_for, grant) in self._early.items() if offer.answers(asked_for, grant)]
         # Each sender begins with another receiver: not all of them with the first.
         for key in sorted(asked, key=lambda key: ((key[0] - self._services.rank) % self._services.size, key[1])):
-            self._stream(offer, self._early.pop(key)[1], key)
+            self._serve(offer, self._early.pop(key)[1], key)
         return offer
 
     def withdraw(self, offer: Offer) -> None:
         """Stop the streams of ``offer`` and start no more."""
         offer.withdrawn = True
+        if offer.token is not None:
+            offer.token.revoke()
         for stream in offer.streams:
             stream.stop()
         self._free(offer)
@@ -173,14 +196,16 @@ class SnapshotServer:
             self._services.engine.recheck()
 
     def _on_earlier(self, envelope: Envelope[StreamMessage]) -> None:
-        if not isinstance(envelope.message, Cancel):
+        if not isinstance(envelope.message, Cancel | Location):
             return self._refuse((envelope.source, envelope.message.slot))
         return self.on_message(envelope)
 
     def on_message(self, envelope: Envelope[StreamMessage]) -> None:
-        """Take a grant or a cancel."""
+        """Take a request, a cancel, or the answer to a request of this rank's own."""
         message, key = envelope.message, (envelope.source, envelope.message.slot)
-        if isinstance(message, Cancel):
+        if isinstance(message, Location):
+            self.neighbours.on_location(envelope.source, message)
+        elif isinstance(message, Cancel):
             if self._early.pop(key, None) is not None:
                 self._refuse(key)
             for offer in self._offers:
@@ -190,19 +215,34 @@ class SnapshotServer:
         else:
             self._answer(envelope.round, message, key)
 
-    def _answer(self, round: int, grant: Grant | PartGrant, key: tuple[int, int]) -> None:
-        """Stream, abort, or keep the grant until it is known which."""
+    def _answer(self, round: int, request: Request, key: tuple[int, int]) -> None:
+        """Give it, refuse it, or keep the request until it is known which."""
         for offer in self._offers:
-            if offer.answers(round, grant) and not offer.withdrawn:
-                self._stream(offer, grant, key)
+            if offer.answers(round, request) and not offer.withdrawn:
+                self._serve(offer, request, key)
                 return
-        over = max(self._over, self._means_over) if is_of_mean(grant) else self._over
+        over = max(self._over, self._means_over) if is_of_mean(request) else self._over
         if round > over and len(self._early) < EARLY_COUNT_MAX:
-            self._early[key] = round, grant
+            self._early[key] = round, request
         else:
             self._refuse(key)
 
+    def _serve(self, offer: Offer, request: Request, key: tuple[int, int]) -> None:
+        if isinstance(request, LocateRequest):
+            self._locate(offer.location(request.slot), key[0], offer.round)
+        else:
+            self._stream(offer, request, key)
+
+    def _locate(self, location: Location, dest: int, round: int = 0) -> None:
+        try:
+            self.channel.send_nowait(location, dest, round=round)
+        except AsyncdistError as error:  # it is gone, or so slow that its round will not wait for it
+            logger.info("rank %d does not hear where a snapshot lies, %s", dest, error)
+
     def _refuse(self, key: tuple[int, int]) -> None:
+        if key[1] < 0:
+            self._locate(Location(key[1]), key[0])
+            return
         self._services.spawn_service(self._abort(OutboundStream(self._services.slots, [], *key)), name="abort")
 
     def _stream(self, offer: Offer, grant: Grant | PartGrant, key: tuple[int, int]) -> None:

@@ -129,7 +129,8 @@ class SelectiveStatistics:
         reasked_count: parts of an average that this rank, as a replacer, has asked the donors for anew, since the rank
             that was to add them up had failed.
         sent_nbytes: bytes streamed as a donor, or as a reducer of a sharded round.
-        received_nbytes: bytes streamed as a replacer or as a reducer, abandoned rounds included.
+        received_nbytes: bytes streamed, or read, as a replacer or as a reducer, abandoned rounds included.
+        read_nbytes: of these, read in the memory of donors on this host.
         epoch: 0 under the first coordinator; it grows whenever another rank takes over.
         coordinator_rank: the rank that coordinates, as far as this rank knows; None before the start and where it is
             gone.
@@ -149,6 +150,7 @@ class SelectiveStatistics:
     reasked_count: int
     sent_nbytes: int
     received_nbytes: int
+    read_nbytes: int
     epoch: int
     coordinator_rank: int | None
     coordinator: CoordinatorStatistics | None

@@ -14,9 +14,11 @@ import torch
 from scripts.population import Mixed, Story, flat_state
 from support import mpi, torchrun
 
+from asyncdist.transports import cross_memory_attach
 from protocols import AverageApplied
 
 SIZES = (2, 4)
+MIB = 1 << 20
 STATE = flat_state(Mixed())
 FLOATING_NBYTES = sum(tensor.nbytes for name, tensor in STATE.items() if name.startswith("float"))
 EXACT_NBYTES = sum(tensor.nbytes for name, tensor in STATE.items() if not name.startswith("float"))
@@ -98,6 +100,15 @@ def test_a_policy_that_cannot_start_says_why_on_every_rank(told: Told, ranks: in
         classes = f"class is AsyncSelectiveAveragingPolicy on rank 0 and AverageAllPolicy {last}"
         assert classes in report["class"] and f"name is a on rank 0 and b {last}" in report["name"], report
         assert f"option average_every is 2 on rank 0 and 3 {last}" in report["option"], report
+
+
+def test_large_snapshots_of_this_host_are_read_in_the_donors_memory(told: Told) -> None:
+    worst, *others = told(4, "near")
+    assert worst["replacements"] == 4 and worst["weights"] == [2.0] and worst["nbytes"] == [3 * 2 * MIB] * 4
+    assert worst["received_nbytes"] == worst["read_nbytes"] + sum(other["sent_nbytes"] for other in others)
+    if cross_memory_attach.obstacle() is None:
+        assert worst["read_nbytes"] >= 2 * 3 * 2 * MIB
+    assert all(other["unchanged"] and not other["read_nbytes"] for other in others)
 
 
 def test_64_mib_arrive_whole_and_the_bytes_on_the_wire_are_as_many_as_they_must_be(told: Told) -> None:

@@ -6,93 +6,25 @@ import asyncio
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from scripts.population import Mixed, State, expected_average, fill, same_bits
+from scripts.population import Mixed
 from support.local import eventually, worlds, yields
+from support.snapshot_exchange import BEST, DONORS, ROUND, WEIGHTS, Party
 
 from asyncdist import World
 from asyncdist.errors import RankLostError
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.streams import WINDOW_COUNT, StreamAborted
-from asyncdist.tensors.flat_state import FlatBuffers, FlatState
+from asyncdist.tensors.flat_state import FlatState
 from asyncdist.transports import matching
 from protocols import parameter_stream
-from protocols.parameter_stream.landing import SHARE_COUNT_MAX, ChunkRing
-from protocols.parameter_stream.receiver import SnapshotReceiver, new_ring
-from protocols.parameter_stream.server import Offer, SnapshotServer
-
-SCOPE = 77
-ROUND = 5
-DONORS = (1, 2, 3, 4, 5)
-WEIGHTS = (1.0, 3.0, 0.7, 1.0, 0.25)
-BEST = 4
-#: A float32 sum of them depends on the order of its terms.
-VALUES = {1: 1e8, 2: -3.3333334e7, 3: 1.0, 4: 0.1, 5: -7.0}
-
-
-@dataclass(slots=True)
-class Party:
-    """One replacer, rank 0, and donors with a snapshot each, of a state that is the same everywhere but in value."""
-
-    worlds: list[World]
-    state: FlatState
-    desks: list[SnapshotServer]
-    snapshots: dict[int, FlatBuffers]
-    offers: dict[int, Offer]
-    freed: list[FlatBuffers]
-
-    @classmethod
-    def of(cls, made: list[World], *, late: bool = False) -> Party:
-        model = Mixed(width=16)
-        state = FlatState(model)
-        party = cls(made, state, [SnapshotServer(world.services, SCOPE) for world in made], {}, {}, [])
-        for donor in DONORS:
-            fill(model, VALUES[donor])
-            party.snapshots[donor] = state.new_buffers()
-            state.snapshot(party.snapshots[donor])
-            if not late:
-                party.offer(donor)
-        return party
-
-    def offer(self, donor: int) -> None:
-        """The donor has its snapshot."""
-        self.offers[donor] = self.desks[donor].offer(ROUND, self.snapshots[donor], self.freed.append)
-
-    def intake(
-        self, ring: ChunkRing | None = None, accumulator: FlatBuffers | None = None
-    ) -> tuple[SnapshotReceiver, FlatBuffers]:
-        accumulator = accumulator or self.state.new_buffers(accumulate=True)
-        intake = SnapshotReceiver(
-            self.worlds[0].services,
-            self.desks[0].channel,
-            accumulator,
-            ring or new_ring(),
-            donors=DONORS,
-            best=BEST,
-            round=ROUND,
-        )
-        return intake, accumulator
-
-    def deadline(self) -> float:
-        return self.worlds[0].time() + 60.0
-
-    def check(self, accumulator: FlatBuffers) -> None:
-        """It holds the average to the bit."""
-        given: dict[int, State] = {rank: dict(snapshot.by_name()) for rank, snapshot in self.snapshots.items()}
-        for name, tensor in accumulator.by_name().items():
-            assert same_bits(tensor, expected_average(name, given, WEIGHTS, BEST, None, 0.0)), name
-
-    async def is_over(self) -> None:
-        """Nothing is left of the exchange, on either side."""
-        world = self.worlds[0]
-        await eventually(lambda: not world.services.slots.taken_count and not world.services.slots.discarding_count)
-        await eventually(lambda: not any(offer.streams for offer in self.offers.values()))
-        await eventually(lambda: all(world.services.engine.is_idle for world in self.worlds))
+from protocols.parameter_stream.landing import SHARE_COUNT_MAX
+from protocols.parameter_stream.receiver import new_ring
+from protocols.parameter_stream.server import SnapshotServer
 
 
 @pytest.fixture(params=[0, 1 << 20], ids=["rendezvous", "eager"], autouse=True)

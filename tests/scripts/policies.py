@@ -111,6 +111,7 @@ async def tell(
         "unchanged": equal_states(clone_state(model), start),
         "sent_nbytes": statistics.sent_nbytes,
         "received_nbytes": statistics.received_nbytes,
+        "read_nbytes": statistics.read_nbytes,
         "abandoned": dict(statistics.abandoned),
         "rounds": statistics.coordinator.rounds_decided if statistics.coordinator else None,
         "applied": dict(statistics.coordinator.applied) if statistics.coordinator else None,
@@ -171,6 +172,14 @@ async def large_round(world: ad.World, route: str) -> Report:
     )
     weight = model.weight.detach()
     return {**seen, "low": float(weight.min()), "high": float(weight.max()), "counter": model.counter.tolist()}
+
+
+async def near(world: ad.World) -> Report:
+    """Snapshots of 2 MiB, which the replacer reads in the donors' memory from the second round on."""
+    model = fill(nn.Linear(1024, 512, bias=False), float(world.rank))
+    metric = float(world.rank)
+    seen = await tell(world, "near", model, about=(0,), count=4, metric=lambda: metric, quorum=1.0)
+    return {**seen, "weights": sorted(set(model.weight.flatten().tolist()))}
 
 
 async def straggler(world: ad.World) -> Report:
@@ -318,7 +327,7 @@ async def main(world: ad.World) -> None:
     async with asyncio.timeout(LIMIT_S):
         stories = [exactness, diverged, walk, together, different, disagreeing]
         if world.size == 4:
-            stories += [large, sharded, straggler, leaver, headless]
+            stories += [large, sharded, near, straggler, leaver, headless]
         for story in [*stories, missing]:
             began_at = time.perf_counter()
             seen[story.__name__] = await story(world)

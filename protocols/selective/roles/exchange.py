@@ -7,11 +7,10 @@ import logging
 import math
 
 from asyncdist import AsyncdistError
-from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool
-from protocols.parameter_stream.messages import StreamMessage
 from protocols.parameter_stream.receiver import SnapshotReceiver, new_ring
+from protocols.parameter_stream.server import SnapshotServer
 from protocols.selective.messages import Assign, Frozen
 from protocols.selective.roles.mean_receiver import MeanReceiver
 from protocols.selective.roles.reducer import Reducer
@@ -29,6 +28,7 @@ class ExchangeBuffers:
         accumulators: lends the buffers in which averages are made.
         ring: for chunks that cannot land in an accumulator.
         received_nbytes: by all exchanges, abandoned ones included.
+        read_nbytes: of these, read in the donors' memory.
         reasked_count: parts of means that donors were asked for, since their reducer had failed.
     """
 
@@ -36,7 +36,7 @@ class ExchangeBuffers:
         self._flat = flat
         self.accumulators = SnapshotPool(flat, accumulate=True)
         self.ring = new_ring()
-        self.received_nbytes = self.reasked_count = 0
+        self.received_nbytes = self.read_nbytes = self.reasked_count = 0
 
     def release(self, accumulator: FlatBuffers, services: Services) -> None:
         """Take an accumulator back. While discarded chunks may still land in it, or in the ring, use new memory."""
@@ -51,7 +51,7 @@ class Exchange:
 
     Args:
         services: of this rank.
-        channel: of the policy's parameter streams.
+        server: has the channel of the policy's parameter streams, and the neighbours.
         buffers: the policy's.
         reducer: makes this rank's part of the mean, where it reduces.
         round: the round's number.
@@ -70,14 +70,14 @@ class Exchange:
     def __init__(
         self,
         services: Services,
-        channel: Channel[StreamMessage],
+        server: SnapshotServer,
         buffers: ExchangeBuffers,
         reducer: Reducer,
         round: int,
         coordinator: int,
     ) -> None:
         self._services = services
-        self._channel = channel
+        self._server = server
         self._buffers = buffers
         self._reducer = reducer
         self.round = round
@@ -138,6 +138,8 @@ class Exchange:
             self._buffers.received_nbytes += receiver.received_nbytes
             if isinstance(receiver, MeanReceiver):
                 self._buffers.reasked_count += receiver.reasked_count
+            else:
+                self._buffers.read_nbytes += receiver.read_nbytes
             if self.average is not receiver.accumulator:
                 self._buffers.release(receiver.accumulator, self._services)
 
@@ -153,7 +155,14 @@ class Exchange:
         accumulator = self._buffers.accumulators.acquire()
         ring = self._buffers.ring
         receiver = SnapshotReceiver(
-            self._services, self._channel, accumulator, ring, donors=donors, best=best, round=self.round
+            self._services,
+            self._server.channel,
+            accumulator,
+            ring,
+            donors=donors,
+            best=best,
+            round=self.round,
+            neighbours=self._server.neighbours,
         )
         self._started, self._receiver, self.route = receiver, receiver, "direct"
         return receiver
@@ -162,7 +171,7 @@ class Exchange:
         accumulator = self._buffers.accumulators.acquire()
         ring, own = self._buffers.ring, self._reducer
         receiver = MeanReceiver(
-            self._services, self._channel, accumulator, ring, reducers=assign.reducers, own=own, round=self.round
+            self._services, self._server.channel, accumulator, ring, reducers=assign.reducers, own=own, round=self.round
         )
         self._started, self._receiver, self.route = receiver, receiver, "sharded"
         return receiver

@@ -93,7 +93,7 @@ class MemberRoles:
             services,
             member,
             self.carry_out,
-            channel=server.channel,
+            server=server,
             buffers=buffers,
             reducer=self.reducer,
             flat=flat,

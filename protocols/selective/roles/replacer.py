@@ -6,13 +6,12 @@ import logging
 from collections.abc import Callable
 
 from asyncdist import AsyncdistError
-from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.tensors.flat_state import FlatState
 from protocols.applier import Applier, NewWeights
 from protocols.options import Timing
 from protocols.own_state import OwnState
-from protocols.parameter_stream.messages import StreamMessage
+from protocols.parameter_stream.server import SnapshotServer
 from protocols.selective.member import Instructions, RoundMember
 from protocols.selective.messages import Assign, Frozen
 from protocols.selective.roles.exchange import Exchange, ExchangeBuffers
@@ -29,7 +28,7 @@ class Replacer:
         services: of this rank.
         member: decides; told how an exchange ends, and that an average is in place.
         carry_out: does what ``member`` answers.
-        channel: of the policy's parameter streams.
+        server: has the channel of the policy's parameter streams.
         buffers: the memory of exchanges.
         reducer: makes this rank's part of a mean, where it reduces.
         flat, own: the model's state, and what of it is kept.
@@ -47,7 +46,7 @@ class Replacer:
         member: RoundMember,
         carry_out: Callable[[Instructions], None],
         *,
-        channel: Channel[StreamMessage],
+        server: SnapshotServer,
         buffers: ExchangeBuffers,
         reducer: Reducer,
         flat: FlatState,
@@ -58,7 +57,7 @@ class Replacer:
         self._services = services
         self._member = member
         self._carry_out = carry_out
-        self._channel = channel
+        self._server = server
         self._buffers = buffers
         self._reducer = reducer
         self._flat = flat
@@ -71,7 +70,7 @@ class Replacer:
 
     def ask(self, round: int, coordinator: int, assign: Assign) -> None:
         """Begin an exchange, and ask the donors, or the reducers, that are known already."""
-        self.exchange = Exchange(self._services, self._channel, self._buffers, self._reducer, round, coordinator)
+        self.exchange = Exchange(self._services, self._server, self._buffers, self._reducer, round, coordinator)
         if assign.donors:
             self.exchange.ask_early(assign)
 

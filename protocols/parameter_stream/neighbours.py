@@ -1,0 +1,172 @@
+"""Reads the snapshots of ranks on this host in their own memory: their loops do nothing for it, and no byte is sent.
+
+A receiver asks where the round's snapshot of a donor lies (:class:`LocateRequest`), in place of a stream. The donor
+answers once, when it has the snapshot, and may compute from then on. Whether a donor can be read is found out in the
+first round with it, in which its snapshot is streamed and the answer is only tried.
+
+A piece that was read counts if the donor's token still lies where it was (:mod:`asyncdist.transports
+.cross_memory_attach`): the donor takes it back before it uses the memory for anything else. So what is read is the
+snapshot of that round, or nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Final
+
+import torch
+
+from asyncdist import AsyncdistError, RankLostError
+from asyncdist.messaging.channels import Channel
+from asyncdist.messaging.neighbour_memory import PeerProcess, has_neighbours
+from asyncdist.messaging.services import Services
+from asyncdist.messaging.streams import StreamAborted
+from protocols.parameter_stream.messages import LocateRequest, Location, StreamMessage
+
+logger = logging.getLogger("protocols.parameter_stream.neighbours")
+
+#: Smaller snapshots are streamed: one message is as quick as an answer and a system call.
+READ_NBYTES_MIN: Final = 1 << 20
+#: Rounds in which it is tried whether a donor can be read: a snapshot may be withdrawn before the first trial.
+TRIAL_COUNT: Final = 3
+
+
+class Neighbours:
+    """Knows whose memory this rank can read, and what it has asked for.
+
+    Args:
+        services: of this rank.
+        channel: of the policy's parameter streams.
+    """
+
+    def __init__(self, services: Services, channel: Channel[StreamMessage]) -> None:
+        self._services = services
+        self._channel = channel
+        self._is_possible = has_neighbours(services)
+        self._readable: set[int] = set()
+        self._failures: Counter[int] = Counter()
+        self._asked: dict[int, Reading] = {}  # by slot
+        self._last_slot = 0
+
+    def ask(self, donor: int, nbytes: int, *, round: int) -> Reading | None:
+        """Ask a donor where its snapshot lies.
+
+        Args:
+            donor: the rank.
+            nbytes: of the snapshot.
+            round: goes into the frame's header.
+
+        Returns:
+            The reading, to be closed; None where the snapshot has to be streamed, this time or always.
+
+        Raises:
+            RankLostError: the rank is gone.
+            BusyError: thousands of messages have not left yet.
+        """
+        if not self._is_possible or nbytes < READ_NBYTES_MIN or self._failures[donor] >= TRIAL_COUNT:
+            return None
+        self._last_slot -= 1
+        self._channel.send_nowait(LocateRequest(self._last_slot), donor, round=round)
+        reading = self._asked[self._last_slot] = Reading(self._services, self, donor, self._last_slot)
+        return reading if donor in self._readable else None
+
+    def on_location(self, donor: int, location: Location) -> None:
+        """Take an answer; one that nobody waits for any more is dropped."""
+        reading = self._asked.get(location.slot)
+        if reading is None or reading.donor != donor:
+            return
+        del self._asked[location.slot]
+        reading.on_location(location)
+        if reading.process is not None:
+            self._readable.add(donor)
+        elif location.tensors:
+            self._failures[donor] += donor not in self._readable
+
+    def close(self, slot: int) -> None:
+        """Drop the answer that was asked for under that slot."""
+        self._asked.pop(slot, None)
+
+    def forget(self, rank: int) -> None:
+        """Begin anew with a rank that has been started again."""
+        self._readable.discard(rank)
+        del self._failures[rank]
+        for slot in [slot for slot, reading in self._asked.items() if reading.donor == rank]:
+            del self._asked[slot]
+
+
+class Reading:
+    """Reads one snapshot of one donor.
+
+    Args:
+        services, neighbours: of this rank.
+        donor: the rank.
+        slot: the number of the request.
+
+    Attributes:
+        donor: as given.
+        process: the donor's; None before it has answered, and where it cannot be read.
+        received_nbytes: read so far.
+    """
+
+    def __init__(self, services: Services, neighbours: Neighbours, donor: int, slot: int) -> None:
+        self._services = services
+        self._neighbours = neighbours
+        self._slot = slot
+        self._tensors: tuple[int, ...] | None = None
+        self.donor = donor
+        self.process: PeerProcess | None = None
+        self.received_nbytes = 0
+
+    def on_location(self, location: Location) -> None:
+        """Take the donor's answer."""
+        self._tensors = location.tensors
+        if location.tensors:
+            try:
+                self.process = PeerProcess(location.pid, location.address, location.token)
+            except OSError as error:  # of another host, or not allowed
+                logger.debug("rank %d cannot be read: %s", self.donor, error)
+        self._services.engine.recheck()
+
+    async def located(self, *, deadline: float) -> None:
+        """Wait until it is known where the snapshot lies.
+
+        Raises:
+            TimeoutError: the deadline passed.
+            RankLostError: the donor is gone.
+            StreamAborted: the donor gives none, or it cannot be read any more.
+        """
+        gone = self._services.gone
+        if not await self._services.engine.until(
+            lambda: self._tensors is not None or self.donor in gone, f"rank {self.donor}'s snapshot", deadline=deadline
+        ):
+            raise TimeoutError(f"rank {self.donor} has not said in time where its snapshot lies")
+        if self._tensors is None:
+            raise RankLostError(f"rank {self.donor} is gone", rank=self.donor)
+        if self.process is None:
+            raise self._aborted("gave no snapshot" if not self._tensors else "can be read no more")
+
+    def read(self, number: int, first: int, into: torch.Tensor) -> None:
+        """Read a piece of the snapshot.
+
+        Args:
+            number: of the tensor in the snapshot, which is flat.
+            first: the element of it that the piece begins with.
+            into: takes the piece: flat, of the snapshot's dtype, and of this process's own memory.
+
+        Raises:
+            StreamAborted: the donor has withdrawn its snapshot, or has ended.
+        """
+        assert self.process is not None and self._tensors is not None, "nothing is located"
+        try:
+            self.process.read(self._tensors[number] + first * into.itemsize, into.data_ptr(), into.nbytes)
+        except (OSError, IndexError) as error:
+            raise self._aborted(f"has withdrawn its snapshot, or cannot be read: {error}") from error
+        self.received_nbytes += into.nbytes
+
+    def close(self) -> None:
+        """Expect no answer any more."""
+        self._neighbours.close(self._slot)
+
+    def _aborted(self, what: str) -> AsyncdistError:
+        return StreamAborted(f"rank {self.donor} {what}", rank=self.donor, received_nbytes=self.received_nbytes)

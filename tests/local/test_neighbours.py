@@ -1,0 +1,219 @@
+"""Snapshots that are read in the donors' memory: the bits of those that are streamed, never those of another round."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+from support.local import eventually, worlds, yields
+from support.snapshot_exchange import DONORS, ROUND, WEIGHTS, Party
+
+from asyncdist.errors import RankLostError
+from asyncdist.messaging.streams import StreamAborted
+from asyncdist.transports.cross_memory_attach import AttachToken, PeerProcess
+from protocols.parameter_stream import messages, neighbours, receiver
+from protocols.parameter_stream.messages import LocateRequest, Location
+from protocols.parameter_stream.neighbours import TRIAL_COUNT
+
+
+@pytest.fixture(autouse=True)
+def small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several pieces, in several windows."""
+    monkeypatch.setattr(neighbours, "READ_NBYTES_MIN", 1)
+    monkeypatch.setattr(receiver, "_READ_NBYTES", 48)
+    monkeypatch.setattr(messages, "CHUNK_NBYTES", 64)
+
+
+@asynccontextmanager
+async def parties() -> Any:
+    """The ranks of one process can read each other, if they look as those of several do."""
+    async with worlds(6) as made:
+        for world in made:
+            transport: Any = world.services.engine.transport
+            transport.capabilities = dataclasses.replace(transport.capabilities, shares_memory=True)
+        yield Party.of(made)
+
+
+async def averaged(party: Party) -> receiver.SnapshotReceiver:
+    """One round, which makes the right average."""
+    intake, accumulator = party.intake(neighbours=party.desks[0].neighbours)
+    await intake.run(WEIGHTS, deadline=party.deadline())
+    party.check(accumulator)
+    await party.is_over()
+    return intake
+
+
+def withdraw(party: Party, donor: int) -> None:
+    """As a donor does at the end of a round; its memory may be used for anything then."""
+    party.desks[donor].withdraw(party.offers[donor])
+    for tensor in party.snapshots[donor].tensors.values():
+        tensor.fill_(1)
+
+
+async def test_the_first_round_is_streamed_and_the_next_ones_are_read_with_the_same_bits() -> None:
+    async with parties() as party:
+        assert (await averaged(party)).read_nbytes == 0
+        for _ in range(3):
+            sent = [desk.sent_nbytes for desk in party.desks]
+            intake = await averaged(party)
+            whole = sum(messages.stream_nbytes(party.snapshots[rank], exact=rank == intake.best) for rank in DONORS)
+            assert intake.read_nbytes == intake.received_nbytes == whole
+            assert [desk.sent_nbytes for desk in party.desks] == sent
+
+
+async def test_what_can_be_read_and_what_cannot_make_one_average() -> None:
+    """Ranks 2 and 5 are of another host: their answers cannot be used, and after some they are not asked for any."""
+    async with parties() as party:
+        asked: list[int] = []
+        for donor in (2, 5):
+            desk = party.desks[donor]
+
+            def locate(location: Location, dest: int, round: int = 0, desk: Any = desk, donor: int = donor) -> None:
+                asked.append(donor)
+                desk.channel.send_nowait(dataclasses.replace(location, token=bytes(16)), dest, round=round)
+
+            desk._locate = locate  # type: ignore[method-assign]
+        for number in range(TRIAL_COUNT + 2):
+            intake = await averaged(party)
+            assert (0 < intake.read_nbytes < intake.received_nbytes) == (number > 0)
+        assert sorted(asked) == [2] * TRIAL_COUNT + [5] * TRIAL_COUNT
+
+
+async def test_donors_that_have_no_snapshot_yet_answer_when_they_have() -> None:
+    async with parties() as party:
+        await averaged(party)
+        for donor in DONORS:
+            party.desks[donor].withdraw(party.offers[donor])
+            party.desks[donor]._over = ROUND - 1  # the same round once more
+        intake, accumulator = party.intake(neighbours=party.desks[0].neighbours)
+        task = asyncio.ensure_future(intake.run(WEIGHTS, deadline=party.deadline()))
+        for donor in reversed(DONORS):
+            await yields(20)
+            assert not task.done()
+            party.offer(donor)
+        await task
+        party.check(accumulator)
+        assert intake.read_nbytes == intake.received_nbytes
+
+
+@pytest.mark.parametrize("donor", DONORS)
+async def test_a_donor_that_withdraws_at_any_moment_is_named_or_has_given_its_snapshot(donor: int) -> None:
+    endings = set()
+    for moment in range(60):
+        async with parties() as party:
+            await averaged(party)
+            intake, accumulator = party.intake(neighbours=party.desks[0].neighbours)
+            before = {rank: dict(snapshot.by_name()) for rank, snapshot in party.snapshots.items()}
+            kept = {rank: {name: tensor.clone() for name, tensor in of.items()} for rank, of in before.items()}
+            task = asyncio.ensure_future(intake.run(WEIGHTS, deadline=party.deadline()))
+            await yields(moment)
+            withdraw(party, donor)
+            try:
+                await task
+            except StreamAborted as error:
+                assert error.facts["rank"] == donor == intake.donor
+                endings.add("aborted")
+            else:
+                for name, tensor in before[donor].items():
+                    tensor.copy_(kept[donor][name])
+                party.check(accumulator)
+                endings.add("read")
+        if "read" in endings:
+            break
+    assert endings == {"aborted", "read"}
+
+
+async def test_a_donor_that_is_lost_before_it_answers_is_named() -> None:
+    async with parties() as party:
+        await averaged(party)
+        party.desks[3].channel.inbox.handler = lambda envelope: None
+        intake, _ = party.intake(neighbours=party.desks[0].neighbours)
+        task = asyncio.ensure_future(intake.run(WEIGHTS, deadline=party.deadline()))
+        await yields(5)
+        transport: Any = party.worlds[0].services.engine.transport
+        transport._hub.lose(3)
+        with pytest.raises(RankLostError):
+            await task
+        assert intake.donor == 3
+        assert not party.desks[0].neighbours._asked
+
+
+async def test_a_donor_that_does_not_answer_is_waited_for_until_the_deadline() -> None:
+    async with parties() as party:
+        await averaged(party)
+        party.desks[1].channel.inbox.handler = lambda envelope: None
+        intake, _ = party.intake(neighbours=party.desks[0].neighbours)
+        with pytest.raises(TimeoutError, match="rank 1"):
+            await intake.run(WEIGHTS, deadline=party.worlds[0].time())
+        assert not party.desks[0].neighbours._asked
+
+
+async def test_a_rank_that_was_started_again_is_found_out_anew() -> None:
+    async with parties() as party:
+        await averaged(party)
+        party.desks[0]._forget(2)
+        intake = await averaged(party)
+        streamed = messages.stream_nbytes(party.snapshots[2], exact=False)
+        assert intake.received_nbytes - intake.read_nbytes == streamed
+
+
+async def test_small_snapshots_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours, "READ_NBYTES_MIN", 1 << 20)
+    async with parties() as party:
+        for _ in range(2):
+            assert (await averaged(party)).read_nbytes == 0
+        assert not party.desks[0].neighbours._last_slot
+
+
+async def test_answers_that_nobody_asked_for_change_nothing() -> None:
+    async with parties() as party:
+        of = party.desks[0].neighbours
+        token = AttachToken()
+        for location in (Location(-1, token.pid, token.address, token.token, (1,)), Location(7), Location(-9)):
+            party.desks[3].channel.send_nowait(location, 0, round=ROUND)
+        intake, _ = party.intake(neighbours=of)
+        intake.ask()
+        party.desks[3].channel.send_nowait(Location(-1, token.pid, token.address, token.token, (1,)), 0)  # of rank 1
+        await yields(50)
+        assert of._readable == {1}
+        intake.close()
+        await eventually(lambda: not of._asked)
+
+
+def test_a_request_with_the_number_of_a_stream_is_refused() -> None:
+    with pytest.raises(ValueError, match="slot"):
+        LocateRequest(0)
+
+
+# -- the memory of a process ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def peer() -> Iterator[tuple[AttachToken, PeerProcess]]:
+    token = AttachToken()
+    yield token, PeerProcess(token.pid, token.address, token.token)
+
+
+def test_what_is_read_is_what_lies_there(peer: tuple[AttachToken, PeerProcess]) -> None:
+    there, here = torch.randn(100_000), torch.zeros(100_000)
+    peer[1].read(there.data_ptr(), here.data_ptr(), here.nbytes)
+    assert torch.equal(there, here)
+
+
+def test_nothing_counts_as_read_once_the_token_is_taken_back(peer: tuple[AttachToken, PeerProcess]) -> None:
+    token, process = peer
+    there, here = torch.ones(10), torch.zeros(10)
+    token.revoke()
+    with pytest.raises(OSError, match="token"):
+        process.read(there.data_ptr(), here.data_ptr(), here.nbytes)
+
+
+def test_an_address_where_nothing_lies_is_an_error(peer: tuple[AttachToken, PeerProcess]) -> None:
+    here = torch.zeros(10)
+    with pytest.raises(OSError, match="Bad address"):
+        peer[1].read(8, here.data_ptr(), here.nbytes)
