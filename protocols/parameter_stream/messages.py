@@ -44,9 +44,11 @@ class LocateRequest:
 
     Attributes:
         slot: A number of the receiver's, below 0: no stream has it.
+        of_mean: Whether the mean that a reducer makes is meant, and not a donor's snapshot.
     """
 
     slot: int
+    of_mean: bool = False
 
     def __post_init__(self) -> None:
         """Refuse the number of a stream."""
@@ -79,7 +81,7 @@ StreamMessage = Grant | PartGrant | Cancel | LocateRequest | Location
 
 def is_of_mean(request: Request) -> bool:
     """Return whether the mean of a part is asked for."""
-    return isinstance(request, PartGrant) and request.of_mean
+    return not isinstance(request, Grant) and request.of_mean
 
 
 def stream_nbytes(buffers: FlatBuffers, *, exact: bool) -> int:

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
 import torch
 
 from asyncdist import AsyncdistError, RankLostError
 from asyncdist.messaging.channels import Channel
+from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.neighbour_memory import PeerProcess, has_neighbours
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import StreamAborted
@@ -49,13 +51,14 @@ class Neighbours:
         self._asked: dict[int, Reading] = {}  # by slot
         self._last_slot = 0
 
-    def ask(self, donor: int, nbytes: int, *, round: int) -> Reading | None:
-        """Ask a donor where its snapshot lies.
+    def ask(self, donor: int, nbytes: int, *, round: int, of_mean: bool = False) -> Reading | None:
+        """Ask a donor where its snapshot lies, or a reducer where its mean does.
 
         Args:
             donor: the rank.
-            nbytes: of the snapshot.
+            nbytes: that are to be read.
             round: goes into the frame's header.
+            of_mean: whether it is asked as a reducer.
 
         Returns:
             The reading, to be closed; None where the snapshot has to be streamed, this time or always.
@@ -67,7 +70,7 @@ class Neighbours:
         if not self._is_possible or nbytes < READ_NBYTES_MIN or self._failures[donor] >= TRIAL_COUNT:
             return None
         self._last_slot -= 1
-        self._channel.send_nowait(LocateRequest(self._last_slot), donor, round=round)
+        self._channel.send_nowait(LocateRequest(self._last_slot, of_mean), donor, round=round)
         reading = self._asked[self._last_slot] = Reading(self._services, self, donor, self._last_slot)
         return reading if donor in self._readable else None
 
@@ -128,7 +131,7 @@ class Reading:
                 logger.debug("rank %d cannot be read: %s", self.donor, error)
         self._services.engine.recheck()
 
-    async def located(self, *, deadline: float) -> None:
+    async def located(self, *, deadline: float | None) -> None:
         """Wait until it is known where the snapshot lies.
 
         Raises:
@@ -170,3 +173,33 @@ class Reading:
 
     def _aborted(self, what: str) -> AsyncdistError:
         return StreamAborted(f"rank {self.donor} {what}", rank=self.donor, received_nbytes=self.received_nbytes)
+
+
+class PartReading:
+    """Reads a part of a snapshot, or the mean of one, and has the face of the stream that would bring it.
+
+    Args:
+        reading: of the snapshot, or of the mean.
+        pieces: number of the tensor, first element, and where they go, one piece after the other.
+    """
+
+    def __init__(self, reading: Reading, pieces: Sequence[tuple[int, int, torch.Tensor]]) -> None:
+        self._reading = reading
+        self._pieces = pieces
+
+    @property
+    def received_nbytes(self) -> int:
+        """Read so far."""
+        return self._reading.received_nbytes
+
+    async def whole(self, *, deadline: float | None = None) -> None:
+        """Read all of it, and let the loop run after each piece. Raises as :meth:`Reading.located` and ``read``."""
+        await self._reading.located(deadline=deadline)
+        for piece in self._pieces:
+            self._reading.read(*piece)
+            await yield_to_loop()
+
+    def finish(self, cancel: object = None) -> None:
+        """Expect no answer any more; nobody need be told."""
+        del cancel
+        self._reading.close()

@@ -54,10 +54,11 @@ class PartPool:
 
     Attributes:
         in_use: part buffers that are lent.
+        sizes: the elements of the whole state, by dtype.
     """
 
     def __init__(self, flat: FlatState) -> None:
-        self._sizes = flat.sizes
+        self.sizes = flat.sizes
         self._tensors: dict[tuple[str, torch.dtype], Tensor] = {}
         self.in_use = 0
 
@@ -72,7 +73,7 @@ class PartPool:
         if self.in_use:  # the mean of the last round still leaves
             self._tensors = {}
         self.in_use += 1
-        sizes = {dtype: stop - start for dtype, size in self._sizes.items() for start, stop in [part.bounds(size)]}
+        sizes = {dtype: stop - start for dtype, size in self.sizes.items() for start, stop in [part.bounds(size)]}
         mean = {dtype: self._take("mean", accumulate_dtype(dtype), size, dtype) for dtype, size in sizes.items()}
         given: list[dict[torch.dtype, Tensor]] = [{} for _ in range(donor_count)]
         for dtype, size in sizes.items():

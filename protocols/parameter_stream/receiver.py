@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
+
+import torch
 
 from asyncdist import AsyncdistError
 from asyncdist.messaging.channels import Channel
@@ -17,8 +19,9 @@ from asyncdist.tensors.means import WeightedMean
 from protocols.parameter_stream import messages
 from protocols.parameter_stream.landing import ASKED_COUNT_MAX, ChunkRing, Landing
 from protocols.parameter_stream.messages import PartGrant, StreamMessage, parts_of
-from protocols.parameter_stream.neighbours import Neighbours, Reading
+from protocols.parameter_stream.neighbours import Neighbours, PartReading, Reading
 from protocols.parameter_stream.parts import Part
+from protocols.parameter_stream.server import SnapshotServer
 
 #: What is read at a time, and added while the cache holds it.
 _READ_NBYTES: Final = 1 << 18
@@ -26,23 +29,25 @@ _READ_NBYTES: Final = 1 << 18
 
 def ask_for_part(
     services: Services,
-    channel: Channel[StreamMessage],
+    server: SnapshotServer,
     source: int,
     into: FlatBuffers,
     part: Part,
     *,
+    sizes: Mapping[torch.dtype, int],
     round: int,
     exact: bool = True,
     of_mean: bool = False,
-) -> InboundStream | None:
+) -> InboundStream | PartReading | None:
     """Ask one rank for a part of its snapshot, or of the mean that it makes; all of it lands in place.
 
     Args:
         services: of this rank.
-        channel: of the policy's parameter streams.
+        server: has the channel of the policy's parameter streams, and the neighbours.
         source: the rank.
         into: where the part lands.
         part: which one.
+        sizes: the elements of the whole state, by dtype.
         round: goes into the frame's header.
         exact: whether the integer and bool tensors are asked for, too.
         of_mean: whether the mean is asked for.
@@ -54,19 +59,35 @@ def ask_for_part(
         RankLostError: the rank is gone.
         BusyError: all of its slots are taken.
     """
-    chunk_nbytes = messages.CHUNK_NBYTES
+    channel, chunk_nbytes = server.channel, messages.CHUNK_NBYTES
     targets = [chunk for _, tensor in parts_of(into, exact) for chunk in split(byte_view(tensor), chunk_nbytes)]
     if not targets:
         return None
+    nbytes = sum(map(len, targets))
+    reading = server.neighbours.ask(source, nbytes, round=round, of_mean=of_mean)
+    if reading is not None:
+        return PartReading(reading, _pieces(into, part, sizes, exact=exact, is_alone=of_mean))
     stream = InboundStream(services.slots, source, targets, WINDOW_COUNT)
     stream.flow()
-    grant = PartGrant(stream.slot, sum(map(len, targets)), chunk_nbytes, *part, of_mean)
+    grant = PartGrant(stream.slot, nbytes, chunk_nbytes, *part, of_mean)
     try:
         channel.send_nowait(grant, source, round=round)
     except AsyncdistError:
         stream.finish(lambda stream: cancel_stream(services, channel, stream, round))
         raise
     return stream
+
+
+def _pieces(
+    into: FlatBuffers, part: Part, sizes: Mapping[torch.dtype, int], *, exact: bool, is_alone: bool
+) -> list[tuple[int, int, torch.Tensor]]:
+    """Cut a part that is read; it lies alone, as a mean does, or in the whole snapshot."""
+    pieces = []
+    for number, (dtype, tensor) in enumerate(parts_of(into, exact)):
+        first = 0 if is_alone else part.bounds(sizes[dtype])[0]
+        count = messages.CHUNK_NBYTES * WINDOW_COUNT // tensor.itemsize
+        pieces += [(number, first + place, tensor[place : place + count]) for place in range(0, len(tensor), count)]
+    return pieces
 
 
 def cancel_stream(services: Services, channel: Channel[StreamMessage], stream: InboundStream, round: int) -> None:
@@ -254,7 +275,8 @@ class SnapshotReceiver:
             if not (piece.averaged or reading.donor == self.best):
                 continue
             is_in_place = piece.view is not None and (is_first or not piece.averaged)
-            for start in range(0, piece.into.numel(), count := _READ_NBYTES // piece.dtype.itemsize):
+            count = min(_READ_NBYTES, messages.CHUNK_NBYTES) // piece.dtype.itemsize
+            for start in range(0, piece.into.numel(), count):
                 into = piece.into[start : start + count]
                 chunk = None if is_in_place else self._ring.scratch(piece.dtype, into.numel())
                 reading.read(piece.number, piece.first + start, into if chunk is None else chunk)

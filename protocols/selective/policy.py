@@ -219,7 +219,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             reasked_count=self._buffers.reasked_count,
             sent_nbytes=self._channels.server.sent_nbytes if has_started else 0,
             received_nbytes=self._buffers.received_nbytes + (self._roles.reducer.received_nbytes if has_started else 0),
-            read_nbytes=self._buffers.read_nbytes,
+            read_nbytes=self._buffers.read_nbytes + (self._roles.reducer.read_nbytes if has_started else 0),
             epoch=self._leadership.epoch if has_started else 0,
             coordinator_rank=self._leadership.coordinator if has_started else None,
             coordinator=self._leadership.statistics() if has_started else None,

@@ -366,7 +366,7 @@ class Watch:
             if count > self._outstanding_count_max:
                 self.check(False, f"{member}: {count} requests outstanding")
             ring = member.selective._buffers.ring.nbytes if member.selective is not None else 0
-            if ring > WINDOW_COUNT * self.plan.chunk_nbytes:
+            if ring > (WINDOW_COUNT + 1) * self.plan.chunk_nbytes:  # the window, and what is read at a time
                 self.check(False, f"{member}: {ring} bytes of received chunks")
         if self._may_die:
             self._note_deaths()

@@ -162,8 +162,8 @@ MUTANTS: Final = (
         8,
         "a donor answers a grant of one round with its snapshot of another",
         "protocols/parameter_stream/server.py",
-        "            if offer.answers(round, grant) and not offer.withdrawn:",
-        "            if offer.answers(offer.round, grant) and not offer.withdrawn:",
+        "            if offer.answers(round, request) and not offer.withdrawn:",
+        "            if offer.answers(offer.round, request) and not offer.withdrawn:",
         SLOW_WORDS,
     ),
     Mutant(
@@ -221,8 +221,8 @@ MUTANTS: Final = (
         12,
         "integer entries come from the first donor, not from the best",
         "protocols/selective/roles/exchange.py",
-        "accumulator, ring, donors=donors, best=best, round=self.round",
-        "accumulator, ring, donors=donors, best=donors[0], round=self.round",
+        "            best=best,\n            round=self.round,",
+        "            best=donors[0],\n            round=self.round,",
         SUITE,
     ),
     Mutant(

@@ -136,10 +136,9 @@ class Exchange:
             receiver.close()
             self.nbytes += receiver.received_nbytes
             self._buffers.received_nbytes += receiver.received_nbytes
+            self._buffers.read_nbytes += receiver.read_nbytes
             if isinstance(receiver, MeanReceiver):
                 self._buffers.reasked_count += receiver.reasked_count
-            else:
-                self._buffers.read_nbytes += receiver.read_nbytes
             if self.average is not receiver.accumulator:
                 self._buffers.release(receiver.accumulator, self._services)
 
@@ -171,7 +170,7 @@ class Exchange:
         accumulator = self._buffers.accumulators.acquire()
         ring, own = self._buffers.ring, self._reducer
         receiver = MeanReceiver(
-            self._services, self._server.channel, accumulator, ring, reducers=assign.reducers, own=own, round=self.round
+            self._services, self._server, accumulator, ring, reducers=assign.reducers, own=own, round=self.round
         )
         self._started, self._receiver, self.route = receiver, receiver, "sharded"
         return receiver

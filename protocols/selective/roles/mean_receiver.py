@@ -10,14 +10,14 @@ from __future__ import annotations
 import logging
 
 from asyncdist import AsyncdistError, RankLostError
-from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import InboundStream, StreamAborted
 from asyncdist.tensors.flat_state import FlatBuffers
 from protocols.parameter_stream.landing import ChunkRing
-from protocols.parameter_stream.messages import StreamMessage
+from protocols.parameter_stream.neighbours import PartReading
 from protocols.parameter_stream.parts import Part
 from protocols.parameter_stream.receiver import SnapshotReceiver, ask_for_part, cancel_stream
+from protocols.parameter_stream.server import SnapshotServer
 from protocols.selective.messages import Frozen
 from protocols.selective.roles.reducer import Reducer
 
@@ -29,7 +29,7 @@ class MeanReceiver:
 
     Args:
         services: of this rank.
-        channel: of the policy's parameter streams.
+        server: has the channel of the policy's parameter streams, and the neighbours.
         accumulator: flat tensors in the accumulation dtypes; what is in them is overwritten.
         ring: for chunks of donors that are asked after all.
         reducers: the ranks that each make a part, in the order of the parts.
@@ -40,6 +40,7 @@ class MeanReceiver:
         accumulator: as given.
         donor: who is waited for: when :meth:`run` raises, on account of this one.
         received_nbytes: of the parts that are whole.
+        read_nbytes: of these, read in the reducers' memory.
         reasked_count: parts that the donors were asked for.
         is_agreed: whether the donors agree in their infinite values.
     """
@@ -47,7 +48,7 @@ class MeanReceiver:
     def __init__(
         self,
         services: Services,
-        channel: Channel[StreamMessage],
+        server: SnapshotServer,
         accumulator: FlatBuffers,
         ring: ChunkRing,
         *,
@@ -56,16 +57,16 @@ class MeanReceiver:
         round: int,
     ) -> None:
         self._services = services
-        self._channel = channel
+        self._server = server
         self.accumulator = accumulator
         self._ring = ring
         self._reducers = reducers
         self._own = own
         self._round = round
-        self._streams: dict[int, InboundStream] = {}  # by reducer
+        self._streams: dict[int, InboundStream | PartReading] = {}  # by reducer
         self._from_donors: SnapshotReceiver | None = None  # of the part that they are asked for
         self.donor = reducers[0]
-        self.received_nbytes = self.reasked_count = 0
+        self.received_nbytes = self.read_nbytes = self.reasked_count = 0
         self.is_agreed = True
 
     def ask(self) -> None:
@@ -76,7 +77,14 @@ class MeanReceiver:
             part, into = self._part_of(reducer), self._place_of(reducer)
             try:
                 stream = ask_for_part(
-                    self._services, self._channel, reducer, into, part, round=self._round, of_mean=True
+                    self._services,
+                    self._server,
+                    reducer,
+                    into,
+                    part,
+                    sizes={},
+                    round=self._round,
+                    of_mean=True,
                 )
             except AsyncdistError as error:
                 logger.info("round %d: reducer %d cannot be asked, %s", self._round, reducer, error)
@@ -127,6 +135,7 @@ class MeanReceiver:
         if stream is not None:
             await stream.whole(deadline=deadline)
             self.received_nbytes += stream.received_nbytes
+            self.read_nbytes += stream.received_nbytes if isinstance(stream, PartReading) else 0
             self._finish(reducer)
         return stream is not None
 
@@ -149,7 +158,7 @@ class MeanReceiver:
         self.reasked_count += 1
         self._from_donors = receiver = SnapshotReceiver(
             self._services,
-            self._channel,
+            self._server.channel,
             self._place_of(reducer),
             self._ring,
             donors=frozen.donors,
@@ -177,4 +186,4 @@ class MeanReceiver:
     def _finish(self, reducer: int) -> None:
         stream = self._streams.pop(reducer, None)
         if stream is not None:
-            stream.finish(lambda stream: cancel_stream(self._services, self._channel, stream, self._round))
+            stream.finish(lambda stream: cancel_stream(self._services, self._server.channel, stream, self._round))

@@ -24,6 +24,7 @@ from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import InboundStream
 from asyncdist.tensors.flat_state import FlatBuffers
 from asyncdist.tensors.means import WeightedMean
+from protocols.parameter_stream.neighbours import PartReading
 from protocols.parameter_stream.parts import Part, PartBuffers, PartPool, new_part
 from protocols.parameter_stream.receiver import ask_for_part, cancel_stream
 from protocols.parameter_stream.server import Offer, SnapshotServer
@@ -47,7 +48,7 @@ class _Sum:
     assign: Assign
     part: Part
     buffers: PartBuffers
-    asked: dict[int, InboundStream] = field(default_factory=dict)
+    asked: dict[int, InboundStream | PartReading] = field(default_factory=dict)
     given: dict[int, FlatBuffers] = field(default_factory=dict)
     task: asyncio.Task[None] | None = None
     offer: Offer | None = None
@@ -67,6 +68,7 @@ class Reducer:
     Attributes:
         reduction_count: means that have been offered.
         received_nbytes: of parts that have come.
+        read_nbytes: of these, read in the donors' memory.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class Reducer:
         self._pool = pool
         self._own_snapshot = own_snapshot
         self._sum: _Sum | None = None
-        self.reduction_count = self.received_nbytes = 0
+        self.reduction_count = self.received_nbytes = self.read_nbytes = 0
 
     def begin(self, round: int, assign: Assign) -> None:
         """Ask the donors for their part. One that is lost or busy matters when the round is frozen."""
@@ -170,8 +172,16 @@ class Reducer:
 
     def _ask(self, state: _Sum, donor: int, into: FlatBuffers, *, exact: bool) -> None:
         """Ask one donor for its part. Raises RankLostError or BusyError as :func:`ask_for_part`."""
-        channel = self._server.channel
-        stream = ask_for_part(self._services, channel, donor, into, state.part, round=state.round, exact=exact)
+        stream = ask_for_part(
+            self._services,
+            self._server,
+            donor,
+            into,
+            state.part,
+            sizes=self._pool.sizes,
+            round=state.round,
+            exact=exact,
+        )
         if stream is not None:
             state.asked[donor] = stream
         state.given[donor] = into
@@ -180,6 +190,7 @@ class Reducer:
         stream = state.asked.pop(donor, None)
         if stream is not None:
             self.received_nbytes += stream.received_nbytes
+            self.read_nbytes += stream.received_nbytes if isinstance(stream, PartReading) else 0
             channel = self._server.channel
             stream.finish(lambda stream: cancel_stream(self._services, channel, stream, state.round))
 
