@@ -87,7 +87,7 @@ class _Board:
     def __init__(self, services: Services) -> None:
         self._policies: dict[int, Callable[[SuccessionMessage, int], None]] = {}
         self._left: dict[int, int] = {}  # oldest first, with the key of requests
-        self._askable: dict[int, tuple[int, Callable[[Request, int], None]]] = {}  # by policy, with the key of requests
+        self._askable: dict[int, tuple[int, Callable[[Request, int], bool]]] = {}  # by policy, with the key of requests
         self._serving: set[int] = set()  # policies that this rank has left and may coordinate
         self._applications: dict[int, Application] = {}  # by the key of requests
         self._loop = services.engine.loop
@@ -104,7 +104,7 @@ class _Board:
         policy: int,
         handler: Callable[[SuccessionMessage, int], None],
         key: int,
-        on_request: Callable[[Request, int], None],
+        on_request: Callable[[Request, int], bool],
     ) -> None:
         """Call ``handler(message, source)`` for the messages about a policy.
 
@@ -112,7 +112,7 @@ class _Board:
             policy: its number.
             handler: takes them.
             key: of requests to be admitted to it.
-            on_request: takes these.
+            on_request: takes these, and returns whether they may be granted, now or later.
         """
         self._policies[policy] = handler
         self._askable[policy] = key, on_request
@@ -169,10 +169,9 @@ class _Board:
         if count > 1:
             self.send(Ambiguous(request.key, count), source)
             return
-        for policy in asked:
-            self._askable[policy][1](request, source)
+        hopes = [self._askable[policy][1](request, source) for policy in asked]
         waits = request.key in self._applications
-        if not asked and (waits or same or request.key in self._left.values()):
+        if not any(hopes) and (waits or same or request.key in self._left.values()):
             self.send(Over(request.key, has_ended=not waits), source)
 
     def _tell(self, message: SuccessionMessage, source: int) -> None:
@@ -246,6 +245,7 @@ class Leadership:
             self._board.leave(scopes.policy)
         services.on_gone(self._on_peer)
         services.on_returned(self._on_met)
+        self._joins = epoch is not None
         if epoch is not None:
             self._succession.begin_in(epoch)
         elif services.rank == coordinator:
@@ -361,18 +361,19 @@ class Leadership:
             self._services.off_returned(self._on_met)
             self._board.close(self._scopes.policy)
 
-    def _on_request(self, request: Request, source: int) -> None:
-        """Answer a rank that asks to be admitted, where this rank coordinates."""
-        if self._serving is None or source not in self._members:
-            return
+    def _on_request(self, request: Request, source: int) -> bool:
+        """Answer a rank that asks to be admitted, where this rank coordinates; tell whether there is hope for it."""
+        if self._serving is None or source not in self._members:  # one that waits itself hopes for its coordinator
+            is_waiting = self._joins and self._admitted.get(self._services.rank) != self._services.incarnation
+            return not is_waiting or self.coordinator not in (None, *self._services.gone)
         scopes, members = self._scopes, self._serving.members()
         if request.digest != digest_of(self._members, scopes.values):
             self._board.send(Refusal(request.key, tuple(scopes.values.items())), source)
-            return
-        self._board.send(
-            Welcome(request.key, scopes.policy, scopes.to_members, scopes.to_coordinator, self.epoch, members), source
-        )
-        self._serving.note_newcomer(source, request.incarnation)
+        else:
+            facts = scopes.policy, scopes.to_members, scopes.to_coordinator, self.epoch, members
+            self._board.send(Welcome(request.key, *facts), source)
+            self._serving.note_newcomer(source, request.incarnation)
+        return True
 
     # -- news -------------------------------------------------------------------------------------------------------
 

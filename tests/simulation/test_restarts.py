@@ -322,6 +322,16 @@ def test_a_newcomer_that_comes_after_the_others_have_left_hears_so(lingers_s: fl
     assert [type(error) for error in shared.errors] == ([ad.LateError] if lingers_s else [])
 
 
+@pytest.mark.parametrize("seed", [34, 46])
+def test_newcomers_that_were_welcomed_do_not_wait_for_each_other_when_the_others_have_left(seed: int) -> None:
+    """Neither answered the other: both waited until the time was up, and one ended with a StartTimeoutError."""
+    shared = Shared()
+    restarts = [Kill(2, at_s=0.002), Restart(2, at_s=0.004), Kill(0, at_s=0.005), Restart(0, at_s=0.0055)]
+    report = population(shared, [*restarts, Kill(1, at_s=0.011)], seed=seed, steps=30)
+    assert [type(error) for error in shared.errors] == [ad.LateError, ad.LateError]
+    assert report.virtual_time_s < 1.5, "they ask each other every half second"
+
+
 def test_a_group_of_all_ranks_ends_with_a_member_and_a_new_one_has_the_new_process() -> None:
     async def main(world: ad.World) -> str:
         await world.sleep(0.1)
