@@ -52,6 +52,7 @@ from protocols.selective.messages import (
     Leave,
     Ready,
     Report,
+    count_reason,
 )
 
 
@@ -316,16 +317,16 @@ class RoundMember:
             return Apply(self.round, self._frozen)
         return None
 
-    def on_copied(self, round: int, iteration: int, *, is_sound: bool, state_safe_points: int = 0) -> Instructions:
-        """Take a snapshot that is whole, with ``state_safe_points`` as in `Ready`.
+    def on_copied(self, round: int, iteration: int, *, fault: str = "", state_safe_points: int = 0) -> Instructions:
+        """Take a snapshot that is whole, with ``state_safe_points`` as in `Ready`, or the reason why it gives none.
 
         Without instructions the round ended while it was copied.
         """
         if self.state is not State.COPYING or self.round != round:
             return ()
-        if not is_sound:
+        if fault:
             self._go(Event.UNSOUND)
-            return (*self._end_reducing(), RefuseUpTo(round), self._decline(round, "weights are not finite"))
+            return (*self._end_reducing(), RefuseUpTo(round), self._decline(round, fault))
         self._go(Event.COPIED, round)
         return (Give(round, iteration), Tell(Ready(iteration, state_safe_points), round))
 
@@ -423,11 +424,11 @@ class RoundMember:
 
     def _discard(self, round: int, reason: str) -> Discard:
         """Count a round that is given up; the next step says so, although the coordinator's `End` may come first."""
-        self.abandoned[reason] += 1
+        count_reason(self.abandoned, reason)
         self._frozen = None
         self.wants_step = True
         return Discard(round, reason)
 
     def _decline(self, round: int, reason: str) -> Tell:
-        self.declined[reason] += 1
+        count_reason(self.declined, reason)
         return Tell(Decline(reason), round)

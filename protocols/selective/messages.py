@@ -9,10 +9,13 @@ Invariant: `get_type_hints` of each class gives plain types, so annotations here
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
+#: Different reasons that are counted by themselves.
+REASON_LIMIT: Final = 32
 DONOR: Final = "donor"
 REPLACER: Final = "replacer"
 
@@ -200,6 +203,11 @@ class Joined:
 @dataclass(frozen=True, slots=True)
 class Rejoin:
     """Coordinator to a member that reports and whose `Joined` has not come: say it again."""
+
+
+def count_reason(counts: Counter[str], reason: str) -> None:
+    """Count a reason, which may hold numbers: beyond `REASON_LIMIT` different ones they are counted together."""
+    counts[reason if reason in counts or len(counts) < REASON_LIMIT else "other"] += 1
 
 
 def _check_ascending(ranks: tuple[int, ...], what: str = "donors") -> None:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 from protocols.selective.joining.newcomers import Newcomers
-from protocols.selective.messages import Admitted, End, Joined, Leave, Rejoin
+from protocols.selective.messages import Admitted, End, Joined, Leave, Rejoin, count_reason
 from protocols.selective.roster import Roster
 from protocols.selective.round_state import Member, ReportRecord, Round, Send, step_s
 from protocols.selective.rules import Decision, SelectiveRules, decide, reducers_of
@@ -23,7 +23,6 @@ from protocols.selective.waiting import Pace, Patience, is_late
 
 #: A larger number of a round is not believed: numbers have 32 bits in a frame's header, and the next ones are larger.
 ROUND_BELIEVED_MAX: Final = 2**31
-_REASON_LIMIT: Final = 32  # reasons come from peers: beyond this many different ones they are counted together
 
 
 class RoundCoordinator:
@@ -448,8 +447,7 @@ class RoundCoordinator:
     def _abandon(self, state: Round, rank: int, reason: str) -> None:
         """Stop waiting for a replacer, and count the reason."""
         state.waiting_replacers.discard(rank)
-        known = reason in self._abandoned or len(self._abandoned) < _REASON_LIMIT
-        self._abandoned[reason if known else "other"] += 1
+        count_reason(self._abandoned, reason)
 
     def _depart(self, rank: int, how: str, now: float) -> tuple[Send, ...]:
         """Take a member out of everything that waits for it; a second call does nothing."""

@@ -156,7 +156,7 @@ def _tell_member(member: RoundMember, rng: random.Random, number: int) -> Instru
                 return (step, *member.on_applied(_count(rng)))
             return () if step is None else (step,)
         case 8:
-            return member.on_copied(number, _count(rng), is_sound=rng.random() < 0.8)
+            return member.on_copied(number, _count(rng), fault="" if rng.random() < 0.8 else "odd")
         case 9:
             if rng.random() < 0.7:
                 member.on_averaged(number)

@@ -200,6 +200,29 @@ def test_a_builder_that_later_makes_another_model_is_refused_before_a_weight_has
     assert "model_builder" in text and "'counts'" in text, text
 
 
+def test_a_donor_whose_model_has_changed_gives_nothing_and_keeps_no_snapshot() -> None:
+    async def main(world: ad.World) -> int:
+        model = nn.Linear(4, 4)
+        policy = AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1, replacement_ratio=0.4, quorum=1.0)
+        refused = 0
+        async with policy:
+            if world.rank == 1:
+                model.register_buffer("further", torch.zeros(3))
+            while not over:
+                try:
+                    await policy.step(float(world.rank))
+                except ValueError as error:
+                    assert "further" in str(error)
+                    refused += 1
+                    assert policy._snapshots.in_use == 0
+                if refused == 3:
+                    over.append(world.rank)
+        return refused
+
+    over: list[int] = []
+    assert run(main, 3) == [0, 3, 0]
+
+
 # -- metrics ----------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from protocols.selective.member import (
 )
 from protocols.selective.messages import (
     DONOR,
+    REASON_LIMIT,
     REPLACER,
     Abandoned,
     Applied,
@@ -39,6 +41,7 @@ from protocols.selective.messages import (
     Leave,
     Ready,
     Report,
+    count_reason,
 )
 
 TO_GIVE = Assign(DONOR, (1, 2), (0,), 9, 2)
@@ -61,7 +64,7 @@ def member_in(state: State) -> RoundMember:
     if state in (State.COPYING, State.GIVING, State.LASTING):
         assert member.on_step() == TakeSnapshot(3)
     if state in (State.GIVING, State.LASTING):
-        member.on_copied(3, 10, is_sound=True)
+        member.on_copied(3, 10)
     if state in (State.ASKING, State.READING, State.COMPLETE):
         member.on_assign(TO_TAKE, 3)
     if state in (State.READING, State.COMPLETE):
@@ -92,7 +95,7 @@ def test_a_donors_round() -> None:
     assert member.wants_step and member.last_round == 3
     assert member.on_step() == TakeSnapshot(3)
     assert not member.wants_step and member.on_step() is None
-    assert member.on_copied(3, 10, is_sound=True) == (Give(3, 10), Tell(Ready(10), 3))
+    assert member.on_copied(3, 10) == (Give(3, 10), Tell(Ready(10), 3))
     assert member.on_end("every replacer has answered", 3) == (Withdraw(), RefuseUpTo(3), RefuseUpTo(3))
     assert member.state is State.IDLE and not member.wants_step
 
@@ -113,7 +116,7 @@ def test_a_donor_reduces_until_its_round_ends() -> None:
     member = RoundMember()
     assert member.on_assign(TO_GIVE_AND_REDUCE, 3) == (RefuseUpTo(2), Reduce(3, TO_GIVE_AND_REDUCE))
     member.on_step()
-    member.on_copied(3, 10, is_sound=True)
+    member.on_copied(3, 10)
     assert member.on_frozen(FROZEN, 3) == (AddUp(3, FROZEN),)
     assert member.on_frozen(FROZEN, 3) == (), "a frame that comes twice is added up once"
     assert member.on_end("over", 3) == (StopReducing(3), Withdraw(), RefuseUpTo(3), RefuseUpTo(3))
@@ -141,7 +144,7 @@ def test_a_member_that_declines_leaves_early_or_loses_its_coordinator_does_not_r
     member.on_step()
     reason = "weights are not finite"
     declined = StopReducing(3), RefuseUpTo(3), Tell(Decline(reason), 3)
-    assert member.on_copied(3, 10, is_sound=False) == declined
+    assert member.on_copied(3, 10, fault="weights are not finite") == declined
     for end in (RoundMember.on_leave, lambda member: member.on_coordinator_gone("is gone")):
         member = RoundMember()
         member.on_assign(TO_TAKE_AND_REDUCE, 3)
@@ -174,7 +177,7 @@ def test_a_report_from_before_the_last_average_makes_no_replacer() -> None:
 def test_weights_that_are_not_finite_are_declined() -> None:
     member = member_in(State.COPYING)
     declined = Tell(Decline("weights are not finite"), 3)
-    assert member.on_copied(3, 10, is_sound=False) == (RefuseUpTo(3), declined)
+    assert member.on_copied(3, 10, fault="weights are not finite") == (RefuseUpTo(3), declined)
     assert member.state is State.IDLE
 
 
@@ -252,7 +255,7 @@ def test_a_member_that_cannot_wait_withdraws_its_snapshot() -> None:
 @pytest.mark.parametrize("state", State)
 def test_words_about_another_round_change_nothing(state: State) -> None:
     member = member_in(state)
-    assert member.on_frozen(FROZEN, 2) == () == member.on_copied(2, 1, is_sound=True) == member.on_failed(2, "late")
+    assert member.on_frozen(FROZEN, 2) == () == member.on_copied(2, 1) == member.on_failed(2, "late")
     assert not member.on_averaged(2)
     assert set(member.on_end("late", 2)) <= {RefuseUpTo(2)}
     assert member.state is state
@@ -294,7 +297,7 @@ def call(member: RoundMember, name: str, number: int) -> Instructions:
             done = member.on_step()
             return (done, *member.on_applied(number)) if isinstance(done, Apply) else (done,) if done else ()
         case "copied" | "unsound":
-            return member.on_copied(number, 1, is_sound=name == "copied")
+            return member.on_copied(number, 1, fault="" if name == "copied" else "odd")
         case "averaged":
             member.on_averaged(number)
             return ()
@@ -344,3 +347,12 @@ def test_in_any_order_of_events_resources_are_freed_once_and_each_application_wa
         assert bool(offered) == (member.state in (State.GIVING, State.LASTING))
         assert bool(exchanging) == (member.state in (State.ASKING, State.READING, State.COMPLETE))
     assert not offered and not exchanging and not reducing and member.state is State.OUT
+
+
+def test_reasons_that_hold_numbers_are_counted_together_beyond_some() -> None:
+    counts: Counter[str] = Counter()
+    for number in range(1000):
+        count_reason(counts, f"round {number} began")
+        count_reason(counts, "round 3 began")
+    assert len(counts) == REASON_LIMIT + 1
+    assert counts["round 3 began"] == 1001 and counts["other"] == 1000 - REASON_LIMIT

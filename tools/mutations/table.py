@@ -188,9 +188,9 @@ MUTANTS: Final = (
         10,
         "a donor's iteration travels as float32",
         "protocols/selective/roles/donor.py",
-        "        self._carry_out(member.on_copied(round, iteration, is_sound=is_sound, state",
+        "        self._carry_out(member.on_copied(round, iteration, fault=fault, state",
         '        iteration = int(__import__("torch").tensor(float(iteration)))\n'
-        "        self._carry_out(member.on_copied(round, iteration, is_sound=is_sound, state",
+        "        self._carry_out(member.on_copied(round, iteration, fault=fault, state",
     ),
     Mutant(
         "ratio-zero-replaces",

@@ -74,7 +74,11 @@ class Donor:
         self.snapshot_count = 0
 
     def take_snapshot(self, round: int, iteration: int) -> None:
-        """Copy the weights of this moment. A GPU copies them during the next steps; the engine sees when it is done."""
+        """Copy the weights of this moment. A GPU copies them during the next steps; the engine sees when it is done.
+
+        Raises:
+            ValueError: the model is not the policy's any more; the round goes on without this rank.
+        """
         began_at = self._services.time()
         snapshot = self._snapshots.acquire()
         state_safe_points = self._copy_whole_state(round) if round == self._member.admitting else 0
@@ -82,7 +86,12 @@ class Donor:
         def on_copied(_: object = None) -> None:
             self._on_copied(round, snapshot, iteration, began_at, state_safe_points)
 
-        copy = self._flat.start_snapshot(snapshot)
+        try:
+            copy = self._flat.start_snapshot(snapshot)
+        except ValueError:
+            self._give_nothing(round, snapshot)
+            self._carry_out(self._member.on_copied(round, iteration, fault="its model has changed"))
+            raise
         if copy is None:
             on_copied()
         else:
@@ -108,11 +117,15 @@ class Donor:
         if is_sound:
             self._copied = snapshot, began_at
         else:
-            self._snapshots.release(snapshot)
-            self._states.withdraw_up_to(round)
-        self._carry_out(member.on_copied(round, iteration, is_sound=is_sound, state_safe_points=state_safe_points))
+            self._give_nothing(round, snapshot)
+        fault = "" if is_sound else "weights are not finite"
+        self._carry_out(member.on_copied(round, iteration, fault=fault, state_safe_points=state_safe_points))
         if is_sound and self._on_event is not None:  # it may raise, so the coordinator has been told before
             self._on_event(SnapshotTaken(round, iteration, snapshot.by_name()))
+
+    def _give_nothing(self, round: int, snapshot: FlatBuffers) -> None:
+        self._snapshots.release(snapshot)
+        self._states.withdraw_up_to(round)
 
     def give(self, round: int) -> None:
         """Offer the snapshot that has just been copied."""
