@@ -210,6 +210,7 @@ class Coordinator:
             case Report() as report:  # nearly all are; a pattern with its fields takes five times as long
                 if report.asks:
                     self._send((Send(rank, 0, Heard()),))
+                core.roster.note_host(rank, report.host)
                 facts = report.iteration, report.value, report.step_time_s
                 return core.on_report(rank, *facts, now, interval_s=report.interval_s)
             case Ready(iteration, state_safe_points):

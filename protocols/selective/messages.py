@@ -35,6 +35,7 @@ class Report:
             wait for the rank are made from it.
         interval_s: The time since this rank's report before.
         asks: Whether the coordinator is to say that it has read this.
+        host: A number that ranks of one host share; 0 where it is not known.
     """
 
     iteration: int
@@ -42,6 +43,7 @@ class Report:
     step_time_s: float
     interval_s: float
     asks: bool = False
+    host: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -296,7 +296,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         )
         for rank in replaced:
             self._channels.exclude(rank)
-        self._reporter = Reporter(services, self._channels, self._leadership, self.iteration - self._skipped_count)
+        call = self.iteration - self._skipped_count
+        self._reporter = Reporter(services, self._channels, self._leadership, call, hostname=self._world.hostname)
         self._leadership.begin()
         services.leftover_probes.append(self._leftovers)
         self._listener = services.spawn_service(self._listen(), name="policy member")

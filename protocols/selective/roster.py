@@ -36,6 +36,7 @@ class Roster:
         for rank, incarnation in incarnations.items():
             if rank in self.members:
                 self.members[rank].incarnation = incarnation
+        self._hosts: dict[int, int] = {}
         self._quorum = Decimal(repr(quorum))
         self.fresh_count = 0
         self.live_count = 0
@@ -66,6 +67,16 @@ class Roster:
         self.mark(member, fresh=False)
         member.live, member.report = False, None
         self._count_live(-1 if member.admitted else 0)
+
+    def note_host(self, rank: int, host: int) -> None:
+        """Note which host a rank says that it is on; 0 says nothing."""
+        if host:
+            self._hosts[rank] = host
+
+    def hosts_of(self, ranks: Iterable[int]) -> dict[int, int]:
+        """Return the hosts of these ranks; of none where one has not said it."""
+        hosts = {rank: self._hosts.get(rank, 0) for rank in ranks}
+        return hosts if all(hosts.values()) else {}
 
     def live_ranks(self) -> list[int]:
         """Return the ranks to which messages go, newcomers included."""

@@ -63,8 +63,8 @@ class RoundCoordinator:
         self._rules = rules
         self._stream_safe_points = stream_safe_points
         self._model_nbytes = model_nbytes
-        self._roster = Roster(members, rules.quorum, have_joined=may_join is None, incarnations=incarnations or {})
-        self._members = self._roster.members
+        self.roster = Roster(members, rules.quorum, have_joined=may_join is None, incarnations=incarnations or {})
+        self._members = self.roster.members
         self._may_join = () if may_join is None else may_join
         self._newcomers = Newcomers(self._members, rules)
         self._last_number = 0
@@ -109,7 +109,7 @@ class RoundCoordinator:
         member.report = ReportRecord(iteration, value, step_time_s, now)
         if member.fresh:  # a newer one before the next decision, which was not due, and is not for this
             return ()
-        self._roster.mark(member, fresh=True)
+        self.roster.mark(member, fresh=True)
         self._patience.on_arrival(rank, now)
         if self._window_start is None:
             self._window_start = now
@@ -118,7 +118,7 @@ class RoundCoordinator:
     def on_joined(self, rank: int, joined: Joined, now: float) -> tuple[Send, ...]:
         """Take what a coordinator that has taken over has to know of a member, and the newest report of that one."""
         if rank not in self._members and rank in self._may_join:
-            self._roster.add(rank)
+            self.roster.add(rank)
         member = self._live(rank, "Joined")
         if member is None or not member.admitted:
             return ()
@@ -130,7 +130,7 @@ class RoundCoordinator:
         if joined.judged_iteration >= 0:
             self._acted_at_iteration = max(joined.judged_iteration, self._acted_at_iteration or 0)
         # It may have missed that these were admitted.
-        told = tuple(Send(rank, 0, Admitted(*known)) for known in self._roster.taking_part() if known[1])
+        told = tuple(Send(rank, 0, Admitted(*known)) for known in self.roster.taking_part() if known[1])
         if joined.iteration < 0:
             return told
         facts = joined.iteration, joined.value, joined.step_time_s
@@ -138,7 +138,7 @@ class RoundCoordinator:
 
     def members(self) -> tuple[tuple[int, int], ...]:
         """Return the ranks that take part, each with its incarnation."""
-        return self._roster.taking_part()
+        return self.roster.taking_part()
 
     def on_newcomer(self, rank: int, incarnation: int, now: float) -> tuple[Send, ...]:
         """Take a request to be admitted. It may be repeated, since the answer may be lost."""
@@ -149,7 +149,7 @@ class RoundCoordinator:
         if member is not None and (member.live or (member.admitted and member.incarnation == incarnation)):
             return ()  # it asks again; or it was admitted and has left, and this is an earlier request
         self._tell("{:.6f} rank {} asks to be admitted", now, rank)
-        self._roster.add_newcomer(rank, incarnation)
+        self.roster.add_newcomer(rank, incarnation)
         self._newcomers.add(rank)
         return self._advance(now)
 
@@ -207,7 +207,7 @@ class RoundCoordinator:
         member.applied_iteration = max(iteration, -1 if member.applied_iteration is None else member.applied_iteration)
         if member.report is not None and member.report.iteration <= member.applied_iteration:
             member.report = None
-            self._roster.mark(member, fresh=False)
+            self.roster.mark(member, fresh=False)
             self._patience.on_void(rank)
         return (*admissions, *self._advance(now))
 
@@ -237,7 +237,7 @@ class RoundCoordinator:
 
     def on_stop(self) -> tuple[Send, ...]:
         """Stop before the members do. Each of them is told that no more rounds are decided."""
-        return tuple(Send(rank, 0, Leave()) for rank in self._roster.live_ranks())
+        return tuple(Send(rank, 0, Leave()) for rank in self.roster.live_ranks())
 
     # ---------------------------------------------------------------- what is known
 
@@ -250,7 +250,7 @@ class RoundCoordinator:
     @property
     def finished(self) -> bool:
         """Whether every member has left or is lost."""
-        return self._roster.live_count == 0
+        return self.roster.live_count == 0
 
     def story(self) -> tuple[str, ...]:
         """Return the latest events, oldest first, for error messages."""
@@ -313,18 +313,18 @@ class RoundCoordinator:
 
     def _watch_quorum(self, now: float) -> None:
         """Start the grace period when the quorum is met, stop it when reports went with a rank or became void."""
-        if not self._roster.live_count or self._roster.fresh_count < self._roster.quorum_count:
+        if not self.roster.live_count or self.roster.fresh_count < self.roster.quorum_count:
             self._patience.on_no_quorum()
         elif self._patience.deadline is None:
             others = {rank: member.pace(now) for rank, member in self._members.items() if member.counts > member.fresh}
             start = now if self._window_start is None else self._window_start
-            self._patience.on_quorum(others, self._roster.cadence_s(), now - start, now)
+            self._patience.on_quorum(others, self.roster.cadence_s(), now - start, now)
 
     def _decision_is_due(self, now: float, timers: bool) -> bool:
         """Tell whether all live members have reported, or enough of them and nobody is waited for any longer."""
         deadline = self._patience.deadline
         return deadline is not None and (
-            self._roster.fresh_count == self._roster.live_count or (timers and now >= deadline)
+            self.roster.fresh_count == self.roster.live_count or (timers and now >= deadline)
         )
 
     def _judge(self, sends: list[Send], now: float) -> None:
@@ -333,15 +333,15 @@ class RoundCoordinator:
         start = now if self._window_start is None else self._window_start
         usable: dict[int, ReportRecord] = {}
         paces: dict[int, Pace] = {}
-        for rank in self._roster.live_ranks():
+        for rank in self.roster.live_ranks():
             report = self._members[rank].report
             if report is not None and now - report.received_at <= self._rules.max_report_age_s:
                 usable[rank] = report
                 paces[rank] = self._members[rank].pace(now)
-        slow = self._patience.slow_ranks(paces, self._roster.cadence_s(), now)
+        slow = self._patience.slow_ranks(paces, self.roster.cadence_s(), now)
         self._name_stragglers(slow, start, now)
         for member in self._members.values():
-            self._roster.mark(member, fresh=False)
+            self.roster.mark(member, fresh=False)
         self._window_start = None
         decision = decide({rank: report.value for rank, report in usable.items() if rank not in slow}, self._rules)
         if decision is None or self._is_cooling_down():
@@ -352,7 +352,7 @@ class RoundCoordinator:
 
     def _name_stragglers(self, slow: frozenset[int], start: float, now: float) -> None:
         """Name those that are late for a decision, and those that get no role since the round would wait for them."""
-        cadence_s = self._roster.cadence_s()
+        cadence_s = self.roster.cadence_s()
         for rank, member in self._members.items():
             if member.counts and (rank in slow or (not member.fresh and is_late(member.pace(now), cadence_s))):
                 offset_s = member.heard_at - start if member.fresh and member.heard_at is not None else None
@@ -376,9 +376,10 @@ class RoundCoordinator:
         self._last_number += 1
         patience_s = max((step_s(judged[rank]) for rank in decision.donors), default=0.0)
         limit_at = math.inf
-        reducers = reducers_of(decision, self._rules.route, self._model_nbytes, self._last_number)
+        hosts = self.roster.hosts_of(decision.donors + decision.replacers)
+        reducers = reducers_of(decision, self._rules.route, self._model_nbytes, self._last_number, hosts)
         if admits:
-            times = self._roster.cadence_s(), self._patience.round_s
+            times = self.roster.cadence_s(), self._patience.round_s
             limit_at, reducers = now + self._newcomers.allowed_s(decision.replacers, *times), ()
         self._routes["sharded" if reducers else "direct"] += bool(decision.donors)
         self._round = state = Round(
@@ -455,7 +456,7 @@ class RoundCoordinator:
         if member is None or not member.live:
             return ()
         self._tell("{:.6f} rank {} {}", now, rank, how)
-        self._roster.depart(member)
+        self.roster.depart(member)
         self._patience.on_arrival(rank, now)
         self._newcomers.remove(rank)
         self._overdue.pop(rank, None)
@@ -471,7 +472,7 @@ class RoundCoordinator:
     def _admit(self, rank: int, member: Member, now: float) -> tuple[Send, ...]:
         """Let a newcomer count, which has a member's state now, and tell all."""
         self._tell("{:.6f} rank {} is admitted", now, rank)
-        self._roster.admit(member)
+        self.roster.admit(member)
         self._newcomers.remove(rank)
         # Those that have not joined may have left, and hear of it when they join; other newcomers are told.
         dests = [dest for dest, other in self._members.items() if other.live and (other.joined or not other.admitted)]

@@ -6,6 +6,7 @@ in milliseconds. `protocols.selective.rounds` decides when to judge and carries 
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -175,7 +176,9 @@ def decide(metrics: Mapping[int, float], rules: SelectiveRules) -> Decision | No
     return Decision(donors=tuple(chosen), replacers=replacers, weights=tuple(chosen.values()), best=best)
 
 
-def reducers_of(decision: Decision, route: str, model_nbytes: int, turn: int = 0) -> tuple[int, ...]:
+def reducers_of(
+    decision: Decision, route: str, model_nbytes: int, turn: int = 0, hosts: Mapping[int, int] | None = None
+) -> tuple[int, ...]:
     """Return the ranks that each add up one part of the donors' snapshots; none for the direct route.
 
     On the direct route each of D donors sends its model to each of R replacers, and the busiest rank moves as many
@@ -189,10 +192,11 @@ def reducers_of(decision: Decision, route: str, model_nbytes: int, turn: int = 0
 
     Args:
         decision: Who gives, and who takes.
-        route: One of `ROUTES`. `"auto"` takes the sharded one where that saves the busiest rank many bytes, or all
-            ranks together many streams.
+        route: One of `ROUTES`. `"auto"` takes the sharded one where that saves the busiest rank, or the busiest host's
+            network, many bytes, or all ranks together many streams.
         model_nbytes: The bytes of one snapshot.
         turn: The round's number.
+        hosts: Numbers of the hosts, by rank, where all are known.
     """
     donors, replacers = decision.donors, decision.replacers
     candidates = donors if len(donors) >= len(replacers) else replacers
@@ -201,10 +205,33 @@ def reducers_of(decision: Decision, route: str, model_nbytes: int, turn: int = 0
     if route == "sharded":
         return candidates
     count = min(len(candidates), max(1, model_nbytes // _STREAM_NBYTES))
-    saved_nbytes = (len(candidates) - 1 - len(candidates) / count) * model_nbytes
+    saved_count = len(candidates) - 1 - len(candidates) / count if len(candidates) >= _SHARDED_COUNT_MIN else 0.0
+    if hosts and len(set(hosts.values())) > 1:
+        sharded_load = _sharded_network_load(candidates, decision, hosts)
+        saved_count = max(saved_count, _network_load(decision, hosts) - sharded_load)
     saved_streams = len(donors) * len(replacers) - count * (len(donors) + len(replacers))
-    saves_bytes = len(candidates) >= _SHARDED_COUNT_MIN and saved_nbytes >= _SHARDED_SAVING_NBYTES
-    if not saves_bytes and saved_streams < _SHARDED_SAVING_STREAMS:
+    if saved_count * model_nbytes < _SHARDED_SAVING_NBYTES and saved_streams < _SHARDED_SAVING_STREAMS:
         return ()
     first = turn * count % len(candidates)
     return tuple(sorted((candidates + candidates)[first : first + count]))
+
+
+def _network_load(decision: Decision, hosts: Mapping[int, int]) -> float:
+    """Return how many models the network of the busiest host carries in one direction on the direct route."""
+    donors, replacers = (Counter(hosts[rank] for rank in ranks) for ranks in (decision.donors, decision.replacers))
+    return max(
+        max(replacers[host] * (donors.total() - donors[host]), donors[host] * (replacers.total() - replacers[host]))
+        for host in set(hosts.values())
+    )
+
+
+def _sharded_network_load(reducers: tuple[int, ...], decision: Decision, hosts: Mapping[int, int]) -> float:
+    """Return the same for the sharded route: the donors' parts, and the means, which follow when these are whole."""
+    groups = decision.donors, decision.replacers, reducers
+    donors, replacers, of = (Counter(hosts[rank] for rank in ranks) for ranks in groups)
+    parts = means = 0.0
+    for host in set(hosts.values()):
+        share = of[host] / len(reducers)
+        parts = max(parts, share * (donors.total() - donors[host]), (1 - share) * donors[host])
+        means = max(means, share * (replacers.total() - replacers[host]), (1 - share) * replacers[host])
+    return parts + means

@@ -405,7 +405,7 @@ def _gates_watched(watch: Watch) -> Iterator[None]:
 
     def watched(self: RoundCoordinator, sends: list[Any], now: float) -> None:
         rules, seen = self._rules, watch.seen
-        live = [self._members[rank] for rank in self._roster.live_ranks()]
+        live = [self._members[rank] for rank in self.roster.live_ranks()]
         known = {r: m.report for r, m in self._members.items() if m.live and m.report is not None}
         metrics = {r: e.value for r, e in known.items() if now - e.received_at <= rules.max_report_age_s}
         seen["gate max_report_age_s"] += len(metrics) < len(known)

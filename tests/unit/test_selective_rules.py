@@ -13,6 +13,7 @@ from support.selective import STRATEGIES, rules
 from protocols.ranking import order_worst_first, replacer_count
 from protocols.selective import messages
 from protocols.selective.messages import Applied
+from protocols.selective.rounds import RoundCoordinator
 from protocols.selective.rules import Decision, SelectiveRules, averaging_weights, decide, reducers_of
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=200)
@@ -327,6 +328,30 @@ def test_auto_has_few_reducers_for_a_small_model_and_they_take_turns(nbytes: int
     assert {len(reducers) for reducers in rounds} == {count}
     assert all(tuple(sorted(set(reducers))) == reducers for reducers in rounds)
     assert Counter(rank for reducers in rounds for rank in reducers) == dict.fromkeys(range(96), count)
+
+
+@pytest.mark.parametrize(
+    ("listed", "nbytes", "is_sharded"),
+    [
+        ([7, 7, 9, 9], 97 * MIB, True),  # two models in place of two thirds, and two thirds behind them
+        ([7, 7, 9, 9], 95 * MIB, False),
+        ([7, 7, 7, 7], 1000 * MIB, False),
+        ([1, 2, 3, 4], 49 * MIB, True),  # three in place of two thirds, and one behind them
+        ([1, 2, 3, 4], 47 * MIB, False),
+    ],
+)
+def test_auto_looks_at_the_networks_of_hosts(listed: list[int], nbytes: int, is_sharded: bool) -> None:
+    decision, hosts = Decision((0, 1, 2), (3,), (1.0,) * 3, 0), dict(enumerate(listed))
+    assert bool(reducers_of(decision, "auto", nbytes, 0, hosts)) == is_sharded
+    assert reducers_of(decision, "auto", nbytes, 0, {}) == ()
+
+
+def test_hosts_that_some_have_not_told_are_not_known() -> None:
+    coordinator = RoundCoordinator(range(3), rules())
+    for rank, host in ((0, 5), (1, 6), (2, 0)):
+        coordinator.roster.note_host(rank, host)
+    assert coordinator.roster.hosts_of((0, 1)) == {0: 5, 1: 6}
+    assert coordinator.roster.hosts_of((0, 1, 2)) == {}
 
 
 def test_fresh_weights_have_no_route() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 
 from asyncdist.messaging.services import Services
 from protocols.selective.leadership import Leadership
@@ -18,16 +19,20 @@ class Reporter:
         channels: send them.
         leadership: knows to which rank, and whether it is to answer.
         call: the number of the call of ``step`` before which this rank begins.
+        hostname: of this rank's host.
 
     Attributes:
         newest: the last one; None before the first.
         report_count, nonfinite_count: reports, and those whose metric was NaN or infinite.
     """
 
-    def __init__(self, services: Services, channels: MemberChannels, leadership: Leadership, call: int) -> None:
+    def __init__(
+        self, services: Services, channels: MemberChannels, leadership: Leadership, call: int, *, hostname: str
+    ) -> None:
         self._services = services
         self._channels = channels
         self._leadership = leadership
+        self._host = zlib.crc32(hostname.encode(errors="replace"))
         self.newest: Report | None = None
         self.report_count = self.nonfinite_count = 0
         self.begin(call)
@@ -49,7 +54,7 @@ class Reporter:
         step_s = interval_s / max(1, call - self._reported_call)
         self._reported_at, self._reported_call = now, call
         asks = self._leadership.on_report(call, interval_s)
-        self.newest = report = Report(iteration, value, step_s, interval_s, asks)
+        self.newest = report = Report(iteration, value, step_s, interval_s, asks, self._host)
         self.report_count += 1
         self.nonfinite_count += not math.isfinite(value)
         coordinator = self._leadership.coordinator
