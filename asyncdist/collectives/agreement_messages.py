@@ -215,6 +215,11 @@ class Verdict(Keyed):
     agreed: int = 0
     objector: int = -1
 
+    def __post_init__(self) -> None:
+        """Refuse a number that no leader of ours agrees on."""
+        if self.agreed < 0:
+            raise ValueError(f"the agreed number is {self.agreed}; allowed: 0 or more")
+
 
 @dataclass(frozen=True, slots=True)
 class Withdraw(Keyed):

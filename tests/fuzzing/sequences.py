@@ -393,7 +393,7 @@ def verdicts(rng: random.Random) -> None:
             case 2:
                 late.take_all()
         assert len(late) <= len(keys)
-    _raise_any(draw_message(Verdict, rng, subject=keys[0].text))
+    _raise_any(draw_message(Verdict, rng, subject=keys[0].text, agreed=rng.randrange(2000)))
 
 
 def _raise_any(verdict: Verdict) -> None:
@@ -443,7 +443,8 @@ def agreements(rng: random.Random) -> None:
 
 def _tell_agreements(told: Agreements, rng: random.Random, text: str, source: int, size: int) -> None:
     kind = rng.choice((Join, Join, Join, Objection, Objection, Inquiry, Verdict, ReceivedWithdraw, Reminder))
-    message = draw_message(kind, rng, subject=text, texts=("", "x", "(postponed)"))
+    given = {"agreed": rng.randrange(2000)} if kind is Verdict else {}
+    message = draw_message(kind, rng, subject=text, texts=("", "x", "(postponed)"), **given)
     message.key.check(size)
     match message:
         case Join():

@@ -29,6 +29,12 @@ def test_lies_of_a_rank_crash_no_other_one() -> None:
     assert len(PROGRAMS) == 6
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [pytest.param(500_854, id="the agreed number of a group was below -2**31")])
+def test_lies_that_ended_an_honest_rank_once_do_not_any_more(seed: int) -> None:
+    run_hostile(seed)
+
+
 @pytest.mark.parametrize(
     "lie",
     [
