@@ -121,6 +121,7 @@ class SpawnPolicy(abc.ABC):
         self._world: World
         self._services: Services
         self._group: Group
+        self._members: tuple[int, ...]  # of the group, those with whom this rank starts and agrees
         self._joint_start: Start[None]
         self.is_alone: bool
 
@@ -154,6 +155,7 @@ class SpawnPolicy(abc.ABC):
         check_open(self._group)
         if self._world.rank not in self._group.ranks:
             raise LocalProtocolError(f"rank {self._world.rank} is not in the policy's group {list(self._group.ranks)}")
+        self._members = self._choose_members()
         self.is_alone = not self._has_company()
         if not self.is_alone:
             check_not_inside(self.model)
@@ -172,10 +174,10 @@ class SpawnPolicy(abc.ABC):
         if is_of_all and self._world.incarnation:
             await self._join()
         elif is_of_all and self.admits_restarted and self._services.may_return:
-            await start_without_lost(self._services, self._group.ranks, self._start_with, self._start_timeout_s)
+            await start_without_lost(self._services, self._members, self._start_with, self._start_timeout_s)
         else:
             self._world.peers.attendance.check_whole(self._group)
-            await self._start_with(self._group.ranks)
+            await self._start_with(self._members)
 
     async def _start_with(self, members: tuple[int, ...]) -> None:
         self._stage = "starting"
@@ -193,7 +195,7 @@ class SpawnPolicy(abc.ABC):
 
     async def _start_among_newcomers(self) -> None:
         """Start where all members were started again, and were in such a policy before: none is there to be joined."""
-        await self._start_with(tuple(rank for rank in self._group.ranks if rank not in self._services.gone))
+        await self._start_with(tuple(rank for rank in self._members if rank not in self._services.gone))
         self._services.is_admitted = True
 
     def _forget_start(self) -> None:
@@ -403,9 +405,13 @@ class SpawnPolicy(abc.ABC):
     def _options(self) -> Mapping[str, Any]:
         """Return the options that must be equal on all members, as JSON values."""
 
+    def _choose_members(self) -> tuple[int, ...]:
+        """Return the ranks, this one among them, that start and agree: all of the group."""
+        return self._group.ranks
+
     def _has_company(self) -> bool:
         """Whether other ranks take part."""
-        return self._group.size > 1
+        return len(self._members) > 1
 
     def _is_due(self) -> bool:
         return (self.iteration - self._restarted_at + 1) % self.average_every == 0 or self._is_overdue
@@ -459,7 +465,7 @@ class SpawnPolicy(abc.ABC):
         except DisagreementError as error:
             if error.facts.get("difference") == "model":
                 found = await model_difference(
-                    self._world, self._group.ranks, self._flat.fingerprint, start, start.left_s(self._start_timeout_s)
+                    self._world, self._members, self._flat.fingerprint, start, start.left_s(self._start_timeout_s)
                 )
                 raise (found or error) from None
             raise

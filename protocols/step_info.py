@@ -26,6 +26,8 @@ class StepInfo:
             optimizer's state reset, whatever the options say; else "".
         coordinator: the rank that coordinated the round; -1 where none did.
         route: how the donors' weights came, ``"direct"`` or ``"sharded"``; "" where a policy has no routes.
+        island: the number of this rank's island, from 0; -1 where a policy has no islands.
+        migrants: those of ``donors`` that are in another island.
     """
 
     averaged_this_iteration: bool = False
@@ -39,6 +41,8 @@ class StepInfo:
     recovered: str = ""
     coordinator: int = -1
     route: str = ""
+    island: int = -1
+    migrants: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
         return self.averaged_this_iteration
@@ -52,6 +56,8 @@ class StepInfo:
             return f"round {self.round}: fresh weights"
         ranks = ", ".join(map(str, self.donors))
         age = f"{self.staleness_steps} step{'' if self.staleness_steps == 1 else 's'} old"
+        if self.migrants:
+            age += f"; {', '.join(map(str, self.migrants))} from another island"
         cure = f"; {self.recovered}: taken whole, optimizer reset" if self.recovered else ""
         return f"round {self.round}: average of rank{'' if len(self.donors) == 1 else 's'} {ranks} ({age}){cure}"
 
@@ -68,11 +74,13 @@ class SnapshotTaken:
         round: the round that asked for it; of a snapshot that is published to all members, its version.
         iteration: the donor's, 0-based.
         state: dtype name (``"float32"``) to the flat 1-D tensor; valid during the call, not to be changed.
+        island: the other island whose round asked for it; -1 where it is this rank's own, or there are none.
     """
 
     round: int
     iteration: int
     state: Mapping[str, torch.Tensor]
+    island: int = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,6 +21,7 @@ from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from protocols.parameter_stream.messages import safe_point_count
+from protocols.selective.islands.migration import Migration
 from protocols.selective.joining.admission import Welcome
 from protocols.selective.messages import (
     Abandoned,
@@ -50,17 +51,20 @@ class PolicyScopes:
     Args:
         ranks: those that agreed to start it, in that order.
         agreed: the result of the agreement.
+        population: names what the policies of all islands have in common.
 
     Attributes:
         policy: names the policy.
         to_members, to_coordinator: of the messages to these.
+        between: names the policies of all islands together.
         values: what all members agree in.
     """
 
-    def __init__(self, ranks: tuple[int, ...], agreed: Agreed) -> None:
+    def __init__(self, ranks: tuple[int, ...], agreed: Agreed, population: str = "") -> None:
         self.policy = wire.scope_of(ranks, "policy", agreed.time)
         self.to_members = wire.scope_of(ranks, "members of a policy", agreed.time)
         self.to_coordinator = wire.scope_of(ranks, "coordinator of a policy", agreed.time)
+        self.between = wire.scope_of((), f"islands of {population}", agreed.time)
         self.values = dict(agreed.values)
 
     @classmethod
@@ -69,6 +73,16 @@ class PolicyScopes:
         scopes = cls.__new__(cls)
         scopes.policy, scopes.values = welcome.policy, dict(values)
         scopes.to_members, scopes.to_coordinator = welcome.to_members, welcome.to_coordinator
+        scopes.between = welcome.between
+        return scopes
+
+    @classmethod
+    def elsewhere(cls, to_members: int, to_coordinator: int) -> PolicyScopes:
+        """Return the scopes of another island's messages."""
+        scopes = cls.__new__(cls)
+        scopes.policy = scopes.between = 0
+        scopes.values = {}
+        scopes.to_members, scopes.to_coordinator = to_members, to_coordinator
         return scopes
 
 
@@ -83,6 +97,7 @@ class Coordinator:
         scopes: of the policy.
         epoch: 0 for the coordinator that the members have agreed on, more for one that takes over.
         model_nbytes: the bytes of one snapshot.
+        migration: talks to other islands; None where there are none.
     """
 
     def __init__(
@@ -95,8 +110,12 @@ class Coordinator:
         *,
         epoch: int,
         model_nbytes: int,
+        migration: Migration | None = None,
     ) -> None:
         self._services = services
+        self._migration = migration
+        self._scopes = scopes
+        self._epoch = epoch
         self._core = RoundCoordinator(
             members,
             rules,
@@ -108,6 +127,7 @@ class Coordinator:
         self._is_stopped = False
         self._left: list[int] = []
         self._newcomers: dict[int, int] = {}  # ranks whose request is to be heard, with their incarnations
+        self._guests: dict[int, int] = {}  # ranks of other islands that can give here, with their incarnations
         self._gone = [rank for rank in members if rank in services.gone]
         services.on_gone(self._gone.append)
         self._reports: Channel[Report] = services.open_channel(
@@ -142,6 +162,8 @@ class Coordinator:
                 while self._newcomers:
                     rank = next(iter(self._newcomers))
                     self._hear_newcomer(rank, self._newcomers.pop(rank))
+                while self._guests:
+                    self._hear_guest(*self._guests.popitem())
                 deadline = core.next_deadline()
                 if deadline is not None and services.time() >= deadline:
                     self._send(core.on_time(services.time()))
@@ -157,6 +179,8 @@ class Coordinator:
 
     def stop(self, inform: Callable[[int], None]) -> None:
         """Stop, since another rank has taken over; ``inform`` is called with each rank that still sends a message."""
+        if not self._is_stopped:
+            self._send(self._core.migrants.dismissals())
         self._is_stopped = True
         self._close(afterwards=lambda envelope: inform(envelope.source))
 
@@ -178,6 +202,11 @@ class Coordinator:
         self._newcomers[rank] = incarnation
         self._services.engine.recheck()
 
+    def note_guest(self, rank: int, incarnation: int) -> None:
+        """Note that a rank of another island can give here."""
+        self._guests[rank] = incarnation
+        self._services.engine.recheck()
+
     def statistics(self) -> CoordinatorStatistics:
         """Return what has been decided so far."""
         return self._core.statistics()
@@ -190,7 +219,7 @@ class Coordinator:
             self._is_stopped
             or self._control.is_ready
             or self._reports.is_ready
-            or bool(self._gone or self._left or self._newcomers)
+            or bool(self._gone or self._left or self._newcomers or self._guests)
         )
 
     def _next_envelope(self) -> Envelope[Any] | None:
@@ -202,6 +231,14 @@ class Coordinator:
         if rank not in services.gone and services.restarted.get(rank, 0) == incarnation:
             self._control.admit(rank)
             self._send(self._core.on_newcomer(rank, incarnation, services.time()))
+
+    def _hear_guest(self, rank: int, incarnation: int) -> None:
+        """Invite a rank of another island, unless that process is gone."""
+        services, scopes = self._services, self._scopes
+        if self._migration is not None and rank not in services.gone and services.restarted.get(rank, 0) == incarnation:
+            self._control.admit(rank)
+            self._core.migrants.invite(rank, incarnation)
+            self._migration.invite(rank, scopes.to_members, scopes.to_coordinator, self._epoch)
 
     def _hear(self, envelope: Envelope[Report | ControlMessage]) -> Sequence[Send]:
         core, now = self._core, self._services.time()
@@ -236,3 +273,6 @@ class Coordinator:
                 self._control.send_nowait(send.message, send.dest, round=send.round)
             except RankLostError:
                 self._gone.append(send.dest)
+        emigrant = self._core.migrants.take_emigrant()
+        if emigrant is not None and self._migration is not None:
+            self._migration.emigrate(*emigrant)

@@ -2,33 +2,19 @@
 
 :mod:`protocols.selective.succession` decides; this carries its instructions out. A :class:`Leadership` belongs to one
 policy on one rank. It outlives the policy while its rank coordinates for the others, and holds no tensors.
-
-The messages of all policies of a rank travel on one channel. A rank may be nominated, or told of a new coordinator,
-after it has left the policy: it answers that it has, for which it keeps a number for each policy that it has left.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Final
 
-from asyncdist import BusyError, Envelope, RankLostError, tags
-from asyncdist.messaging import wire
-from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
+from protocols.selective.board import Board, Declined, Nomination, SuccessionMessage, TakeOver
 from protocols.selective.coordinator import Coordinator, PolicyScopes
-from protocols.selective.joining.admission import (
-    Ambiguous,
-    Application,
-    Over,
-    Refusal,
-    Request,
-    Welcome,
-    digest_of,
-    key_of,
-)
+from protocols.selective.islands.migration import Migration
+from protocols.selective.joining.admission import Application, Refusal, Request, Welcome, digest_of, key_of
 from protocols.selective.rules import SelectiveRules
 from protocols.selective.statistics import CoordinatorStatistics
 from protocols.selective.succession import (
@@ -45,141 +31,7 @@ from protocols.selective.succession import (
 logger = logging.getLogger("protocols.selective.leadership")
 
 
-@dataclass(frozen=True, slots=True)
-class Nomination:
-    """Tells a rank that the coordinator of a policy is gone, and that it is the next; ``epoch`` is the last known."""
-
-    policy: int
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class TakeOver:
-    """Tells a member which rank coordinates in an epoch, and how often that one has been started again."""
-
-    policy: int
-    epoch: int
-    coordinator: int
-    incarnation: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Declined:
-    """Answers that this rank has left the policy."""
-
-    policy: int
-
-
-SuccessionMessage: TypeAlias = Nomination | TakeOver | Declined
-BoardMessage: TypeAlias = SuccessionMessage | Request | Welcome | Refusal | Over | Ambiguous
-
 _UNKNOWN: Final = "after a rank that is gone"  # of whose epoch only its end is heard
-#: Policies that a rank remembers to have left: those of long ago have no members any more.
-LEFT_COUNT_MAX: Final = 1024
-
-
-class _Board:
-    """Hands the messages about coordinators to the policies of one rank, and answers for those that it has left.
-
-    There is one for each rank.
-    """
-
-    def __init__(self, services: Services) -> None:
-        self._policies: dict[int, Callable[[SuccessionMessage, int], None]] = {}
-        self._left: dict[int, int] = {}  # oldest first, with the key of requests
-        self._askable: dict[int, tuple[int, Callable[[Request, int], bool]]] = {}  # by policy, with the key of requests
-        self._serving: set[int] = set()  # policies that this rank has left and may coordinate
-        self._applications: dict[int, Application] = {}  # by the key of requests
-        self._loop = services.engine.loop
-        self._channel: Channel[BoardMessage] = services.open_channel(
-            BoardMessage,
-            tag=tags.CONTROL,
-            scope=wire.scope_of((), "coordinators of policies", 0),
-            name="succession",
-            handler=self._on_message,
-        )
-
-    def open(
-        self,
-        policy: int,
-        handler: Callable[[SuccessionMessage, int], None],
-        key: int,
-        on_request: Callable[[Request, int], bool],
-    ) -> None:
-        """Call ``handler(message, source)`` for the messages about a policy.
-
-        Args:
-            policy: its number.
-            handler: takes them.
-            key: of requests to be admitted to it.
-            on_request: takes these, and returns whether they may be granted, now or later.
-        """
-        self._policies[policy] = handler
-        self._askable[policy] = key, on_request
-
-    def close(self, policy: int) -> None:
-        """Answer from now on that this rank has left the policy."""
-        del self._policies[policy]
-        self._left[policy] = self._askable.pop(policy)[0]
-        self._serving.discard(policy)
-        if len(self._left) > LEFT_COUNT_MAX:
-            del self._left[next(iter(self._left))]
-
-    def newest_left(self, key: int) -> int:
-        """Return the newest policy with this key of requests that this rank has left, or 0."""
-        return next((policy for policy in reversed(self._left) if self._left[policy] == key), 0)
-
-    def leave(self, policy: int) -> None:
-        """Note that this rank has left a policy; it may coordinate it for the others until :meth:`close`."""
-        self._serving.add(policy)
-
-    def apply(self, application: Application) -> None:
-        """Hand the answers to a request of this rank to ``application``."""
-        self._applications[application.key] = application
-
-    def end_application(self, application: Application) -> None:
-        """Drop further answers."""
-        self._applications.pop(application.key, None)
-
-    def send(self, message: BoardMessage, dest: int) -> None:
-        """Send, unless ``dest`` cannot be reached; what is not heard is asked for again."""
-        try:
-            self._channel.send_nowait(message, dest)
-        except (RankLostError, BusyError) as error:
-            logger.debug("%s to rank %d: %s", type(message).__name__, dest, error)
-
-    def _on_message(self, envelope: Envelope[Any]) -> None:
-        """Take a message in the loop's next turn: a pass may run while a policy carries out what it was told."""
-        self._loop.call_soon(self._handle, envelope.message, envelope.source)
-
-    def _handle(self, message: BoardMessage, source: int) -> None:
-        match message:
-            case Request():
-                self._ask(message, source)
-            case Welcome() | Refusal() | Over() | Ambiguous():
-                if message.key in self._applications:
-                    self._applications[message.key].on_message(message, source)
-            case _:
-                self._tell(message, source)
-
-    def _ask(self, request: Request, source: int) -> None:
-        same = [policy for policy, (key, _) in self._askable.items() if key == request.key]
-        asked = [policy for policy in same if policy != request.left]
-        count = sum(policy not in self._serving for policy in asked)
-        if count > 1:
-            self.send(Ambiguous(request.key, count), source)
-            return
-        hopes = [self._askable[policy][1](request, source) for policy in asked]
-        waits = request.key in self._applications
-        if not any(hopes) and (waits or same or request.key in self._left.values()):
-            self.send(Over(request.key, has_ended=not waits), source)
-
-    def _tell(self, message: SuccessionMessage, source: int) -> None:
-        handler = self._policies.get(message.policy)
-        if handler is not None:
-            handler(message, source)
-        elif message.policy in self._left and isinstance(message, Nomination | TakeOver):
-            self.send(Declined(message.policy), source)
 
 
 class Leadership:
@@ -198,6 +50,7 @@ class Leadership:
         is_reserved: whether this rank is no member, and coordinates only in :meth:`serve_reserved`.
         epoch: of the coordinator, where this rank waits to be admitted; None where it begins with all others.
         replaced: members that were lost as they agreed to start; in the place of some there is a new process.
+        migration: talks to other islands, until this object is closed; None where there are none.
     """
 
     def __init__(
@@ -216,7 +69,9 @@ class Leadership:
         is_reserved: bool = False,
         epoch: int | None = None,
         replaced: Sequence[int] = (),
+        migration: Migration | None = None,
     ) -> None:
+        self._migration = migration
         self._services = services
         self._members = tuple(members)
         # Of all ranks of the world no list is made: each of thousands of ranks would have one.
@@ -239,13 +94,15 @@ class Leadership:
         self._admitted: dict[int, int] = {}
         self._replaced = tuple(replaced)
         self._unnoted: list[int] = []  # ranks that are gone, as this object hears in a turn of its own
-        self._board = services.shared(_Board)
+        self._board = services.shared(Board)
         self._board.open(scopes.policy, self._on_message, key_of(members, scopes.values), self._on_request)
         if is_reserved:
             self._board.leave(scopes.policy)
         services.on_gone(self._on_peer)
         services.on_returned(self._on_met)
         self._joins = epoch is not None
+        if migration is not None:
+            migration.leader = lambda: self.coordinator
         if epoch is not None:
             self._succession.begin_in(epoch)
         elif services.rank == coordinator:
@@ -254,7 +111,7 @@ class Leadership:
     @staticmethod
     def listen(services: Services) -> None:
         """Take messages about coordinators from now on: others may have started where this rank's start fails."""
-        services.shared(_Board)
+        services.shared(Board)
 
     def begin(self) -> None:
         """Take note of the ranks that have gone since the start was agreed on."""
@@ -303,7 +160,7 @@ class Leadership:
     @staticmethod
     def apply(services: Services, values: Mapping[str, str], ranks: Sequence[int], timeout_s: float) -> Application:
         """Return an application to the policy on ``ranks`` that agrees in ``values``; it asks when it is awaited."""
-        board = services.shared(_Board)
+        board = services.shared(Board)
         left = board.newest_left(key_of(ranks, values))
         application = Application(
             services, board.send, ranks, values, timeout_s, left=left, on_end=board.end_application
@@ -348,6 +205,8 @@ class Leadership:
         """Take part no longer. A coordinator that runs here serves the others until they have left."""
         self._has_left = True
         self._board.leave(self._scopes.policy)
+        if self._migration is not None:
+            self._migration.leave()
         self._succession.leave()
         self._on_gone = lambda _: None  # it was the policy's, which has the model
         self._on_new = self._on_admitted = lambda *_: None
@@ -360,6 +219,8 @@ class Leadership:
             self._services.off_gone(self._on_peer)
             self._services.off_returned(self._on_met)
             self._board.close(self._scopes.policy)
+            if self._migration is not None:
+                self._migration.close()
 
     def _on_request(self, request: Request, source: int) -> bool:
         """Answer a rank that asks to be admitted, where this rank coordinates; tell whether there is hope for it."""
@@ -370,7 +231,7 @@ class Leadership:
         if request.digest != digest_of(self._members, scopes.values):
             self._board.send(Refusal(request.key, tuple(scopes.values.items())), source)
         else:
-            facts = scopes.policy, scopes.to_members, scopes.to_coordinator, self.epoch, members
+            facts = scopes.policy, scopes.to_members, scopes.to_coordinator, self.epoch, members, scopes.between
             self._board.send(Welcome(request.key, *facts), source)
             self._serving.note_newcomer(source, request.incarnation)
         return True
@@ -485,7 +346,10 @@ class Leadership:
             self._scopes,
             epoch=epoch,
             model_nbytes=self._model_nbytes,
+            migration=self._migration,
         )
+        if self._migration is not None:
+            self._migration.serving = self._serving
         if not self._is_reserved:
             self._services.spawn_service(self._run(self._serving), name="coordinator")
 
@@ -496,5 +360,7 @@ class Leadership:
         finally:
             if self._serving is coordinator:
                 self._serving, self._served = None, coordinator.statistics()
+                if self._migration is not None:
+                    self._migration.serving = None
                 if self._has_left:
                     self._close()

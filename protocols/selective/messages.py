@@ -10,6 +10,7 @@ Invariant: `get_type_hints` of each class gives plain types, so annotations here
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
@@ -89,9 +90,9 @@ class Assign:
         if not -1 <= self.part < len(self.reducers) or (self.reducers and not self.donors):
             raise ValueError(f"part {self.part} of the reducers {self.reducers}, with the donors {self.donors}")
 
-    def is_among(self, members: tuple[int, ...]) -> bool:
-        """Return whether every rank named is one of ``members``."""
-        return set(members).issuperset((*self.donors, *self.replacers, *self.reducers))
+    def is_among(self, members: tuple[int, ...], population: Sequence[int] = ()) -> bool:
+        """Return whether every rank named is one of ``members``; a donor may also be another one of ``population``."""
+        return set(members).issuperset((*self.replacers, *self.reducers)) and _are_in(self.donors, members, population)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +150,9 @@ class Frozen:
         if not self.timeout_s >= 0.0:
             raise ValueError(f"the timeout is {self.timeout_s} s")
 
-    def is_among(self, members: tuple[int, ...]) -> bool:
-        """Return whether every rank named is one of ``members``."""
-        return set(members).issuperset((*self.donors, *self.reducers))
+    def is_among(self, members: tuple[int, ...], population: Sequence[int] = ()) -> bool:
+        """Return whether every rank named is one of ``members``; a donor may also be another one of ``population``."""
+        return set(members).issuperset(self.reducers) and _are_in(self.donors, members, population)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +211,10 @@ class Rejoin:
 def count_reason(counts: Counter[str], reason: str) -> None:
     """Count a reason, which may hold numbers: beyond `REASON_LIMIT` different ones they are counted together."""
     counts[reason if reason in counts or len(counts) < REASON_LIMIT else "other"] += 1
+
+
+def _are_in(donors: tuple[int, ...], members: tuple[int, ...], population: Sequence[int]) -> bool:
+    return all(rank in population for rank in set(donors).difference(members))
 
 
 def _check_ascending(ranks: tuple[int, ...], what: str = "donors") -> None:

@@ -37,16 +37,17 @@ from protocols.own_state import OwnState
 from protocols.parameter_stream.parts import PartPool
 from protocols.policy import SpawnPolicy
 from protocols.selective.coordinator import PolicyScopes
+from protocols.selective.islands.layout import Island, IslandOptions
+from protocols.selective.islands.migration import Migration
+from protocols.selective.islands.visit import Visits
 from protocols.selective.joining.arrival import Arrival
 from protocols.selective.joining.state_transfer import StateTransfer
 from protocols.selective.leadership import Leadership
 from protocols.selective.member import Apply, Instructions, RoundMember, State, TakeSnapshot
-from protocols.selective.member_channels import MemberChannels
 from protocols.selective.messages import Admitted, Assign, End, Frozen, Heard, Leave, Rejoin
-from protocols.selective.roles.donor import Donor
 from protocols.selective.roles.exchange import ExchangeBuffers
+from protocols.selective.roles.member_channels import MemberChannels
 from protocols.selective.roles.member_roles import MemberRoles
-from protocols.selective.roles.replacer import Replacer
 from protocols.selective.roles.reporter import Reporter
 from protocols.selective.rules import SelectiveRules
 from protocols.selective.statistics import SelectiveStatistics
@@ -102,6 +103,12 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             that are more, each add up a part and send its mean to the replacers, so that no rank sends or receives more
             than two models, with the same bits; ``"auto"``, sharded, with few of them for a small model, where that
             spares the busiest rank 64 MiB, or all ranks 128 streams.
+        islands: divides the ranks, in the group's order, into so many populations with a coordinator each, so that the
+            cost of a rank does not grow with their number: of equal size, and 2 ranks or more.
+        island_size: the same, told by the ranks of an island; some dozens are best.
+        migrate_every: after so many decisions in an island its best rank is one more donor of a round in another
+            island, if it is better there than those that are replaced. It stays where it is, and goes on.
+        migration: that is the next island (``"ring"``), or one drawn at random (``"random"``).
         drain_timeout_s: how long leaving waits for streams under way.
         start_timeout_s: how long the start waits for the last member.
         coordinator: the rank that runs :func:`protocols.coordinate`; the group's first member by default.
@@ -137,6 +144,10 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         max_report_age_s: float = 600.0,
         round_timeout_s: float = 30.0,
         route: Literal["auto", "direct", "sharded"] = "auto",
+        islands: int | None = None,
+        island_size: int | None = None,
+        migrate_every: int = 10,
+        migration: Literal["ring", "random"] = "ring",
         drain_timeout_s: float = 10.0,
         start_timeout_s: float = 60.0,
         coordinator: int | None = None,
@@ -157,6 +168,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             world=world,
             start_timeout_s=start_timeout_s,
         )
+        self._islands = IslandOptions(islands, island_size, migrate_every, migration)
+        self._islands.check_beside(averaging_strategy, coordinator=coordinator, successors=successors)
         self._rules = SelectiveRules(
             replacement_ratio=replacement_ratio,
             averaging_strategy=averaging_strategy,
@@ -168,6 +181,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             max_report_age_s=max_report_age_s,
             round_timeout_s=round_timeout_s,
             route=route,
+            migrate_every=self._islands.migrate_every if self._islands.are_on else 0,
         )
         self._averaging = AveragingOptions(
             averaging_strategy=averaging_strategy,
@@ -186,6 +200,9 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._timing = Timing(timing)
         self._snapshots = SnapshotPool(self._flat)
         self._applier = Applier(self._flat, self._own, self._snapshots, on_event)
+        self._visits = Visits(
+            self._flat, self._own, self._snapshots, on_event, self._timing, lambda: self._reporter.newest
+        )
         self._buffers = ExchangeBuffers(self._flat)
         self._parts = PartPool(self._flat)
         self._member = RoundMember()
@@ -193,10 +210,9 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._channels: MemberChannels
         self._roles: MemberRoles
         self._carry_out: Callable[[Instructions], None]
-        self._donor: Donor
-        self._replacer: Replacer
         self._reporter: Reporter
         self._states: StateTransfer
+        self._island: Island | None = None
         self._is_open = False  # it has roles and channels
         self._is_joining = False
 
@@ -209,20 +225,22 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             iteration=self.iteration,
             report_count=self._reporter.report_count if has_started else 0,
             nonfinite_metric_count=self._reporter.nonfinite_count if has_started else 0,
-            snapshot_count=self._donor.snapshot_count if has_started else 0,
-            replacement_count=self._replacer.replacement_count if has_started else 0,
+            snapshot_count=self._roles.donor.snapshot_count if has_started else 0,
+            replacement_count=self._roles.replacer.replacement_count if has_started else 0,
             abandoned=dict(self._member.abandoned),
             declined=dict(self._member.declined),
             unapplied_count=self._member.unapplied_count,
             last_round=self._member.last_round,
             reduction_count=self._roles.reducer.reduction_count if has_started else 0,
             reasked_count=self._buffers.reasked_count,
-            sent_nbytes=self._channels.server.sent_nbytes if has_started else 0,
+            sent_nbytes=self._channels.server.sent_nbytes + self._visits.sent_nbytes if has_started else 0,
             received_nbytes=self._buffers.received_nbytes + (self._roles.reducer.received_nbytes if has_started else 0),
             read_nbytes=self._buffers.read_nbytes + (self._roles.reducer.read_nbytes if has_started else 0),
             epoch=self._leadership.epoch if has_started else 0,
             coordinator_rank=self._leadership.coordinator if has_started else None,
             coordinator=self._leadership.statistics() if has_started else None,
+            island=None if self._island is None else self._island.index,
+            migration_count=self._visits.snapshot_count,
         )
 
     # -- starting and leaving ---------------------------------------------------------------------------------------
@@ -235,6 +253,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             "model_nbytes": self._flat.nbytes,
             "coordinator": self._coordinator_rank,
             "successors": self._successors,
+            **self._islands.agreed(),
         }
 
     async def __aenter__(self) -> Self:
@@ -246,6 +265,12 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         if self._successors and not set(self._successors) <= set(members):
             validation.refuse("successors", self._successors, f"members of the policy's group, {list(members)}")
         return await super().__aenter__()
+
+    def _choose_members(self) -> tuple[int, ...]:
+        """Return the ranks of this rank's island. Raises ValueError where the ranks cannot be divided so."""
+        population = range(self._world.size) if self._group is self._world.group else self._group.ranks
+        self._island = self._islands.island_of(self._world.rank, population)
+        return self._group.ranks if self._island is None else self._island.ranks
 
     def _has_company(self) -> bool:
         """Whether other ranks take part; a reserved coordinator serves a lone member too, until it has left."""
@@ -260,8 +285,10 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._own.begin()
         Leadership.listen(self._services)
         meeting = self._joint_start.meeting
-        scopes = PolicyScopes(meeting.ranks, await self._agree())
-        self._open(scopes, meeting.leader, replaced=lost_members(self._world, self._group.ranks, meeting))
+        scopes = PolicyScopes(
+            meeting.ranks, await self._agree(), f"{self._group.key} {type(self).__name__} {self.name}"
+        )
+        self._open(scopes, meeting.leader, replaced=lost_members(self._world, self._members, meeting))
 
     def _open(
         self, scopes: PolicyScopes, coordinator: int, epoch: int | None = None, replaced: Sequence[int] = ()
@@ -274,12 +301,13 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             epoch: its epoch, where this rank waits to be admitted.
             replaced: members that were lost before they agreed, or since and in whose place there is a new process.
         """
-        services, members = self._services, self._group.ranks
+        services, members = self._services, self._members
         self._states = StateTransfer(services, wire.scope_of((), f"states of policy {scopes.policy}", 0))
         self._channels = MemberChannels(services, scopes)
         if epoch:
             self._channels.enter_epoch(epoch)
         self._open_roles()
+        migration = Migration.open(self._world, self._island, self._islands, scopes, self._visits)
         self._leadership = Leadership(
             services,
             members,
@@ -293,6 +321,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             on_admitted=self._admit,
             epoch=epoch,
             replaced=replaced,
+            migration=migration,
         )
         for rank in replaced:
             self._channels.exclude(rank)
@@ -320,7 +349,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             on_event=self._averaging.on_event,
             timing=self._timing,
         )
-        self._donor, self._replacer, self._carry_out = roles.donor, roles.replacer, roles.carry_out
+        self._carry_out = roles.carry_out
 
     async def _join(self) -> None:
         """Take all of a member's state, and then part in the policy that runs on the other ranks."""
@@ -328,7 +357,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         was_admitted, self._services.is_admitted = self._services.is_admitted, False  # until it is, nobody counts on it
         Leadership.listen(self._services)
         values = self._agreed_values()
-        application = Leadership.apply(self._services, values, self._group.ranks, self._start_timeout_s)
+        application = Leadership.apply(self._services, values, self._members, self._start_timeout_s)
         try:
             try:
                 welcome, coordinator = await application.welcomed()
@@ -364,7 +393,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             self._services,
             self._member,
             self._carry_out,
-            replacer=self._replacer,
+            replacer=self._roles.replacer,
             states=self._states,
             model_nbytes=self._flat.nbytes,
             restore=restore,
@@ -375,12 +404,14 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         if self._member.state is State.COMPLETE:
             logger.info("round %d: the average had arrived and was not applied; the policy ended", self._member.round)
         self._carry_out(self._member.on_leave())
+        self._visits.leave()
         try:
             if error is None and self._services.engine.failure is None:
                 until = self._world.time() + self._averaging.drain_timeout_s
                 await self._services.engine.until(self._is_quiet, "the end of its part in a round", deadline=until)
         finally:  # cancelled or not: the others must hear of it
             self._carry_out(self._member.on_left())
+            self._visits.close()
             self._states.close()
             self._channels.close()
             self._leadership.leave()
@@ -389,10 +420,9 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
 
     def _is_quiet(self) -> bool:
         """Whether nothing of a round is left: no role, no stream of ours, nothing being discarded."""
-        if self._member.state is State.OUT:
-            return True
-        is_giving = self._member.state is State.LASTING or not self._channels.server.is_idle
-        return not is_giving and not self._member.reducing and not self._services.slots.discarding_count
+        member, is_giving = self._member, self._member.state is State.LASTING or not self._channels.server.is_idle
+        is_moving = is_giving or member.reducing or self._services.slots.discarding_count
+        return self._visits.is_quiet and (member.state is State.OUT or not is_moving)
 
     def _leftovers(self) -> list[str]:
         counts = {"snapshots": self._snapshots.in_use, "accumulators": self._buffers.accumulators.in_use}
@@ -410,6 +440,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             return NOTHING
         await self._world.progress()
         info = self._act() if self._member.wants_step else NOTHING
+        if self._visits.wants_step:
+            self._visits.on_step(self.iteration)
         if self._is_due():
             value = self._read_metric(local_metric)
             self._reporter.report(self.iteration, self.iteration - self._skipped_count, value)
@@ -417,13 +449,13 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
 
     def _act(self) -> StepInfo:
         """Do what waits for ``step``, and report a round that was given up since the last one."""
-        given_up = self._replacer.take_given_up()
+        given_up = self._roles.replacer.take_given_up()
         match self._member.on_step():
             case TakeSnapshot(round):
-                self._donor.take_snapshot(round, self.iteration)
+                self._roles.donor.take_snapshot(round, self.iteration)
             case Apply(_, frozen):
-                return self._replacer.apply(frozen, self.iteration)
-        return given_up
+                return self._visits.located(self._roles.replacer.apply(frozen, self.iteration))
+        return self._visits.located(given_up)
 
     def _admit(self, rank: int, incarnation: int) -> None:
         """Exchange messages with a process that was started again, and has been admitted, if it still has its place."""
@@ -436,15 +468,16 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     async def _listen(self) -> None:
         """Hand the coordinator's messages to the state machine."""
         member = self._member
+        population = () if self._island is None else self._island.population
         async for envelope in self._channels.control:
             if envelope.source != self._leadership.coordinator:
                 continue  # its loss was known before its last messages were read
             match envelope.message:
-                case Assign() as assign if assign.is_among(self._group.ranks):
+                case Assign() as assign if assign.is_among(self._members, population):
                     for restarted in assign.restarted:
                         self._admit(*restarted)
                     self._carry_out(member.on_assign(assign, envelope.round))
-                case Frozen() as frozen if frozen.is_among(self._group.ranks):
+                case Frozen() as frozen if frozen.is_among(self._members, population):
                     self._carry_out(member.on_frozen(frozen, envelope.round))
                 case End(reason):
                     self._carry_out(member.on_end(reason, envelope.round))

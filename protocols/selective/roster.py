@@ -1,10 +1,10 @@
 """Keeps the members of one coordinator, and counts those that take part and those that have reported."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from decimal import ROUND_CEILING, Decimal
 
-from protocols.selective.round_state import Member
-from protocols.selective.waiting import cadence_s
+from protocols.selective.round_state import Member, ReportRecord
+from protocols.selective.waiting import cadence_s, is_late
 
 
 class Roster:
@@ -74,13 +74,39 @@ class Roster:
             self._hosts[rank] = host
 
     def hosts_of(self, ranks: Iterable[int]) -> dict[int, int]:
-        """Return the hosts of these ranks; of none where one has not said it."""
-        hosts = {rank: self._hosts.get(rank, 0) for rank in ranks}
+        """Return the hosts of these ranks, of none where a member has not said it; others are each on one of its own."""
+        hosts = {rank: self._hosts.get(rank, 0) if rank in self.members else -1 - rank for rank in ranks}
         return hosts if all(hosts.values()) else {}
+
+    def is_gone(self, rank: int) -> bool:
+        """Return whether a rank that was a member is gone."""
+        return rank in self.members and not self.members[rank].live
 
     def live_ranks(self) -> list[int]:
         """Return the ranks to which messages go, newcomers included."""
         return [rank for rank, member in self.members.items() if member.live]
+
+    def reported_since(self, moment: float) -> dict[int, ReportRecord]:
+        """Return the newest reports of live members that have come since then."""
+        reports = ((rank, member.report) for rank, member in self.members.items() if member.live)
+        return {rank: report for rank, report in reports if report is not None and report.received_at >= moment}
+
+    def spend_reports(self) -> None:
+        """Wait for a new report of every member: these have been judged."""
+        for member in self.members.values():
+            self.mark(member, fresh=False)
+
+    def stragglers(self, slow: Collection[int], start: float, now: float) -> list[tuple[int, float | None]]:
+        """Return those of `slow`, and members that are late for a decision, each with its report's time after `start`.
+
+        That is None where the report has not come.
+        """
+        cadence_s = self.cadence_s()
+        return [
+            (rank, member.heard_at - start if member.fresh and member.heard_at is not None else None)
+            for rank, member in self.members.items()
+            if member.counts and (rank in slow or (not member.fresh and is_late(member.pace(now), cadence_s)))
+        ]
 
     def taking_part(self) -> tuple[tuple[int, int], ...]:
         """Return the ranks that take part, each with its incarnation."""

@@ -30,6 +30,11 @@ class ReportRecord(NamedTuple):  # a frozen dataclass takes a microsecond, once 
     step_time_s: float
     received_at: float
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether the metric is a number that can be compared."""
+        return math.isfinite(self.value)
+
 
 @dataclass(slots=True)
 class Member:
@@ -165,6 +170,11 @@ class Round:
             rank: round_timeout_s + others_s + own_count * step_s(self.judged[rank])
             for rank in sorted(self.waiting_replacers)
         }
+
+
+def values_of(reports: Mapping[int, ReportRecord]) -> dict[int, float]:
+    """Return the metrics, by rank."""
+    return {rank: report.value for rank, report in reports.items()}
 
 
 def step_s(report: ReportRecord) -> float:

@@ -13,13 +13,14 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
+from protocols.selective.islands.migrants import Migrants
 from protocols.selective.joining.newcomers import Newcomers
-from protocols.selective.messages import Admitted, End, Joined, Leave, Rejoin, count_reason
+from protocols.selective.messages import Admitted, End, Joined, Leave, Rejoin
 from protocols.selective.roster import Roster
-from protocols.selective.round_state import Member, ReportRecord, Round, Send, step_s
+from protocols.selective.round_state import Member, ReportRecord, Round, Send, step_s, values_of
 from protocols.selective.rules import Decision, SelectiveRules, decide, reducers_of
-from protocols.selective.statistics import HISTORY_LENGTH, CoordinatorStatistics, History, LeftOut, Straggler
-from protocols.selective.waiting import Pace, Patience, is_late
+from protocols.selective.statistics import HISTORY_LENGTH, CoordinatorStatistics, History, LeftOut
+from protocols.selective.waiting import Patience
 
 #: A larger number of a round is not believed: numbers have 32 bits in a frame's header, and the next ones are larger.
 ROUND_BELIEVED_MAX: Final = 2**31
@@ -31,6 +32,9 @@ class RoundCoordinator:
     Messages decide at once; only `on_time` judges deadlines. So a coordinator that was busy during a training step
     hands in everything that has arrived and calls `on_time` last, and no member is called late because the
     coordinator was busy. All methods take `now`, in seconds of any clock that does not run backwards.
+
+    Attributes:
+        migrants: The member that is to give to another island, and the ranks of others that are to give here.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class RoundCoordinator:
         self._members = self.roster.members
         self._may_join = () if may_join is None else may_join
         self._newcomers = Newcomers(self._members, rules)
+        self.migrants = Migrants(self._members, rules.migrate_every, rules.metric_mode)
         self._last_number = 0
         self._round: Round | None = None
         self._overdue: dict[int, deque[int]] = {}  # replacer to the rounds whose time was up before it answered
@@ -76,7 +81,6 @@ class RoundCoordinator:
         self._acted_at_iteration: int | None = None
         self._decision_count = self._rounds_decided = self._rounds_ended = 0
         self._nonfinite_count = self._overdue_count = 0
-        self._abandoned: Counter[str] = Counter()
         self._routes = Counter(direct=0, sharded=0)
         self._history = History()
         self._tell, self._ignore = self._history.tell, self._history.ignore
@@ -117,6 +121,8 @@ class RoundCoordinator:
 
     def on_joined(self, rank: int, joined: Joined, now: float) -> tuple[Send, ...]:
         """Take what a coordinator that has taken over has to know of a member, and the newest report of that one."""
+        if self.migrants.on_joined(rank, joined, now):
+            return ()
         if rank not in self._members and rank in self._may_join:
             self.roster.add(rank)
         member = self._live(rank, "Joined")
@@ -258,20 +264,23 @@ class RoundCoordinator:
 
     def statistics(self) -> CoordinatorStatistics:
         """Return the counts so far."""
+        members = self.migrants.without_guests()
         return CoordinatorStatistics(
-            reports={rank: member.report_count for rank, member in self._members.items()},
+            reports={rank: member.report_count for rank, member in members.items()},
             nonfinite_report_count=self._nonfinite_count,
             decision_count=self._decision_count,
             rounds_decided=self._rounds_decided,
             rounds_ended=self._rounds_ended,
             routes=dict(self._routes),
-            applied={rank: member.applied_count for rank, member in self._members.items()},
-            abandoned=dict(self._abandoned),
-            declines={rank: member.decline_count for rank, member in self._members.items()},
+            applied={rank: member.applied_count for rank, member in members.items()},
+            abandoned=dict(self._history.abandoned),
+            declines={rank: member.decline_count for rank, member in members.items()},
             overdue_count=self._overdue_count,
             left_out=tuple(self._history.left_out),
             stragglers=tuple(straggler for straggler, _ in self._history.stragglers),
             ignored=dict(self._history.ignored),
+            emigrant_count=self.migrants.emigrant_count,
+            guests=tuple(self._history.guests),
         )
 
     # ---------------------------------------------------------------- transitions
@@ -283,7 +292,7 @@ class RoundCoordinator:
         while self._transition(sends, now, timers):
             self._watch_quorum(now)
         for send in sends:
-            assert self._members[send.dest].live, self._broken(f"{send} goes to a rank that is gone")
+            assert not self.roster.is_gone(send.dest), self._broken(f"{send} goes to a rank that is gone")
         return tuple(sends)
 
     def _transition(self, sends: list[Send], now: float, timers: bool) -> bool:
@@ -331,32 +340,21 @@ class RoundCoordinator:
         """Judge the newest reports and start a round if they call for one; either way the reports are spent."""
         self._decision_count += 1
         start = now if self._window_start is None else self._window_start
-        usable: dict[int, ReportRecord] = {}
-        paces: dict[int, Pace] = {}
-        for rank in self.roster.live_ranks():
-            report = self._members[rank].report
-            if report is not None and now - report.received_at <= self._rules.max_report_age_s:
-                usable[rank] = report
-                paces[rank] = self._members[rank].pace(now)
+        usable = self.roster.reported_since(now - self._rules.max_report_age_s)
+        paces = {rank: self._members[rank].pace(now) for rank in usable}
         slow = self._patience.slow_ranks(paces, self.roster.cadence_s(), now)
-        self._name_stragglers(slow, start, now)
-        for member in self._members.values():
-            self.roster.mark(member, fresh=False)
+        self._history.note_stragglers(self._decision_count, self.roster.stragglers(slow, start, now), start)
+        self.roster.spend_reports()
         self._window_start = None
-        decision = decide({rank: report.value for rank, report in usable.items() if rank not in slow}, self._rules)
+        judged = {rank: report for rank, report in usable.items() if rank not in slow}
+        self.migrants.on_decision(self._decision_count, judged)
+        guests = self.migrants.usable(judged, now - self._rules.max_report_age_s)
+        decision = decide(values_of(judged), self._rules, values_of(guests))
         if decision is None or self._is_cooling_down():
             self._tell("{:.6f} decision {} over {}: no action", now, self._decision_count, sorted(usable))
             return
         self._acted_at_iteration = self._largest_iteration
-        self._start(sends, decision, usable, now)
-
-    def _name_stragglers(self, slow: frozenset[int], start: float, now: float) -> None:
-        """Name those that are late for a decision, and those that get no role since the round would wait for them."""
-        cadence_s = self.roster.cadence_s()
-        for rank, member in self._members.items():
-            if member.counts and (rank in slow or (not member.fresh and is_late(member.pace(now), cadence_s))):
-                offset_s = member.heard_at - start if member.fresh and member.heard_at is not None else None
-                self._history.stragglers.append((Straggler(self._decision_count, rank, offset_s), start))
+        self._start(sends, decision, usable | guests, now)
 
     def _is_cooling_down(self) -> bool:
         """Tell whether the last acting round is too recent, counted in iterations of the fastest member."""
@@ -374,9 +372,8 @@ class RoundCoordinator:
         assert sum(decision.weights) > 0 or not decision.donors, self._broken(f"{decision} has no weight")
         self._rounds_decided += 1
         self._last_number += 1
-        patience_s = max((step_s(judged[rank]) for rank in decision.donors), default=0.0)
-        limit_at = math.inf
-        hosts = self.roster.hosts_of(decision.donors + decision.replacers)
+        patience_s = max((step_s(judged[rank]) for rank in decision.waited_for), default=0.0)
+        limit_at, hosts = math.inf, self.roster.hosts_of(decision.donors + decision.replacers)
         reducers = reducers_of(decision, self._rules.route, self._model_nbytes, self._last_number, hosts)
         if admits:
             times = self.roster.cadence_s(), self._patience.round_s
@@ -394,6 +391,7 @@ class RoundCoordinator:
             admits=admits,
             limit_at=limit_at,
         )
+        self.migrants.enter(decision.guests, state.number)
         self._tell("{:.6f} round {}: {}", now, state.number, decision)
         sends += state.openings(self._members)
 
@@ -408,6 +406,7 @@ class RoundCoordinator:
         sends += state.freezings(self._rules.metric_mode, timeouts)
         margin_s = max(2 * step_s(state.judged[rank]) for rank in timeouts) + self._rules.round_timeout_s / 4
         state.deadline = min(now + max(timeouts.values()) + margin_s, state.limit_at)
+        self._history.guests += [(state.number, rank) for rank in self.migrants.named if rank in state.ready]
         self._tell("{:.6f} round {}: frozen with donors {}", now, state.number, sorted(state.ready))
 
     def _end(self, sends: list[Send], state: Round, reason: str, now: float) -> None:
@@ -421,6 +420,7 @@ class RoundCoordinator:
         for rank in state.named:
             self._release(sends, state, rank, reason)
         self._round = None
+        self.migrants.leave()
         if state.admits:
             held_s = now - state.began_at if now >= state.limit_at else 0.0
             self._newcomers.on_round(state.decision.replacers, self._decision_count, held_s, now)
@@ -448,10 +448,11 @@ class RoundCoordinator:
     def _abandon(self, state: Round, rank: int, reason: str) -> None:
         """Stop waiting for a replacer, and count the reason."""
         state.waiting_replacers.discard(rank)
-        count_reason(self._abandoned, reason)
+        self._history.note_abandoned(reason)
 
     def _depart(self, rank: int, how: str, now: float) -> tuple[Send, ...]:
         """Take a member out of everything that waits for it; a second call does nothing."""
+        self.migrants.remove(rank)
         member = self._members.get(rank)
         if member is None or not member.live:
             return ()

@@ -31,6 +31,7 @@ _SHARDED_COUNT_MIN: Final = 4
 _SHARDED_SAVING_STREAMS: Final = 128
 #: A stream costs a rank about as much as so many bytes, whatever its length.
 _STREAM_NBYTES: Final = 64 << 10
+_NO_GUESTS: Final[Mapping[int, float]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,7 @@ class SelectiveRules:
         max_report_age_s: Reports older than this are not judged, in seconds; may be infinite.
         round_timeout_s: How long a replacer may take, apart from the training steps in between, in seconds.
         route: One of `ROUTES`; see `reducers_of`.
+        migrate_every: Decisions from one emigrant to the next; 0 without islands.
 
     Raises:
         ValueError: An option is of the wrong type or outside what is allowed; it names option, value and range.
@@ -66,6 +68,7 @@ class SelectiveRules:
     max_report_age_s: float = 600.0
     round_timeout_s: float = 30.0
     route: str = "auto"
+    migrate_every: int = 0
 
     def __post_init__(self) -> None:
         """Refuse bad options here, so that no report is ever judged by them."""
@@ -97,12 +100,20 @@ class Decision:
         replacers: Ascending, never empty, disjoint from `donors`.
         weights: One per donor, unnormalised, positive.
         best: The donor with the best metric, whose integer and bool entries are taken; -1 without donors.
+        guests: Those of the donors that are in another island.
     """
 
     donors: tuple[int, ...]
     replacers: tuple[int, ...]
     weights: tuple[float, ...]
     best: int
+    guests: tuple[int, ...] = ()
+
+    @property
+    def waited_for(self) -> tuple[int, ...]:
+        """Ranks for whose steps the round waits until it is frozen: for a guest no longer than for the others."""
+        own = tuple(rank for rank in self.donors if rank not in self.guests)
+        return own or (self.replacers if self.donors else ())
 
 
 def averaging_weights(
@@ -139,7 +150,9 @@ def averaging_weights(
     return tuple(gains)
 
 
-def decide(metrics: Mapping[int, float], rules: SelectiveRules) -> Decision | None:
+def decide(
+    metrics: Mapping[int, float], rules: SelectiveRules, guests: Mapping[int, float] = _NO_GUESTS
+) -> Decision | None:
     """Judge one set of metrics.
 
     Donors whose weight is 0 are left out (they would send a whole model for nothing); the best donor never is. With
@@ -148,6 +161,8 @@ def decide(metrics: Mapping[int, float], rules: SelectiveRules) -> Decision | No
     Args:
         metrics: Rank to metric, of the participants.
         rules: The options. The cooldown is the coordinator's affair, it needs a memory.
+        guests: Rank to metric, of ranks of other islands. None is replaced; those that are better than all that are
+            replaced are donors beside the others.
 
     Returns:
         The decision; None when there is no rank to replace, no rank to give, or the threshold is not crossed.
@@ -162,6 +177,8 @@ def decide(metrics: Mapping[int, float], rules: SelectiveRules) -> Decision | No
     if rules.averaging_strategy == "reset_weights":
         return Decision(donors=(), replacers=replacers, weights=(), best=-1)
     candidates = [rank for rank in order[count:] if math.isfinite(metrics[rank])]
+    if guests:
+        candidates, metrics = _with_guests(candidates, metrics, guests, order[count - 1], rules.metric_mode)
     if not candidates:
         return None
     best = candidates[-1]
@@ -173,7 +190,18 @@ def decide(metrics: Mapping[int, float], rules: SelectiveRules) -> Decision | No
     )
     chosen = {rank: weight for rank, weight in zip(candidates, weights, strict=True) if weight > 0.0}
     assert best in chosen, f"the best donor {best} got no weight: {metrics}, {rules}"
-    return Decision(donors=tuple(chosen), replacers=replacers, weights=tuple(chosen.values()), best=best)
+    from_elsewhere = tuple(rank for rank in chosen if rank in guests)
+    return Decision(tuple(chosen), replacers, tuple(chosen.values()), best, from_elsewhere)
+
+
+def _with_guests(
+    candidates: Sequence[int], metrics: Mapping[int, float], guests: Mapping[int, float], bar: int, metric_mode: str
+) -> tuple[list[int], Mapping[int, float]]:
+    """Return the donors, worst first, with the guests that are better than `bar`, the best rank that is replaced."""
+    all_metrics = {**metrics, **guests}
+    order = order_worst_first({rank: all_metrics[rank] for rank in (bar, *candidates, *guests)}, metric_mode)
+    better = [rank for rank in order[order.index(bar) + 1 :] if math.isfinite(all_metrics[rank])]
+    return better, {**metrics, **{rank: guests[rank] for rank in better if rank in guests}}
 
 
 def reducers_of(
@@ -185,7 +213,8 @@ def reducers_of(
     models as there are donors, or replacers. On the sharded one a donor sends each reducer a part, and the reducer
     sends the mean of that part to each replacer: (D + R - 1) models in all. Those of the donors and replacers that are
     more reduce, so that the busiest rank moves 1 + (min(D, R) - 1) / max(D, R) models: less than two. With donors and
-    replacers together it would be more where few are replaced, since a replacer takes a whole mean in already.
+    replacers together it would be more where few are replaced, since a replacer takes a whole mean in already. Guests
+    only give.
 
     Parts that take less time than a stream's own messages save nothing, so `"auto"` has fewer reducers for a small
     model, with a single one D + R streams in place of D x R. They take turns.
@@ -199,7 +228,8 @@ def reducers_of(
         hosts: Numbers of the hosts, by rank, where all are known.
     """
     donors, replacers = decision.donors, decision.replacers
-    candidates = donors if len(donors) >= len(replacers) else replacers
+    own = tuple(rank for rank in donors if rank not in decision.guests)
+    candidates = own if len(own) >= len(replacers) else replacers
     if not donors or len(candidates) == 1 or route == "direct":
         return ()
     if route == "sharded":

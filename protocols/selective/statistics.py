@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
+
+from protocols.selective.messages import count_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class CoordinatorStatistics:
         left_out: Donors that rounds went on without, the latest ones.
         stragglers: Members that decisions, or rounds, did not wait for, the latest ones.
         ignored: Messages that fitted nothing, by what was wrong.
+        emigrant_count: Members that were chosen to give to another island.
+        guests: Ranks of other islands that gave to a round here, each after the round's number, the latest ones.
     """
 
     reports: Mapping[int, int]
@@ -70,6 +74,8 @@ class CoordinatorStatistics:
     left_out: tuple[LeftOut, ...]
     stragglers: tuple[Straggler, ...]
     ignored: Mapping[str, int]
+    emigrant_count: int = 0
+    guests: tuple[tuple[int, int], ...] = ()
 
 
 #: So many of the newest are kept.
@@ -84,12 +90,16 @@ class History:
         left_out: donors that a round went on without.
         stragglers: those that decisions did not wait for, each with the time at which the decision's reports began.
         ignored: how many messages came too late or were not allowed, by kind.
+        guests: ranks of other islands that have given, each after its round.
+        abandoned: replacers that came to nothing, by reason.
     """
 
     def __init__(self) -> None:
         self.left_out: deque[LeftOut] = deque(maxlen=HISTORY_LENGTH)
         self.stragglers: deque[tuple[Straggler, float]] = deque(maxlen=HISTORY_LENGTH)
         self.ignored: Counter[str] = Counter()
+        self.guests: deque[tuple[int, int]] = deque(maxlen=HISTORY_LENGTH)
+        self.abandoned: Counter[str] = Counter()
         self._story: deque[tuple[str, tuple[object, ...]]] = deque(maxlen=_STORY_LENGTH)
 
     def tell(self, words: str, *facts: object) -> None:
@@ -103,6 +113,14 @@ class History:
     def ignore(self, what: str) -> None:
         """Count a message that changes nothing."""
         self.ignored[what] += 1
+
+    def note_abandoned(self, reason: str) -> None:
+        """Count a replacer that came to nothing."""
+        count_reason(self.abandoned, reason)
+
+    def note_stragglers(self, decision: int, late: Iterable[tuple[int, float | None]], start: float) -> None:
+        """Note those that a decision, whose reports began at ``start``, or its round did not wait for."""
+        self.stragglers.extend((Straggler(decision, rank, offset_s), start) for rank, offset_s in late)
 
     def note_arrival(self, rank: int, now: float) -> None:
         """Fill in how late a straggler was, for the decisions that did not wait for it."""
@@ -135,6 +153,8 @@ class SelectiveStatistics:
         coordinator_rank: the rank that coordinates, as far as this rank knows; None before the start and where it is
             gone.
         coordinator: on a rank that coordinates, or has coordinated, what it has decided there; else None.
+        island: the number of this rank's island, from 0; None without islands.
+        migration_count: snapshots that this rank has given to rounds of other islands.
     """
 
     iteration: int
@@ -154,3 +174,5 @@ class SelectiveStatistics:
     epoch: int
     coordinator_rank: int | None
     coordinator: CoordinatorStatistics | None
+    island: int | None = None
+    migration_count: int = 0

@@ -336,7 +336,7 @@ def test_an_average_that_has_arrived_when_its_rank_leaves_is_counted_and_not_app
         async with AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1) as policy:
             await policy.step(float(world.rank))
             if world.rank == 0:
-                while policy._replacer.exchange is None or policy._replacer.exchange.average is None:
+                while policy._roles.replacer.exchange is None or policy._roles.replacer.exchange.average is None:
                     await world.safe_point()
             while world.rank == 1 and 0 not in world.services.left:
                 await policy.step(1.0)

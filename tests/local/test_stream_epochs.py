@@ -9,7 +9,7 @@ from support.local import worlds
 from asyncdist.messaging.streams import Grant
 from protocols.parameter_stream.server import SnapshotServer
 from protocols.selective.coordinator import PolicyScopes
-from protocols.selective.member_channels import MemberChannels
+from protocols.selective.roles.member_channels import MemberChannels
 
 
 async def test_requests_of_an_earlier_epoch_get_the_abort(monkeypatch: Any) -> None:

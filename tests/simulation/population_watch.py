@@ -287,9 +287,10 @@ class Member:
         policy = self.selective
         if policy is None:
             return
-        parts = vars(policy)
-        if "_replacer" in parts and policy._donor.offer is not None and policy._replacer.exchange is not None:
-            self.watch.check(False, f"{self} gives in {policy._donor.offer} and takes in {policy._replacer.exchange}")
+        if "_roles" in vars(policy):
+            offer, exchange = policy._roles.donor.offer, policy._roles.replacer.exchange
+            if offer is not None and exchange is not None:
+                self.watch.check(False, f"{self} gives in {offer} and takes in {exchange}")
         is_frugal = len(policy._snapshots._used) <= _SNAPSHOT_COUNT_MAX >= policy._parts.in_use
         if not is_frugal or len(policy._buffers.accumulators._used) > 1:
             counts = policy._snapshots.in_use, policy._parts.in_use, policy._buffers.accumulators.in_use
@@ -385,8 +386,8 @@ class Watch:
         roles = {"anybody", *(["coordinator"] if rank in lead else [])}
         for member in self.members:
             policy = member.selective
-            if member.rank == rank and policy is not None and "_replacer" in vars(policy):
-                offer, exchange = policy._donor.offer, policy._replacer.exchange
+            if member.rank == rank and policy is not None and "_roles" in vars(policy):
+                offer, exchange = policy._roles.donor.offer, policy._roles.replacer.exchange
                 if offer is not None and offer.streams:
                     roles.add("donor mid-stream")
                 if exchange is not None and exchange.task is not None:

@@ -21,10 +21,10 @@ import asyncdist as ad
 import protocols
 from asyncdist.simulation import Fault, Kill, Partition, SimReport, Stall, simulate
 from protocols import AsyncSelectiveAveragingPolicy, AverageApplied, PolicyEvent, SelectiveStatistics, SnapshotTaken
-from protocols.selective import leadership, succession
+from protocols.selective import board, succession
 from protocols.selective.leadership import Leadership
-from protocols.selective.member_channels import MemberChannels
 from protocols.selective.messages import REPLACER, Assign, Joined
+from protocols.selective.roles.member_channels import MemberChannels
 
 STEP_S = 0.01
 EVERY = 5
@@ -219,7 +219,7 @@ def test_a_coordinator_whose_policy_has_ended_is_replaced_too() -> None:
 def test_a_message_of_the_takeover_that_is_lost_is_said_again(nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A nomination, a claim, or what a member tells the new coordinator: there are five and more."""
     said: list[str] = []
-    send, tell = leadership._Board.send, MemberChannels.tell
+    send, tell = board.Board.send, MemberChannels.tell
 
     def lossy_send(board: Any, message: Any, dest: int) -> None:
         said.append(f"{type(message).__name__} to {dest}")
@@ -232,7 +232,7 @@ def test_a_message_of_the_takeover_that_is_lost_is_said_again(nth: int, monkeypa
         if not isinstance(message, Joined) or len(said) != nth + 1:
             tell(channels, message, coordinator, round)
 
-    monkeypatch.setattr(leadership._Board, "send", lossy_send)
+    monkeypatch.setattr(board.Board, "send", lossy_send)
     monkeypatch.setattr(MemberChannels, "tell", lossy_tell)
     stories = population(4, [Kill(0, 0.31)])
     assert {"TakeOver to 2", "TakeOver to 3", "Joined to 1"} <= set(said)

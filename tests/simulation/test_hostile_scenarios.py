@@ -11,7 +11,7 @@ import torch
 import asyncdist as ad
 from asyncdist.simulation import Compute, simulate
 from protocols import AsyncSelectiveAveragingPolicy
-from protocols.selective.leadership import Nomination, SuccessionMessage, TakeOver, _Board
+from protocols.selective.board import Board, Nomination, SuccessionMessage, TakeOver
 from simulation.hostile_scenarios import PROGRAMS, run_hostile
 
 
@@ -54,7 +54,7 @@ def test_an_untrue_word_about_the_coordinator_changes_nothing(lie: Callable[[int
         async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=2) as policy:
             for step in range(40):
                 if world.rank == 2 and step == 10:
-                    board = world.services.shared(_Board)
+                    board = world.services.shared(Board)
                     board.send(lie(next(iter(board._policies))), 1)
                 await policy.step(float(world.rank))
             statistics = policy.statistics().coordinator

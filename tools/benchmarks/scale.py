@@ -13,6 +13,8 @@ train meanwhile, in steps of 10 ms.
 
 Last, a large population trains a small model with the default options, all ranks in one process: its CPU time and peak
 memory, for five rounds or more.
+Islands of 32 ranks, some hundreds of them, are counted apart: all messages of a run, with start and end, against ranks
+and rounds, and the seconds of CPU time that it takes to simulate. The best of each island gives to the next one.
 """
 
 from __future__ import annotations
@@ -54,6 +56,14 @@ TARGET_CPU_S: Final = 60.0
 TARGET_GIB: Final = 3.0
 _AVERAGE_EVERY: Final = 2
 _POPULATION_ROUNDS: Final = 5
+#: Messages of a rank for each round, in islands of so many ranks.
+ISLAND_SIZE: Final = 32
+TARGET_MESSAGES: Final = 64
+ISLAND_ROUNDS: Final = 5
+#: Steps in which so many rounds have their place, and when, in virtual seconds, all ranks leave: a policy's start takes
+#: some of it.
+_ISLAND_STEPS: Final = 60
+_ISLANDS_END_AT: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +75,13 @@ class Settings:
     steps: int
     timed_steps: int
     population: int
+    island_counts: tuple[int, ...]
 
 
-FULL: Final = Settings(sizes=(8, 16, 32, 64, 128), parameter_count=1 << 18, steps=40, timed_steps=800, population=1000)
-QUICK: Final = Settings(sizes=(8, 12), parameter_count=1 << 16, steps=40, timed_steps=100, population=40)
+FULL: Final = Settings(
+    (8, 16, 32, 64, 128), 1 << 18, steps=40, timed_steps=800, population=1000, island_counts=(32, 313)
+)
+QUICK: Final = Settings((8, 12), 1 << 16, steps=40, timed_steps=100, population=40, island_counts=(2,))
 
 
 async def _train(
@@ -174,6 +187,39 @@ def _population(size: int) -> dict[str, float]:
     }
 
 
+async def _train_on_island(world: ad.World) -> tuple[int, int, int] | None:
+    """Take part in some rounds; on a coordinator return the rounds that have ended, emigrants and guests."""
+    model = torch.nn.Linear(4, 1)
+    policy = AsyncSelectiveAveragingPolicy(
+        model, optimizer_of(model), average_every=_AVERAGE_EVERY, replacement_ratio=RATIO,
+        island_size=ISLAND_SIZE, migrate_every=2, start_timeout_s=600.0,
+    )  # fmt: skip
+    async with policy:
+        for _ in range(_ISLAND_STEPS):
+            await policy.step(float(world.rank * 7919 % world.size))
+        await world.sleep(_ISLANDS_END_AT - world.time())
+    found = policy.statistics().coordinator
+    return None if found is None else (found.rounds_ended, found.emigrant_count, len(found.guests))
+
+
+def _measure_islands(count: int) -> dict[str, float]:
+    """Messages of a rank for each round, and what it costs to simulate them, with so many islands."""
+    ranks, began_at = count * ISLAND_SIZE, time.process_time()
+    report = ad.simulate(_train_on_island, ranks=ranks, seed=count, compute=Compute(step_s=STEP_S), strict=True)
+    of_islands = [each for each in report.results if each is not None]
+    rounds, emigrants, guests = zip(*of_islands, strict=True)
+    assert len(of_islands) == count
+    assert min(rounds) >= ISLAND_ROUNDS, f"an island has come to {min(rounds)} rounds"
+    return {
+        "ranks": ranks,
+        "rounds": min(rounds),
+        "messages": report.message_count / ranks / min(rounds),
+        "emigrants": sum(emigrants),
+        "guests": sum(guests),
+        "cpu_s": time.process_time() - began_at,
+    }
+
+
 def _check_applied(seconds: Sequence[float], replacer_count: int) -> None:
     applied_count = sum(each >= 0 for each in seconds)
     assert applied_count == replacer_count, f"{applied_count} of {replacer_count} replacers have applied an average"
@@ -212,6 +258,16 @@ def rows(results: Results) -> list[Row]:
                 found.append(Row(f"{size} ranks, {route}: seconds of a round", seconds, against, *target))
     large = results["population"]
     name = f"population of {large['ranks']}, small model, {large['rounds']} rounds"
+    for figures in results["islands"].values():
+        found.append(
+            Row(
+                f"{figures['ranks']} ranks in islands of {ISLAND_SIZE}: messages of a rank, each round",
+                f"{figures['messages']:.1f}",
+                f"{figures['rounds']} rounds; {figures['cpu_s']:.0f} s of CPU",
+                f"<= {TARGET_MESSAGES}",
+                figures["messages"] <= TARGET_MESSAGES,
+            )
+        )
     return [
         *found,
         Row(f"{name}: CPU", f"{large['cpu_s']:.1f} s", "", f"<= {TARGET_CPU_S:g} s", large["cpu_s"] <= TARGET_CPU_S),
@@ -221,7 +277,7 @@ def rows(results: Results) -> list[Row]:
 
 
 def _by_size(results: Results) -> Results:
-    return {size: figures for size, figures in results.items() if size != "population"}
+    return {size: figures for size, figures in results.items() if size not in ("population", "islands")}
 
 
 def _time_target(seconds: float, of_8: Mapping[str, Mapping[str, float]]) -> tuple[str, bool]:
@@ -277,6 +333,7 @@ def main() -> None:
         str(size): {route: _measure(size, route, settings) for route in ROUTES} for size in settings.sizes
     }
     results["population"] = population
+    results["islands"] = {str(count): _measure_islands(count) for count in settings.island_counts}
     given.out.write_text(json.dumps(results))
     print(f"{time.perf_counter() - began_at:.0f} s")
 

@@ -39,6 +39,7 @@ class Welcome:
     """Coordinator to newcomer: it will be admitted between two rounds, and these are the scopes of the policy.
 
     ``members`` are those that take part now, each with its incarnation: they may take over, and others may not.
+    ``between`` is the number that the policies of all islands have in common.
     """
 
     key: int
@@ -47,6 +48,7 @@ class Welcome:
     to_coordinator: int
     epoch: int
     members: tuple[tuple[int, int], ...]
+    between: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ class Donor:
         flat, own: the model's state, and what of it others may have.
         snapshots: lends the copies.
         server: streams them.
-        states: gives a newcomer the rest.
+        states: gives a newcomer the rest; None where this rank gives to no newcomer.
         whole_state: returns that rest, which is copied at once.
         on_event: told of each snapshot; None where the user does not ask.
         timing: collects the seconds that a snapshot takes.
@@ -53,7 +53,7 @@ class Donor:
         own: OwnState,
         snapshots: SnapshotPool,
         server: SnapshotServer,
-        states: StateTransfer,
+        states: StateTransfer | None,
         whole_state: Callable[[], Mapping[str, Any]],
         on_event: Callable[[PolicyEvent], None] | None,
         timing: Timing,
@@ -104,6 +104,7 @@ class Donor:
         except (TypeError, ValueError) as error:
             logger.warning("a rank that was started again cannot be admitted: the optimizer's state: %s", error)
             return 0
+        assert self._states is not None, "a rank that gives to no newcomer is asked to"
         self._states.offer(round, state)
         return safe_point_count(state.numel())
 
@@ -125,7 +126,8 @@ class Donor:
 
     def _give_nothing(self, round: int, snapshot: FlatBuffers) -> None:
         self._snapshots.release(snapshot)
-        self._states.withdraw_up_to(round)
+        if self._states is not None:
+            self._states.withdraw_up_to(round)
 
     def give(self, round: int) -> None:
         """Offer the snapshot that has just been copied."""
@@ -142,6 +144,7 @@ class Donor:
     def withdraw(self) -> None:
         """Stop the streams of the snapshot on offer, if there is one, and of what a newcomer takes with it."""
         offer, self.offer = self.offer, None
-        self._states.withdraw()
+        if self._states is not None:
+            self._states.withdraw()
         if offer is not None:
             self._server.withdraw(offer)

@@ -29,9 +29,9 @@ from protocols.selective.member import (
     Tell,
     Withdraw,
 )
-from protocols.selective.member_channels import MemberChannels
 from protocols.selective.roles.donor import Donor
 from protocols.selective.roles.exchange import ExchangeBuffers
+from protocols.selective.roles.member_channels import MemberChannels
 from protocols.selective.roles.reducer import Reducer
 from protocols.selective.roles.replacer import Replacer
 from protocols.step_info import PolicyEvent

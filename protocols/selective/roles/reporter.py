@@ -7,8 +7,8 @@ import zlib
 
 from asyncdist.messaging.services import Services
 from protocols.selective.leadership import Leadership
-from protocols.selective.member_channels import MemberChannels
 from protocols.selective.messages import Report
+from protocols.selective.roles.member_channels import MemberChannels
 
 
 class Reporter:

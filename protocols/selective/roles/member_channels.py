@@ -11,7 +11,7 @@ from protocols.parameter_stream.server import SnapshotServer
 from protocols.selective.coordinator import PolicyScopes
 from protocols.selective.messages import ControlMessage, Report
 
-logger = logging.getLogger("protocols.selective.member_channels")
+logger = logging.getLogger("protocols.selective.roles.member_channels")
 
 
 class MemberChannels:

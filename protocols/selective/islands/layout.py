@@ -1,0 +1,138 @@
+"""Divides the ranks of a population into islands of equal size, by arithmetic: no rank holds a list of all islands."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Self
+
+from asyncdist import validation
+
+#: How the island is chosen that an emigrant goes to.
+TOPOLOGIES: Final = ("ring", "random")
+
+
+@dataclass(frozen=True, slots=True)
+class IslandOptions:
+    """Holds what a user says of islands.
+
+    Args:
+        islands: How many; None to tell by `island_size`, or for no islands.
+        island_size: The ranks of each.
+        migrate_every: Decisions of an island's coordinator from one emigrant to the next.
+        migration: One of `TOPOLOGIES`.
+
+    Raises:
+        ValueError: An option is out of range, or both numbers are given.
+    """
+
+    islands: int | None = None
+    island_size: int | None = None
+    migrate_every: int = 10
+    migration: str = "ring"
+
+    def __post_init__(self) -> None:
+        """Refuse what is wrong on any number of ranks."""
+        for name, least in (("islands", 1), ("island_size", 2)):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, validation.count(name, value, least=least, besides=", or None"))
+        object.__setattr__(self, "migrate_every", validation.count("migrate_every", self.migrate_every))
+        if self.migration not in TOPOLOGIES:
+            validation.refuse("migration", self.migration, ", ".join(map(repr, TOPOLOGIES)))
+        if self.islands is not None and self.island_size is not None:
+            raise ValueError(
+                f"islands is {self.islands} and island_size is {self.island_size}; allowed: one of them, "
+                "since the other one follows"
+            )
+
+    @property
+    def are_on(self) -> bool:
+        """Whether there are islands."""
+        return self.islands is not None or self.island_size is not None
+
+    def check_beside(self, averaging_strategy: str, **ranks: object) -> None:
+        """Refuse what has no meaning beside islands. Raises ValueError.
+
+        Args:
+            averaging_strategy: The policy's.
+            ranks: Options that name ranks for one coordinator.
+        """
+        if not self.are_on:
+            return
+        for name, value in ranks.items():
+            if value not in (None, (), []):
+                validation.refuse(name, value, "none beside islands, each of which has a coordinator among its ranks")
+        if averaging_strategy == "reset_weights":
+            validation.refuse(
+                "averaging_strategy", averaging_strategy, "one with donors beside islands, which exchange them"
+            )
+
+    def agreed(self) -> dict[str, Any]:
+        """Return what must be equal on all members, as JSON values; nothing without islands."""
+        return asdict(self) if self.are_on else {}
+
+    def island_of(self, rank: int, population: Sequence[int]) -> "Island | None":
+        """Return the island of a rank; None without islands, and for a rank that is alone.
+
+        Args:
+            rank: One of `population`.
+            population: The ranks, in the order in which islands are cut from it.
+
+        Raises:
+            ValueError: They cannot be divided so; the numbers that are allowed are named.
+        """
+        count = len(population)
+        if not self.are_on or count < 2:
+            return None
+        sizes = [size for size in range(2, count + 1) if count % size == 0]
+        size = self.island_size if self.islands is None else count // self.islands
+        if size not in sizes or (self.islands is not None and size * self.islands != count):
+            is_count = self.islands is not None
+            allowed = [count // size for size in reversed(sizes)] if is_count else sizes
+            validation.refuse(
+                "islands" if is_count else "island_size",
+                self.islands if is_count else self.island_size,
+                f"{', '.join(map(str, allowed))}, which divide {count} ranks into equal islands of 2 or more",
+            )
+        return Island.at(rank, size, population)
+
+
+@dataclass(frozen=True, slots=True)
+class Island:
+    """Says which ranks one island has, and which islands there are beside it.
+
+    Attributes:
+        index: Its number, from 0.
+        size: Its ranks, and those of every other island.
+        population: All ranks, in the order of the islands; of a whole world a `range`, which takes no memory.
+    """
+
+    index: int
+    size: int
+    population: Sequence[int]
+
+    @classmethod
+    def at(cls, rank: int, size: int, population: Sequence[int]) -> Self:
+        """Return the island that a rank is in."""
+        return cls(population.index(rank) // size, size, population)
+
+    def index_of(self, rank: int) -> int:
+        """Return the number of the island that a rank is in."""
+        return self.population.index(rank) // self.size
+
+    @property
+    def count(self) -> int:
+        """The number of islands."""
+        return len(self.population) // self.size
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of this island."""
+        return self.ranks_of(self.index)
+
+    def ranks_of(self, index: int) -> tuple[int, ...]:
+        """Return the ranks of an island."""
+        return tuple(self.population[index * self.size : (index + 1) * self.size])
+
+    def is_elsewhere(self, rank: int) -> bool:
+        """Return whether a rank is in another island."""
+        return rank in self.population and rank not in self.ranks

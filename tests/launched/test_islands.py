@@ -1,0 +1,22 @@
+"""Islands between processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from scripts import islands
+from support import mpi, torchrun
+
+SCRIPT = "tests/scripts/islands.py"
+
+
+@pytest.mark.parametrize(
+    "start",
+    [pytest.param(mpi.run_ranks, marks=pytest.mark.mpi, id="mpi"), pytest.param(torchrun.run_ranks, id="torch")],
+)
+def test_launched(start: Callable[..., Any]) -> None:
+    if start is mpi.run_ranks:
+        mpi.require_mpi()
+    islands.check(start(islands.RANKS, SCRIPT, timeout_s=200).check().reports)

@@ -1,0 +1,75 @@
+"""Four ranks in two islands of two: the best rank of one gives to the other. One file for several worlds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from support.mpi import report
+
+import asyncdist as ad
+from protocols import AsyncSelectiveAveragingPolicy
+
+RANKS = 4
+#: Weights that no sum rounds, nor a mean of two.
+START = (1.0, 3.0, 5.0, 9.0)
+
+
+async def main(world: ad.World) -> dict[str, Any]:
+    """Step until the best weights are everywhere, and say by which ways they came."""
+    model = torch.nn.Linear(3, 5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(START[world.rank])
+    donors: set[int] = set()
+    migrants: set[int] = set()
+    policy = AsyncSelectiveAveragingPolicy(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        average_every=1,
+        replacement_ratio=0.5,
+        averaging_strategy="best_only",
+        islands=2,
+        migrate_every=2,
+    )
+
+    def value() -> float:
+        [found] = {value for parameter in model.parameters() for value in parameter.flatten().tolist()}
+        return float(found)
+
+    async with policy:
+        arrived = None
+        while arrived is None or not arrived.done():
+            info = await policy.step(value())
+            if info:
+                donors.update(info.donors)
+                migrants.update(info.migrants)
+            if arrived is None and value() == START[-1]:  # who has it serves the others until all do
+                arrived = world.spawn(ad.barrier())
+    statistics = policy.statistics()
+    return {
+        "value": value(),
+        "island": statistics.island,
+        "donors": sorted(donors),
+        "migrants": sorted(migrants),
+        "migration_count": statistics.migration_count,
+        "coordinator": statistics.coordinator_rank,
+    }
+
+
+def check(results: Any) -> None:
+    """Weights of 9 come from rank 3, by rank 2 or 3, to the other island."""
+    for rank in range(RANKS):
+        found = results[rank]
+        assert (found["value"], found["island"], found["coordinator"]) == (9.0, rank // 2, 2 * (rank // 2)), found
+        assert set(found["migrants"]) <= ({2, 3} if rank < 2 else {0, 1})
+    assert set(results[0]["migrants"]) | set(results[1]["migrants"])
+    assert results[2]["migration_count"] + results[3]["migration_count"] >= 1
+
+
+async def reporting(world: ad.World) -> None:
+    report(world.rank, await main(world))
+
+
+if __name__ == "__main__":
+    ad.run(reporting, strict=True)

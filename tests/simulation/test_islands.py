@@ -1,0 +1,362 @@
+"""Islands: each is a population of its own, and the best rank of one gives to a round in another."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import asyncdist as ad
+from asyncdist.simulation import Compute, Fault, Kill, Partition, Restart, SimReport, Stall, simulate
+from protocols import (
+    AsyncSelectiveAveragingPolicy,
+    AverageApplied,
+    PolicyEvent,
+    SelectiveStatistics,
+    SnapshotTaken,
+    StepInfo,
+)
+
+#: Snapshots of a run: by island, round and rank, the value of all weights.
+Given = dict[tuple[int, int, int], float]
+COMPUTE = Compute(step_s=0.01, overrun_probability=0.0)
+
+
+@dataclass
+class Ended:
+    """What one rank came to."""
+
+    value: float
+    infos: list[StepInfo] = field(default_factory=list)
+    applied: list[AverageApplied] = field(default_factory=list)
+    statistics: SelectiveStatistics | None = None
+    sent_count: int = 0
+
+    @property
+    def stats(self) -> SelectiveStatistics:
+        assert self.statistics is not None
+        return self.statistics
+
+    @property
+    def migrants(self) -> set[int]:
+        return {rank for info in self.infos for rank in info.migrants}
+
+
+async def train(world: ad.World, given: Given, steps: int, island: int, **options: Any) -> Ended:
+    """Weights are one number, that of the rank at first, and the metric is the same number."""
+    model = nn.Linear(5, 3, bias=False)
+    nn.init.constant_(model.weight, float(world.rank))
+    ended = Ended(0.0)
+
+    def listen(event: PolicyEvent) -> None:
+        value = float(event.state["float32"][0])
+        assert (event.state["float32"] == value).all()
+        if isinstance(event, SnapshotTaken):
+            where = island if event.island < 0 else event.island
+            assert (where, event.round, world.rank) not in given or world.incarnation
+            given[where, event.round, world.rank] = value
+        elif isinstance(event, AverageApplied):
+            ended.applied.append(event)
+            mean = sum(
+                given[island, event.round, rank] * weight
+                for rank, weight in zip(event.donors, event.weights, strict=True)
+            ) / sum(event.weights)
+            assert value == pytest.approx(mean, rel=1e-6)
+
+    settings = {"average_every": 2, "replacement_ratio": 0.25, "migrate_every": 2, **options}
+    policy = AsyncSelectiveAveragingPolicy(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), on_event=listen, **settings
+    )
+    async with policy:
+        for _ in range(steps):
+            info = await policy.step(float(model.weight.detach()[0, 0]))
+            if info or info.abandoned:
+                ended.infos.append(info)
+                assert info.island == island
+                assert set(info.migrants) == {
+                    rank for rank in info.donors if rank not in _island_of(world, island, options)
+                }
+    ended.value, ended.statistics = float(model.weight.detach()[0, 0]), policy.statistics()
+    ended.sent_count = world.statistics().sent_count
+    return ended
+
+
+def _island_of(world: ad.World, island: int, options: dict[str, Any]) -> range:
+    size = options.get("island_size") or world.size // options["islands"]
+    return range(island * size, (island + 1) * size)
+
+
+def population(
+    ranks: int, faults: Sequence[Fault] = (), *, seed: int = 1, steps: int = 80, strict: bool = True, **options: Any
+) -> SimReport[Ended]:
+    size = options.get("island_size") or ranks // options["islands"]
+    given: Given = {}
+
+    async def main(world: ad.World) -> Ended:
+        return await train(world, given, steps, world.rank // size, **options)
+
+    return simulate(main, ranks=ranks, seed=seed, faults=faults, compute=COMPUTE, strict=strict)
+
+
+# -- what it is for ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("migration", ["ring", "random"])
+def test_the_best_weights_spread_over_all_islands(migration: str) -> None:
+    """The best of each island gives to the next one, and so from island to island: the best of all reaches all."""
+    options = {"islands": 4, "averaging_strategy": "best_only", "migration": migration, "steps": 250}
+    ended = population(16, **options).results
+    assert {one.value for one in ended} == {15.0}
+    apart = population(16, **{**options, "migrate_every": 10**6}).results
+    assert [max(one.value for one in apart[first : first + 4]) for first in range(0, 16, 4)] == [3.0, 7.0, 11.0, 15.0]
+    assert not any(one.migrants for one in apart)
+
+
+def test_a_donor_from_elsewhere_stays_where_it_is_and_is_told() -> None:
+    ended = population(8, islands=2).results
+    stats = [one.stats for one in ended]
+    assert [each.island for each in stats] == [0] * 4 + [1] * 4
+    assert ended[0].migrants == {7} and not any(one.migrants for one in ended[4:])
+    assert ended[7].value == 7.0 and stats[7].migration_count >= 3
+    told = next(str(info) for info in ended[0].infos if info.migrants)
+    assert told.endswith("steps old; 7 from another island)") or "7 from another island" in told
+    first, second = stats[0].coordinator, stats[4].coordinator
+    assert first is not None and second is not None
+    assert first.guests and {rank for _, rank in first.guests} == {7} and not second.guests
+    assert abs(second.emigrant_count - second.decision_count // 2) <= 1
+    assert set(first.reports) == {0, 1, 2, 3}
+    assert stats[7].coordinator is None and stats[7].coordinator_rank == 4
+
+
+def test_islands_of_two_and_one_island_alone() -> None:
+    ended = population(4, islands=2, replacement_ratio=0.5).results
+    assert ended[0].migrants == {3}
+    alone = population(4, islands=1).results
+    assert not any(one.migrants for one in alone) and {one.stats.island for one in alone} == {0}
+
+
+def test_one_run_is_a_function_of_its_arguments() -> None:
+    first, second = (population(8, island_size=4, migration="random", seed=9, steps=40) for _ in range(2))
+    assert first.trace_digest == second.trace_digest
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.75])
+def test_both_routes_give_the_same_weights(ratio: float) -> None:
+    """One round in each island, after the second has sent its best: ranks of that one wait for it first."""
+
+    async def main(world: ad.World, route: str) -> tuple[bytes, StepInfo | None]:
+        model = nn.Linear(64, 1, bias=False)
+        torch.manual_seed(world.rank)
+        nn.init.normal_(model.weight)
+        options = {"threshold": 1e9, "cooldown": 10**9, "quorum": 1.0, "grace_s": 10.0, "migrate_every": 1}
+        policy = AsyncSelectiveAveragingPolicy(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), average_every=30, replacement_ratio=ratio,
+            route=route, islands=2, **options,
+        )  # fmt: skip
+        told = None
+        async with policy:
+            if world.rank < 6:
+                await asyncio.sleep(1.0)
+            for _ in range(200):
+                info = await policy.step(float(world.rank))
+                told = info if info and told is None else told
+        return bytes(model.weight.detach().numpy().data), told
+
+    direct, sharded = (
+        simulate(main, route, ranks=12, seed=4, compute=COMPUTE, strict=True).results for route in ("direct", "sharded")
+    )
+    assert [weights for weights, _ in direct] == [weights for weights, _ in sharded]
+    told = [info for _, info in sharded[:6] if info is not None]
+    assert told and all(info.migrants == (11,) and info.route == "sharded" for info in told)
+
+
+def test_a_group_has_islands_in_its_own_order() -> None:
+    async def main(world: ad.World) -> tuple[int | None, set[int]]:
+        group = await ad.new_group([6, 1, 4, 3, 2, 5]) if world.rank else None
+        if group is None:
+            return None, set()
+        model = nn.Linear(2, 2)
+        migrants: set[int] = set()
+        async with AsyncSelectiveAveragingPolicy(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), average_every=2, group=group, islands=2, migrate_every=1
+        ) as policy:
+            for _ in range(60):
+                migrants.update((await policy.step(float(world.rank))).migrants)
+        return policy.statistics().island, migrants
+
+    found = simulate(main, ranks=7, seed=2, strict=True).results
+    assert [island for island, _ in found] == [None, 0, 1, 1, 0, 1, 0]
+    assert found[2][1] == {6} and found[1][1] <= {5}
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_cannot_be_divided_are_refused_on_all_of_them() -> None:
+    async def main(world: ad.World) -> str:
+        with pytest.raises(ValueError) as caught:
+            await train(world, {}, 1, 0, islands=3)
+        return str(caught.value)
+
+    words = "islands is 3; allowed: 1, 2, 4, which divide 8 ranks into equal islands of 2 or more"
+    assert set(simulate(main, ranks=8, strict=True).results) == {words}
+
+
+def test_ranks_that_differ_in_their_islands_do_not_start() -> None:
+    async def main(world: ad.World) -> str:
+        try:
+            await train(world, {}, 1, 0, islands=2 if world.rank % 4 else 4, start_timeout_s=5.0)
+        except ad.AsyncdistError as error:
+            return type(error).__name__
+        return "started"
+
+    found = simulate(main, ranks=8, strict=True).results
+    assert "started" not in found and "DisagreementError" in found
+
+
+def test_islands_with_other_models_exchange_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(world: ad.World) -> set[int]:
+        model = nn.Linear(4 + world.rank // 4, 1)
+        migrants: set[int] = set()
+        async with AsyncSelectiveAveragingPolicy(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), average_every=2, islands=2, migrate_every=1
+        ) as policy:
+            for _ in range(60):
+                migrants.update((await policy.step(float(world.rank))).migrants)
+        return migrants
+
+    assert simulate(main, ranks=8, strict=True).results == (set(),) * 8
+    assert "has another model or other options" in caplog.text
+
+
+@pytest.mark.parametrize("victim", [7, 4, 0])
+def test_a_rank_that_dies_leaves_the_others_their_rounds_and_migrations(victim: int) -> None:
+    """The emigrant; the coordinator of its island; and that of the island that it gives to."""
+    report = population(8, [Kill(victim, at_s=0.5)], islands=2, steps=200)
+    report.check_faults()
+    for rank, ended in enumerate(report.results):
+        if rank != victim:
+            assert isinstance(ended, Ended)
+            late = [info for info in ended.infos if info.abandoned]
+            assert len(late) <= 2, late
+    hosts = [report.results[rank] for rank in range(4) if rank != victim]
+    assert set().union(*(ended.migrants for ended in hosts)) - {victim}
+    assert any(info.migrants for ended in hosts for info in ended.infos[-3:]), "also at the end"
+
+
+def test_an_island_that_is_lost_is_passed_over() -> None:
+    """The ring goes on beyond it: the last island gives to the first, and the first to the third."""
+    faults = [Kill(rank, at_s=0.4) for rank in (2, 3)]
+    report = population(6, faults, islands=3, steps=200, metric_mode="min", replacement_ratio=0.5)
+    report.check_faults()
+    assert {0, 1} & (report.results[5].migrants | report.results[4].migrants)
+
+
+def test_an_island_that_has_left_the_policy_is_passed_over() -> None:
+    async def main(world: ad.World) -> set[int]:
+        ended = await train(
+            world, given, 20 if world.rank in (2, 3) else 200, world.rank // 2,
+            islands=3, metric_mode="min", replacement_ratio=0.5,
+        )  # fmt: skip
+        await ad.barrier()
+        return ended.migrants
+
+    given: Given = {}
+    found = simulate(main, ranks=6, seed=3, compute=COMPUTE, strict=True).results
+    assert {0, 1} & (found[4] | found[5])
+
+
+def test_a_rank_that_is_invited_while_it_leaves_says_so() -> None:
+    """Ranks leave at different times, each invited somewhere: nobody waits, and nothing is left over."""
+    for seed in range(4):
+        rng = random.Random(seed)
+        steps = [rng.randrange(10, 80) for _ in range(12)]
+        given: Given = {}
+
+        async def main(world: ad.World, steps: Sequence[int] = steps, given: Given = given) -> Ended:
+            return await train(world, given, steps[world.rank], world.rank // 3, islands=4, migrate_every=1)
+
+        report = simulate(main, ranks=12, seed=seed, compute=COMPUTE, strict=True)
+        assert all(isinstance(ended, Ended) for ended in report.results)
+
+
+def test_a_rank_that_is_started_again_joins_its_island_and_gives_to_others() -> None:
+    faults = [Kill(7, at_s=0.3), Restart(7, at_s=0.6)]
+    report = population(8, faults, islands=2, steps=300)
+    report.check_faults()
+    back = report.results[7]
+    assert isinstance(back, Ended) and back.stats.island == 1
+    assert back.value > 4.0, "it has the weights of its own island"
+
+
+def drawn_faults(rng: random.Random, ranks: int) -> list[Fault]:
+    kinds = rng.sample(["kill", "kill", "stall", "partition", "restart"], rng.randint(0, 3))
+    faults: list[Fault] = []
+    for kind in kinds:
+        rank, at_s = rng.randrange(ranks), rng.uniform(0.05, 1.0)
+        match kind:
+            case "kill":
+                faults.append(Kill(rank, at_s=at_s))
+            case "restart":
+                faults += [Kill(rank, at_s=at_s), Restart(rank, at_s=at_s + 0.3)]
+            case "stall":
+                faults.append(Stall(rank, at_s=at_s, duration_s=rng.uniform(0.1, 3.0)))
+            case _:
+                cut = tuple(rng.sample(range(ranks), rng.randint(1, ranks // 2)))
+                faults.append(Partition(cut, at_s=at_s, until_s=at_s + rng.uniform(0.1, 3.0)))
+    victims = Counter(fault.rank for fault in faults if isinstance(fault, Kill))
+    return faults if not victims or max(victims.values()) == 1 else []
+
+
+def came_too_late(error: BaseException) -> bool:
+    """Whether a rank was started again when the others of its island had ended, or were lost."""
+    return isinstance(error, ad.LateError) or "no other rank of this policy is there" in str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_every_average_is_the_one_of_its_donors_whatever_fails(first: int) -> None:
+    """What is checked is in ``train``; none hangs, and nothing is left over."""
+    came = 0
+    for seed in range(first, first + 10):
+        rng = random.Random(f"islands {seed}")
+        size, count = rng.choice([(2, 3), (3, 4), (4, 2), (4, 4), (5, 3)])
+        options = {
+            "island_size": size,
+            "migrate_every": rng.randint(1, 3),
+            "migration": rng.choice(["ring", "random"]),
+            "route": rng.choice(["direct", "sharded"]),
+            "averaging_strategy": rng.choice(["mean", "weighted_mean", "best_only"]),
+            "replacement_ratio": rng.choice([0.25, 0.5, 0.75]),
+            "metric_mode": rng.choice(["max", "min"]),
+        }
+        report = population(
+            size * count, drawn_faults(rng, size * count), seed=seed, steps=rng.randint(40, 160), **options
+        )
+        errors = [each for each in report.results if isinstance(each, BaseException) and not came_too_late(each)]
+        assert not errors, f"seed {seed}: {errors[0]!r}"
+        came += sum(len(one.migrants) for one in report.results if isinstance(one, Ended))
+    assert came > 10
+
+
+# -- what it costs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_messages_of_a_rank_do_not_grow_with_the_number_of_ranks() -> None:
+    """In rounds; start and end have their own tests (``test_large_worlds.py``)."""
+    counts = {}
+    for ranks in (64, 512):
+        short, long = (population(ranks, island_size=32, steps=steps) for steps in (10, 40))
+        rounds = max(one.stats.coordinator.rounds_ended for one in long.results if one.stats.coordinator is not None)
+        assert rounds >= 5
+        assert any(one.migrants for one in long.results)
+        counts[ranks] = (long.message_count - short.message_count) / ranks / rounds
+    assert counts[512] <= 1.05 * counts[64] <= 64

@@ -1,0 +1,217 @@
+"""Islands without a loop: how ranks are divided, who emigrates, and what a round makes of a guest."""
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from support.selective import rules
+
+from protocols.selective.islands.layout import Island, IslandOptions
+from protocols.selective.islands.migrants import GUEST_COUNT_MAX
+from protocols.selective.messages import Assign, End, Frozen, Joined
+from protocols.selective.round_state import Send
+from protocols.selective.rounds import RoundCoordinator
+from protocols.selective.rules import decide, reducers_of
+
+LAWS = settings(deadline=None, derandomize=True, max_examples=200)
+
+
+# -- the layout -------------------------------------------------------------------------------------------------------
+
+
+@LAWS
+@given(size=st.integers(2, 9), count=st.integers(1, 9), by_count=st.booleans(), first=st.integers(0, 5))
+def test_every_rank_is_in_one_island_and_all_agree_which(size: int, count: int, by_count: bool, first: int) -> None:
+    population = [first + 2 * place for place in range(size * count)]
+    options = IslandOptions(islands=count) if by_count else IslandOptions(island_size=size)
+    islands = [options.island_of(rank, population) for rank in population]
+    assert all(island is not None and island.count == count for island in islands)
+    for rank, island in zip(population, islands, strict=True):
+        assert island is not None and rank in island.ranks and len(island.ranks) == size
+        assert island.index_of(rank) == island.index and island.ranks_of(island.index) == island.ranks
+        elsewhere = [other for other in population if island.is_elsewhere(other)]
+        assert elsewhere == [other for other in population if other not in island.ranks]
+        assert not island.is_elsewhere(first + 1)
+    assert sorted(rank for index in range(count) for rank in islands[0].ranks_of(index)) == population  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("options", "count", "words"),
+    [
+        ({"islands": 3}, 8, "islands is 3; allowed: 1, 2, 4, which divide 8 ranks into equal islands of 2 or more"),
+        ({"islands": 8}, 8, "islands is 8; allowed: 1, 2, 4, which"),
+        ({"islands": 9}, 8, "islands is 9; allowed: 1, 2, 4, which"),
+        ({"island_size": 3}, 8, "island_size is 3; allowed: 2, 4, 8, which"),
+        ({"island_size": 16}, 8, "island_size is 16; allowed: 2, 4, 8, which"),
+        ({"islands": 2}, 7, "islands is 2; allowed: 1, which"),
+    ],
+)
+def test_ranks_that_cannot_be_divided_are_refused_by_name(options: dict[str, int], count: int, words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        IslandOptions(**options).island_of(0, range(count))
+    assert str(caught.value).startswith(words)
+
+
+def test_without_islands_and_alone_there_is_no_island() -> None:
+    assert IslandOptions().island_of(0, range(8)) is None
+    assert IslandOptions(islands=4).island_of(0, range(1)) is None
+
+
+# -- the decision -----------------------------------------------------------------------------------------------------
+
+
+def test_a_guest_gives_where_it_is_better_than_all_that_are_replaced() -> None:
+    metrics = {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0}
+    found = decide(metrics, rules(replacement_ratio=0.5), {9: 2.5})
+    assert found is not None
+    assert (found.donors, found.replacers, found.best, found.guests) == ((2, 3, 9), (0, 1), 3, (9,))
+    for worse in (2.0 - 1e-9, math.nan, math.inf):
+        without = decide(metrics, rules(replacement_ratio=0.5), {9: worse})
+        assert without == decide(metrics, rules(replacement_ratio=0.5))
+
+
+def test_a_guest_that_is_best_gives_alone_where_the_best_does_and_weighs_what_it_gains() -> None:
+    metrics = {0: 1.0, 1: 2.0, 2: 3.0}
+    found = decide(metrics, rules(averaging_strategy="best_only"), {9: 5.0})
+    assert found is not None and (found.donors, found.guests, found.best) == ((9,), (9,), 9)
+    found = decide(metrics, rules(averaging_strategy="weighted_mean"), {9: 5.0, 8: 0.5})
+    assert found is not None and (found.donors, found.weights) == ((1, 2, 9), (1.0, 2.0, 4.0))
+
+
+@LAWS
+@given(
+    values=st.lists(st.floats(-9, 9) | st.sampled_from([math.nan, math.inf]), min_size=1, max_size=8),
+    guests=st.lists(st.floats(-9, 9) | st.just(math.nan), max_size=3),
+    strategy=st.sampled_from(["mean", "weighted_mean", "best_only"]),
+    mode=st.sampled_from(["max", "min"]),
+    ratio=st.sampled_from([0.0, 0.25, 0.5, 1.0]),
+)
+def test_guests_change_nothing_but_the_donors(
+    values: list[float], guests: list[float], strategy: str, mode: str, ratio: float
+) -> None:
+    settings = rules(averaging_strategy=strategy, metric_mode=mode, replacement_ratio=ratio)
+    metrics, from_elsewhere = dict(enumerate(values)), {100 + place: value for place, value in enumerate(guests)}
+    found, alone = decide(metrics, settings, from_elsewhere), decide(metrics, settings)
+    if found is None:
+        assert alone is None
+        return
+    assert set(found.guests) == set(found.donors) & from_elsewhere.keys()
+    assert all(math.isfinite(from_elsewhere[rank]) for rank in found.guests)
+    if alone is not None:
+        assert found.replacers == alone.replacers
+        assert set(found.donors) - set(found.guests) <= set(alone.donors) or strategy == "weighted_mean"
+    for route in ("direct", "sharded"):
+        assert not set(reducers_of(found, route, 1 << 30)) & set(found.guests)
+
+
+# -- the coordinator --------------------------------------------------------------------------------------------------
+
+
+def joined(value: float = 9.0, *, step_s: float = 0.5, incarnation: int = 0) -> Joined:
+    return Joined(33, -1, -1, 70, value, step_s, 1.0, incarnation)
+
+
+def coordinator_with(guests: dict[int, Joined], **options: Any) -> tuple[RoundCoordinator, list[Send]]:
+    coordinator = RoundCoordinator(range(4), rules(**{"migrate_every": 1, **options}))
+    for rank, each in guests.items():
+        coordinator.migrants.invite(rank, 0)
+        assert coordinator.on_joined(rank, each, 0.0) == ()
+    sends: list[Send] = []
+    for rank in range(4):
+        sends += coordinator.on_report(rank, 9, float(rank), 0.5, 0.0)
+    return coordinator, sends
+
+
+def test_a_guest_is_a_donor_of_one_round_and_then_forgotten() -> None:
+    coordinator, sends = coordinator_with({70: joined()})
+    donors = (1, 2, 3, 70)
+    assert [send.dest for send in sends] == [0, 1, 2, 3, 70]
+    assert sends[-1].message == Assign("donor", donors, (0,), 70, 70)
+    for rank in donors:
+        sends = list(coordinator.on_ready(rank, 1, 9, 1.0))
+    (send,) = sends
+    assert isinstance(send.message, Frozen) and send.message.donors == donors and send.message.best == 70
+    ends = coordinator.on_applied(0, 1, 20, 2.0)
+    assert [(send.dest, type(send.message)) for send in ends] == [(rank, End) for rank in range(4)] + [(70, End)]
+    statistics = coordinator.statistics()
+    assert statistics.guests == ((1, 70),) and 70 not in statistics.reports
+    assert coordinator.on_ready(70, 1, 9, 3.0) == ()
+    assert coordinator.statistics().ignored == {"Ready from a rank that is no member": 1}
+    sends = [send for rank in range(4) for send in coordinator.on_report(rank, 30, float(rank), 0.5, 3.0)]
+    assert {send.dest for send in sends} == set(range(4))
+
+
+def test_the_best_emigrates_every_so_many_decisions() -> None:
+    coordinator, _ = coordinator_with({}, migrate_every=2, replacement_ratio=0.0)
+    assert coordinator.migrants.take_emigrant() is None
+    for rank in range(4):
+        coordinator.on_report(rank, 19, -float(rank), 0.5, 1.0)
+    assert coordinator.migrants.take_emigrant() == (0, 0)
+    assert coordinator.migrants.take_emigrant() is None
+    assert coordinator.statistics().emigrant_count == 1
+
+
+def test_no_round_waits_for_a_guest_for_longer_than_for_its_own_donors() -> None:
+    alone, _ = coordinator_with({})
+    slow, sends = coordinator_with({70: joined(step_s=1.05)})
+    assert 70 in [send.dest for send in sends], "twice as slow as its hosts"
+    assert slow.next_deadline() == alone.next_deadline()
+    for rank in (1, 2, 3):
+        slow.on_ready(rank, 1, 9, 1.0)
+    deadline = slow.next_deadline()
+    assert deadline is not None
+    (frozen,) = [send.message for send in slow.on_time(deadline) if isinstance(send.message, Frozen)]
+    assert frozen.donors == (1, 2, 3)
+    _, sends = coordinator_with({70: joined(step_s=20.0)})
+    assert 70 not in [send.dest for send in sends], "much slower than its hosts"
+
+
+def test_a_guest_that_gives_alone_is_waited_for_as_the_slowest_replacer() -> None:
+    coordinator, sends = coordinator_with({70: joined(step_s=1.05)}, averaging_strategy="best_only")
+    assert [send.dest for send in sends] == [0, 70]
+    assert coordinator.next_deadline() == 0.5 + 8.0 / 4
+
+
+@pytest.mark.parametrize("how", ["lost", "left", "declined"])
+def test_a_guest_that_is_gone_costs_a_round_no_more_than_a_donor(how: str) -> None:
+    coordinator, _ = coordinator_with({70: joined()})
+    for rank in (1, 2, 3):
+        coordinator.on_ready(rank, 1, 9, 1.0)
+    if how == "lost":
+        sends = coordinator.on_lost(70, 1.0)
+    elif how == "left":
+        sends = coordinator.on_leave(70, 1.0)
+    else:
+        sends = coordinator.on_decline(70, 1, "weights are not finite", 1.0)
+    (frozen,) = [send.message for send in sends if isinstance(send.message, Frozen)]
+    assert frozen.donors == (1, 2, 3)
+    assert [left.rank for left in coordinator.statistics().left_out] == [70]
+    assert coordinator.on_applied(0, 1, 20, 2.0)
+    assert not coordinator.finished
+
+
+def test_a_guest_that_is_lost_before_it_is_asked_is_forgotten_and_an_old_one_is_not_asked() -> None:
+    coordinator = RoundCoordinator(range(2), rules(migrate_every=1, max_report_age_s=5.0))
+    for rank, at in ((70, 0.0), (71, -6.0), (72, 0.0), (73, 0.0)):
+        coordinator.migrants.invite(rank, 0)
+        if rank < 72:
+            coordinator.on_joined(rank, joined(), at)
+    assert coordinator.on_lost(70, 0.0) == coordinator.on_lost(72, 0.0) == ()
+    for rank, incarnation in ((72, 0), (73, 1), (74, 0)):  # it is lost; it is another process; it was not invited
+        coordinator.on_joined(rank, joined(incarnation=incarnation), 0.0)
+    assert coordinator.statistics().ignored == {"Joined from a rank that is no member": 3}
+    sends = [send for rank in range(2) for send in coordinator.on_report(rank, 9, float(rank), 0.5, 0.0)]
+    assert {send.dest for send in sends} == {0, 1}
+
+
+def test_few_guests_wait_and_the_newest_ones() -> None:
+    coordinator, sends = coordinator_with({rank: joined(float(rank)) for rank in range(70, 70 + 2 * GUEST_COUNT_MAX)})
+    asked = [send.dest for send in sends if send.dest >= 70]
+    assert asked == list(range(70 + GUEST_COUNT_MAX, 70 + 2 * GUEST_COUNT_MAX))
+    assert coordinator.migrants.dismissals() == [Send(rank, 1, End("the coordinator is replaced")) for rank in asked]
+
+
+def test_a_world_in_one_island_has_a_ring_of_one() -> None:
+    island = IslandOptions(islands=1).island_of(3, range(4))
+    assert island == Island(0, 4, range(4)) and not any(map(island.is_elsewhere, range(-1, 6)))
