@@ -468,16 +468,15 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     async def _listen(self) -> None:
         """Hand the coordinator's messages to the state machine."""
         member = self._member
-        population = () if self._island is None else self._island.population
         async for envelope in self._channels.control:
             if envelope.source != self._leadership.coordinator:
                 continue  # its loss was known before its last messages were read
             match envelope.message:
-                case Assign() as assign if assign.is_among(self._members, population):
+                case Assign() as assign if assign.is_among(self._members, self._visits.population):
                     for restarted in assign.restarted:
                         self._admit(*restarted)
                     self._carry_out(member.on_assign(assign, envelope.round))
-                case Frozen() as frozen if frozen.is_among(self._members, population):
+                case Frozen() as frozen if frozen.is_among(self._members, self._visits.population):
                     self._carry_out(member.on_frozen(frozen, envelope.round))
                 case End(reason):
                     self._carry_out(member.on_end(reason, envelope.round))

@@ -177,6 +177,8 @@ def test_scale(bench: Bench, tmp_path: Path) -> None:
     assert chart.read_bytes().startswith(b"\x89PNG")
     population = results.pop("population")
     assert population["rounds"] >= 5 and population["messages"] < 100
+    (islands,) = results.pop("islands").values()
+    assert islands["ranks"] == 64 and islands["rounds"] >= 5 and islands["messages"] < 40 and islands["guests"] >= 1
     assert list(results) == ["8", "12"]
     assert results["12"]["sharded"]["seconds"] < 0.7 * results["12"]["direct"]["seconds"]
     for by_route in results.values():

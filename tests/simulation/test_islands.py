@@ -108,6 +108,7 @@ def population(
 # -- what it is for ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("migration", ["ring", "random"])
 def test_the_best_weights_spread_over_all_islands(migration: str) -> None:
     """The best of each island gives to the next one, and so from island to island: the best of all reaches all."""
@@ -119,6 +120,7 @@ def test_the_best_weights_spread_over_all_islands(migration: str) -> None:
     assert not any(one.migrants for one in apart)
 
 
+@pytest.mark.slow
 def test_a_donor_from_elsewhere_stays_where_it_is_and_is_told() -> None:
     ended = population(8, islands=2).results
     stats = [one.stats for one in ended]
@@ -142,11 +144,13 @@ def test_islands_of_two_and_one_island_alone() -> None:
     assert not any(one.migrants for one in alone) and {one.stats.island for one in alone} == {0}
 
 
+@pytest.mark.slow
 def test_one_run_is_a_function_of_its_arguments() -> None:
     first, second = (population(8, island_size=4, migration="random", seed=9, steps=40) for _ in range(2))
     assert first.trace_digest == second.trace_digest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", [0.25, 0.75])
 def test_both_routes_give_the_same_weights(ratio: float) -> None:
     """One round in each island, after the second has sent its best: ranks of that one wait for it first."""
@@ -236,6 +240,7 @@ def test_islands_with_other_models_exchange_nothing(caplog: pytest.LogCaptureFix
     assert "has another model or other options" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [7, 4, 0])
 def test_a_rank_that_dies_leaves_the_others_their_rounds_and_migrations(victim: int) -> None:
     """The emigrant; the coordinator of its island; and that of the island that it gives to."""
@@ -251,6 +256,7 @@ def test_a_rank_that_dies_leaves_the_others_their_rounds_and_migrations(victim: 
     assert any(info.migrants for ended in hosts for info in ended.infos[-3:]), "also at the end"
 
 
+@pytest.mark.slow
 def test_an_island_that_is_lost_is_passed_over() -> None:
     """The ring goes on beyond it: the last island gives to the first, and the first to the third."""
     faults = [Kill(rank, at_s=0.4) for rank in (2, 3)]
@@ -259,6 +265,7 @@ def test_an_island_that_is_lost_is_passed_over() -> None:
     assert {0, 1} & (report.results[5].migrants | report.results[4].migrants)
 
 
+@pytest.mark.slow
 def test_an_island_that_has_left_the_policy_is_passed_over() -> None:
     async def main(world: ad.World) -> set[int]:
         ended = await train(
@@ -273,6 +280,7 @@ def test_an_island_that_has_left_the_policy_is_passed_over() -> None:
     assert {0, 1} & (found[4] | found[5])
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_invited_while_it_leaves_says_so() -> None:
     """Ranks leave at different times, each invited somewhere: nobody waits, and nothing is left over."""
     for seed in range(4):
@@ -287,6 +295,7 @@ def test_a_rank_that_is_invited_while_it_leaves_says_so() -> None:
         assert all(isinstance(ended, Ended) for ended in report.results)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_started_again_joins_its_island_and_gives_to_others() -> None:
     faults = [Kill(7, at_s=0.3), Restart(7, at_s=0.6)]
     report = population(8, faults, islands=2, steps=300)

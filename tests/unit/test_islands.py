@@ -14,7 +14,7 @@ from protocols.selective.round_state import Send
 from protocols.selective.rounds import RoundCoordinator
 from protocols.selective.rules import decide, reducers_of
 
-LAWS = settings(deadline=None, derandomize=True, max_examples=200)
+LAWS = settings(deadline=None, derandomize=True, max_examples=60)
 
 
 # -- the layout -------------------------------------------------------------------------------------------------------

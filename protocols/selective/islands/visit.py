@@ -8,7 +8,7 @@ opened by an invitation, before any rank there asks for a snapshot, and kept for
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -266,6 +266,11 @@ class Visits:
     def is_quiet(self) -> bool:
         """Whether nothing of a round elsewhere is left."""
         return all(visit.is_quiet for visit in self._visits.values())
+
+    @property
+    def population(self) -> Sequence[int]:
+        """The ranks of all islands, of which donors may be; empty without islands."""
+        return () if self._island is None else self._island.population
 
     @property
     def snapshot_count(self) -> int:
