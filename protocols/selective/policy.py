@@ -103,9 +103,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             that are more, each add up a part and send its mean to the replacers, so that no rank sends or receives more
             than two models, with the same bits; ``"auto"``, sharded, with few of them for a small model, where that
             spares the busiest rank 64 MiB, or all ranks 128 streams.
-        islands: divides the ranks, in the group's order, into so many populations with a coordinator each, so that the
-            cost of a rank does not grow with their number: of equal size, and 2 ranks or more.
-        island_size: the same, told by the ranks of an island; some dozens are best.
+        islands, island_size: divides the ranks, in the group's order, into so many populations, or those of so many
+            ranks (some dozens are best), with a coordinator each: of equal size always, and 2 ranks or more.
         migrate_every: after so many decisions in an island its best rank is one more donor of a round in another
             island, if it is better there than those that are replaced. It stays where it is, and goes on.
         migration: that is the next island (``"ring"``), or one drawn at random (``"random"``).
