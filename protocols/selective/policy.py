@@ -284,9 +284,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._own.begin()
         Leadership.listen(self._services)
         meeting = self._joint_start.meeting
-        scopes = PolicyScopes(
-            meeting.ranks, await self._agree(), f"{self._group.key} {type(self).__name__} {self.name}"
-        )
+        agreed, population = await self._agree(), f"{self._group.key} {type(self).__name__} {self.name}"
+        scopes = PolicyScopes(meeting.ranks, agreed, population)
         self._open(scopes, meeting.leader, replaced=lost_members(self._world, self._members, meeting))
 
     def _open(
