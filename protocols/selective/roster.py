@@ -74,7 +74,7 @@ class Roster:
             self._hosts[rank] = host
 
     def hosts_of(self, ranks: Iterable[int]) -> dict[int, int]:
-        """Return the hosts of these ranks, of none where a member has not said it; others are each on one of its own."""
+        """Return the hosts of these ranks, or none where a member has not said it; a guest is on one of its own."""
         hosts = {rank: self._hosts.get(rank, 0) if rank in self.members else -1 - rank for rank in ranks}
         return hosts if all(hosts.values()) else {}
 
