@@ -80,6 +80,11 @@ class Draw:
     beta: float
     waits: bool
 
+    def __post_init__(self) -> None:
+        """Refuse what no client of ours asks for."""
+        if self.count < 1:
+            raise ValueError(f"a draw of {self.count} items")
+
 
 @dataclass(frozen=True, slots=True)
 class Update:

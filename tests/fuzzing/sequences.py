@@ -443,7 +443,7 @@ def agreements(rng: random.Random) -> None:
 
 def _tell_agreements(told: Agreements, rng: random.Random, text: str, source: int, size: int) -> None:
     kind = rng.choice((Join, Join, Join, Objection, Objection, Inquiry, Verdict, ReceivedWithdraw, Reminder))
-    given = {"agreed": rng.randrange(2000)} if kind is Verdict else {}
+    given: dict[str, Any] = {"agreed": rng.randrange(2000)} if kind is Verdict else {}
     message = draw_message(kind, rng, subject=text, texts=("", "x", "(postponed)"), **given)
     message.key.check(size)
     match message:

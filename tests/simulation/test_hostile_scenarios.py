@@ -30,7 +30,13 @@ def test_lies_of_a_rank_crash_no_other_one() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [pytest.param(500_854, id="the agreed number of a group was below -2**31")])
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(500_854, id="the agreed number of a group was below -2**31"),
+        pytest.param(501_066, id="a draw of no items from a buffer that had none"),
+    ],
+)
 def test_lies_that_ended_an_honest_rank_once_do_not_any_more(seed: int) -> None:
     run_hostile(seed)
 
