@@ -251,8 +251,8 @@ def decisions_watched(watch: Watch) -> Iterator[None]:
     """Look at what the coordinator hears and decides."""
     on_report = rounds.RoundCoordinator.on_report
 
-    def checked_decide(metrics: Mapping[int, float], rules: Any) -> Any:
-        found = decide(metrics, rules)
+    def checked_decide(metrics: Mapping[int, float], rules: Any, *guests: Any) -> Any:
+        found = decide(metrics, rules, *guests)
         watch.check_decision(metrics, rules, found)
         return found
 
