@@ -73,7 +73,8 @@ class SpawnPolicy(abc.ABC):
     """
 
     takes_metric: ClassVar[bool] = True
-    #: Whether a rank that was started again may join (:meth:`_join`). A policy on all ranks starts without it then.
+    #: Whether a rank that was started again may join (:meth:`_join`). A policy on all ranks then starts without those
+    #: that are lost, also where no launcher starts them again.
     admits_restarted: ClassVar[bool] = False
 
     def __init__(
@@ -173,7 +174,7 @@ class SpawnPolicy(abc.ABC):
         is_of_all = self._group is self._world.group
         if is_of_all and self._world.incarnation:
             await self._join()
-        elif is_of_all and self.admits_restarted and self._services.may_return:
+        elif is_of_all and self.admits_restarted and self._services.survives_loss:
             await start_without_lost(self._services, self._members, self._start_with, self._start_timeout_s)
         else:
             self._world.peers.attendance.check_whole(self._group)

@@ -1,4 +1,7 @@
-"""Starts a policy on the ranks that live, in a job whose launcher starts killed ranks again: these join it then."""
+"""Starts a policy on the ranks that live, in a job that goes on when ranks are lost.
+
+Where its launcher starts lost ranks again, they join the policy then.
+"""
 
 from __future__ import annotations
 

@@ -73,6 +73,7 @@ class Services:
         size: the number of ranks.
         incarnation: how often this rank has been started again.
         may_return: whether lost ranks are started again.
+        survives_loss: whether the others go on when a rank is lost.
         is_admitted: whether the others count on this rank, so that its failure ends the job. A rank that was started
             again is admitted by the first policy or group that takes it.
         time: a function without arguments that returns seconds on the loop's clock, from an arbitrary start.
@@ -96,6 +97,7 @@ class Services:
         self.size = engine.transport.size
         self.incarnation = engine.transport.incarnation
         self.may_return = engine.transport.may_return
+        self.survives_loss = engine.transport.capabilities.survives_rank_loss
         self.is_admitted = not self.incarnation
         self.time: Callable[[], float] = loop.time
         self.engine = engine

@@ -1,4 +1,7 @@
-"""Rank 0 is killed; what the others begin with it afterwards, or wait in, ends with RankLostError that names it."""
+"""Rank 0 is killed; what the others begin with it afterwards, or wait in, ends with RankLostError that names it.
+
+Selective averaging on all ranks starts without it, as the groups of those who live do.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,19 @@ async def enter(policy: Any) -> None:
         pass
 
 
-def calls(world: ad.World) -> dict[str, Callable[[], Awaitable[Any]]]:
+async def average(world: ad.World) -> None:
+    """Start selective averaging on all ranks, of which some are lost, and go on until the others have averaged."""
+    torch.manual_seed(world.rank)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=1, replacement_ratio=0.5) as policy:
+        while policy.statistics().last_round < 3:
+            await policy.step(float(world.rank))
+            await world.sleep(0.001)
+    assert policy.statistics().coordinator_rank == min(set(range(world.size)) - {VICTIM})
+
+
+def calls(world: ad.World, copy_of_all: ad.Group) -> dict[str, Callable[[], Awaitable[Any]]]:
     """What needs all ranks, by name."""
     model = nn.Linear(1, 1)
     of_model: Any = (model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -34,7 +49,9 @@ def calls(world: ad.World) -> dict[str, Callable[[], Awaitable[Any]]]:
         "new_parallel_groups": lambda: ad.new_parallel_groups(world.size),
         "initialize_distributed_compute": ad.initialize_distributed_compute,
         "AverageAllPolicy": lambda: enter(AverageAllPolicy(*of_model, average_every=1)),
-        "AsyncSelectiveAveragingPolicy": lambda: enter(AsyncSelectiveAveragingPolicy(*of_model, average_every=1)),
+        "AsyncSelectiveAveragingPolicy": lambda: enter(
+            AsyncSelectiveAveragingPolicy(*of_model, average_every=1, group=copy_of_all)
+        ),
         "OneSidedSelectiveAveragingPolicy": lambda: enter(OneSidedSelectiveAveragingPolicy(*of_model, average_every=1)),
         "coordinate": lambda: coordinate([VICTIM]),
         "barrier": ad.barrier,
@@ -51,6 +68,7 @@ async def told(call: Awaitable[Any]) -> str:
 
 
 async def main(world: ad.World, die: Callable[[], None]) -> dict[str, str]:
+    copy_of_all = await ad.new_group(range(world.size))
     mesh = await ad.new_mesh({"DP": world.size})
     model = nn.Linear(1, 1)
     async with AverageAllPolicy(model, torch.optim.SGD(model.parameters(), lr=0.1), average_every=1) as policy:
@@ -66,11 +84,12 @@ async def main(world: ad.World, die: Callable[[], None]) -> dict[str, str]:
         found = {name: await task for name, task in waiting.items()}
         found["psum"] = await told(ad.psum(torch.ones(1), "DP", mesh=mesh))
         found["step"] = await told(policy.step())
-    for name, call in calls(world).items():
+    for name, call in calls(world, copy_of_all).items():
         found[name] = await told(call())
     survivors = await ad.surviving_group()
     assert survivors.ranks == tuple(range(1, world.size))
     await ad.barrier(group=survivors)  # the others go on among themselves
+    await average(world)
     return found
 
 

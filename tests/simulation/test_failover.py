@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import random
 import time
 import weakref
 from collections import Counter
@@ -19,7 +20,7 @@ from torch import nn
 
 import asyncdist as ad
 import protocols
-from asyncdist.simulation import Fault, Kill, Partition, SimReport, Stall, simulate
+from asyncdist.simulation import Fault, Kill, Network, Partition, SimReport, Stall, simulate
 from protocols import AsyncSelectiveAveragingPolicy, AverageApplied, PolicyEvent, SelectiveStatistics, SnapshotTaken
 from protocols.selective import board, succession
 from protocols.selective.leadership import Leadership
@@ -452,3 +453,28 @@ def test_a_coordinator_keeps_its_task_where_members_pause_for_evaluations(is_res
 
     for statistics in simulate(main, ranks=4, strict=True).results[is_reserved:]:
         assert (statistics.coordinator_rank, statistics.epoch) == (0, 0)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_policy_starts_without_ranks_that_are_lost_before_it_or_while_it_starts(seed: int) -> None:
+    """No launcher starts them again; the others start all the same, and average."""
+    draws = random.Random(f"lost in the start {seed}")
+    ranks = draws.randint(2, 6)
+    late_s = [draws.choice((0.0, 1e-5, 1e-3)) for _ in range(ranks)]
+    victims = draws.sample(range(ranks), draws.randint(1, ranks - 1))
+    faults = [
+        Kill(rank, at_s=draws.choice((0.0, draws.uniform(0.0, 2e-4), draws.uniform(0.0, 1.2e-3)))) for rank in victims
+    ]
+
+    async def main(world: ad.World) -> Story:
+        await world.sleep(late_s[world.rank])
+        return await train(world, 40, start_timeout_s=5.0)
+
+    network = Network(loss_detection_s=draws.choice((1e-5, 1e-3, 0.1)))
+    report = simulate(main, ranks=ranks, seed=seed, faults=faults, network=network, until_s=100.0, strict=True)
+    live = sorted(set(range(ranks)) - set(victims))
+    for rank in live:
+        story = report.results[rank]
+        assert isinstance(story, Story), report.results
+        assert story.statistics is not None and story.statistics.coordinator_rank in live
+        assert story.statistics.last_round >= 2 or len(live) == 1
