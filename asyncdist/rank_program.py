@@ -22,8 +22,9 @@ from typing import Final
 PROGRAM: Final = os.path.abspath(__file__)
 #: Names the descriptor on which a rank tells its guardian where it is, in jobs that go on when ranks die.
 STARTED_VARIABLE: Final = "ASYNCDIST_STARTED_FD"
-#: What it tells: it is in a world, whose other ranks notice its death; it has left it in a way that they know of; its
-#: end is to be that of the job.
+#: What it tells: it opens a world, whose other ranks would wait for it; it is in that world, and they notice its death;
+#: it has left it in a way that they know of; its end is to be that of the job.
+OPENS_WORLD: Final = b"0"
 IN_WORLD: Final = b"1"
 LEFT_WORLD: Final = b"2"
 ENDS_JOB: Final = b"3"
@@ -112,7 +113,7 @@ class _Ending:
 
 
 def tell_guardian(news: bytes) -> bool:
-    """Tell the guardian of this rank ``IN_WORLD``, ``LEFT_WORLD`` or ``ENDS_JOB``; return whether one listens."""
+    """Tell the guardian of this rank one of the words above; return whether one listens."""
     global _guardian
     descriptor = os.environ.pop(STARTED_VARIABLE, "")  # it is not for programs that this rank starts
     if descriptor.isdecimal():

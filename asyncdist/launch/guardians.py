@@ -18,9 +18,10 @@ A rank of ``asyncdist run`` has two guardians above it, small processes that do 
 - Where a job is to go on when ranks die, a rank says on the descriptor STARTED (0 in other jobs) when it has joined the
   world, and when it has left it in a way that the others know of. mpirun does nothing about a rank that fails earlier,
   and the others would wait for it for ever: the outer guardian asks mpirun to end the job, as it does for a rank that
-  aborts it. Nor does it tell the others
+  aborts it, once for all ranks of the host. Nor does it tell the others
   of one that ends in between with an exit code: the outer guardian ends by SIGKILL then, of which they hear.
 
+It reads from the environment by itself where mpirun keeps the files of its job, since it is a program of its own.
 Only the standard library is imported, as in :mod:`asyncdist.environment`, and little of it: the guardians delay the
 start of a rank by 20 ms.
 """
@@ -46,6 +47,7 @@ GRACE_S: Final = 0.5
 _GONE_S: Final = 5.0
 _PERIOD_S: Final = 0.01
 #: As in :mod:`asyncdist.rank_program`.
+_OPENS_WORLD: Final = b"0"
 _IN_WORLD: Final = b"1"
 _ENDS_JOB: Final = b"3"
 # prctl(2)
@@ -186,15 +188,28 @@ def _tell_of_failure(code: int, parent: int, heard: int) -> int:
     news = b""
     with contextlib.suppress(BlockingIOError):  # nothing has been written
         news = os.read(heard, 1024)[-1:]
-    if not news:
+    if news in (b"", _OPENS_WORLD):
         how = f"exit code {code}" if code > 0 else f"signal {-code}"
         os.write(2, f"asyncdist: a rank ended before it had joined the others ({how}); the job ends\n".encode())
-    if news in (b"", _ENDS_JOB):
-        os.kill(parent, signal.SIGTERM)
+    if news in (b"", _OPENS_WORLD, _ENDS_JOB):
+        if _is_first_to_ask():
+            os.kill(parent, signal.SIGTERM)
     elif news == _IN_WORLD and code > 0:
         os.write(2, f"asyncdist: a rank ended with exit code {code} without leaving its world\n".encode())
         return -signal.SIGKILL
     return code
+
+
+def _is_first_to_ask() -> bool:
+    """Return whether no other guardian has asked mpirun to end the job: at a second signal it ends before its ranks."""
+    folder = os.environ.get("PMIX_SERVER_TMPDIR", "")  # mpirun makes it for the job, and removes it
+    try:
+        os.close(os.open(os.path.join(folder, "asyncdist-ends"), os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
+    except FileExistsError:
+        return False
+    except OSError:  # nothing is known of the others
+        return True
+    return True
 
 
 def _wait(child: int, parent: int, *, signals_group: bool) -> int | None:

@@ -13,8 +13,6 @@ import asyncio
 import contextlib
 import functools
 import importlib.util
-import secrets
-import struct
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -22,17 +20,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar, cast
 
-import torch
-
-from asyncdist import environment, tags, validation
-from asyncdist._version import __version__
-from asyncdist.collectives.groups import Group
-from asyncdist.collectives.membership import MembershipLog
-from asyncdist.collectives.nonblocking import Collectives
-from asyncdist.errors import AsyncdistError, DisagreementError, LateError, is_consequence
-from asyncdist.messaging import wire
+from asyncdist import environment, validation
+from asyncdist.errors import AsyncdistError, LateError, is_consequence
 from asyncdist.messaging.engine import Engine
-from asyncdist.messaging.services import Services
+from asyncdist.runtime import handshake
 from asyncdist.runtime.failure import FailureMonitor, end_late, fail, fail_alone, own_error, refuse
 from asyncdist.runtime.leaving import leave, report_leftovers
 from asyncdist.runtime.notebooks import call_beside_loop, is_loop_running
@@ -58,7 +49,6 @@ WATCHDOG_S: Final = 10.0
 STALL_S: Final = 300.0
 #: How long a failure waits for the peers to stop by themselves.
 GRACE_S: Final = 3.0
-_HELLO: Final = struct.Struct("<I60s")
 
 #: Takes the place of :func:`run` where something else hosts the ranks; is given main, its arguments and ``strict``.
 run_elsewhere: ContextVar[Callable[[Callable[..., Any], tuple[Any, ...], bool], Any] | None] = ContextVar(
@@ -286,7 +276,7 @@ async def _hosted(
     token = None
     try:
         try:
-            world = await _handshake(transport, engine, loop)
+            world = await handshake.meet_all(transport, engine, loop)
         except BaseException as caught:
             error = own_error(caught, None, interrupts, transport.rank)
             fail_alone(transport, error)
@@ -369,41 +359,6 @@ def _raise_as_it_is(error: BaseException) -> NoReturn:
         raise error
     finally:
         error.__context__ = context
-
-
-async def _handshake(transport: Transport, engine: Engine, loop: asyncio.AbstractEventLoop) -> World:
-    """Agree on the version and on the job's nonce, unless the transport knows it."""
-    group = Group(_everybody(transport.size), transport.rank, tags.COLLECTIVE_FIRST, transport.world_group)
-    nonce = transport.job_nonce
-    if nonce is None:
-        nonce = await _exchange_hellos(
-            transport.rank, group, Collectives(engine, transport.rank, loop.create_task, MembershipLog())
-        )
-    return World(Services(engine, loop, nonce), loop, nonce=nonce, group=group)
-
-
-@functools.lru_cache(8)
-def _everybody(size: int) -> tuple[int, ...]:
-    """Return all ranks, as one tuple for all ranks of a process: a simulation may have thousands."""
-    return tuple(range(size))
-
-
-async def _exchange_hellos(own_rank: int, group: Group, collectives: Collectives) -> int:
-    """Return rank 0's nonce. Raises DisagreementError where a rank runs another version."""
-    version = f"asyncdist {__version__}, frames {wire.VERSION}"
-    mine = _HELLO.pack(secrets.randbits(32), version.encode()[:60])
-    hellos = await collectives.all_gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8), group)
-    nonce = 0
-    for rank, hello in enumerate(hellos):
-        number, text = _HELLO.unpack(bytes(hello.numpy()))
-        nonce = number if rank == 0 else nonce
-        theirs = text.rstrip(b"\0").decode(errors="replace")
-        if theirs != version:
-            raise DisagreementError(
-                f"rank {own_rank} runs {version}, rank {rank} runs {theirs}; allowed: one version on all ranks",
-                rank=rank,
-            )
-    return nonce
 
 
 # -- a process --------------------------------------------------------------------------------------------------------

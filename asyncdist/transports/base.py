@@ -178,6 +178,8 @@ class Transport(abc.ABC):
         call_book: where the collectives that its ranks call are compared, if they are.
         job_nonce: where the ranks are known to be of one job and version, the number that they share; they need not
             agree on it then.
+        launch_nonce: a number that all ranks have from their launcher, and which they take where one is lost while they
+            meet; None where they have none.
     """
 
     name: str
@@ -188,6 +190,7 @@ class Transport(abc.ABC):
     may_return: bool = False
     collective_checker: CollectiveCheckerProtocol | None = None
     job_nonce: int | None = None
+    launch_nonce: int | None = None
 
     @abc.abstractmethod
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
@@ -265,6 +268,9 @@ class Transport(abc.ABC):
 
     def close_failed(self) -> None:  # noqa: B027 a backend that can release nothing alone does nothing
         """Release, after a failure, what needs neither the peers nor completed requests."""
+
+    def note_met(self) -> None:  # noqa: B027 only some have something to do
+        """Note that all ranks have opened their transports: this one has met them."""
 
     def set_doorbell(self, ring: Callable[[], None]) -> None:
         """Have ``ring`` called when a message has arrived, if ``capabilities.wakes``."""

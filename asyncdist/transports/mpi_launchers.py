@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 from asyncdist import environment, rank_program, slurm
@@ -71,6 +72,12 @@ def check_library(started: Launch, library: str) -> None:
 def survives_rank_loss(environ: Mapping[str, str] = environment.VARIABLES) -> bool:
     """Return whether this process is a rank of a job that goes on when ranks die: ``mpirun --with-ft ulfm``."""
     return environ.get(rank_program.SURVIVAL_VARIABLE) == "1" and bool(environ.get("OMPI_COMM_WORLD_SIZE"))
+
+
+def job_number(environ: Mapping[str, str] = environment.VARIABLES) -> int | None:
+    """Return a number of 32 bits that all ranks of this job have, and no other job of the host; None if unknown."""
+    name = environ.get("PMIX_NAMESPACE", "")
+    return zlib.crc32(name.encode()) if name else None
 
 
 def oversubscription_hint(environ: Mapping[str, str] = environment.VARIABLES) -> str | None:

@@ -25,6 +25,7 @@ from typing import Any, Final, NoReturn
 
 from asyncdist import rank_program
 from asyncdist.errors import AsyncdistError, RankLostError, TransportError
+from asyncdist.transports import mpi_launchers
 from asyncdist.transports.base import (
     ANY_SOURCE,
     Buffer,
@@ -54,7 +55,9 @@ class SurvivingMpiTransport(MpiMessages):
     """
 
     def __init__(self, check_library: Callable[[str], None] | None = None) -> None:
+        rank_program.tell_guardian(rank_program.OPENS_WORLD)
         super().__init__(check_library, finalizes=False)
+        self.launch_nonce = mpi_launchers.job_number()
         self.capabilities = Capabilities(
             native_collectives=False,
             survives_rank_loss=True,
@@ -67,7 +70,6 @@ class SurvivingMpiTransport(MpiMessages):
         self._lost: set[int] = set()
         self._lost_ranks: frozenset[int] = frozenset()
         self._listen: Callable[[int], None] = lambda _: None
-        rank_program.tell_guardian(rank_program.IN_WORLD)
 
     def _check_world(self) -> None:
         if not hasattr(self._mpi.Comm, "Ack_failed"):
@@ -106,6 +108,10 @@ class SurvivingMpiTransport(MpiMessages):
         self._listen = listen
         for rank in sorted(self._lost):
             listen(rank)
+
+    def note_met(self) -> None:
+        """Let the others hear of this rank's end from now on: none of them waits in a call of MPI that needs all."""
+        rank_program.tell_guardian(rank_program.IN_WORLD)
 
     def close(self) -> None:
         """Say goodbye, and wait until every rank that lives has said so, or is lost."""

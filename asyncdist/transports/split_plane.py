@@ -54,6 +54,7 @@ class TwoPlaneTransport(Transport):
         self.rank = control.rank
         self.size = control.size
         self.job_nonce = control.job_nonce
+        self.launch_nonce = control.launch_nonce
         ours, theirs = control.capabilities, bulk.capabilities
         self.capabilities = Capabilities(
             native_collectives=ours.native_collectives,
@@ -122,6 +123,10 @@ class TwoPlaneTransport(Transport):
             self._bulk.close_failed()
         finally:
             self._control.close_failed()
+
+    def note_met(self) -> None:
+        self._control.note_met()
+        self._bulk.note_met()
 
     def set_doorbell(self, ring: Callable[[], None]) -> None:
         self._control.set_doorbell(ring)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripts import killed_members, lost_members
+from scripts import killed_members, killed_starts, lost_members
 from support import mpi
 
 from asyncdist.launch import mpirun
@@ -79,6 +80,28 @@ def test_a_rank_that_dies_before_mpi_has_started_ends_the_job() -> None:
     """The others would wait for it in MPI_Init for ever."""
     result = run("before_mpi").check(returncode=None)
     assert "asyncdist: a rank ended before it had joined the others (signal 9); the job ends" in result.stderr
+
+
+@pytest.mark.parametrize(("victim", "moment"), [(0, 1e-6), (1, 0.005)])
+def test_a_rank_that_dies_while_the_world_opens_is_lost_or_ends_the_job_in_one_line(victim: int, moment: float) -> None:
+    """The others failed with a traceback each, and their guardians told mpirun to end more than once.
+
+    tests/scripts/killed_starts.py draws further moments.
+    """
+    end = json.dumps((victim, moment))
+    result = mpi.run_ranks(
+        4, SCRIPTS / "killed_starts.py", timeout_s=60, survive=True, env={killed_starts.END_VARIABLE: end}
+    )
+    if result.returncode:
+        assert result.stderr == "asyncdist: a rank ended before it had joined the others (signal 14); the job ends\n"
+    else:
+        assert result.stderr == f"rank {victim} is lost; the job goes on with 3 of 4 ranks\n"
+
+
+def test_the_others_open_their_world_when_a_rank_is_lost_that_has_opened_it() -> None:
+    result = run("lost_in_the_handshake").check()
+    assert result.reports == {1: [0], 2: [0]}
+    assert result.stderr == "rank 0 is lost; the job goes on with 2 of 3 ranks\n"
 
 
 def test_the_user_ends_a_job_that_has_lost_a_rank() -> None:

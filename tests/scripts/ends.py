@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import asyncdist as ad
-from asyncdist.runtime import run
+from asyncdist.runtime import handshake
 from protocols import AsyncSelectiveAveragingPolicy
 
 faulthandler.enable()
@@ -345,22 +345,22 @@ def late_to_the_handshake() -> None:
 
 def held_in_the_handshake() -> None:
     """MPI has started everywhere; rank 0 does not take part in the handshake."""
-    original = run._handshake
+    original = handshake.meet_all
 
-    async def handshake(*arguments: Any) -> Any:
+    async def hold(*arguments: Any) -> Any:
         ready(LAUNCHED_AS)
         if LAUNCHED_AS == 0:
             await asyncio.sleep(FOR_EVER_S)
         return await original(*arguments)
 
-    run._handshake = handshake
+    handshake.meet_all = hold
     ad.run(quiet_main)
 
 
 def of_another_version() -> None:
     """Rank 1 believes that it is."""
     if LAUNCHED_AS == 1:
-        run.__version__ = "9.9.9"
+        handshake.__version__ = "9.9.9"
     ad.run(quiet_main)
 
 

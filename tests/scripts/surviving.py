@@ -12,7 +12,9 @@ import torch
 from support.mpi import report
 
 import asyncdist as ad
-from asyncdist.runtime import run
+from asyncdist import rank_program
+from asyncdist.collectives.algorithms import by_messages
+from asyncdist.runtime import handshake
 
 NBYTES = 256 << 20
 
@@ -110,6 +112,24 @@ async def ends_well(world: ad.World) -> None:
     await world.sleep(0.1 * world.rank)
 
 
+async def who_is_lost(world: ad.World) -> None:
+    """Say who is lost when main begins, average, and agree with the others."""
+    report(world.rank, sorted(world.services.lost_ranks()))
+    survivors = await group_of_those_who_live(world)
+    await ad.barrier(group=survivors)
+
+
+def lose_in_the_handshake() -> None:
+    """Rank 0 has met all others, and dies before they hear of it."""
+
+    async def die_in_place_of_telling(*_: Any) -> None:
+        rank_program.tell_guardian(rank_program.IN_WORLD)  # as it does when it has met them
+        die()
+
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
+        by_messages.MessageCollectives.broadcast = die_in_place_of_telling  # type: ignore[method-assign, assignment]
+
+
 STORIES: dict[str, Callable[[ad.World], Awaitable[None]]] = {
     story.__name__: story
     for story in (
@@ -121,6 +141,7 @@ STORIES: dict[str, Callable[[ad.World], Awaitable[None]]] = {
         exits,
         interrupted,
         ends_well,
+        who_is_lost,
     )
 }
 
@@ -137,8 +158,11 @@ if __name__ == "__main__":
         assert MPI.COMM_WORLD.size > 1
         story = "all_others_die"
     if story == "of_another_version":
-        run.__version__ = f"version of rank {os.environ['OMPI_COMM_WORLD_RANK']}"
+        handshake.__version__ = f"version of rank {os.environ['OMPI_COMM_WORLD_RANK']}"
         story = "ends_well"
+    if story == "lost_in_the_handshake":
+        lose_in_the_handshake()
+        story = "who_is_lost"
     ad.run(STORIES[story])  # type: ignore[arg-type]
     print("after the world")
     if story == "ends_well" and len(sys.argv) > 2:
