@@ -101,7 +101,8 @@ def run(
         environ: the environment to start from.
 
     Returns:
-        0 if all ranks ended with it, the last process of each where they are started again; else the code of the
+        0 if all ranks ended with it, the last process of each where they are started again, and where others may come
+        but for those that were killed while others went on; else the code of the
         first that did not, 1 only if none ended with another soon after, and 128 and the signal's number if it was
         killed; or 128 and the number of the signal that the launcher was given.
 
@@ -194,6 +195,10 @@ class Restarts(Generic[P]):
         self.say(f"rank {rank} {why}; starting it again ({number + 1} of {self._count})")
         variables = {**self._environments[rank], environment.INCARNATION_VARIABLE: str(self._newest[rank])}
         return self._start(rank, variables)
+
+    def is_borne(self, others: int) -> bool:
+        """Return whether a killed rank that is not started again is no failure: others may come, and others go on."""
+        return self._is_open and not self.have_joined and others > 0
 
     def note_exit(self, rank: int, returncode: int) -> None:
         """Let the ranks know that the process of ``rank`` has ended, so that none goes on connecting to it."""
@@ -385,9 +390,9 @@ def supervise(processes: dict[int, P], events: queue.SimpleQueue[Event], again: 
                     continue
                 if again.goes_on and returncode < 0 and not victims:
                     started = again.start(rank, returncode, len(living))
-                    if started is None:
+                    if started is None and not again.is_borne(len(living)):
                         lost_code = lost_code or 128 - returncode
-                    else:
+                    elif started is not None:
                         processes[rank] = started
                         living.add(rank)
                     continue

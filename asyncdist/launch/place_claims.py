@@ -18,7 +18,9 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 import sys
+import time
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, Final
@@ -31,6 +33,10 @@ OVER: Final = "over"
 #: For torch, which waits for much longer where what listens is silent.
 _CONNECT_S: Final = 5.0
 _FREE: Final = "free "
+#: How often places are asked for again where some are free, though too few, and the longest pause between: of two that
+#: ask at the same moment each may have got some.
+_PAUSE_COUNT: Final = 5
+_PAUSE_S: Final = 0.3
 
 
 class ClaimError(Exception):
@@ -70,16 +76,27 @@ def claim(store: Any, count: int, version: str) -> dict[str, Any]:
         raise ClaimError(f"the job has asyncdist {job['version']}, and this is asyncdist {version}; allowed: the same")
     if store.check([OVER]):
         raise ClaimError("the job is over")
+    pause_count = 0
+    while len(places := _take_lowest(store, job["size"], count)) < count:
+        for rank, number in places:
+            store.set(f"place/{rank}", f"{_FREE}{number}")
+        if not places or pause_count == _PAUSE_COUNT:
+            break
+        pause_count += 1
+        time.sleep(_PAUSE_S * secrets.randbelow(100) / 100)  # another one may have done the same at this moment
+    else:
+        return {**job, "places": places}
+    raise ClaimError(f"{len(places)} of its {job['size']} places are free, and -n asks for {count}")
+
+
+def _take_lowest(store: Any, size: int, count: int) -> list[tuple[int, int]]:
+    """Take the lowest places that are free, up to so many; return rank and number of the start of each."""
     places: list[tuple[int, int]] = []
-    for rank in range(job["size"]):
+    for rank in range(size):
         number = _take(store, rank) if len(places) < count else None
         if number is not None:
             places.append((rank, number))
-    if len(places) < count:
-        for rank, number in places:
-            store.set(f"place/{rank}", f"{_FREE}{number}")
-        raise ClaimError(f"{len(places)} of its {job['size']} places are free, and -n asks for {count}")
-    return {**job, "places": places}
+    return places
 
 
 def _take(store: Any, rank: int) -> int | None:
@@ -118,19 +135,31 @@ def main(host: str, port: int, count: int, version: str) -> None:
     """Take places, and keep them until the launcher has ended."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+    is_store = False
     try:
         common = TCPStore(host, port, None, False, timedelta(seconds=_CONNECT_S), wait_for_workers=False)
+        is_store = True
         store = PrefixStore("asyncdist", common)
         found = claim(store, count, version)
     except (ClaimError, RuntimeError) as error:
-        why = str(error) if isinstance(error, ClaimError) else "what listens there is no store"
-        print(json.dumps({"error": why}), flush=True)
+        has_closed = is_store or not _listens(host, port)
+        unsaid = "the job is over" if has_closed else "what listens there is no store"
+        print(json.dumps({"error": str(error) if isinstance(error, ClaimError) else unsaid}), flush=True)
         return
     print(json.dumps(found), flush=True)
     try:
         keep(store, found["places"], sys.stdin)
     except RuntimeError:  # the store has closed
         return
+
+
+def _listens(host: str, port: int) -> bool:
+    """Return whether anybody listens there; the launcher has found somebody a moment ago."""
+    try:
+        socket.create_connection((host, port), timeout=_CONNECT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

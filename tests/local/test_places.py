@@ -92,6 +92,59 @@ def test_a_place_that_another_one_takes_first_is_not_taken_twice() -> None:
     assert states_of(store)[0] == "held by a rival"
 
 
+@pytest.mark.parametrize("moves_off", [True, False])
+def test_of_two_that_take_some_of_the_free_places_each_one_wins(
+    moves_off: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both were refused."""
+    store = job_of(["held", "free 1", "free 2"])
+    store.set("place/2", "held by a rival")
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        assert states_of(store)[1] == "free 1", "what it has taken is free meanwhile"
+        if moves_off:
+            store.set("place/2", "free 2")
+
+    monkeypatch.setattr(place_claims.time, "sleep", pause)
+    if moves_off:
+        assert claim(store, 2, VERSION)["places"] == [(1, 1), (2, 2)]
+        assert len(pauses) == 1
+    else:
+        with pytest.raises(ClaimError, match="1 of its 3 places are free"):
+            claim(store, 2, VERSION)
+        assert 1 < len(pauses) < 10
+
+
+class Closes:
+    """A store that closes at the first question."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def check(self, _: object) -> bool:
+        raise RuntimeError("Broken pipe")
+
+
+class Refuses:
+    """A store that cannot be connected to any more."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        raise RuntimeError("refused")
+
+
+@pytest.mark.parametrize("kind", [Closes, Refuses])
+def test_a_store_that_closes_at_this_moment_is_that_of_a_job_that_is_over(
+    kind: type, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It said that what listens there is no store."""
+    monkeypatch.setattr("torch.distributed.TCPStore", kind)
+    monkeypatch.setattr("torch.distributed.PrefixStore", lambda _, store: store)
+    place_claims.main("127.0.0.1", 1, 1, VERSION)  # where nobody listens
+    assert json.loads(capsys.readouterr().out) == {"error": "the job is over"}
+
+
 def test_places_of_which_a_launcher_has_said_nothing_are_free_when_it_has_ended() -> None:
     """It was killed: rank 1 was in its second process, rank 2 in its first; ranks 3 and 4 had ended before."""
     store = job_of(["held"] * 5)
@@ -359,8 +412,15 @@ def test_a_place_is_free_when_its_rank_was_killed_and_is_not_started_again() -> 
     job = Supervised({0: 0, 1: 0}, have_joined=False)
     job.processes[1].ends(-9)
     job.processes[0].ends(0)
-    assert job.run() == 137 and not job.started
+    assert job.run() == 0 and not job.started, "the job went on, and ended well"
     assert job.keeper.said == ["exited/1.0 ", "place/1 free 1", "exited/0.0 ", "place/0 left"]
+
+
+def test_the_last_rank_of_the_first_launcher_decides_its_exit_code() -> None:
+    job = Supervised({0: 0, 1: 0}, have_joined=False)
+    job.processes[1].ends(-9)
+    job.processes[0].ends(-9)
+    assert job.run() == 137
 
 
 def test_ranks_that_have_joined_are_started_again_in_their_places_and_counted_on() -> None:
