@@ -111,9 +111,18 @@ def test_a_place_is_taken_lost_and_taken_again(tmp_path: Path) -> None:
 
         last = told.launch("last", elsewhere, "--join", address)
         told.until("2.4")
-        (folder / "enough").touch()
-        assert (told.code(first), told.code(last)) == (0, 0), told.everything()
-        assert told.said("last") == "asyncdist run: joins as rank 2 of 3\n"
         assert told.said("first").count("\n") == 1, "nothing else happens to them"
+
+        os.kill(told.until("1.0")["pid"], signal.SIGKILL)  # one of the first launcher's own
+        while "rank 1 was killed by SIGKILL" not in told.said("first"):
+            assert time.monotonic() < told.give_up_at, told.everything()
+            time.sleep(0.02)
+        taking = told.launch("taking", elsewhere, "--join", address)
+        told.until("1.1")
+        (folder / "enough").touch()
+        assert [told.code(launcher) for launcher in (first, last, taking)] == [0, 0, 0], told.everything()
+        assert told.said("last") == "asyncdist run: joins as rank 2 of 3\n"
+        assert told.said("taking") == "asyncdist run: joins as rank 1 of 3\n"
+        assert told.said("first").count("\n") == 2
         reports = [json.loads(path.read_text()) for path in (folder / "reports").iterdir()]
     assert len(reports) == 3, reports
