@@ -38,7 +38,7 @@ from protocols import (
     ReplayBuffer,
     serve_replay_buffer,
 )
-from protocols.selective import leadership
+from protocols.selective import board
 
 RANK_COUNT: Final = 6
 KILLED: Final = (0, 3, 1)
@@ -140,7 +140,7 @@ def _early_bounds() -> Iterator[None]:
     """Let what is kept up to a bound reach it in a few phases: a run of weeks does."""
     bounds = ((demultiplexer, "ANSWERING_COUNT_MAX"), (demultiplexer, "CLOSED_SCOPE_COUNT_MAX"))
     with contextlib.ExitStack() as stack:
-        for module, name in (*bounds, (leadership, "LEFT_COUNT_MAX")):
+        for module, name in (*bounds, (board, "LEFT_COUNT_MAX")):
             stack.enter_context(mock.patch.object(module, name, 3))
         yield
 

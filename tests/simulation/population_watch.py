@@ -415,7 +415,7 @@ class _StopWatch:
 
 def reason_kind(reason: str) -> str:
     """A reason without its numbers."""
-    for start in ("the stream from rank", "round", "replaced at iteration"):
+    for start in ("the stream from rank", "round", "replaced at iteration", "the state of a member did not come"):
         if reason.startswith(start):
             tail = reason.partition("did not complete: ")[2]
             words = {"gave up": "aborted", "is gone": "donor lost", "in time": "timed out", "slots": "no slot"}

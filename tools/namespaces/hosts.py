@@ -4,10 +4,10 @@
     tools/hosts 3 --rate 200 mpirun --host host1,host2,host3 python train.py
 
 The hosts are called host1 to hostN. Each has a network card eth0 at a bridge, an address that /etc/hosts names, its own
-processes and its own shared memory; files are those of this machine, as on a cluster with a common file system. The
-command runs on the login node, where ``ssh HOST COMMAND`` works, and so does everything that starts its processes by
-ssh. There is no other network. It needs Linux, root, iproute2 and util-linux; where one of them, or namespaces, or tbf
-for ``--rate`` are not available, one line says so and the exit code is 77.
+processes and its own shared memory; files are those of this machine, as on a cluster with a common file system, but for
+temporary ones. The command runs on the login node, where ``ssh HOST COMMAND`` works, and so does everything that starts
+its processes by ssh. There is no other network. It needs Linux, root, iproute2 and util-linux; where one of them, or
+namespaces, or tbf for ``--rate`` are not available, one line says so and the exit code is 77.
 
 Nothing outlives it, also when it is killed: everything is in one PID namespace, whose first process the kernel kills
 with this one, and all others with that. Namespaces, cards and bridge vanish with the processes in them; none of them
@@ -38,6 +38,9 @@ NETWORK: Final = "10.213.77"
 _LOGIN_NUMBER: Final = 254
 #: Where a file system of this program's own is mounted for a moment; the directory exists on every Linux.
 _SCRATCH: Final = Path("/mnt")
+#: Where the job's temporary files are, for the login node and all hosts. Login nodes of two jobs have one name and the
+#: same process numbers, by which Open MPI names its files.
+_TEMPORARY: Final = Path("/media")
 _PROGRAMS: Final = {"ip": "iproute2", "nsenter": "util-linux", "mount": "util-linux"}
 #: The state of a bridge's port that passes packets on, and how long ports may take to reach it.
 _FORWARDING: Final = "3\n"
@@ -187,7 +190,7 @@ def _login(count: int, rate: int | None, command: Sequence[str], tell: int, sign
     finally:
         os.close(tell)
     names = " ".join(f"host{number}={pid}" for number, pid in hosts.items())
-    environ = {**os.environ, "PATH": _path(), "ASYNCDIST_HOSTS": names}
+    environ = {**os.environ, "PATH": _path(), "ASYNCDIST_HOSTS": names, "TMPDIR": str(_TEMPORARY)}
     child = os.fork()
     if child == 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, signals)
@@ -216,6 +219,7 @@ def _prepare(name: str, count: int) -> None:
         (_SCRATCH / "hosts").write_text("".join(f"{line}\n" for line in lines))
         _make("mount", "--bind", str(_SCRATCH / "hosts"), "/etc/hosts")
         _make("umount", "--lazy", str(_SCRATCH))
+        _make("mount", "-t", "tmpfs", "tmp", str(_TEMPORARY))
     encoded = name.encode()
     if _C.sethostname(encoded, len(encoded)) != 0:
         raise UnavailableError("the hosts cannot be given names")
