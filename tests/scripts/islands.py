@@ -61,7 +61,8 @@ def check(results: Any) -> None:
     """Weights of 9 come from rank 3, by rank 2 or 3, to the other island."""
     for rank in range(RANKS):
         found = results[rank]
-        assert (found["value"], found["island"], found["coordinator"]) == (9.0, rank // 2, 2 * (rank // 2)), found
+        assert (found["value"], found["island"]) == (9.0, rank // 2), found
+        assert found["coordinator"] // 2 == rank // 2, found  # a busy one may have handed over
         assert set(found["migrants"]) <= ({2, 3} if rank < 2 else {0, 1})
     assert set(results[0]["migrants"]) | set(results[1]["migrants"])
     assert results[2]["migration_count"] + results[3]["migration_count"] >= 1
