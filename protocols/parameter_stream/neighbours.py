@@ -84,7 +84,19 @@ class Neighbours:
         if reading.process is not None:
             self._readable.add(donor)
         elif location.tensors:
-            self._failures[donor] += donor not in self._readable
+            self.note_failure(donor)
+
+    def note_failure(self, donor: int) -> None:
+        """Stream the next snapshot of a donor that could not be read, and after some failures all that follow.
+
+        One that has just withdrawn its snapshot cannot be told from one that is out of reach.
+        """
+        self._readable.discard(donor)
+        self._failures[donor] += 1
+
+    def note_success(self, donor: int) -> None:
+        """Forget the failures of a donor whose snapshot has been read whole."""
+        del self._failures[donor]
 
     def close(self, slot: int) -> None:
         """Drop the answer that was asked for under that slot."""
@@ -117,6 +129,7 @@ class Reading:
         self._neighbours = neighbours
         self._slot = slot
         self._tensors: tuple[int, ...] | None = None
+        self._trial = torch.empty(1, dtype=torch.uint8, device="cpu")
         self.donor = donor
         self.process: PeerProcess | None = None
         self.received_nbytes = 0
@@ -126,9 +139,13 @@ class Reading:
         self._tensors = location.tensors
         if location.tensors:
             try:
-                self.process = PeerProcess(location.pid, location.address, location.token)
+                process = PeerProcess(location.pid, location.address, location.token)
+                for address in filter(None, location.tensors):  # memory that a device has pinned may be out of reach
+                    process.read(address, self._trial.data_ptr(), self._trial.nbytes)
             except OSError as error:  # of another host, or not allowed
                 logger.debug("rank %d cannot be read: %s", self.donor, error)
+            else:
+                self.process = process
         self._services.engine.recheck()
 
     async def located(self, *, deadline: float | None) -> None:
@@ -164,8 +181,13 @@ class Reading:
         try:
             self.process.read(self._tensors[number] + first * into.itemsize, into.data_ptr(), into.nbytes)
         except (OSError, IndexError) as error:
+            self._neighbours.note_failure(self.donor)
             raise self._aborted(f"has withdrawn its snapshot, or cannot be read: {error}") from error
         self.received_nbytes += into.nbytes
+
+    def complete(self) -> None:
+        """Note that all has been read."""
+        self._neighbours.note_success(self.donor)
 
     def close(self) -> None:
         """Expect no answer any more."""
@@ -198,6 +220,7 @@ class PartReading:
         for piece in self._pieces:
             self._reading.read(*piece)
             await yield_to_loop()
+        self._reading.complete()
 
     def finish(self, cancel: object = None) -> None:
         """Expect no answer any more; nobody need be told."""

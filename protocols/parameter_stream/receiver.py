@@ -288,3 +288,4 @@ class SnapshotReceiver:
                 await yield_to_loop()
                 if self._services.time() > deadline:
                     raise TimeoutError(f"rank {reading.donor}'s snapshot was not read in time")
+        reading.complete()

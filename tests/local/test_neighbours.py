@@ -67,7 +67,10 @@ async def test_the_first_round_is_streamed_and_the_next_ones_are_read_with_the_s
 
 
 async def test_what_can_be_read_and_what_cannot_make_one_average() -> None:
-    """Ranks 2 and 5 are of another host: their answers cannot be used, and after some they are not asked for any."""
+    """Rank 2 is of another host, and what rank 5 gives is out of reach, as memory that a device has pinned may be.
+
+    Their answers cannot be used, and after some they are not asked for any.
+    """
     async with parties() as party:
         asked: list[int] = []
         for donor in (2, 5):
@@ -75,7 +78,8 @@ async def test_what_can_be_read_and_what_cannot_make_one_average() -> None:
 
             def locate(location: Location, dest: int, round: int = 0, desk: Any = desk, donor: int = donor) -> None:
                 asked.append(donor)
-                desk.channel.send_nowait(dataclasses.replace(location, token=bytes(16)), dest, round=round)
+                odd = {"token": bytes(16)} if donor == 2 else {"tensors": (8,) * len(location.tensors)}
+                desk.channel.send_nowait(dataclasses.replace(location, **odd), dest, round=round)  # type: ignore[arg-type]
 
             desk._locate = locate  # type: ignore[method-assign]
         for number in range(TRIAL_COUNT + 2):
@@ -126,6 +130,16 @@ async def test_a_donor_that_withdraws_at_any_moment_is_named_or_has_given_its_sn
         if "read" in endings:
             break
     assert endings == {"aborted", "read"}
+
+
+async def test_snapshots_that_are_withdrawn_while_they_are_read_are_streamed_then_and_read_again() -> None:
+    async with parties() as party:
+        await averaged(party)
+        of = party.desks[0].neighbours
+        of.note_failure(3)
+        assert (await averaged(party)).donor == 5 and 3 in of._readable
+        intake = await averaged(party)
+        assert intake.read_nbytes == intake.received_nbytes and not +of._failures
 
 
 async def test_a_donor_that_is_lost_before_it_answers_is_named() -> None:
