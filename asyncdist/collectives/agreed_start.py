@@ -122,6 +122,9 @@ class Start(Generic[T]):
         except asyncio.CancelledError:
             await self._give_up(task, is_held=is_held)
             raise
+        except Exception:
+            await yield_to_loop()  # likewise
+            raise
 
     async def _give_up(self, task: asyncio.Task[None], *, is_held: bool) -> None:
         if not self._outcome.cancelled():  # the work was done in the moment of the cancellation
