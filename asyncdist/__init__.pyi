@@ -1,6 +1,6 @@
 """The public names of asyncdist, each with the module that it is imported from on its first use."""
 
-from . import errors as errors, simulation as simulation
+from . import blocking as blocking, errors as errors, simulation as simulation
 from ._version import __version__ as __version__
 from .collectives.groups import Group as Group
 from .errors import (

@@ -15,9 +15,10 @@ import functools
 import importlib.util
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar, cast
 
 from asyncdist import environment, validation
@@ -113,7 +114,7 @@ def run(
         BaseException: what ``main`` raised, or an ExceptionGroup with what its spawned tasks raised.
     """
     try:
-        watchdogs = _watchdog_options(watchdog_s, stall_s, stall_aborts)
+        watchdogs = watchdog_options(watchdog_s, stall_s, stall_aborts)
         _check_options(transport, ranks, loop, grace_s, bulk)
         elsewhere = run_elsewhere.get()
         opened = _open_here(transport, bulk, ranks) if elsewhere is None else None
@@ -173,7 +174,7 @@ def run_local(
     Raises:
         BaseException: what the first rank to fail raised.
     """
-    watchdogs = _watchdog_options(watchdog_s, stall_s, stall_aborts)
+    watchdogs = watchdog_options(watchdog_s, stall_s, stall_aborts)
     _check_options("local", ranks, loop, GRACE_S)
     return _run_local(main, args, ranks, loop, strict=strict, watchdogs=watchdogs)
 
@@ -253,13 +254,43 @@ async def open_world(
             f"ranks is {ranks!r}, and the block of open_world is run by one rank: put it into a main, and host several "
             f"with asyncdist.run(main, transport='local', ranks={ranks!r}), in a notebook too"
         )
-    watchdogs = _watchdog_options(watchdog_s, stall_s, stall_aborts)
+    watchdogs = watchdog_options(watchdog_s, stall_s, stall_aborts)
     select.check_bulk(bulk, transport)
     started = select.detect(transport)
     chosen = started.transport
     opened = LocalHub(1).transport(0) if chosen == "local" else select.open_transport(chosen, bulk, started)
     async with _hosted(opened, Interrupts(), grace_s=grace_s, strict=strict, watchdogs=watchdogs) as world:
         yield world
+
+
+def prepare_rank(
+    caller: FrameType,
+    *,
+    transport: TransportName,
+    bulk: BulkName | None,
+    grace_s: float,
+    strict: bool,
+    watchdogs: WatchdogOptions,
+) -> Callable[[Interrupts], AbstractAsyncContextManager[World]]:
+    """Open the transport for a rank whose main is the body of a context, as :func:`run` does.
+
+    Args:
+        caller: the frame of the user's call, for errors.
+        transport, bulk, grace_s, strict, watchdogs: as there.
+
+    Returns:
+        What makes that context, to be entered on a loop.
+    """
+    try:
+        _check_options(transport, None, None, grace_s, bulk)
+        opened = _open_here(transport, bulk, None) or LocalHub(1).transport(0)
+    except LateError as late:
+        end_late(late)
+    except (ValueError, AsyncdistError) as refusal:
+        refuse(refusal, caller)
+        refusal.__traceback__ = None  # its words say it all
+        raise
+    return functools.partial(_hosted, opened, grace_s=grace_s, strict=strict, watchdogs=watchdogs)
 
 
 # -- one rank ---------------------------------------------------------------------------------------------------------
@@ -430,7 +461,8 @@ def _loop_of(name: LoopName | None) -> Iterator[asyncio.AbstractEventLoop]:
         yield runner.get_loop()
 
 
-def _watchdog_options(watchdog_s: float, stall_s: float | None, stall_aborts: bool) -> WatchdogOptions:
+def watchdog_options(watchdog_s: float, stall_s: float | None, stall_aborts: bool) -> WatchdogOptions:
+    """Return how long a rank may stand still, from the options of :func:`run`."""
     chosen = environment.stall_s() if stall_s is None else stall_s
     if chosen is None:
         return WatchdogOptions(watchdog_s, STALL_S, stall_aborts, collectives_alone=True)
@@ -449,5 +481,4 @@ def _check_options(
     if loop not in (None, "uvloop", "asyncio"):
         raise ValueError(f"loop is {loop!r}; allowed are 'uvloop', 'asyncio'")
     validation.seconds("grace_s", grace_s, finite=False)
-    if is_loop_running():
-        refuse_inside_a_world()
+    refuse_inside_a_world()

@@ -35,11 +35,13 @@ class Interrupts:
 
     Attributes:
         received: the number of the signal that came, or None.
+        raises_at_once: whether the first signal, too, is raised where the program is: no task of a loop would hear.
     """
 
     def __init__(self, *, spares_process: bool = False) -> None:
         self._spares_process = spares_process
         self.received: int | None = None
+        self.raises_at_once = False
         self._is_pending = False  # it has come, and no task has been cancelled for it yet
         self._previous: dict[int, Any] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -95,10 +97,11 @@ class Interrupts:
         return self._previous[number]
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if self.received is not None and self._spares_process:
-            raise interrupt_error(number)
-        if self.received is not None:
+        if self.received is not None and not self._spares_process:
             exit_immediately(128 + number)
+        if self.received is not None or self.raises_at_once:
+            self.received = self.received or number
+            raise interrupt_error(number)
         self.received = number
         self._is_pending = True
         if self._loop is not None:

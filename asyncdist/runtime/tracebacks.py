@@ -25,10 +25,10 @@ _MACHINERY: Final = (
 )
 #: The modules of the frames between a rank's host and the group in which it raises the errors of spawned tasks.
 _OF_A_GROUP: Final = (*_MACHINERY, "asyncio.taskgroups", "contextlib")
-#: The function that calls a rank's main.
-_HOST: Final = ("asyncdist.runtime.run", "host_rank")
+#: The functions that call a rank's main, or code without an event loop.
+_HOSTS: Final = (("asyncdist.runtime.run", "host_rank"), ("asyncdist.blocking.callers", "_serve"))
 #: What may stand between the two.
-_WRAPPER: Final = ("asyncdist.launch.rank_process", "_with_groups")
+_WRAPPERS: Final = (("asyncdist.launch.rank_process", "_with_groups"), ("asyncdist.blocking.world", "open_world"))
 #: The function that it calls first; a refusal names the user's line in its text.
 _REFUSAL: Final = ("asyncdist.validation", "main_function")
 
@@ -76,11 +76,11 @@ def user_traceback(error: BaseException) -> TracebackType | None:
         function = module, trace.tb_frame.f_code.co_name
         if found is trace and function == _REFUSAL:
             return None
-        if function == _HOST or (found is trace and function == _WRAPPER):
+        if function in _HOSTS or (found is trace and (function in _WRAPPERS or module in _MACHINERY)):
             found = trace.tb_next
         elif found is None and module not in _MACHINERY:
             found = trace
-        raised = trace if module == _HOST[0] else None
+        raised = trace if module == _HOSTS[0][0] else None
         is_in_user_code = is_in_user_code or module not in _OF_A_GROUP
         trace = trace.tb_next
     return found or raised if is_in_user_code else None

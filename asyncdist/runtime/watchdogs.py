@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 from asyncdist import validation
 from asyncdist.errors import StallError
@@ -19,6 +20,8 @@ logger = logging.getLogger("asyncdist.runtime.watchdogs")
 #: Coroutines of asyncio that end by themselves, after a time or when a thread has ended. Nothing else tells their
 #: futures from those that a peer or the user settles.
 _TIMED: Final = frozenset({asyncio.sleep.__code__, asyncio.to_thread.__code__})
+#: Of a main that awaits what code without an event loop calls: returns the frame of that code, or one that it called.
+frame_of_caller: Final[WeakKeyDictionary[asyncio.Task[Any], Callable[[], types.FrameType | None]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,8 +272,15 @@ def _name(awaited: Any) -> str:
 
 
 def _frames(task: asyncio.Task[Any]) -> list[types.FrameType]:
-    """Return the frames of a task, from its coroutine to the innermost; ``Task.get_stack`` has the first alone."""
-    frames = []
+    """Return the frames of a task, from its coroutine to the innermost; ``Task.get_stack`` has the first alone.
+
+    Before them, that of the blocking code whose call the task awaits, if there is such code.
+    """
+    of_caller = frame_of_caller.get(task)
+    frame = None if of_caller is None else of_caller()
+    while frame is not None and _is_library(frame):
+        frame = frame.f_back
+    frames = [] if frame is None else [frame]
     coroutine: Any = task.get_coro()
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
         frames.append(frame)

@@ -154,6 +154,25 @@ class World:
         return self._transport.hostname
 
     @property
+    def local_rank(self) -> int:
+        """This rank's number among those of its host, from 0, as its launcher has it."""
+        return self._transport.local_rank
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank: the GPU whose index is ``local_rank``, of those that it sees; the CPU without one.
+
+        Where ranks of a host are more than GPUs, they share them; a rank that sees one GPU has that.
+        """
+        count = torch.cuda.device_count()
+        return torch.device("cuda", self.local_rank % count) if count else torch.device("cpu")
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether this is a rank of a simulation: what it writes, it writes for real, and beside all others."""
+        return self.virtual_clock is not None
+
+    @property
     def shares_memory(self) -> bool:
         """Whether there are other ranks, which may map this one's memory where they are on its host."""
         return self.size > 1 and self._transport.capabilities.shares_memory

@@ -9,6 +9,7 @@ of script, arguments, ranks, seed and faults.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import io
 import itertools
 import json
@@ -25,13 +26,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, get_args
 
+import greenlet
 import msgspec
 import numpy as np
 import torch
 
 from asyncdist import rank_program
+from asyncdist.blocking.callers import SwitchingCaller, ask_for_world
 from asyncdist.runtime.run import run_elsewhere
 from asyncdist.runtime.tracebacks import format_error
+from asyncdist.runtime.world import World
 from asyncdist.simulation.determinism.entropy import entropy_from
 from asyncdist.simulation.exploration.explore import (
     TAIL_EVENT_COUNT,
@@ -248,7 +252,7 @@ def _execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
             np.random.seed(number % 2**32)
             torch.manual_seed(number)
             host.remember_random()
-            runpy.run_path(script.path, run_name="__main__")
+            _run_main(script.path, host)
             if not host.call_count:
                 raise _never_ran(script)
     except SystemExit as caught:
@@ -268,6 +272,39 @@ def _execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
         raise error
     report = error.report if isinstance(error, STOPPED) else host.report
     return _Ended(error, report, bool(host.call_count))
+
+
+def _run_main(path: str, host: _Host) -> None:
+    """Run the script as ``__main__``.
+
+    One that opens its world without a main is, where it does so, rank 0 from its beginning. The other ranks run it too,
+    each on a stack of its own: before they open their world as well.
+    """
+
+    def run() -> object:
+        return runpy.run_path(path, run_name="__main__")
+
+    async def main(world: World) -> None:
+        caller = SwitchingCaller(world, is_of_script=True)
+        if world.rank or world.incarnation:
+            await caller.run(run)
+        else:
+            await caller.go_on(first)
+
+    def ask() -> SwitchingCaller:
+        caller: SwitchingCaller = here.switch()
+        return caller
+
+    here, first = greenlet.getcurrent(), greenlet.greenlet(run)
+    first.gr_context = contextvars.copy_context()
+    first.gr_context.run(ask_for_world.set, ask)
+    first.switch()
+    if not first.dead:
+        program, argument = sys.modules["__main__"], sys.argv[0]
+        try:
+            host(main, (), strict=False)
+        finally:
+            sys.modules["__main__"], sys.argv[0] = program, argument
 
 
 def _is_end_by_signal(error: BaseException, report: SimReport | None) -> bool:

@@ -54,6 +54,11 @@ class SimTransport(Transport):
     def hostname(self) -> str:
         return f"host{self._fabric.network.host_of(self.rank)}"
 
+    @property
+    def local_rank(self) -> int:
+        host_of = self._fabric.network.host_of
+        return sum(host_of(rank) == host_of(self.rank) for rank in range(self.rank))
+
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         return self._fabric.send(buffer, self.rank, dest, tag)
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
+from asyncdist import environment
 from asyncdist.transports.persistent_send import PersistentSend
 
 ANY_SOURCE: Final = -1
@@ -220,6 +221,12 @@ class Transport(abc.ABC):
     def hostname(self) -> str:
         """Name of the host that this rank is on."""
         return socket.gethostname()
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number among those of its host; its rank where nothing says so."""
+        number = environment.local_rank()
+        return self.rank if number is None else number
 
     @property
     def world_group(self) -> GroupHandle | None:

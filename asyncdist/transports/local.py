@@ -85,6 +85,10 @@ class LocalTransport(MatchedTransport):
         super().__init__(rank, hub.size, hub.matchers[rank].callbacks, capabilities)
         self._matcher = hub.matchers[rank]
 
+    @property
+    def local_rank(self) -> int:
+        return self.rank
+
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         return self._hub.send(buffer, self.rank, dest, tag)
 

@@ -16,19 +16,20 @@ from typing import Any
 
 import pytest
 import torch
-from scripts import worlds
+from scripts import worlds, worlds_blocking
 from support import mpi, torchrun, warm
 
 import asyncdist as ad
 from asyncdist.launch import mpirun
 
 SCRIPT = Path(worlds.__file__)
+BLOCKING = Path(worlds_blocking.__file__)
 RANKS = 3
 TIMEOUT_S = 300.0  # most starts import torch three times
 
 LAUNCH_SUBPROCESSES = f"""
 import asyncdist as ad
-from scripts import worlds
+from scripts import worlds, worlds_blocking
 if __name__ == "__main__":
     ad.launch_subprocesses(worlds.main, ad.MultiprocessConfig(world_size={RANKS}))
 """
@@ -84,9 +85,9 @@ def plain_mpirun() -> tuple[list[str], dict[str, str]]:
     return command, mpirun.build_environment(flavour, {}, ranks=RANKS, threads=1)
 
 
-def asyncdist_run(*options: str) -> tuple[list[str], dict[str, str]]:
+def asyncdist_run(*options: str, script: Path = SCRIPT) -> tuple[list[str], dict[str, str]]:
     """Ranks start warm: those of mpirun, torchrun and the demo show that cold ones work, in one world each."""
-    program = warm.command(SCRIPT, (), mpi.base_environment(), {})
+    program = warm.command(script, (), mpi.base_environment(), {})
     return [sys.executable, "-m", "asyncdist", "run", *options, "-n", str(RANKS), *program], {}
 
 
@@ -99,6 +100,15 @@ def asyncdist_run_on_torch() -> tuple[list[str], dict[str, str]]:
     return asyncdist_run("--transport", "torch")
 
 
+def blocking_on_mpi() -> tuple[list[str], dict[str, str]]:
+    mpi.require_mpi()
+    return asyncdist_run(script=BLOCKING)
+
+
+def blocking_on_torch() -> tuple[list[str], dict[str, str]]:
+    return asyncdist_run("--transport", "torch", script=BLOCKING)
+
+
 def torch_run() -> tuple[list[str], dict[str, str]]:
     options = ["--standalone", "--nproc-per-node", str(RANKS)]
     return [sys.executable, "-m", "torch.distributed.run", *options, str(SCRIPT)], {}
@@ -108,8 +118,12 @@ def launch_subprocesses() -> tuple[list[str], dict[str, str]]:
     return [sys.executable, "-c", LAUNCH_SUBPROCESSES], {}
 
 
-def asyncdist_sim() -> tuple[list[str], dict[str, str]]:
-    return [sys.executable, "-m", "asyncdist", "sim", str(SCRIPT), "--ranks", str(RANKS), "--seed", "7"], {}
+def asyncdist_sim(script: Path = SCRIPT) -> tuple[list[str], dict[str, str]]:
+    return [sys.executable, "-m", "asyncdist", "sim", str(script), "--ranks", str(RANKS), "--seed", "7"], {}
+
+
+def blocking_in_sim() -> tuple[list[str], dict[str, str]]:
+    return asyncdist_sim(BLOCKING)
 
 
 @pytest.mark.timeout(TIMEOUT_S + 60)
@@ -122,6 +136,9 @@ def asyncdist_sim() -> tuple[list[str], dict[str, str]]:
         (torch_run, "torch"),
         (launch_subprocesses, "torch"),
         (asyncdist_sim, "sim"),
+        pytest.param(blocking_on_mpi, "mpi", marks=pytest.mark.mpi),
+        (blocking_on_torch, "torch"),
+        (blocking_in_sim, "sim"),
     ],
 )
 def test_every_way_to_start_three_ranks_ends_with_the_same_bits(
@@ -139,8 +156,9 @@ def test_ranks_that_are_told_by_variables_alone() -> None:
 
 
 @pytest.mark.timeout(TIMEOUT_S + 60)
-def test_python_alone_is_one_rank_and_nothing_changes_its_weights() -> None:
-    result = torchrun.run_jobs([([sys.executable, str(SCRIPT)], {})], TIMEOUT_S).check()
+@pytest.mark.parametrize("script", [SCRIPT, BLOCKING])
+def test_python_alone_is_one_rank_and_nothing_changes_its_weights(script: Path) -> None:
+    result = torchrun.run_jobs([([sys.executable, str(script)], {})], TIMEOUT_S).check()
     assert result.stderr == ""
     assert told(result.stdout) == {"world": "local", "ranks": 1, "weights": by_hand(1)}
 
@@ -154,10 +172,11 @@ def told(output: str) -> Any:
 # -- in this process --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("main", [worlds.main, ad.blocking.hosted(worlds_blocking.main)], ids=["awaited", "blocking"])
 @pytest.mark.parametrize("ranks", [1, 2, RANKS])
-def test_hosted_on_one_loop(ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ad.run(worlds.main, transport="local", ranks=ranks, strict=True) == by_hand(ranks)
-    assert ad.run_local(worlds.main, ranks=ranks, strict=True) == [by_hand(ranks), *[None] * (ranks - 1)]
+def test_hosted_on_one_loop(ranks: int, main: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ad.run(main, transport="local", ranks=ranks, strict=True) == by_hand(ranks)
+    assert ad.run_local(main, ranks=ranks, strict=True) == [by_hand(ranks), *[None] * (ranks - 1)]
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
@@ -166,3 +185,5 @@ def test_simulated(seed: int) -> None:
     for ranks in (1, 2, RANKS):
         report = ad.simulate(worlds.main, ranks=ranks, seed=seed, strict=True)
         assert report.value() == by_hand(ranks)
+        without_loop = ad.simulate(ad.blocking.hosted(worlds_blocking.main), ranks=ranks, seed=seed, strict=True)
+        assert (without_loop.value(), without_loop.trace_digest) == (report.value(), report.trace_digest)

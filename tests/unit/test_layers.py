@@ -24,8 +24,9 @@ FOLDERS: dict[str, set[str]] = {
     "spmd": {"tensors", "transports", "messaging", "collectives", "runtime"},
     "functional": {"tensors", "transports", "messaging", "collectives", "runtime", "spmd"},
     "launch": {"tensors", "transports", "messaging", "collectives", "runtime", "spmd", "functional"},
-    "simulation": {"tensors", "transports", "messaging", "collectives", "runtime"},
-    "face": {"tensors", "transports", "runtime", "launch", "simulation"},
+    "blocking": {"collectives", "runtime", "spmd", "functional"},
+    "simulation": {"tensors", "transports", "messaging", "collectives", "runtime", "blocking"},
+    "face": {"tensors", "transports", "runtime", "launch", "blocking", "simulation"},
 }
 #: Modules of ``asyncdist/`` itself that everybody may import; the others there are the face that users see.
 GROUND = {

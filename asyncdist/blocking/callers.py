@@ -1,0 +1,344 @@
+"""Lets code without an event loop await coroutines as calls that block, on the same thread.
+
+A rank's coroutines run in the task of its main, in both ways to host such code:
+
+- :class:`LoopCaller`, one rank in a process of its own: the loop runs while a call blocks, and stands still between two
+  calls, as it does while an ``async def main`` computes. The code is the caller's own, and may be a whole script.
+- :class:`SwitchingCaller`, where several ranks share a thread, in a simulation or on one loop: the code runs inside
+  main, on a stack of its own (a greenlet), which is left when a call blocks, and entered again when it has its result.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+import inspect
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, ParamSpec, TypeAlias, TypeVar, cast
+
+import greenlet
+
+from asyncdist.errors import ClosedError, LocalProtocolError
+from asyncdist.runtime.notebooks import is_loop_running
+from asyncdist.runtime.signals import Interrupts
+from asyncdist.runtime.watchdogs import frame_of_caller
+from asyncdist.runtime.world import World, current_world
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: Of the code that runs here, where it has no event loop of its own.
+_current: ContextVar[Caller] = ContextVar("asyncdist_blocking_caller")
+#: Where a script that opens its world without a main is run by each of many ranks: returns the rank of this one.
+ask_for_world: ContextVar[Callable[[], Caller] | None] = ContextVar("asyncdist_ask_for_world", default=None)
+
+
+def find_caller() -> Caller | None:
+    """Return what awaits coroutines for the code that runs here; None outside of worlds without an event loop."""
+    caller = _current.get(None)
+    return caller if caller is not None and caller.is_open else None
+
+
+def current_caller(what: str) -> Caller:
+    """Return what awaits coroutines for the code that runs here.
+
+    Args:
+        what: the call that needs it, for the error.
+
+    Raises:
+        LocalProtocolError: a coroutine of a rank calls; it can await.
+        RuntimeError: there is no world here.
+    """
+    caller = find_caller()
+    if caller is not None:
+        return caller
+    if _is_in_a_rank():
+        raise LocalProtocolError(f"{what} blocks, and this is a coroutine: await asyncdist.{what} here")
+    raise RuntimeError(
+        f"no world here for {what}: call it inside with asyncdist.blocking.open_world(), or in what "
+        "asyncdist.blocking.run calls"
+    )
+
+
+def _is_in_a_rank() -> bool:
+    try:
+        return current_world().is_open
+    except RuntimeError:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome(Generic[T]):
+    """Holds what came of a call: a value, or an error."""
+
+    value: T | None = None
+    error: BaseException | None = None
+
+    def result(self) -> T:
+        if self.error is not None:
+            raise self.error
+        return cast(T, self.value)
+
+
+async def _outcome_of(fn: Callable[[], Any]) -> _Outcome[Any]:
+    """Call ``fn``, and await what it returns where that can be awaited."""
+    try:
+        made = fn()
+        return _Outcome(await made if inspect.isawaitable(made) else made)
+    except BaseException as error:
+        return _Outcome(error=error)
+
+
+class Caller(abc.ABC):
+    """Awaits coroutines in the task of a rank's main.
+
+    Attributes:
+        world: of that rank.
+    """
+
+    world: World
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._is_calling = False
+        self._thread = threading.get_ident()
+
+    def call(self, fn: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call ``fn`` in the task of main, await what it returns, if that can be awaited, and return what comes of it.
+
+        Raises:
+            ClosedError: the world is closed.
+            LocalProtocolError: in another thread than the rank's, or inside another such call.
+            BaseException: what was raised there; what ended the job.
+        """
+        if not self.is_open or self._is_calling or threading.get_ident() != self._thread:
+            self._refuse()
+        self._is_calling = True
+        try:
+            return self._await_in_main(lambda: fn(*args, **kwargs)).result()
+        finally:
+            self._is_calling = False
+
+    def _refuse(self) -> NoReturn:
+        if not self.is_open:
+            raise ClosedError("this world is closed")
+        if self._is_calling:
+            raise LocalProtocolError(
+                "a blocking call inside another one, which is under way: await the coroutine here", rank=self.world.rank
+            )
+        raise LocalProtocolError(
+            f"a blocking call in thread {threading.current_thread().name!r}: a rank's calls are made in the thread "
+            "that opened its world",
+            rank=self.world.rank,
+        )
+
+    @abc.abstractmethod
+    def _await_in_main(self, fn: Callable[[], Awaitable[T]]) -> _Outcome[T]:
+        """Call ``fn`` in the task of main, and await what it returns."""
+
+
+#: What the code calls, or None at its end, and what waits for the outcome.
+_Call: TypeAlias = tuple[Callable[[], Any] | None, asyncio.Future[_Outcome[Any]]]
+
+
+@contextlib.contextmanager
+def entered(awaited: AbstractAsyncContextManager[T], caller: Caller) -> Iterator[T]:
+    """Enter an asynchronous context for the length of a block."""
+    with contextlib.ExitStack() as exits:
+        given = caller.call(awaited.__aenter__)
+        exits.push(lambda *error: caller.call(awaited.__aexit__, *error))
+        yield given
+
+
+# -- one rank in a process of its own ---------------------------------------------------------------------------------
+
+
+class LoopCaller(Caller):
+    """Runs a loop of its own while a call blocks.
+
+    Args:
+        open_world: makes the context in which the rank is hosted; it is given what signals do meanwhile.
+    """
+
+    def __init__(self, open_world: Callable[[Interrupts], AbstractAsyncContextManager[World]]) -> None:
+        super().__init__()
+        self._open_world = open_world
+        self._interrupts = Interrupts(spares_process=is_loop_running())
+        # asyncio's own: uvloop takes 30 us to run for a moment, and most calls take a few.
+        self._runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)
+        self._loop: asyncio.AbstractEventLoop
+        self._host: asyncio.Task[_Outcome[None]]
+        self._next: _Call | None = None
+        self._waiter: asyncio.Future[None]  # main waits for it while there is no call
+        self._error: BaseException | None = None  # that of the block, with which main ends
+        self._is_over = False
+
+    def open(self) -> None:
+        """Open the world. Raises what keeps it from opening."""
+        self._interrupts.__enter__()
+        try:
+            with aside():
+                self._loop = loop = self._runner.get_loop()
+                self._waiter = loop.create_future()
+                opened: asyncio.Future[None] = loop.create_future()
+                self._host = loop.create_task(self._host_rank(opened), name="main")
+                self._interrupts.cancel_on_first(loop, [self._host])
+                loop.run_until_complete(asyncio.wait((self._host, opened), return_when=asyncio.FIRST_COMPLETED))
+            if self._host.done():
+                self._host.result().result()
+        except BaseException:
+            self._end()
+            raise
+        self.is_open = True
+        self._interrupts.raises_at_once = True
+
+    def close(self, error: BaseException | None) -> None:
+        """Leave the world, or end it with the error of the block. Raises what main ends with, if it is another one."""
+        self._interrupts.raises_at_once = False
+        self.is_open = False
+        self._error = error
+        try:
+            with aside():
+                self._put(None)
+                while not self._host.done():
+                    self._loop.run_until_complete(asyncio.wait((self._host,)))
+            ended = self._host.result()
+        finally:
+            self._end()
+        if ended.error is not None and ended.error is not error:
+            raise ended.error
+
+    def _end(self) -> None:
+        self._is_over = True
+        try:
+            with aside():
+                self._runner.close()
+        finally:
+            self._interrupts.__exit__()
+
+    def _await_in_main(self, fn: Callable[[], Awaitable[T]]) -> _Outcome[T]:
+        interrupts = self._interrupts
+        interrupts.raises_at_once = False
+        running = asyncio._get_running_loop()
+        if running is not None:
+            asyncio._set_running_loop(None)
+        try:
+            return self._loop.run_until_complete(self._put(fn))
+        finally:
+            if running is not None:
+                asyncio._set_running_loop(running)
+            interrupts.raises_at_once = interrupts.received is None
+
+    def _put(self, fn: Callable[[], Any] | None) -> asyncio.Future[_Outcome[Any]]:
+        """Hand a call to main, or None for the end of the block; return what will have its outcome."""
+        outcome: asyncio.Future[_Outcome[Any]] = self._loop.create_future()
+        self._next = (fn, outcome)
+        if not self._waiter.done():
+            self._waiter.set_result(None)
+        return outcome
+
+    async def _host_rank(self, opened: asyncio.Future[None]) -> _Outcome[None]:
+        """Be the main of the rank, until the block has ended."""
+        task = asyncio.current_task()
+        assert task is not None, "this is one"
+        frame_of_caller[task] = sys._getframe  # on whose stack the loop runs
+
+        async def host() -> None:
+            async with self._open_world(self._interrupts) as world:
+                self.world = world
+                opened.set_result(None)
+                await self._serve()
+
+        return await _outcome_of(host)
+
+    async def _serve(self) -> None:
+        """Await what the block calls, one after the other, until it ends; end with its error."""
+        while True:
+            is_stopped = False
+            while self._next is None:
+                self._waiter = self._loop.create_future()
+                try:
+                    await self._waiter
+                except asyncio.CancelledError:
+                    if self._is_over:
+                        raise
+                    is_stopped = True  # the block hears of it in its next call
+            (fn, outcome), self._next = self._next, None
+            if fn is None:
+                break
+            result = _Outcome[Any](error=asyncio.CancelledError()) if is_stopped else await _outcome_of(fn)
+            if isinstance(result.error, asyncio.CancelledError):
+                result = _Outcome(error=self._what_stops() or result.error)
+            outcome.set_result(result)
+        if self._error is not None:
+            raise self._error
+        if is_stopped:
+            raise asyncio.CancelledError
+
+    def _what_stops(self) -> BaseException | None:
+        """Return why main is cancelled: because of a signal, or because the job has failed."""
+        return self._interrupts.error(self.world.rank) or self.world.services.engine.failure
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """Let a loop run in this thread, beside one that stands still meanwhile: a notebook's, of which this is a cell."""
+    running = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(running)
+
+
+# -- several ranks in a thread ----------------------------------------------------------------------------------------
+
+
+class SwitchingCaller(Caller):
+    """Runs code on a stack of its own, inside main of a rank whose loop is running.
+
+    Args:
+        world: of the rank.
+        is_of_script: whether the code is the whole script, which opens this world itself.
+    """
+
+    def __init__(self, world: World, *, is_of_script: bool = False) -> None:
+        super().__init__()
+        self.world = world
+        self.is_of_script = is_of_script
+        self._main: greenlet.greenlet
+
+    async def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call ``fn``, and await what it calls meanwhile; return what it returns."""
+        return cast(T, await self._serve(greenlet.greenlet(fn), *args, **kwargs))
+
+    async def go_on(self, stack: greenlet.greenlet) -> object:
+        """Let code go on that has asked for its world in :func:`ask_for_world`; return what it returns."""
+        return await self._serve(stack, self)
+
+    async def _serve(self, stack: greenlet.greenlet, *args: Any, **kwargs: Any) -> object:
+        task, here = asyncio.current_task(), greenlet.getcurrent()
+        assert task is not None, "main is one"
+        self._main = stack.parent = here
+        token = _current.set(self)
+        stack.gr_context = here.gr_context  # the task's: a variable that is set on one stack is so on both
+        frame_of_caller[task] = lambda: stack.gr_frame
+        self.is_open = True
+        try:
+            asked = stack.switch(*args, **kwargs)
+            while not stack.dead:
+                asked = stack.switch(await _outcome_of(asked))
+            return asked
+        finally:
+            self.is_open = False
+            _current.reset(token)
+            del frame_of_caller[task]
+
+    def _await_in_main(self, fn: Callable[[], Awaitable[T]]) -> _Outcome[T]:
+        return cast(_Outcome[T], self._main.switch(fn))

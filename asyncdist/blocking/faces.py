@@ -1,0 +1,42 @@
+"""Puts a blocking face on objects whose methods are coroutines: channels, clients of replay buffers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from typing import Any
+
+from asyncdist.blocking.callers import current_caller, entered
+
+
+class Face:
+    """Has the attributes of an object; those of its methods that return something to be awaited block.
+
+    Args:
+        awaited: the object.
+    """
+
+    def __init__(self, awaited: Any) -> None:
+        self.awaited = awaited
+        self._caller = current_caller("blocking.Face")
+
+    def __repr__(self) -> str:
+        return f"<{self.awaited!r}, blocking>"
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.awaited, name)
+        return functools.partial(self._caller.call, value) if callable(value) else value
+
+
+@contextmanager
+def context(awaited: AbstractAsyncContextManager[Any]) -> Iterator[Any]:
+    """Enter an asynchronous context; the block gets what that gives, with a blocking face.
+
+    ::
+
+        with ad.blocking.context(ReplayBufferClient(...)) as buffer:
+            buffer.add(states)
+    """
+    with entered(awaited, current_caller("context")) as given:
+        yield Face(given)

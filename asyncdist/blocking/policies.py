@@ -1,0 +1,86 @@
+"""Lets code without an event loop use a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+from asyncdist.blocking.callers import Caller, current_caller, entered, find_caller
+from asyncdist.blocking.world import open_world
+
+InfoT = TypeVar("InfoT")
+InfoT_co = TypeVar("InfoT_co", covariant=True)
+
+
+class _Awaited(Protocol[InfoT_co]):
+    """Is a policy: ``step`` in an asynchronous context."""
+
+    async def __aenter__(self) -> Any: ...
+
+    async def __aexit__(self, kind: Any, error: Any, trace: Any, /) -> Any: ...
+
+    def step(self, local_metric: Any = None, /) -> Coroutine[Any, Any, InfoT_co]: ...
+
+
+class Policy(Generic[InfoT]):
+    """Lets code without an event loop use a policy, as a context: ``with ad.blocking.policy(...) as policy``.
+
+    Weights change only inside ``step``, on the caller's thread. Attributes and methods that do not block are those of
+    the policy itself. Outside of a world it opens one, and ends it with the block.
+
+    Args:
+        awaited: a policy that has not been entered.
+    """
+
+    def __init__(self, awaited: _Awaited[InfoT]) -> None:
+        self.awaited = awaited
+        self._caller: Caller
+        self._exits = ExitStack()
+
+    def __repr__(self) -> str:
+        return f"<{self.awaited!r}, blocking>"
+
+    def __enter__(self) -> Self:
+        """Start, together with all members. Raises as the policy does."""
+        with ExitStack() as exits:
+            if find_caller() is None:
+                exits.enter_context(open_world())
+            self._caller = current_caller("policy")
+            exits.enter_context(entered(self.awaited, self._caller))
+            self._exits = exits.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exits.__exit__(kind, error, trace)
+
+    def step(self, local_metric: Any = None) -> InfoT:
+        """Make progress, and change the model's weights if it is time; see :meth:`protocols.SpawnPolicy.step`.
+
+        Raises:
+            RuntimeError: outside of the block.
+        """
+        return self._running().call(self.awaited.step, local_metric)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Do a ``step`` as torchgfn's policies do; see :meth:`protocols.SpawnPolicy.__call__`."""
+        called: Any = self.awaited
+        return self._running().call(called, *args, **kwargs)
+
+    def _running(self) -> Caller:
+        try:
+            return self._caller
+        except AttributeError:
+            raise RuntimeError(f"this {type(self.awaited).__name__} is used in its block: with ... as policy") from None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_caller", "awaited"):  # not set yet
+            raise AttributeError(name)
+        return getattr(self.awaited, name)
+
+
+#: The name by which it is made: ``ad.blocking.policy(AsyncSelectiveAveragingPolicy(...))``.
+policy = Policy

@@ -1,0 +1,233 @@
+"""Opens worlds for code without an event loop: ``open_world`` as a context, ``run`` for a function."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+
+import torch
+
+from asyncdist.blocking.callers import (
+    Caller,
+    LoopCaller,
+    SwitchingCaller,
+    _current,
+    aside,
+    ask_for_world,
+    current_caller,
+    find_caller,
+)
+from asyncdist.blocking.faces import Face
+from asyncdist.collectives.groups import Group
+from asyncdist.runtime import run as runtime
+from asyncdist.runtime.run import GRACE_S, WATCHDOG_S, BulkName, TransportName
+from asyncdist.runtime.world import World as AwaitedWorld, WorldStatistics, _current_world, refuse_inside_a_world
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class World:
+    """Represents one rank of a running job to code without an event loop.
+
+    What :class:`asyncdist.World` awaits is a call that blocks here. While the code computes between two calls this rank
+    makes no progress for others, as if an ``async def main`` computed: a policy's ``step`` in each iteration is enough.
+
+    Attributes:
+        rank: this rank, from 0.
+        size: the number of ranks.
+        group: the group of all ranks.
+        awaited: the same world, for coroutines.
+    """
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+        self.awaited: Final[AwaitedWorld] = caller.world
+        self.rank = caller.world.rank
+        self.size = caller.world.size
+        self.group: Group = caller.world.group
+
+    def __repr__(self) -> str:
+        return f"{self.awaited!r:.{len(repr(self.awaited)) - 1}}, blocking>"
+
+    def call(self, fn: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a coroutine function and return its result; meanwhile all tasks of this rank go on.
+
+        Raises:
+            ClosedError: the world is closed.
+            LocalProtocolError: in another thread, or inside another such call.
+            BaseException: what ``fn`` raises; RankLostError where the job has failed; KeyboardInterrupt after SIGINT.
+        """
+        return self._caller.call(fn, *args, **kwargs)
+
+    # -- as of the awaited world --------------------------------------------------------------------------------------
+
+    @property
+    def local_rank(self) -> int:
+        """See :attr:`asyncdist.World.local_rank`."""
+        return self.awaited.local_rank
+
+    @property
+    def device(self) -> torch.device:
+        """See :attr:`asyncdist.World.device`."""
+        return self.awaited.device
+
+    @property
+    def is_simulated(self) -> bool:
+        """See :attr:`asyncdist.World.is_simulated`."""
+        return self.awaited.is_simulated
+
+    @property
+    def hostname(self) -> str:
+        """See :attr:`asyncdist.World.hostname`."""
+        return self.awaited.hostname
+
+    @property
+    def incarnation(self) -> int:
+        """See :attr:`asyncdist.World.incarnation`."""
+        return self.awaited.incarnation
+
+    def time(self) -> float:
+        """Return seconds on the loop's clock, from an arbitrary start."""
+        return self.awaited.time()
+
+    def describe(self) -> str:
+        """Return one line for reports: transport, library, ranks."""
+        return self.awaited.describe()
+
+    def statistics(self) -> WorldStatistics:
+        """Return the counts since the world was opened."""
+        return self.awaited.statistics()
+
+    # -- calls that block ---------------------------------------------------------------------------------------------
+
+    def sleep(self, seconds: float) -> None:
+        """Wait for so many seconds, while the tasks of this rank go on."""
+        self.call(self.awaited.sleep, seconds)
+
+    def safe_point(self) -> None:
+        """Make one pass over what is outstanding, and let the tasks of this rank run."""
+        self.call(self.awaited.safe_point)
+
+    def compute(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run ``fn`` in a worker thread, while the tasks of this rank go on; see :meth:`asyncdist.World.compute`."""
+        return self.call(lambda: self.awaited.compute(fn, *args, **kwargs))
+
+    def channel(self, message_type: type, **options: Any) -> Any:
+        """Open a channel, whose ``send`` and ``receive`` block; see :meth:`asyncdist.World.channel`."""
+        return Face(self.awaited.channel(message_type, **options))
+
+    def send_stream(self, tensor: torch.Tensor, dest: int) -> None:
+        """Send a tensor; see :meth:`asyncdist.World.send_stream`."""
+        self.call(self.awaited.send_stream, tensor, dest)
+
+    def receive_stream(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """Receive into ``tensor``; see :meth:`asyncdist.World.receive_stream`."""
+        return self.call(self.awaited.receive_stream, tensor, source)
+
+
+def current_world() -> World:
+    """Return the world of the rank that runs this code.
+
+    Raises:
+        LocalProtocolError: a coroutine calls it.
+        RuntimeError: there is none here.
+    """
+    return World(current_caller("current_world"))
+
+
+@contextmanager
+def open_world(
+    *,
+    transport: TransportName = "auto",
+    bulk: BulkName | None = None,
+    grace_s: float = GRACE_S,
+    strict: bool = False,
+    watchdog_s: float = WATCHDOG_S,
+    stall_s: float | None = None,
+    stall_aborts: bool = False,
+) -> Iterator[World]:
+    """Open a world for code without an event loop: ``with ad.blocking.open_world() as world``.
+
+    The code makes one rank, under every launcher that :func:`asyncdist.run` knows. It may be a cell of a notebook. In
+    ``asyncdist sim`` it is called by each rank, and the whole script belongs to that rank.
+
+    Signals: the first SIGINT or SIGTERM raises KeyboardInterrupt, or SystemExit, in the block, the second one ends the
+    process.
+
+    Args: as :func:`asyncdist.run`.
+
+    Raises:
+        LocalProtocolError: inside a world; a rank has one.
+        BaseException: as :func:`asyncdist.run`.
+    """
+    here = find_caller()
+    if isinstance(here, SwitchingCaller) and here.is_of_script:
+        yield World(here)
+        return
+    refuse_inside_a_world()
+    ask = ask_for_world.get()
+    if ask is not None:
+        yield World(ask())
+        return
+    watchdogs = runtime.watchdog_options(watchdog_s, stall_s, stall_aborts)
+    user = sys._getframe(2)  # outside of contextlib
+    with aside():
+        host = runtime.prepare_rank(
+            user, transport=transport, bulk=bulk, grace_s=grace_s, strict=strict, watchdogs=watchdogs
+        )
+    caller = LoopCaller(host)
+    caller.open()
+    tokens = _current.set(caller), _current_world.set(caller.world)
+    error: BaseException | None = None
+    try:
+        yield World(caller)
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        _current.reset(tokens[0])
+        _current_world.reset(tokens[1])
+        caller.close(error)
+
+
+def run(
+    main: Callable[..., T],
+    *args: Any,
+    transport: TransportName = "auto",
+    ranks: int | None = None,
+    **options: Any,
+) -> T:
+    """Call ``main(world, *args)`` as this process's rank, and return what it returns.
+
+    Args:
+        main: a function; its first argument is the :class:`World`.
+        args: its other arguments.
+        transport, ranks: as of :func:`asyncdist.run`. With ``transport="local"`` this process hosts so many ranks.
+        options: others of that function.
+
+    Raises:
+        BaseException: what ``main`` raises; as :func:`asyncdist.run`.
+    """
+    if runtime.run_elsewhere.get() is not None or ranks is not None:
+        return runtime.run(hosted(main), *args, transport=transport, ranks=ranks, **options)
+    with open_world(transport=transport, **options) as world:
+        return main(world, *args)
+
+
+def hosted(main: Callable[Concatenate[World, P], T]) -> Callable[Concatenate[AwaitedWorld, P], Coroutine[Any, Any, T]]:
+    """Make a coroutine function of one that blocks, for :func:`asyncdist.simulate` and :func:`asyncdist.run_local`.
+
+    Args:
+        main: is called with the rank's world, and the other arguments.
+    """
+
+    @functools.wraps(main)
+    async def host(world: AwaitedWorld, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        caller = SwitchingCaller(world)
+        return await caller.run(main, World(caller), *args, **kwargs)
+
+    return host

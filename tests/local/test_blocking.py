@@ -1,0 +1,230 @@
+"""Code without an event loop: its calls, its errors, what it may not do, and beside a loop that is running."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import asyncdist as ad
+from protocols import AsyncSelectiveAveragingPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    text: str
+
+
+def made_policy() -> AsyncSelectiveAveragingPolicy:
+    model = nn.Linear(2, 1)
+    return AsyncSelectiveAveragingPolicy(model, torch.optim.SGD(model.parameters(), lr=0.1), average_every=10)
+
+
+def test_a_world_of_one_and_what_it_tells() -> None:
+    with ad.blocking.open_world(strict=True) as world:
+        assert (world.rank, world.size, world.local_rank, world.device.type) == (0, 1, 0, "cpu")
+        assert not world.is_simulated and not world.awaited.is_simulated
+        assert world.compute(lambda a, b: a + b, 2, b=3) == 5
+        assert ad.blocking.current_world().awaited is world.awaited is ad.current_world()
+        assert ad.is_main_process(), "a helper that does not block knows the world too"
+        began = world.time()
+        world.sleep(0.02)
+        assert world.time() - began > 0.01
+        world.safe_point()
+        with ad.blocking.policy(made_policy()) as policy:
+            assert not policy.step(1.0) and policy.iteration == 1 and policy.statistics().iteration == 1
+    with pytest.raises(ad.ClosedError, match="closed"):
+        world.sleep(0.0)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_helpers_channels_and_streams(ranks: int) -> None:
+    def main(world: ad.blocking.World) -> Any:
+        channel = world.channel(Word, tag=33)
+        left, right = (world.rank - 1) % ranks, (world.rank + 1) % ranks
+        channel.send(Word(f"from {world.rank}"), right)
+        assert channel.receive().message == Word(f"from {left}")
+        with ad.blocking.zero_first(world.rank == 0):
+            pass
+        with ad.blocking.zero_only() as is_main:
+            assert is_main == (world.rank == 0)
+        tensor = torch.full((3,), float(world.rank))
+        if world.rank == 0:
+            world.send_stream(tensor, 1)
+        elif world.rank == 1:
+            assert world.receive_stream(torch.ones(3), 0).tolist() == [0.0] * 3
+        with ad.blocking.context(ad.blocking.new_group(range(ranks))) as group:
+            assert group.size == ranks
+        mesh = ad.blocking.new_mesh({"POP": ranks})
+        assert ad.blocking.psum(torch.tensor(1), "POP", mesh=mesh).item() == ranks
+        channel.close()
+        return ad.blocking.all_reduce(tensor).tolist()
+
+    expected = [[float(sum(range(ranks)))] * 3] * ranks
+    assert ad.run_local(ad.blocking.hosted(main), ranks=ranks, strict=True) == expected
+    assert list(ad.simulate(ad.blocking.hosted(main), ranks=ranks, seed=3, strict=True).results) == expected
+    assert ad.blocking.run(main, transport="local", ranks=ranks) == expected[0]
+
+
+def test_the_names_are_those_of_the_helpers_that_are_awaited() -> None:
+    awaited = {
+        name
+        for name in ad.__all__
+        if inspect.iscoroutinefunction(getattr(ad, name)) or name in ("all_gather", "pmax", "zero_first", "zero_only")
+    }
+    assert len(awaited) > 20 and not [name for name in awaited if not hasattr(ad.blocking, name)]
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (ad.blocking.barrier, "no world here for barrier"),
+        (ad.blocking.current_world, "no world here for current_world"),
+        (lambda: ad.blocking.policy(made_policy()).step(1.0), "is used in its block: with"),
+    ],
+)
+def test_outside_of_a_world(call: Callable[[], Any], told: str) -> None:
+    with pytest.raises(RuntimeError, match=told):
+        call()
+
+
+def test_what_a_blocking_call_is_refused_for() -> None:
+    errors: list[BaseException] = []
+
+    def elsewhere(world: ad.blocking.World) -> None:
+        try:
+            world.sleep(0.0)
+        except ad.LocalProtocolError as error:
+            errors.append(error)
+
+    async def inside() -> None:
+        ad.blocking.barrier()
+
+    with ad.blocking.open_world() as world:
+        thread = threading.Thread(target=elsewhere, args=[world])
+        thread.start()
+        thread.join()
+        assert "in thread 'Thread" in str(errors[0])
+        with pytest.raises(ad.LocalProtocolError, match=r"await asyncdist\.barrier here|inside another one"):
+            world.call(inside)
+        for opens in (ad.blocking.open_world().__enter__, lambda: ad.run(inside), lambda: ad.simulate(inside, ranks=2)):
+            with pytest.raises((ad.LocalProtocolError, TypeError)):
+                opens()
+        world.safe_point()
+
+    async def main(_: ad.World) -> None:
+        with pytest.raises(ad.LocalProtocolError, match=r"await asyncdist\.barrier here"):
+            ad.blocking.barrier()
+        with pytest.raises(ad.LocalProtocolError, match="a world is open here already"):
+            ad.blocking.open_world().__enter__()
+
+    ad.run(main)
+
+
+def test_a_policy_by_itself_opens_a_world_for_its_block() -> None:
+    with ad.blocking.policy(made_policy()) as policy:
+        assert not policy.step(1.0)
+        assert ad.blocking.current_world().size == 1
+    with pytest.raises(RuntimeError, match="no world here"):
+        ad.blocking.current_world()
+
+
+def test_beside_a_running_loop() -> None:
+    """As in a cell of a notebook."""
+
+    async def cell() -> int:
+        mine = asyncio.get_running_loop()
+        with ad.blocking.open_world() as world:
+            world.sleep(0.001)
+            assert asyncio.get_running_loop() is mine
+            size = int(ad.blocking.all_reduce(torch.tensor(world.size)))
+        await asyncio.sleep(0)
+        return size
+
+    assert asyncio.run(cell()) == 1
+
+
+def test_errors_of_the_block_are_raised_as_they_are_and_once() -> None:
+    with pytest.raises(ZeroDivisionError) as caught, ad.blocking.open_world() as world:
+        world.safe_point()
+        raise ZeroDivisionError("mine")
+    assert caught.value.args == ("mine",) and caught.value.__context__ is None
+
+    def main(world: ad.blocking.World) -> None:
+        if world.rank == 1:
+            raise ZeroDivisionError("of rank 1")
+        with pytest.raises(ad.RankLostError, match="of rank 1"):
+            while True:
+                world.safe_point()
+        world.safe_point()
+
+    with pytest.raises(ZeroDivisionError, match="of rank 1"):
+        ad.run_local(ad.blocking.hosted(main), ranks=2)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["computing", "in a call"])
+@pytest.mark.parametrize(
+    ("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)], ids=["SIGINT", "SIGTERM"]
+)
+def test_a_signal_is_raised_in_the_block_where_it_is(
+    number: signal.Signals, kind: type[BaseException], inside: bool
+) -> None:
+    before, seen = signal.getsignal(number), []
+    with pytest.raises(kind), ad.blocking.open_world() as world:
+        try:
+            if inside:
+                world.awaited.spawn(_killed(number))
+                world.sleep(60.0)
+            else:
+                os.kill(os.getpid(), number)
+                for _ in range(1000):
+                    pass
+            seen.append("went on")
+        except kind:
+            seen.append("raised")
+            world.safe_point()  # what is to be done at the end can be
+            raise
+    assert seen == ["raised"]
+    assert signal.getsignal(number) is before
+
+
+async def _killed(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+def test_a_rank_that_is_killed_in_a_simulation_runs_no_other_line_before_the_end() -> None:
+    lines: list[tuple[int, int]] = []
+
+    def main(world: ad.blocking.World) -> int:
+        for step in range(20):
+            lines.append((world.rank, step))
+            world.sleep(0.1)
+        return world.rank
+
+    report = ad.simulate(ad.blocking.hosted(main), ranks=3, faults=[ad.simulation.Kill(1, at_s=0.55)])
+    assert report.killed_ranks == (1,) or list(report.killed_ranks) == [1]
+    assert len([line for line in lines if line[0] == 1]) < 8
+    assert [report.results[rank] for rank in (0, 2)] == [0, 2]
+
+
+def test_modes_of_torch_are_each_ranks_own() -> None:
+    def main(world: ad.blocking.World) -> list[bool]:
+        seen = []
+        for _ in range(3):
+            with torch.set_grad_enabled(world.rank == 0):
+                world.safe_point()
+                seen.append(torch.is_grad_enabled())
+        return seen
+
+    expected = [[True] * 3, [False] * 3, [False] * 3]
+    assert ad.run_local(ad.blocking.hosted(main), ranks=3) == expected
+    assert list(ad.simulate(ad.blocking.hosted(main), ranks=3, seed=5).results) == expected
