@@ -3,6 +3,9 @@
 Seeds below 500 are the test suite's; the hunt begins after them, and goes on where ``--seed-start`` says. A seed that
 fails is shrunk, its story printed with the one line that repeats it, and the exit code is 1.
 
+With ``--islands`` the populations live on islands, whose ranks are killed, stalled and started again
+(``tests/simulation/island_scenarios.py``).
+
 With ``--kills`` it starts real jobs on MPI in place of simulations, and kills ranks of them at moments that follow from
 the seed (``tests/scripts/killed_members.py``). With ``--restarts`` one real job on torch trains for as long as it is
 told, while its ranks are stalled, killed and started again (``tests/scripts/long_job.py``). With ``--lies`` one rank of
@@ -39,7 +42,7 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 from fuzzing import decoders, frames, memory, sequences  # noqa: E402 the path is set above
 from scripts import killed_members, long_job  # noqa: E402 the path is set above
-from simulation import long_run  # noqa: E402 as above
+from simulation import island_scenarios, long_run  # noqa: E402 as above
 from simulation.hostile_scenarios import run_hostile  # noqa: E402 as above
 from simulation.scenarios import Recorder  # noqa: E402 as above
 
@@ -80,6 +83,8 @@ def main() -> int:
         return 0
     if options.restarts:
         return long_job.run(options.minutes, options.seed_start)
+    if options.islands:
+        return _explore_islands(seeds(), options)
     if options.lies:
         return _hear_lies(options.seed_start, ends_at, options.processes)
     with tempfile.TemporaryDirectory(prefix="soak") as folder:
@@ -89,6 +94,29 @@ def main() -> int:
         progress.print(report)
         for name, count in sorted((+recorder.seen()).items()):
             print(f"  {name}: {count}")
+    if report.failure is None:
+        print(f"no failure; go on with --seed-start {options.seed_start + report.seed_count}")
+    return 0 if report.failure is None else 1
+
+
+def _explore_islands(seeds: Iterator[int], options: argparse.Namespace) -> int:
+    """Run populations on islands until time is up, or one fails."""
+    next_at = time.monotonic() + PROGRESS_PERIOD_S
+
+    def tell(report: ExploreReport) -> None:
+        nonlocal next_at
+        if time.monotonic() >= next_at:
+            next_at = time.monotonic() + PROGRESS_PERIOD_S
+            show(report)
+
+    def show(report: ExploreReport) -> None:
+        fired = ", ".join(f"{kind} {count}" for kind, count in sorted(report.faults_fired.items()))
+        print(
+            f"{report.seed_count} seeds, {report.seeds_per_s:.1f}/s; faults that fired: {fired or 'none'}", flush=True
+        )
+
+    report = explore(island_scenarios.scenario, seeds, processes=options.processes, on_progress=tell)
+    show(report)
     if report.failure is None:
         print(f"no failure; go on with --seed-start {options.seed_start + report.seed_count}")
     return 0 if report.failure is None else 1
@@ -212,6 +240,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=_positive, default=10.0, help="how long (default: 10)")
     parser.add_argument("--seed-start", type=int, default=500, help="the first seed (default: 500)")
     parser.add_argument("--processes", type=int, default=None, help="default: one per core")
+    parser.add_argument("--islands", action="store_true", help="let the populations live on islands")
     parser.add_argument("--lies", action="store_true", help="let a rank of each simulation say what is not true")
     parser.add_argument("--kills", action="store_true", help="kill ranks of real jobs on MPI that go on without them")
     parser.add_argument(

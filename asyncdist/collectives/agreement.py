@@ -51,6 +51,7 @@ from asyncdist.collectives.incarnations import Incarnations
 from asyncdist.collectives.rivals import Rivals
 from asyncdist.errors import AsyncdistError, BusyError, RankLostError
 from asyncdist.tensors.serialization import words_of
+from asyncdist.transports.rank_sets import RankSet
 
 if TYPE_CHECKING:
     from asyncdist.messaging.channels import Channel
@@ -88,7 +89,7 @@ class Agreements:
         self._counts: Counter[AgreementKey] = Counter()
         self._withdrawn: dict[AgreementKey, set[int]] = {}
         self._ahead: set[AgreementKey] = set()  # those that this rank has counted, and has not come to
-        self._gone: set[int] = set()
+        self._gone = RankSet()
         self._lost: set[int] = set()
         self.incarnations = Incarnations(rank, engine.transport.incarnation)
         self.rivals = Rivals(engine, rank, self._joins, self._send, self._object)
@@ -435,7 +436,8 @@ class Agreements:
 
     def _keep_for(self, absent: Iterable[int], verdict: Verdict) -> None:
         """Keep a verdict for those that have not come yet, and may."""
-        self._over.keep(verdict, set(absent) - self._gone - self._withdrawn.get(verdict.key.of_all_occurrences, set()))
+        withdrawn = self._withdrawn.get(verdict.key.of_all_occurrences, ())
+        self._over.keep(verdict, {rank for rank in absent if rank not in self._gone and rank not in withdrawn})
 
     def leave(self) -> None:
         """Send what has failed to those that may come to it yet, since this rank answers nobody any more."""
@@ -459,14 +461,14 @@ class Agreements:
         self._withdrawn.setdefault(key, set()).add(source)
         self._over.on_withdrawn(source, key)
 
-    def on_gone(self, rank: int, *, is_lost: bool) -> None:
-        """Note that ``rank`` has left or is lost, and will come to no meeting any more."""
-        self._gone.add(rank)
-        if is_lost:
-            self._lost.add(rank)
-        self._over.on_gone(rank)
-        for key, joins in list(self._joins.items()):  # it gave up waiting
-            joins.pop(rank, None)
+    def on_gone(self, ranks: RankSet, *, is_lost: bool) -> None:
+        """Note that ranks have left or are lost, and will come to no meeting any more."""
+        self._gone |= ranks
+        self._lost.update(ranks if is_lost else ())
+        self._over.on_gone(ranks)
+        for key, joins in list(self._joins.items()):  # they gave up waiting
+            for rank in ranks & joins:
+                del joins[rank]
             if not joins:
                 del self._joins[key]
             self._refuse_if_one_is_gone(key)

@@ -15,6 +15,7 @@ from asyncdist.errors import (
     StartTimeoutError,
     remote_error,
 )
+from asyncdist.transports.rank_sets import RankSet
 
 #: Agreements of which a rank keeps something that it has been told and not come to. More are no mistake of timing.
 _KEPT_COUNT_MAX: Final = 4096
@@ -56,9 +57,10 @@ class LateVerdicts:
         """Note that ``rank`` comes to no occurrence of ``key`` any more."""
         self._expect_no_more(rank, [kept for kept in self._kept if kept.of_all_occurrences == key])
 
-    def on_gone(self, rank: int) -> None:
-        """Note that ``rank`` comes to no agreement any more."""
-        self._expect_no_more(rank, list(self._kept))
+    def on_gone(self, ranks: RankSet) -> None:
+        """Note that ranks come to no agreement any more."""
+        for rank in ranks if self._kept else ():
+            self._expect_no_more(rank, list(self._kept))
 
     def take_all(self) -> list[tuple[Verdict, set[int]]]:
         """Return all verdicts with the members that have not heard them, and keep nothing."""
@@ -110,7 +112,7 @@ class Absentees:
         self,
         ranks: Sequence[int],
         bound_to: Sequence[int],
-        left: set[int],
+        left: Collection[int],
         lost: set[int],
         withdrawn: set[int],
         replaced: Callable[[], Collection[int]] = tuple,

@@ -17,13 +17,14 @@ others make a group without it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from asyncdist.collectives.agreement_messages import Losses
 from asyncdist.collectives.groups import Group, check_open, short
 from asyncdist.errors import AsyncdistError, ClosedError, DisagreementError, RankLostError, RemoteError
+from asyncdist.transports.rank_sets import RankSet
 
 
 @dataclass(eq=False, slots=True)
@@ -43,13 +44,21 @@ class Participation:
     error: AsyncdistError | None = None
 
 
+@dataclass(slots=True)
+class _Leavers:
+    """Ranks that have left, and of each group's tag how many collectives each of them had started."""
+
+    started: dict[int, int]
+    ranks: RankSet = field(default_factory=RankSet)
+
+
 class MembershipLog:
     """Tracks which collectives this rank has started, and which members take part in them."""
 
     def __init__(self) -> None:
         self._started: Counter[int] = Counter()
         self._has_left = False
-        self._left: dict[int, Mapping[int, int]] = {}
+        self._left: dict[tuple[tuple[int, int], ...], _Leavers] = {}  # by what each of them had started
         self._freed: dict[int, dict[int, int]] = {}
         self._spoiled: set[int] = set()
         self._lost: set[int] = set()
@@ -151,7 +160,9 @@ class MembershipLog:
 
     def left_after(self, group: Group, rank: int) -> int | None:
         """Return how many ``rank`` had started when it left; None where it has not left, or is lost and did not say."""
-        return None if self._has_lost(group, rank) or rank not in self._left else self._left[rank].get(group.tag, 0)
+        if self._has_lost(group, rank):
+            return None
+        return next((each.started.get(group.tag, 0) for each in self._left.values() if rank in each.ranks), None)
 
     def _has_lost(self, group: Group, rank: int) -> bool:
         """Return whether ``rank`` was lost since the group was made; a new process in its place is no member."""
@@ -179,7 +190,8 @@ class MembershipLog:
     def on_returned(self, rank: int, incarnation: int) -> None:
         """Note that a new process has the place of ``rank``: it may be in groups that are made from now on."""
         self._lost.discard(rank)
-        self._left.pop(rank, None)
+        for leavers in self._left.values():
+            leavers.ranks.discard(rank)
         self._incarnations[rank] = incarnation
 
     def has_heard_of(self, rank: int, incarnation: int) -> bool:
@@ -197,9 +209,11 @@ class MembershipLog:
         """Ranks that are known to be lost, on this rank or on a rank that has left, with their incarnations."""
         return tuple((rank, self._incarnations.get(rank, 0)) for rank in sorted(self._lost))
 
-    def on_left(self, rank: int, started: Mapping[int, int]) -> None:
-        """Note that ``rank`` has left, and how many collectives it had started by tag."""
-        self._left.setdefault(rank, started)
+    def on_left(self, ranks: RankSet, started: tuple[tuple[int, int], ...]) -> None:
+        """Note that ranks have left, and how many collectives each of them had started by tag."""
+        for leavers in self._left.values():
+            ranks = ranks - leavers.ranks
+        self._left.setdefault(started, _Leavers(dict(started))).ranks |= ranks
         self._stop_what_cannot_complete()
 
     def _stop_what_cannot_complete(self) -> None:
@@ -220,8 +234,12 @@ class MembershipLog:
                     f"rank {rank} has freed the group {short(group.ranks)} and takes no part in this collective of it",
                     rank=rank,
                 )
-        for rank in group.ranks if self._left else ():
-            if rank in self._left and self._left[rank].get(group.tag, 0) < number:
+        absent = RankSet()
+        for leavers in self._left.values():
+            if leavers.started.get(group.tag, 0) < number:
+                absent |= leavers.ranks
+        for rank in group.ranks if absent else ():
+            if rank in absent:
                 return ClosedError(
                     f"rank {rank} has left and takes no part in this collective of the group {short(group.ranks)}",
                     rank=rank,

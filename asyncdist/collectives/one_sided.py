@@ -316,7 +316,7 @@ class _StreamedWindow(VersionedWindow):
         self._newest: dict[int, VersionRecord] = {}
         self._retired: set[int] = set()  # also those that are gone: a new process in the place of one has no window
         self._retired.update(services.gone)
-        services.on_gone(self._retired.add)
+        services.on_gone(self._retired.add, among=self._others)
         self._reports: Channel[VersionRecord | Retired] = services.open_channel(
             VersionRecord | Retired, tag=tags.METRIC, scope=scope, name="published versions", handler=self._on_report
         )

@@ -99,7 +99,7 @@ class Channel(Generic[MessageT]):
             name=name,
             # Peers that heard an earlier channel of this scope go on counting from there.
             sequence=demultiplexer.sent_count,
-            contacts=demultiplexer.receiver.contacts if counts_contacts else set(),
+            contacts=demultiplexer.sent_to if counts_contacts else set(),
             left=left,
         )
         self._post = self._outbox.post

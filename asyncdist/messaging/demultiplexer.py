@@ -27,6 +27,7 @@ from asyncdist.messaging import wire
 from asyncdist.messaging.early_frames import EarlyFrames
 from asyncdist.messaging.engine import Engine
 from asyncdist.messaging.mailboxes import FrameReceiver, Inbox
+from asyncdist.transports.rank_sets import RankSet
 
 logger = logging.getLogger("asyncdist.messaging.demultiplexer")
 
@@ -96,7 +97,8 @@ class TagDemultiplexer:
         tag: the tag.
         nonce: identifies the job; a frame of another job is dropped.
         is_users: whether its channels are a user's, which lose nothing, in place of a protocol's.
-        contacts: the ranks with which messages are exchanged are added to it.
+        sent_to: the ranks to which messages are sent are added to it.
+        heard_from: the ranks from which messages come are added to it.
 
     Attributes:
         early: frames for scopes that are not open yet.
@@ -107,11 +109,14 @@ class TagDemultiplexer:
         slow_dests: ranks to which some message did not leave at once.
     """
 
-    def __init__(self, engine: Engine, tag: int, nonce: int, *, is_users: bool, contacts: set[int]) -> None:
+    def __init__(
+        self, engine: Engine, tag: int, nonce: int, *, is_users: bool, sent_to: set[int], heard_from: set[int]
+    ) -> None:
         self.engine = engine
         self.tag = tag
         self.nonce = nonce
         self.is_users = is_users
+        self.sent_to = sent_to
         self.dropped: Counter[str] = Counter()
         self.drop_examples: dict[str, str] = {}
         self.under_way_count = 0
@@ -129,7 +134,7 @@ class TagDemultiplexer:
         buffer = numpy.empty(wire.FRAME_NBYTES_MAX, dtype=numpy.uint8).data
         request = engine.transport.persistent_receive(buffer, tag)
         self.receiver = FrameReceiver(
-            request, buffer, drop=self.drop, explain=self._explain, ring=engine.ring, contacts=contacts
+            request, buffer, drop=self.drop, explain=self._explain, ring=engine.ring, contacts=heard_from
         )
         engine.add_pollable(self.receiver)
 
@@ -185,11 +190,11 @@ class TagDemultiplexer:
                     self.receiver.close(key)
             self.receiver.resume(self.receiver.stalled_on)
 
-    def on_left(self, rank: int) -> bool:
-        """Note that ``rank`` reads users' messages no more; return whether messages for it may still be under way."""
+    def on_left(self, ranks: RankSet) -> list[int]:
+        """Note that ranks read users' messages no more; return those for which messages may still be under way."""
         for channel in self._channels.values():
             channel.on_left()
-        return self.is_users and rank in self.slow_dests
+        return sorted(rank for rank in self.slow_dests if rank in ranks) if self.is_users else []
 
     def on_gone(self) -> None:
         """Note that a rank has left, or is lost."""

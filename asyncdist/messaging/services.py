@@ -21,6 +21,7 @@ from asyncdist.messaging import streams, wire
 from asyncdist.messaging.channels import Channel, Envelope, Overflow
 from asyncdist.messaging.demultiplexer import TagDemultiplexer
 from asyncdist.messaging.engine import Engine
+from asyncdist.transports.rank_sets import RankSet
 
 logger = logging.getLogger("asyncdist.messaging.services")
 
@@ -83,7 +84,8 @@ class Services:
         restarted: ranks whose process is not the first one that this rank has met, each with its incarnation. Protocols
             that admit no such rank take it for gone.
         left: ranks that have stopped: main has returned there, or they have answered a failure elsewhere.
-        contacts: ranks with which this one has exchanged messages on channels (of those with ``counts_contacts``).
+        sent_to: ranks to which this one has sent messages on channels (of those with ``counts_contacts``).
+        heard_from: ranks from which such messages have come.
         leftover_probes: functions that name what a protocol has not cleared away; they are asked at the end.
 
     Args:
@@ -101,20 +103,21 @@ class Services:
         self.is_admitted = not self.incarnation
         self.time: Callable[[], float] = loop.time
         self.engine = engine
-        self.gone: set[int] = set()
+        self.gone = RankSet()
         self.restarted: dict[int, int] = {}
         self._met: set[int] = set()  # by this process, if it has been started again
         self.slots = streams.Slots(engine, self.restarted)
-        self.left: set[int] = set()
-        self.contacts: set[int] = set()
+        self.left = RankSet()
+        self.sent_to: set[int] = set()
+        self.heard_from: set[int] = set()
         self.leftover_probes: list[Callable[[], Sequence[str]]] = []
         self._loop = loop
         self._nonce = nonce
-        self._returned: set[int] = set()  # ranks whose main has returned
+        self._returned = RankSet()  # ranks whose main has returned
         self._demultiplexers: dict[int, TagDemultiplexer] = {}
         self._tags = tags.TagRegistry()
         self._scope_counts: Counter[tuple[tuple[int, ...], str]] = Counter()
-        self._gone_listeners: list[Callable[[int], None]] = []
+        self._gone_listeners: list[tuple[Callable[[int], None], RankSet | None]] = []
         self._returned_listeners: list[Callable[[int], None]] = []
         self._defect_listeners: list[Callable[[BaseException], None]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -154,7 +157,8 @@ class Services:
             earlier_handler: called with each message of an earlier epoch; without it these are only counted.
             admits_restarted: whether messages go to a rank that is started again while the channel is open, though it
                 has sent none; see :meth:`Channel.on_restarted`.
-            counts_contacts: whether the ranks that it exchanges messages with are this rank's :attr:`contacts`.
+            counts_contacts: whether the ranks that it exchanges messages with are in :attr:`sent_to` and
+                :attr:`heard_from`.
         """
         codec = wire.Codec(message_types)
         demultiplexer = self._demultiplexer(tag, is_users=overflow == "stall")
@@ -199,7 +203,7 @@ class Services:
         if len(self.gone) < len(ranks) - 1 or self.may_return:
             return None
         lost = self.lost_ranks().intersection(ranks)
-        if not lost or not self.gone.issuperset(rank for rank in ranks if rank != self.rank):
+        if not lost or not all(rank in self.gone for rank in ranks if rank != self.rank):
             return None
         return RankLostError(f"{name}: nobody is left who could send: rank {min(lost)} is lost", rank=min(lost))
 
@@ -213,7 +217,7 @@ class Services:
         found = self._demultiplexers.get(tag)
         if found is None:
             found = self._demultiplexers[tag] = TagDemultiplexer(
-                self.engine, tag, self._nonce, is_users=is_users, contacts=self.contacts
+                self.engine, tag, self._nonce, is_users=is_users, sent_to=self.sent_to, heard_from=self.heard_from
             )
         return found
 
@@ -285,14 +289,13 @@ class Services:
             return False
         return rank not in self.engine.transport.vacant_ranks()
 
-    def on_gone(self, listener: Callable[[int], None]) -> None:
-        """Call ``listener(rank)`` for each rank that leaves or is lost from now on."""
-        self._gone_listeners.append(listener)
+    def on_gone(self, listener: Callable[[int], None], *, among: Iterable[int] | None = None) -> None:
+        """Call ``listener(rank)`` for each rank, or each ``among`` them, that leaves or is lost from now on."""
+        self._gone_listeners.append((listener, None if among is None else RankSet(among)))
 
     def off_gone(self, listener: Callable[[int], None]) -> None:
         """Stop calling ``listener``."""
-        if listener in self._gone_listeners:
-            self._gone_listeners.remove(listener)
+        self._gone_listeners = [each for each in self._gone_listeners if each[0] != listener]
 
     def on_returned(self, listener: Callable[[int], None]) -> None:
         """Call ``listener(rank)`` for each lost rank in whose place a new process is from now on."""
@@ -305,10 +308,11 @@ class Services:
 
     # -- for the runtime --------------------------------------------------------------------------------------------
 
-    def tell_gone(self, rank: int) -> None:
-        """Call the listeners of :meth:`on_gone`; ``rank`` has been added to :attr:`gone`."""
-        for listener in list(self._gone_listeners):
-            listener(rank)
+    def tell_gone(self, ranks: RankSet) -> None:
+        """Call the listeners of :meth:`on_gone`; ``ranks`` have been added to :attr:`gone`."""
+        for listener, among in list(self._gone_listeners):
+            for rank in ranks if among is None else ranks & among:
+                listener(rank)
         for demultiplexer in self._demultiplexers.values():
             if demultiplexer.is_users:
                 demultiplexer.on_gone()
@@ -334,16 +338,21 @@ class Services:
             listener(rank)
         self.engine.recheck()
 
-    def note_returned(self, rank: int) -> list[int]:
-        """Note that main has returned on ``rank``, which reads users' messages no more.
+    def note_returned(self, ranks: RankSet) -> list[tuple[int, int]]:
+        """Note that main has returned on ``ranks``, which read users' messages no more.
 
         Returns:
-            The tags on which messages for ``rank`` may be under way that it has to drop; empty the second time.
+            The tags on which messages may be under way that a rank has to drop, each with the rank; none the second
+            time.
         """
-        if rank in self._returned:
-            return []
-        self._returned.add(rank)
-        return [each.tag for each in self._demultiplexers.values() if each.on_left(rank)]
+        new = ranks - self._returned
+        self._returned |= new
+        return [(each.tag, rank) for each in self._demultiplexers.values() for rank in each.on_left(new)] if new else []
+
+    @property
+    def contacts(self) -> set[int]:
+        """Ranks with which this one has exchanged messages."""
+        return self.sent_to | self.heard_from
 
     def forget_returned(self, rank: int) -> None:
         """Forget that main has returned on ``rank``: it is lost."""
@@ -351,9 +360,9 @@ class Services:
 
     def watch_contacts(self, listener: Callable[[int], None]) -> None:
         """Call ``listener(rank)`` when the first message comes from a rank, of whom none has come before."""
-        self.contacts = _WatchedContacts(self.contacts, listener)
+        self.heard_from = _WatchedContacts(self.heard_from, listener)
         for demultiplexer in self._demultiplexers.values():
-            demultiplexer.receiver.contacts = self.contacts
+            demultiplexer.receiver.contacts = self.heard_from
 
     def stop_reading(self) -> None:
         """Drop users' messages from now on: main has returned on this rank."""

@@ -12,7 +12,7 @@ tree (:mod:`asyncdist.runtime.departing.announcements`), and with it all that th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -43,6 +43,7 @@ from asyncdist.messaging.services import Services
 from asyncdist.runtime.departing.announcements import Announcements
 from asyncdist.runtime.departing.departures import Departure, Stage
 from asyncdist.runtime.group_creation import GroupCreation
+from asyncdist.transports.rank_sets import RankSet
 
 #: In a world of more ranks these tell few others by themselves. Where ranks are started again, each tells all others.
 FLAT_SIZE_MAX: Final = 16
@@ -164,21 +165,22 @@ class Peers:
         """Call ``listener(rank, summary)`` when a peer has failed."""
         self._failure_listeners.append(listener)
 
-    def mark_gone(self, rank: int, *, of_a_failure: bool = False, is_lost: bool = False) -> None:
-        """Note that ``rank`` takes part in nothing any more.
+    def mark_gone(self, ranks: RankSet, *, of_a_failure: bool = False, is_lost: bool = False) -> None:
+        """Note that ranks take part in nothing any more.
 
         Args:
-            rank: the peer.
-            of_a_failure: it has stopped because another rank has failed, which all ranks will hear of soon.
-            is_lost: it has died.
+            ranks: the peers.
+            of_a_failure: they have stopped because another rank has failed, which all ranks will hear of soon.
+            is_lost: they have died.
         """
         services = self._services
-        if rank not in services.gone:
-            services.gone.add(rank)
+        new = ranks - services.gone
+        if new:
+            services.gone |= new
             if not of_a_failure:
-                self.agreements.on_gone(rank, is_lost=is_lost)
+                self.agreements.on_gone(new, is_lost=is_lost)
                 self.groups.ledger.on_gone()
-            services.tell_gone(rank)
+            services.tell_gone(new)
 
     def mark_lost(self, rank: int) -> None:
         """Note that ``rank`` has died, perhaps after its main had returned: the services it still ran end now."""
@@ -189,7 +191,7 @@ class Peers:
         self._services.forget_returned(rank)
         self._services.gone.discard(rank)
         self.attendance.on_lost(rank)
-        self.mark_gone(rank, is_lost=True)
+        self.mark_gone(RankSet((rank,)), is_lost=True)
         if self.announcements is not None:
             self.announcements.on_lost(rank)
 
@@ -237,8 +239,7 @@ class Peers:
                 self._note_losses(freed.lost)
                 self.groups.ledger.on_freed(freed, source)
             case Leave(started, lost):
-                self._note_left(source, started, lost)
-                self.mark_gone(source)
+                self._note_left(RankSet((source,)), started, lost)
             case Failed(summary):
                 if self.announcements is not None:
                     self.announcements.fail(source, summary, source)
@@ -246,11 +247,10 @@ class Peers:
             case FailureAcknowledged():
                 self.answered.add(source)
                 self._services.left.add(source)
-                self.mark_gone(source, of_a_failure=True)
+                self.mark_gone(RankSet((source,)), of_a_failure=True)
             case Finalize(started, lost):
                 self.answered.add(source)
-                self._note_left(source, started, lost)
-                self.mark_gone(source)
+                self._note_left(RankSet((source,)), started, lost)
             case Unheard(tag):
                 if self._has_returned:
                     self._services.drop_messages(tag)
@@ -270,26 +270,30 @@ class Peers:
     def _on_departure(self, departure: Departure) -> None:
         """Take in what came along the tree of ranks that have left, unless these tell this rank themselves.
 
-        Where main has returned here, and nothing of this rank goes on, nothing waits for them.
+        A rank with which this one has exchanged messages tells it; but it may have heard of none, where they were
+        spoiled. So the news of its end counts, by which what it has sent before has come. Where main has returned here,
+        and nothing of this rank goes on, nothing waits for them.
         """
         services = self._services
         if self._has_returned and not services.task_count and not services.is_sending:
             return
         if is_in(services.rank, departure.told):
             return  # what it has sent before may be on its way, and comes first
-        known = services.left | services.lost_ranks() | {services.rank}
-        for rank in range(departure.first, departure.last + 1):
-            if rank not in known:
-                self._note_left(rank, departure.started, departure.lost)
-                self.mark_gone(rank)
+        ranks = departure.ranks - services.left - services.lost_ranks()
+        ranks.discard(services.rank)
+        if departure.stage == Stage.LEFT:
+            ranks -= services.contacts
+        if ranks:
+            self._note_left(ranks, departure.started, departure.lost)
 
-    def _note_left(self, rank: int, started: Sequence[tuple[int, int]], lost: Losses) -> None:
-        """Note that main has returned on ``rank``."""
-        self._services.left.add(rank)
+    def _note_left(self, ranks: RankSet, started: tuple[tuple[int, int], ...], lost: Losses) -> None:
+        """Note that main has returned on ``ranks``."""
+        self._services.left |= ranks
         self._note_losses(lost)
-        self.attendance.on_left(rank, dict(started))
-        for tag in self._services.note_returned(rank):
+        self.attendance.on_left(ranks, started)
+        for tag, rank in self._services.note_returned(ranks):
             self._system.send_nowait(Unheard(tag), rank)
+        self.mark_gone(ranks)
 
     def _note_losses(self, losses: Losses) -> None:
         """Note what a peer knows of lost ranks, of which this rank may hear later: it may have left because of them."""
@@ -297,7 +301,7 @@ class Peers:
             is_peer = 0 <= rank < self._services.size and rank != self._services.rank
             if is_peer and not self.attendance.has_heard_of(rank, incarnation):
                 self.attendance.on_lost(rank)
-                self.agreements.on_gone(rank, is_lost=True)
+                self.agreements.on_gone(RankSet((rank,)), is_lost=True)
 
     def leave(self) -> None:
         """Tell every peer that main has returned here, and before it what else they have to know of this rank.
@@ -353,8 +357,8 @@ class Peers:
             self.announcements.close()
 
     def _departure(self, stage: Stage) -> Departure:
-        rank, told = self._services.rank, runs_of(tuple(sorted(self._services.contacts)))
-        return Departure(rank, rank, stage, self.attendance.started(), self.attendance.lost, told)
+        told = runs_of(tuple(sorted(self._services.sent_to - self._services.heard_from)))
+        return Departure.of(self._services.rank, stage, self.attendance.started(), self.attendance.lost, told)
 
     def _tell_contact(self, rank: int) -> None:
         """Tell a rank that main has returned here, whose first message has come after that."""

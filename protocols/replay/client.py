@@ -135,7 +135,7 @@ class ReplayBuffer:
         )
         # No other entry of this rank has this number, since each sends.
         self._entry = self._channel.demultiplexer.sent_count
-        services.on_gone(self._on_gone)
+        services.on_gone(self._on_gone, among=(server,))
         try:
             if server in services.gone and not services.is_unmet(server):
                 self._on_gone(server)

@@ -143,7 +143,7 @@ class _Server:
             name=f"replay {name}",
             capacity=capacity,
         )
-        services.on_gone(self._on_gone)
+        services.on_gone(self._on_gone, among=clients)
 
     async def serve(self) -> ReplayStatistics:
         channel = self._channel

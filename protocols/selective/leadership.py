@@ -98,7 +98,7 @@ class Leadership:
         self._board.open(scopes.policy, self._on_message, key_of(members, scopes.values), self._on_request)
         if is_reserved:
             self._board.leave(scopes.policy)
-        services.on_gone(self._on_peer)
+        services.on_gone(self._on_peer, among=self._everybody)
         services.on_returned(self._on_met)
         self._joins = epoch is not None
         if migration is not None:

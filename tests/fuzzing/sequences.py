@@ -34,6 +34,7 @@ from asyncdist.collectives.groups import Group, Lease
 from asyncdist.collectives.membership import MembershipLog
 from asyncdist.errors import AsyncdistError, RemoteProtocolError
 from asyncdist.messaging import wire
+from asyncdist.transports.rank_sets import RankSet
 from protocols.one_sided.rules import REPLACEMENT_MODES, OneSidedRules, choose, is_dying
 from protocols.ranking import STRATEGIES
 from protocols.replay.store import ReplayStore
@@ -387,7 +388,7 @@ def verdicts(rng: random.Random) -> None:
         assert heard is None or heard.key == key
         match rng.randrange(6):
             case 0:
-                late.on_gone(rng.randrange(size))
+                late.on_gone(RankSet((rng.randrange(size),)))
             case 1:
                 late.on_withdrawn(rng.randrange(size), key.of_all_occurrences)
             case 2:
@@ -423,7 +424,7 @@ def agreements(rng: random.Random) -> None:
         for _ in range(EVENT_COUNT):
             if rng.random() < 0.05:
                 gone.add(peer := rng.randrange(1, size))
-                told.on_gone(peer, is_lost=rng.random() < 0.5)
+                told.on_gone(RankSet((peer,)), is_lost=rng.random() < 0.5)
             key = rng.choice((*keys, mine.key))
             text = (
                 key.text
@@ -484,7 +485,7 @@ def membership(rng: random.Random) -> None:
                 if under_way:
                     log.end(under_way.pop(rng.randrange(len(under_way))))
             case 4:
-                log.on_left(peer, {7101: _count(rng), 7102: _count(rng), _count(rng): _count(rng)})
+                log.on_left(RankSet((peer,)), ((7101, _count(rng)), (7102, _count(rng)), (_count(rng), _count(rng))))
             case 5:
                 log.on_freed(group, peer, _count(rng))
             case _:

@@ -4,106 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import asyncdist as ad
-from asyncdist.simulation import Compute, Fault, Kill, Partition, Restart, SimReport, Stall, simulate
+from asyncdist.simulation import Kill, Restart, simulate
 from protocols import (
     AsyncSelectiveAveragingPolicy,
-    AverageApplied,
-    PolicyEvent,
-    SelectiveStatistics,
-    SnapshotTaken,
     StepInfo,
 )
-
-#: Snapshots of a run: by island, round and rank, the value of all weights.
-Given = dict[tuple[int, int, int], float]
-COMPUTE = Compute(step_s=0.01, overrun_probability=0.0)
-
-
-@dataclass
-class Ended:
-    """What one rank came to."""
-
-    value: float
-    infos: list[StepInfo] = field(default_factory=list)
-    applied: list[AverageApplied] = field(default_factory=list)
-    statistics: SelectiveStatistics | None = None
-    sent_count: int = 0
-
-    @property
-    def stats(self) -> SelectiveStatistics:
-        assert self.statistics is not None
-        return self.statistics
-
-    @property
-    def migrants(self) -> set[int]:
-        return {rank for info in self.infos for rank in info.migrants}
-
-
-async def train(world: ad.World, given: Given, steps: int, island: int, **options: Any) -> Ended:
-    """Weights are one number, that of the rank at first, and the metric is the same number."""
-    model = nn.Linear(5, 3, bias=False)
-    nn.init.constant_(model.weight, float(world.rank))
-    ended = Ended(0.0)
-
-    def listen(event: PolicyEvent) -> None:
-        value = float(event.state["float32"][0])
-        assert (event.state["float32"] == value).all()
-        if isinstance(event, SnapshotTaken):
-            where = island if event.island < 0 else event.island
-            assert (where, event.round, world.rank) not in given or world.incarnation
-            given[where, event.round, world.rank] = value
-        elif isinstance(event, AverageApplied):
-            ended.applied.append(event)
-            mean = sum(
-                given[island, event.round, rank] * weight
-                for rank, weight in zip(event.donors, event.weights, strict=True)
-            ) / sum(event.weights)
-            assert value == pytest.approx(mean, rel=1e-6)
-
-    settings = {"average_every": 2, "replacement_ratio": 0.25, "migrate_every": 2, **options}
-    policy = AsyncSelectiveAveragingPolicy(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), on_event=listen, **settings
-    )
-    async with policy:
-        for _ in range(steps):
-            info = await policy.step(float(model.weight.detach()[0, 0]))
-            if info or info.abandoned:
-                ended.infos.append(info)
-                assert info.island == island
-                assert set(info.migrants) == {
-                    rank for rank in info.donors if rank not in _island_of(world, island, options)
-                }
-    ended.value, ended.statistics = float(model.weight.detach()[0, 0]), policy.statistics()
-    ended.sent_count = world.statistics().sent_count
-    return ended
-
-
-def _island_of(world: ad.World, island: int, options: dict[str, Any]) -> range:
-    size = options.get("island_size") or world.size // options["islands"]
-    return range(island * size, (island + 1) * size)
-
-
-def population(
-    ranks: int, faults: Sequence[Fault] = (), *, seed: int = 1, steps: int = 80, strict: bool = True, **options: Any
-) -> SimReport[Ended]:
-    size = options.get("island_size") or ranks // options["islands"]
-    given: Given = {}
-
-    async def main(world: ad.World) -> Ended:
-        return await train(world, given, steps, world.rank // size, **options)
-
-    return simulate(main, ranks=ranks, seed=seed, faults=faults, compute=COMPUTE, strict=strict)
-
+from simulation.island_scenarios import COMPUTE, Ended, Given, population, scenario, train
 
 # -- what it is for ---------------------------------------------------------------------------------------------------
 
@@ -305,54 +218,13 @@ def test_a_rank_that_is_started_again_joins_its_island_and_gives_to_others() -> 
     assert back.value > 4.0, "it has the weights of its own island"
 
 
-def drawn_faults(rng: random.Random, ranks: int) -> list[Fault]:
-    kinds = rng.sample(["kill", "kill", "stall", "partition", "restart"], rng.randint(0, 3))
-    faults: list[Fault] = []
-    for kind in kinds:
-        rank, at_s = rng.randrange(ranks), rng.uniform(0.05, 1.0)
-        match kind:
-            case "kill":
-                faults.append(Kill(rank, at_s=at_s))
-            case "restart":
-                faults += [Kill(rank, at_s=at_s), Restart(rank, at_s=at_s + 0.3)]
-            case "stall":
-                faults.append(Stall(rank, at_s=at_s, duration_s=rng.uniform(0.1, 3.0)))
-            case _:
-                cut = tuple(rng.sample(range(ranks), rng.randint(1, ranks // 2)))
-                faults.append(Partition(cut, at_s=at_s, until_s=at_s + rng.uniform(0.1, 3.0)))
-    victims = Counter(fault.rank for fault in faults if isinstance(fault, Kill))
-    return faults if not victims or max(victims.values()) == 1 else []
-
-
-def came_too_late(error: BaseException) -> bool:
-    """Whether a rank was started again when the others of its island had ended, or were lost."""
-    return isinstance(error, ad.LateError) or "no other rank of this policy is there" in str(error)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 40, 10))
 def test_every_average_is_the_one_of_its_donors_whatever_fails(first: int) -> None:
-    """What is checked is in ``train``; none hangs, and nothing is left over."""
-    came = 0
-    for seed in range(first, first + 10):
-        rng = random.Random(f"islands {seed}")
-        size, count = rng.choice([(2, 3), (3, 4), (4, 2), (4, 4), (5, 3)])
-        options = {
-            "island_size": size,
-            "migrate_every": rng.randint(1, 3),
-            "migration": rng.choice(["ring", "random"]),
-            "route": rng.choice(["direct", "sharded"]),
-            "averaging_strategy": rng.choice(["mean", "weighted_mean", "best_only"]),
-            "replacement_ratio": rng.choice([0.25, 0.5, 0.75]),
-            "metric_mode": rng.choice(["max", "min"]),
-        }
-        report = population(
-            size * count, drawn_faults(rng, size * count), seed=seed, steps=rng.randint(40, 160), **options
-        )
-        errors = [each for each in report.results if isinstance(each, BaseException) and not came_too_late(each)]
-        assert not errors, f"seed {seed}: {errors[0]!r}"
-        came += sum(len(one.migrants) for one in report.results if isinstance(one, Ended))
-    assert came > 10
+    """What is checked is in ``island_scenarios``; none hangs, and nothing is left over."""
+    reports = [scenario(seed) for seed in range(first, first + 10)]
+    assert sum(len(one.migrants) for report in reports for one in report.results if isinstance(one, Ended)) > 10
+    assert any(report.faults_fired for report in reports)
 
 
 # -- what it costs ----------------------------------------------------------------------------------------------------

@@ -44,6 +44,52 @@ def test_while_one_rank_goes_on_for_an_hour_the_others_send_no_more_than_they_mu
     assert counts[0] == counts[1] <= 12 * SIZE
 
 
+@pytest.mark.slow
+def test_where_ranks_leave_at_different_times_messages_do_not_grow_with_their_number() -> None:
+    async def main(world: ad.World) -> None:
+        await asyncio.sleep(random.Random(world.rank).uniform(0.0, 10.0))
+
+    counts = [simulate(main, ranks=ranks, seed=1, strict=True).message_count / ranks for ranks in (64, 192)]
+    assert max(counts) <= 24, "each of 64 ranks heard of every other one, in 65 messages for 10 seconds"
+    assert counts[1] <= 1.2 * counts[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_who_waits_hears_soon_of_a_rank_that_has_left_also_where_many_have_left_long_ago(seed: int) -> None:
+    async def main(world: ad.World) -> float:
+        last = 1 + seed
+        leave_at = 20.0 if world.rank == last else random.Random(world.rank).uniform(0.0, 19.0)
+        if world.rank == 0 or world.rank > SIZE // 2:
+            while last not in world.services.left:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        else:
+            await asyncio.sleep(leave_at)
+        return world.time()
+
+    assert all(20.0 <= at < 20.0 + 3.5 for at in simulate(main, ranks=SIZE, seed=seed).results[SIZE // 2 + 1 :])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_who_has_sent_in_vain_to_a_rank_that_has_left_hears_it_all_the_same(seed: int) -> None:
+    async def main(world: ad.World) -> str:
+        if world.rank == 3:
+            await asyncio.sleep(1.0)
+            return "left"
+        if world.rank == 30:  # its message is spoiled: rank 3 never hears from it
+            await world.channel(Number, tag=5).send(Number(1), 3)
+        try:
+            await ad.barrier()
+        except ad.ClosedError as error:
+            return str(error)
+        return "passed"
+
+    with quiet():
+        report = simulate(main, ranks=SIZE, seed=seed, faults=[Corrupt(30, 3, number=1)])
+    report.check_faults()
+    assert "rank 3 has left" in str(report.results[30])
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_who_waits_for_a_rank_that_has_left_hears_it_also_where_it_has_never_talked_to_it(seed: int) -> None:
     async def main(world: ad.World) -> str:

@@ -21,8 +21,11 @@ from asyncdist.messaging.channels import Channel, Envelope
 from asyncdist.messaging.services import Services
 from asyncdist.runtime.departing.departures import Departed, Departure, Departures, EndHeard, Stage
 
-#: How long departures wait for others that may be told in the same message.
-_DELAY_S: Final = 0.05
+#: How long departures wait for others that may be told in the same message: at the root for a part of the time for
+#: which ranks have been leaving, up to a limit; at each level below it for half as long, but not below the least time.
+_DELAY_PART: Final = 0.5
+_DELAY_MAX_S: Final = 1.0
+_DELAY_MIN_S: Final = 0.05
 #: After how long a message is sent again that has not been answered; doubled each time.
 _REPEAT_S: Final = 2.0
 _REPEAT_COUNT: Final = 5
@@ -63,6 +66,7 @@ class Announcements:
         self._later: asyncio.TimerHandle | None = None
         self._repeat: asyncio.TimerHandle | None = None
         self._repeat_count = 0
+        self._heard_at: float | None = None  # of the first departure
         self._is_closed = False
         self._channel: Channel[Any] = services.open_channel(
             Departed | EndHeard | Failure,
@@ -148,10 +152,18 @@ class Announcements:
         self._soon = None
         self._send_all(self._departures.urgent())
         if self._later is None and self._departures.has_more:
-            self._later = self._loop.call_later(_DELAY_S, self._send_others)
+            self._later = self._loop.call_later(self._delay_s(), self._send_others)
         if self._repeat is None and not self._departures.is_answered and self._repeat_count < _REPEAT_COUNT:
             self._repeat = self._loop.call_later(_REPEAT_S * 2**self._repeat_count, self._send_again)
         self._services.engine.recheck()  # all ranks may have reached the next stage
+
+    def _delay_s(self) -> float:
+        """Return how long departures wait here: the limits of all levels add up to twice that of the root."""
+        now = self._loop.time()
+        if self._heard_at is None:
+            self._heard_at = now
+        delay_s: float = min(_DELAY_PART * (now - self._heard_at), _DELAY_MAX_S)
+        return max(delay_s * 0.5**self._departures.level, _DELAY_MIN_S)
 
     def _send_others(self) -> None:
         self._later = None

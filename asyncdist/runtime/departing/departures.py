@@ -8,7 +8,9 @@ one it tells those with which it has exchanged messages, and this module brings 
 - A rank that knows that all below it have reached a stage tells its parent at once. So the root finds out when all
   ranks have, and says so, down the tree. Where all end together, that is one message up and one down for each rank.
 - Where some go on, the others' departures travel along the tree all the same, since a rank may wait for one that has
-  left: many of them in one message, a moment later.
+  left: up to the root, and from there down to all. The root, and the ranks near it, wait a while for more of them, so
+  the number of messages grows with the time that it takes until all have left, and not with the number of ranks.
+- Ranks of which the same is to be said are said together, as a bitmap, and kept so.
 - A neighbour that comes new, since a rank between is lost, is told everything. So is a parent that has not answered for
   long, since a frame may be spoiled. Nothing changes where something is told twice.
 
@@ -18,13 +20,14 @@ one it tells those with which it has exchanged messages, and this module brings 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Final
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, TypeAlias
 
 from asyncdist.collectives.agreement_messages import Losses, Runs
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.runtime.departing.spanning_tree import SpanningTree
+from asyncdist.transports.rank_sets import RankSet
 
 
 class Stage(enum.IntEnum):
@@ -35,32 +38,43 @@ class Stage(enum.IntEnum):
     ENDED = 2
 
 
-#: Departures in one message, which a frame has to hold.
+#: Departures in one message, and bytes of a bitmap in one of them: a frame has to hold them.
 _COUNT_MAX: Final = 64
+_BITMAP_NBYTES_MAX: Final = 8192
+
+#: What is said of ranks that leave: how many collectives they have started, the losses they know, whom they tell.
+_Account: TypeAlias = tuple[tuple[tuple[int, int], ...], Losses, Runs]
 
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """Says that the ranks from ``first`` to ``last`` have reached a stage.
+    """Says that some ranks have reached a stage.
 
     Attributes:
-        first, last: the ranks.
+        first: the rank for which the lowest bit of the first byte of ``bitmap`` stands.
+        bitmap: bits that are set for the ranks that have reached it, in ascending order.
         stage: the number of a :class:`Stage`.
         started: how many collectives each of them has started, by the group's tag.
         lost: ranks that they know to be lost.
-        told: ranks that each of them tells by itself.
+        told: ranks that each of them tells by itself, and that may not know yet that they will hear from it.
     """
 
     first: int
-    last: int
+    bitmap: bytes
     stage: int
     started: tuple[tuple[int, int], ...] = ()
     lost: Losses = ()
     told: Runs = ()
 
-    def follows(self, other: Departure) -> bool:
-        """Return whether both can be said as one."""
-        return self.first == other.last + 1 and replace(self, first=other.first, last=other.last) == other
+    @classmethod
+    def of(cls, rank: int, stage: Stage, *account: *_Account) -> Departure:
+        """Say it of one rank."""
+        return cls(rank, b"\x01", stage, *account)
+
+    @property
+    def ranks(self) -> RankSet:
+        """The ranks that have reached the stage."""
+        return RankSet.of_bits(int.from_bytes(self.bitmap, "little") << self.first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +108,13 @@ class Departures:
 
     def __init__(self, size: int, rank: int) -> None:
         self._size = size
+        self._rank = rank
         self._tree = SpanningTree(size, rank)
-        self._known = dict.fromkeys((Stage.LEFT, Stage.ENDED), 0)  # sets of ranks: bit r is for rank r
+        self._known = _Reached()
+        self._announced = _Reached()  # what the ranks below are to know: the root has said it, or is about to
+        self._accounts: dict[_Account, int] = {}  # the ranks of which each is to be said; all of those in _known
         self._lost = 0
-        self._log: list[tuple[int, Departure]] = []  # each with the rank that has told it
-        self._told_count: dict[int, int] = dict.fromkeys(self._tree.neighbours, 0)  # how much of the log
+        self._told: dict[int, _Reached] = {neighbour: _Reached() for neighbour in self._tree.neighbours}
         self._told_stage: dict[int, int] = dict.fromkeys(self._tree.neighbours, 0)
         self._have_heard: set[int] = set()
         self.stage = Stage.IN_MAIN
@@ -114,16 +130,26 @@ class Departures:
         Raises:
             RemoteProtocolError: it names ranks that the world does not have, or no stage.
         """
-        first, last = departure.first, departure.last
-        if not 0 <= first <= last < self._size or departure.stage not in (Stage.LEFT, Stage.ENDED):
+        is_known_stage = departure.stage in (Stage.LEFT, Stage.ENDED)
+        if not is_known_stage or not 0 <= departure.first < self._size or not 0 < self._extent(departure) <= self._size:
             raise RemoteProtocolError(f"{departure!r:.200} is no departure from a world of {self._size} ranks")
-        stage = Stage(departure.stage)
-        unknown = _ranks(first, last) & ~self._known[stage]
-        new = [replace(departure, first=first, last=last) for first, last in _runs(unknown)]
-        self._log += [(source, part) for part in new]
-        self._known[Stage.LEFT] |= unknown
-        self._known[stage] |= unknown
-        return new
+        ranks, stage = departure.ranks.bits, Stage(departure.stage)
+        account = departure.started, departure.lost, departure.told
+        unknown, unaccounted = ranks & ~self._known.at(stage), ranks & ~self._known.left
+        if unaccounted:
+            self._accounts[account] = self._accounts.get(account, 0) | unaccounted
+        self._known.add(ranks, stage)
+        if source == self._tree.parent:
+            self._told[source].add(ranks, stage)
+        if source != self._rank and source not in self._tree.children:
+            self._announced.add(ranks, stage)
+        return list(_departures(unknown, stage, account))
+
+    @staticmethod
+    def _extent(departure: Departure) -> int:
+        """Return the number after the highest rank; 0 where there is none."""
+        length = int.from_bytes(departure.bitmap, "little").bit_length()
+        return length and departure.first + length
 
     def on_departed(self, message: Departed, source: int) -> list[Departure]:
         """Take in what a neighbour says; return what was not known before. Raises as :meth:`add`."""
@@ -143,14 +169,14 @@ class Departures:
         """Note that a rank is lost: it is not waited for, and its neighbours become those of others."""
         self._lost |= 1 << rank
         self._tree.on_lost(rank)
-        self._told_count = {neighbour: self._told_count.get(neighbour, 0) for neighbour in self.neighbours}
+        self._told = {neighbour: self._told.get(neighbour, _Reached()) for neighbour in self.neighbours}
         self._told_stage = {neighbour: self._told_stage.get(neighbour, 0) for neighbour in self.neighbours}
 
     def tell_again(self) -> None:
         """Have :meth:`urgent` say again what neighbours have not answered."""
         parent = self._tree.parent
         if parent is not None and self._told_stage[parent] > self.stage:
-            self._told_count[parent] = self._told_stage[parent] = 0
+            self._told[parent], self._told_stage[parent] = _Reached(), 0
         if self.stage == Stage.ENDED:
             for child in self._tree.children:
                 if child not in self._have_heard:
@@ -166,24 +192,38 @@ class Departures:
         """Return what is to be sent at once, with the rank that each message is for."""
         parent = self._tree.parent
         reached = self._reached()
-        if parent is None:
-            self.stage = max(self.stage, reached)
+        if parent is None and reached > self.stage:
+            self.stage = reached
+            self._announced.add_all(self._known)
         messages = []
         for neighbour in self.neighbours:
             stage = max(self.stage, reached) if neighbour == parent else self.stage
+            told = self._tell(neighbour) if self._told_stage[neighbour] < stage or neighbour != parent else []
             if self._told_stage[neighbour] < stage:
                 self._told_stage[neighbour] = stage
-                messages += [(neighbour, message) for message in self._tell(neighbour) or [Departed((), self.stage)]]
+                told = told or [Departed((), self.stage)]
+            messages += [(neighbour, message) for message in told]
         return messages
 
     def others(self) -> list[tuple[int, Departed]]:
         """Return what may be sent together with what comes in the next moments."""
-        return [(neighbour, message) for neighbour in self.neighbours for message in self._tell(neighbour)]
+        parent = self._tree.parent
+        if parent is not None:
+            return [(parent, message) for message in self._tell(parent)]
+        self._announced.add_all(self._known)
+        return [(child, message) for child in self._tree.children for message in self._tell(child)]
 
     @property
     def has_more(self) -> bool:
         """Whether :meth:`others` may have something to say."""
-        return self.stage < Stage.ENDED and any(count < len(self._log) for count in self._told_count.values())
+        parent = self._tree.parent
+        told = self._announced if parent is None else self._told[parent]
+        return self.stage < Stage.ENDED and self._known.has_more_than(told)
+
+    @property
+    def level(self) -> int:
+        """The number of ranks above this one in a tree that has lost none."""
+        return self._tree.level
 
     @property
     def is_over(self) -> bool:
@@ -194,7 +234,7 @@ class Departures:
         """Return the stage that this rank and all those below it have reached."""
         everybody = _ranks(self._tree.first, self._tree.last)
         for stage in Stage.ENDED, Stage.LEFT:
-            if not everybody & ~(self._known[stage] | self._lost):
+            if not everybody & ~(self._known.at(stage) | self._lost):
                 return stage
         return Stage.IN_MAIN
 
@@ -203,44 +243,75 @@ class Departures:
 
         Where all have ended, nobody needs to know more.
         """
-        begin, self._told_count[neighbour] = self._told_count[neighbour], len(self._log)
-        if self.stage == Stage.ENDED:
+        known, told = self._known if neighbour == self._tree.parent else self._announced, self._told[neighbour]
+        ended = known.ended & ~told.ended
+        left = known.left & ~told.left & ~ended
+        if self.stage == Stage.ENDED or not ended | left:
             return []
-        departures = _merged(departure for source, departure in self._log[begin:] if source != neighbour)
+        told.add_all(known)
+        departures = [
+            departure
+            for account, ranks in self._accounts.items()
+            for stage, some in ((Stage.LEFT, left), (Stage.ENDED, ended))
+            for departure in _departures(ranks & some, stage, account)
+        ]
+        self._forget_whom_they_tell()
         return [
             Departed(tuple(departures[first : first + _COUNT_MAX]), self.stage)
             for first in range(0, len(departures), _COUNT_MAX)
         ]
 
+    def _forget_whom_they_tell(self) -> None:
+        """Forget it of ranks whose end all neighbours have been told: by then what they told has arrived.
 
-def _merged(departures: Iterable[Departure]) -> list[Departure]:
-    """Say those as one that follow each other and are equal otherwise; leave out what a later stage says again."""
-    merged: list[Departure] = []
-    for departure in sorted(departures, key=lambda each: (each.first, -each.stage)):
-        before = merged[-1] if merged else None
-        if before is None:
-            merged.append(departure)
-        elif departure.last <= before.last and departure.stage <= before.stage:
-            continue
-        elif departure.follows(before):
-            merged[-1] = replace(departure, first=before.first)
-        else:
-            merged.append(departure)
-    return merged
+        So the same is to be said of most ranks, and little is kept.
+        """
+        settled = self._known.ended
+        for told in self._told.values():
+            settled &= told.ended
+        for account in [account for account, ranks in self._accounts.items() if account[2] and ranks & settled]:
+            ranks, plain = self._accounts.pop(account), (*account[:2], ())
+            self._accounts[plain] = self._accounts.get(plain, 0) | ranks & settled
+            if ranks & ~settled:
+                self._accounts[account] = ranks & ~settled
+
+
+@dataclass(slots=True)
+class _Reached:
+    """The ranks that have left, and those of them that have ended, as sets of bits."""
+
+    left: int = 0
+    ended: int = 0
+
+    def at(self, stage: Stage) -> int:
+        """Return those that have reached a stage."""
+        return self.ended if stage == Stage.ENDED else self.left
+
+    def add(self, ranks: int, stage: Stage) -> None:
+        """Note that ranks have reached a stage."""
+        self.left |= ranks
+        if stage == Stage.ENDED:
+            self.ended |= ranks
+
+    def add_all(self, other: _Reached) -> None:
+        """Note what is noted there."""
+        self.left |= other.left
+        self.ended |= other.ended
+
+    def has_more_than(self, other: _Reached) -> bool:
+        """Return whether something is noted here that is not noted there."""
+        return bool(self.left & ~other.left | self.ended & ~other.ended)
+
+
+def _departures(ranks: int, stage: Stage, account: _Account) -> Iterator[Departure]:
+    """Yield what says of ranks that they have reached a stage: one departure, or several where it would be large."""
+    while ranks:
+        first = (ranks & -ranks).bit_length() - 1
+        piece = ranks >> first & (1 << 8 * _BITMAP_NBYTES_MAX) - 1
+        yield Departure(first, piece.to_bytes((piece.bit_length() + 7) // 8, "little"), stage, *account)
+        ranks &= ~(piece << first)
 
 
 def _ranks(first: int, last: int) -> int:
     """Return the ranks from ``first`` to ``last`` as a set of bits."""
     return (1 << last + 1) - (1 << first)
-
-
-def _runs(ranks: int) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last of each run of consecutive ranks in a set of bits."""
-    first = 0
-    while ranks >> first:
-        rest = ranks >> first
-        first += (rest & -rest).bit_length() - 1
-        rest = ranks >> first
-        length = (~rest & (rest + 1)).bit_length() - 1
-        yield first, first + length - 1
-        first += length

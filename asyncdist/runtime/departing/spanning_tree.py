@@ -25,6 +25,7 @@ class SpanningTree:
     Attributes:
         parent: the rank above this one; None for the root.
         children: the ranks right below this one.
+        level: the number of ranks above this one in a tree that has lost none.
         first, last: this rank answers for itself and the ranks below it, which are those from ``first`` to ``last``
             except lost ones.
     """
@@ -34,6 +35,7 @@ class SpanningTree:
         self._rank = rank
         self._lost: set[int] = set()
         self._above, self._own_last = _path(size, rank)
+        self.level = len(self._above)
         self._arrange()
 
     def on_lost(self, rank: int) -> bool:

@@ -123,8 +123,8 @@ class Migration:
     def _dests(self) -> Iterator[int]:
         """Return the first rank that is there of each island that may be next."""
         for index in self._targets():
-            gone = self._services.gone | self._absent
-            yield from (rank for rank in self._island.ranks_of(index) if rank not in gone)
+            ranks = self._island.ranks_of(index)
+            yield from (rank for rank in ranks if rank not in self._services.gone and rank not in self._absent)
 
     def _targets(self) -> Iterator[int]:
         own, count = self._island.index, self._island.count
