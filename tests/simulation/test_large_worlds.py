@@ -50,7 +50,7 @@ def test_where_ranks_leave_at_different_times_messages_do_not_grow_with_their_nu
         await asyncio.sleep(random.Random(world.rank).uniform(0.0, 10.0))
 
     counts = [simulate(main, ranks=ranks, seed=1, strict=True).message_count / ranks for ranks in (64, 192)]
-    assert max(counts) <= 24, "each of 64 ranks heard of every other one, in 65 messages for 10 seconds"
+    assert max(counts) <= 24, "it was 51 and 91"
     assert counts[1] <= 1.2 * counts[0]
 
 
