@@ -312,8 +312,9 @@ def _detect_family(
     return Launch("mpi", size, rank or 0, size_name)
 
 
-def local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
+def local_rank(environ: Mapping[str, str] | None = None) -> int | None:
     """Return this process's number among the ranks of its host; None where the launcher does not say it."""
+    environ = {**os.environ, **_hidden} if environ is None else environ
     for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
         if environ.get(name, "").isdecimal():
             return int(environ[name])
@@ -405,6 +406,39 @@ def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
     own = (_RANK_VARIABLE, INCARNATION_VARIABLE, EMPTY_VARIABLE)
     outer = (*own, *_MPI_PREFIXES, *(_TORCH_PREFIXES if is_torch_rank else ()))
     return {name: text for name, text in environ.items() if not name.startswith(outer) or name.startswith("PMIX_MCA_")}
+
+
+#: What libraries for training take for their own ranks, by the beginnings of names.
+_RANKS_OF_LAUNCHERS: Final = (
+    *("OMPI_COMM_WORLD_", "PMI_SIZE", "PMI_RANK", "MPI_LOCAL", "PALS_", "MV2_COMM_WORLD_"),
+    *("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_TASKS_PER_NODE"),
+)
+_RANKS_OF_TORCH: Final = (*TORCH_NAMES, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "TORCHELASTIC_")
+#: The launcher's variables, while they are hidden.
+_hidden: dict[str, str] = {}
+
+
+def hide_ranks() -> None:
+    """Take from this process's environment what makes a library believe that this rank is one of its own several.
+
+    :func:`ranks_shown` brings it back, for a world to be opened. Does nothing where there is no launcher.
+    """
+    is_torch_rank = any(os.environ.get(name) for name in ("RANK", "TORCHELASTIC_RUN_ID"))
+    names = _RANKS_OF_LAUNCHERS + (_RANKS_OF_TORCH if is_torch_rank else ())
+    for name in [name for name in os.environ if name.startswith(names)]:
+        _hidden[name] = os.environ.pop(name)
+
+
+@contextlib.contextmanager
+def ranks_shown() -> Iterator[None]:
+    """Let the launcher's variables be seen until the context ends, where they are hidden."""
+    shown = {name: text for name, text in _hidden.items() if name not in os.environ}
+    os.environ.update(shown)
+    try:
+        yield
+    finally:
+        for name in shown:
+            os.environ.pop(name, None)
 
 
 def become_rank() -> None:

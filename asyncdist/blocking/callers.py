@@ -39,10 +39,22 @@ _current: ContextVar[Caller] = ContextVar("asyncdist_blocking_caller")
 ask_for_world: ContextVar[Callable[[], Caller] | None] = ContextVar("asyncdist_ask_for_world", default=None)
 
 
+#: Of a world that is open as long as the process.
+_of_process: Caller | None = None
+
+
+def set_process_caller(caller: Caller | None) -> None:
+    """Let code that is in no block use this one, as long as its world is open."""
+    global _of_process
+    _of_process = caller
+
+
 def find_caller() -> Caller | None:
     """Return what awaits coroutines for the code that runs here; None outside of worlds without an event loop."""
-    caller = _current.get(None)
-    return caller if caller is not None and caller.is_open else None
+    for caller in (_current.get(None), _of_process):
+        if caller is not None and caller.is_open:
+            return caller
+    return None
 
 
 def current_caller(what: str) -> Caller:
@@ -106,6 +118,7 @@ class Caller(abc.ABC):
 
     def __init__(self) -> None:
         self.is_open = False
+        self._at_end: list[Callable[[], None]] = []
         self._is_calling = False
         self._thread = threading.get_ident()
 
@@ -124,6 +137,20 @@ class Caller(abc.ABC):
             return self._await_in_main(lambda: fn(*args, **kwargs)).result()
         finally:
             self._is_calling = False
+
+    def at_end(self, fn: Callable[[], None]) -> None:
+        """Call ``fn`` when the code has ended without an error, before the world is left; the last one first."""
+        self._at_end.append(fn)
+
+    def forget(self, fn: Callable[[], None]) -> None:
+        """Do not call ``fn`` at the end."""
+        if fn in self._at_end:
+            self._at_end.remove(fn)
+
+    def end(self) -> None:
+        """Call what was registered for the end."""
+        while self._at_end:
+            self._at_end.pop()()
 
     def _refuse(self) -> NoReturn:
         if not self.is_open:
@@ -200,6 +227,12 @@ class LoopCaller(Caller):
 
     def close(self, error: BaseException | None) -> None:
         """Leave the world, or end it with the error of the block. Raises what main ends with, if it is another one."""
+        given = error
+        if error is None:
+            try:
+                self.end()
+            except BaseException as caught:
+                error = caught
         self._interrupts.raises_at_once = False
         self.is_open = False
         self._error = error
@@ -211,7 +244,7 @@ class LoopCaller(Caller):
             ended = self._host.result()
         finally:
             self._end()
-        if ended.error is not None and ended.error is not error:
+        if ended.error is not None and ended.error is not given:
             raise ended.error
 
     def _end(self) -> None:

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from asyncdist.blocking.callers import Caller, current_caller, entered, find_caller
-from asyncdist.blocking.world import open_world
+from asyncdist.blocking.world import World, open_world
 
 InfoT = TypeVar("InfoT")
 InfoT_co = TypeVar("InfoT_co", covariant=True)
@@ -56,6 +56,11 @@ class Policy(Generic[InfoT]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._exits.__exit__(kind, error, trace)
+
+    @property
+    def world(self) -> World:
+        """The world that it runs in."""
+        return World(self._running())
 
     def step(self, local_metric: Any = None) -> InfoT:
         """Make progress, and change the model's weights if it is time; see :meth:`protocols.SpawnPolicy.step`.

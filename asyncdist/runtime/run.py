@@ -142,6 +142,11 @@ def run(
 
 def _open_here(transport: TransportName, bulk: BulkName | None, ranks: int | None) -> Transport | None:
     """Open the transport of this process; None where all ranks are in it."""
+    with environment.ranks_shown():
+        return _open_launched(transport, bulk, ranks)
+
+
+def _open_launched(transport: TransportName, bulk: BulkName | None, ranks: int | None) -> Transport | None:
     started = select.detect(transport)
     if started.transport == "local" or ranks is not None:
         return None

@@ -91,6 +91,7 @@ class World:
     Attributes:
         rank: this rank, from 0.
         size: the number of ranks.
+        local_rank: this rank's number among those of its host, from 0, as its launcher has it.
         group: the group of all ranks.
         time: a function without arguments that returns seconds on the loop's clock, from an arbitrary start.
         services: what protocols use in place of this class: channels on reserved tags, background tasks, stream slots.
@@ -110,6 +111,7 @@ class World:
     def __init__(self, services: Services, loop: asyncio.AbstractEventLoop, *, nonce: int, group: Group) -> None:
         self.rank = services.rank
         self.size = services.size
+        self.local_rank = services.engine.transport.local_rank
         self.group = group
         self.time = services.time
         self.services = services
@@ -152,11 +154,6 @@ class World:
     def hostname(self) -> str:
         """The name of this rank's host; in a simulation ``"host0"``, ``"host1"``, ... as its network says."""
         return self._transport.hostname
-
-    @property
-    def local_rank(self) -> int:
-        """This rank's number among those of its host, from 0, as its launcher has it."""
-        return self._transport.local_rank
 
     @property
     def device(self) -> torch.device:

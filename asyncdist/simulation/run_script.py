@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from asyncdist import rank_program
-from asyncdist.blocking.callers import SwitchingCaller, ask_for_world
+from asyncdist.blocking.callers import SwitchingCaller, ask_for_world, find_caller
 from asyncdist.runtime.run import run_elsewhere
 from asyncdist.runtime.tracebacks import format_error
 from asyncdist.runtime.world import World
@@ -281,8 +281,15 @@ def _run_main(path: str, host: _Host) -> None:
     each on a stack of its own: before they open their world as well.
     """
 
-    def run() -> object:
-        return runpy.run_path(path, run_name="__main__")
+    def run() -> None:
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except SystemExit as ended:
+            if ended.code or find_caller() is None:
+                raise
+        caller = find_caller()
+        if caller is not None:
+            caller.end()
 
     async def main(world: World) -> None:
         caller = SwitchingCaller(world, is_of_script=True)

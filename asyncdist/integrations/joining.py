@@ -1,0 +1,92 @@
+"""Joins this process to its job, for programs that say nothing of ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from asyncdist import environment, validation
+from asyncdist.blocking.callers import Caller, current_caller
+from asyncdist.blocking.policies import Policy
+from asyncdist.blocking.process_world import process_world
+from asyncdist.blocking.world import World
+from protocols import AsyncSelectiveAveragingPolicy, SpawnPolicy, StepInfo
+
+logger = logging.getLogger("asyncdist.integrations")
+
+_told_alone: set[str] = set()
+
+
+def hide_ranks() -> None:
+    """Let a library that is imported after this believe that it trains alone: ranks are this package's affair.
+
+    It is given the GPU of this rank where several are seen.
+    """
+    number = environment.local_rank()
+    if number is not None and "CUDA_VISIBLE_DEVICES" not in environment.VARIABLES and torch.cuda.device_count() > 1:
+        environment.set_variables({"CUDA_VISIBLE_DEVICES": str(number % torch.cuda.device_count())})
+    environment.hide_ranks()
+
+
+def join() -> World:
+    """Return the world of this process; say once that it trains alone, where it does."""
+    world = process_world()
+    if world.size == 1 and "alone" not in _told_alone:
+        _told_alone.add("alone")
+        logger.warning(
+            "selective averaging: this process trains alone, so nothing is averaged; "
+            "asyncdist run -n 4 script.py starts four ranks"
+        )
+    return world
+
+
+def selective_averaging(average_every: int, mode: str, options: Mapping[str, Any]) -> Training:
+    """Return a training under :class:`protocols.AsyncSelectiveAveragingPolicy`; ``mode`` is its ``metric_mode``.
+
+    Raises:
+        TypeError, ValueError: one of the first two is not what it should be; the options are checked when it begins.
+    """
+    validation.count("average_every", average_every)
+    if mode not in ("min", "max"):
+        validation.refuse("mode", mode, "'min' if a smaller metric is better, 'max' if a larger one is")
+    given: dict[str, Any] = {"average_every": average_every, "metric_mode": mode, **options}
+    return Training(lambda model, optimizer: AsyncSelectiveAveragingPolicy(model, optimizer, **given))
+
+
+class Training:
+    """Is a policy for the length of one training.
+
+    Args:
+        make: makes the policy for a model and its optimizer.
+    """
+
+    def __init__(self, make: Callable[[nn.Module, torch.optim.Optimizer], SpawnPolicy]) -> None:
+        self._make = make
+        self.policy: Policy[StepInfo] | None = None
+        self._caller: Caller
+
+    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Start, together with all ranks. What an earlier training has left open is ended first."""
+        self.end()
+        join()
+        policy = Policy(self._make(model, optimizer))
+        policy.__enter__()
+        self.policy = policy
+        self._caller = current_caller("a policy")
+        self._caller.at_end(self.end)
+
+    def step(self, metric: Any) -> StepInfo:
+        """Make progress; weights change here alone."""
+        assert self.policy is not None, "it has begun"
+        return self.policy.step(metric)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Leave the policy, if it is open. The others go on."""
+        policy, self.policy = self.policy, None
+        if policy is not None and self._caller.is_open:  # else the world has ended, because of an error
+            self._caller.forget(self.end)
+            policy.__exit__(type(error) if error is not None else None, error, None)

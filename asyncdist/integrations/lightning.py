@@ -1,0 +1,161 @@
+"""Selective averaging as a callback of Lightning's ``Trainer``.
+
+::
+
+    from asyncdist.integrations.lightning import SelectiveAveraging
+
+    trainer = Trainer(max_epochs=10, callbacks=[SelectiveAveraging(average_every=100)])
+    trainer.fit(module, loader)                       # asyncdist run -n 4 train.py
+
+Each rank has a trainer of its own, which knows of no other rank: it reads its own data, validates and saves for itself,
+and waits for nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_only
+
+from asyncdist.integrations.joining import hide_ranks, join, selective_averaging
+from asyncdist.integrations.metrics import RunningLoss
+from protocols import StepInfo
+
+hide_ranks()
+
+
+class SelectiveAveraging(Callback):
+    """Lets the worst ranks of a population take the average of the good ones, while they train.
+
+    Weights change between two training batches, after a step of the optimizer. Of several ranks each writes its logs
+    and checkpoints to a folder ``rank0``, ``rank1``, ... below the one that the trainer, its loggers and its checkpoint
+    callbacks name, and rank 0 alone shows a progress bar.
+
+    Args:
+        average_every: the cadence of reports, in steps of the optimizer.
+        monitor: the logged metric by which ranks are judged, ``"val_loss"`` for example. By default the mean of the
+            training losses since the last report.
+        mode: ``"min"`` if smaller is better, ``"max"`` if larger is.
+        optimizer_index: which optimizer, where the module has several.
+        options: others of :class:`protocols.AsyncSelectiveAveragingPolicy`.
+
+    Attributes:
+        last_info: what the last step of the policy did.
+
+    Raises:
+        TypeError, ValueError: an option is not what it should be; the module's training has several devices, or several
+            optimizers of which none was chosen.
+    """
+
+    def __init__(
+        self,
+        average_every: int,
+        *,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        optimizer_index: int | None = None,
+        **options: Any,
+    ) -> None:
+        self.monitor = monitor
+        self.last_info: StepInfo | None = None
+        self._optimizer_index = optimizer_index
+        self._loss = RunningLoss()
+        self._trainer: pl.Trainer
+        self._log: Any = None
+        self._step_count = 0
+        self._training = selective_averaging(average_every, mode, options)
+        self._world = join()
+        rank_zero_only.rank = 0  # type: ignore[attr-defined]  # each rank writes for itself
+        if self._world.rank:
+            logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+
+    @property
+    def policy(self) -> Any:
+        """The policy, while the trainer fits; None otherwise."""
+        return self._training.policy
+
+    @property
+    def log(self) -> Any:
+        """The module's ``log``, which Lightning gives to its callbacks when it begins to fit."""
+        return self._log
+
+    @log.setter
+    def log(self, log: Any) -> None:
+        self._log = log
+        self._prepare(log.__self__.trainer)  # now: loggers open their files before ``setup`` is called
+
+    def _prepare(self, trainer: pl.Trainer) -> None:
+        if trainer.world_size > 1:
+            raise ValueError(
+                f"this Trainer has {trainer.world_size} devices, which make one replica; SelectiveAveraging is for "
+                "ranks with one device each: pass devices=1, and start more ranks"
+            )
+        if self._world.size > 1:
+            _write_below(trainer, f"rank{self._world.rank}")
+        if self._world.rank and trainer.progress_bar_callback is not None:
+            trainer.progress_bar_callback.disable()
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the policy, together with all ranks."""
+        self._trainer, self._step_count = trainer, trainer.global_step
+        self._loss.reset()
+        self._training.begin(pl_module, self._choose(trainer.optimizers))
+
+    def _choose(self, optimizers: list[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+        index = self._optimizer_index
+        if index is None and len(optimizers) != 1:
+            raise ValueError(
+                f"configure_optimizers gives {len(optimizers)} optimizers; pass optimizer_index=0 or another to "
+                "SelectiveAveraging: that optimizer's state is what replacements are told of"
+            )
+        return optimizers[index or 0]
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Do a step of the policy, where the optimizer has done one."""
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if self.monitor is None and loss is not None:
+            self._loss.add(loss)
+        if trainer.global_step == self._step_count:  # gradients are being accumulated
+            return
+        self._step_count = trainer.global_step
+        self.last_info = self._training.step(self._metric)
+        if self.last_info:
+            self._loss.reset()
+
+    def _metric(self) -> Any:
+        if self.monitor is None:
+            return self._loss()
+        return self._trainer.callback_metrics.get(self.monitor, float("nan"))
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leave the policy; the others go on."""
+        self._training.end()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Leave the policy; the exception is the trainer's."""
+        self._training.end(exception)
+
+
+def _write_below(trainer: pl.Trainer, folder: str) -> None:
+    """Let a trainer's files be written to a folder below those that it was given."""
+
+    def below(path: Any) -> str:
+        parent = Path(path)
+        return str(parent if folder in parent.parts else parent / folder)
+
+    trainer._default_root_dir = below(trainer.default_root_dir)  # type: ignore[attr-defined]
+    for logger in trainer.loggers:
+        for name in ("_root_dir", "_save_dir"):
+            if isinstance(given := getattr(logger, name, None), str | os.PathLike):
+                setattr(logger, name, below(given))
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
+            callback.dirpath = below(callback.dirpath)

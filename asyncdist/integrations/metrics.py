@@ -1,0 +1,34 @@
+"""Makes a rank's metric of the losses of its steps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+
+class RunningLoss:
+    """Is the mean of the losses since it was last asked for: a batch's own says little of a rank.
+
+    A policy asks for it when a report is due, so no step waits for a GPU because of it.
+    """
+
+    def __init__(self) -> None:
+        self._total: Any = 0.0
+        self._count = 0
+
+    def add(self, loss: Any) -> None:
+        """Add the loss of a step: a number, or a tensor with one element, whose graph is not kept."""
+        self._total = self._total + (loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        self._count += 1
+
+    def reset(self) -> None:
+        """Forget what was added: the weights are others now."""
+        self._total, self._count = 0.0, 0
+
+    def __call__(self) -> float:
+        """Return the mean, infinity where nothing was added, and begin anew."""
+        mean = float(self._total) / self._count if self._count else math.inf
+        self.reset()
+        return mean

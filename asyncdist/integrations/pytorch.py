@@ -1,0 +1,84 @@
+"""Selective averaging in a plain training loop.
+
+::
+
+    from asyncdist.integrations.pytorch import SelectiveAveraging
+
+    averaging = SelectiveAveraging(model, optimizer, average_every=100)
+    for batch in loader:
+        loss = train_step(model, optimizer, batch)
+        averaging.step(loss)                          # asyncdist run -n 4 train.py
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch import nn
+
+from asyncdist.integrations.joining import selective_averaging
+from asyncdist.integrations.metrics import RunningLoss
+from protocols import StepInfo
+
+
+class SelectiveAveraging:
+    """Lets the worst ranks of a population take the average of the good ones, while they train.
+
+    It is left when the program ends, by :meth:`close`, or at the end of its block where it is a context.
+
+    Args:
+        model: see :class:`protocols.AsyncSelectiveAveragingPolicy`.
+        optimizer: of that model; one that Accelerate has prepared, too.
+        average_every: the cadence of reports, in calls of :meth:`step`.
+        mode: ``"min"`` if a smaller metric is better, as of a loss; ``"max"`` if a larger one is.
+        options: others of that policy.
+
+    Raises:
+        TypeError, ValueError: an argument is not what it should be.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        average_every: int,
+        *,
+        mode: Literal["min", "max"] = "min",
+        **options: Any,
+    ) -> None:
+        self._loss = RunningLoss()
+        self._training = selective_averaging(average_every, mode, options)
+        self._training.begin(model, getattr(optimizer, "optimizer", optimizer))
+
+    @property
+    def policy(self) -> Any:
+        """The policy; None after the end."""
+        return self._training.policy
+
+    def step(self, metric: Any) -> StepInfo:
+        """Make progress, and change the model's weights if it is time. Call it after each step of the optimizer.
+
+        Args:
+            metric: of this step, a number or a tensor with one element. A rank is judged by the mean since its last
+                report, or since its weights were replaced.
+
+        Returns:
+            What happened; true when weights changed.
+        """
+        self._loss.add(metric)
+        info = self._training.step(self._loss)
+        if info:
+            self._loss.reset()
+        return info
+
+    def close(self) -> None:
+        """Leave the policy; the others go on."""
+        self._training.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        self._training.end(error)

@@ -1,0 +1,137 @@
+"""Selective averaging as a callback of the ``Trainer`` of transformers.
+
+::
+
+    from asyncdist.integrations.transformers import SelectiveAveraging    # before TrainingArguments are made
+
+    trainer = Trainer(model, arguments, train_dataset=dataset, callbacks=[SelectiveAveraging(average_every=100)])
+    trainer.train()                                   # asyncdist run -n 4 train.py
+
+Each rank has a trainer of its own, which knows of no other rank: importing this module hides the variables by which
+launchers tell of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+import transformers
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from asyncdist.integrations.joining import hide_ranks, join, selective_averaging
+from asyncdist.integrations.metrics import RunningLoss
+from protocols import StepInfo
+
+hide_ranks()
+
+
+class SelectiveAveraging(TrainerCallback):
+    """Lets the worst ranks of a population take the average of the good ones, while they train.
+
+    Weights change after a step of the optimizer. Of several ranks each writes to a folder ``rank0``, ``rank1``, ...
+    below ``output_dir``; shuffles, and drops out, by the seed ``arguments.seed + rank``; and rank 0 alone shows a
+    progress bar.
+
+    Args:
+        average_every: the cadence of reports, in steps of the optimizer.
+        monitor: the metric of evaluation by which ranks are judged, ``"eval_loss"`` for example. By default the mean of
+            the losses that the model has returned since the last report; a trainer whose ``compute_loss`` makes the
+            loss needs ``monitor``, or ``logging_steps`` below ``average_every``.
+        mode: ``"min"`` if smaller is better, ``"max"`` if larger is.
+        options: others of :class:`protocols.AsyncSelectiveAveragingPolicy`.
+
+    Attributes:
+        last_info: what the last step of the policy did.
+
+    Raises:
+        TypeError, ValueError: an option is not what it should be; the trainer has several GPUs.
+    """
+
+    def __init__(
+        self,
+        average_every: int,
+        *,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        **options: Any,
+    ) -> None:
+        self.monitor = monitor
+        self.last_info: StepInfo | None = None
+        self._loss = RunningLoss()
+        self._has_losses = False
+        self._newest = float("nan")
+        self._hook: Any = None
+        self._training = selective_averaging(average_every, mode, options)
+        self._world = join()
+        if self._world.rank:  # made in the trainer's constructor, before any callback is asked
+            transformers.trainer.DEFAULT_PROGRESS_CALLBACK = TrainerCallback  # type: ignore[assignment]
+
+    @property
+    def policy(self) -> Any:
+        """The policy, while the trainer trains; None otherwise."""
+        return self._training.policy
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Give this rank a folder and a seed of its own."""
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"this Trainer has {args.n_gpu} GPUs, which make one replica; SelectiveAveraging is for ranks with one "
+                "device each: let each rank see one (CUDA_VISIBLE_DEVICES), and start more ranks"
+            )
+        if self._world.size > 1:
+            args.output_dir = os.path.join(str(args.output_dir), f"rank{self._world.rank}")
+            args.seed += self._world.rank
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
+        """Start the policy, together with all ranks."""
+        model, optimizer = of["model"], of["optimizer"]
+        self._loss.reset()
+        self._hook = model.register_forward_hook(self._see)
+        self._training.begin(model, getattr(optimizer, "optimizer", optimizer))
+
+    def _see(self, model: nn.Module, _: Any, output: Any) -> None:
+        """Add the loss that the model returns in training."""
+        loss = output.get("loss") if isinstance(output, dict) else None
+        if model.training and loss is not None:
+            self._has_losses = True
+            self._loss.add(loss.mean())
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Do a step of the policy."""
+        self.last_info = self._training.step(self._metric)
+        if self.last_info:
+            self._loss.reset()
+
+    def _metric(self) -> Any:
+        return self._loss() if self.monitor is None and self._has_losses else self._newest
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        """Note the monitored metric."""
+        if self.monitor is not None:
+            self._newest = (metrics or {}).get(self.monitor, self._newest)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        """Note the loss that the trainer logs, for models that return none."""
+        if self.monitor is None:
+            self._newest = (logs or {}).get("loss", self._newest)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Leave the policy; the others go on."""
+        self._hook.remove()
+        self._training.end()
