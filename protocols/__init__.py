@@ -8,6 +8,7 @@ from protocols.policy import SpawnPolicy
 from protocols.replay.client import ReplayBuffer
 from protocols.replay.server import serve_replay_buffer
 from protocols.replay.values import ReplayStatistics, Sample
+from protocols.replicas import ReplicaAveragingPolicy
 from protocols.selective.policy import AsyncSelectiveAveragingPolicy
 from protocols.selective.reserved import coordinate
 from protocols.selective.rules import SelectiveRules
@@ -34,6 +35,7 @@ __all__ = [
     "PolicyEvent",
     "ReplayBuffer",
     "ReplayStatistics",
+    "ReplicaAveragingPolicy",
     "Sample",
     "SelectiveRules",
     "SelectiveStatistics",

@@ -76,6 +76,8 @@ class SpawnPolicy(abc.ABC):
     #: Whether a rank that was started again may join (:meth:`_join`). A policy on all ranks then starts without those
     #: that are lost, also where no launcher starts them again.
     admits_restarted: ClassVar[bool] = False
+    #: Whether the ranks that hold a replica together, as under DDP, stay equal: then the model may be inside a wrapper.
+    keeps_replicas: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -159,7 +161,8 @@ class SpawnPolicy(abc.ABC):
         self._members = self._choose_members()
         self.is_alone = not self._has_company()
         if not self.is_alone:
-            check_not_inside(self.model)
+            if not self.keeps_replicas:
+                check_not_inside(self.model)
             self._stage = "starting"
             try:
                 await self._enter()

@@ -14,7 +14,7 @@ from asyncdist.blocking.callers import Caller, current_caller
 from asyncdist.blocking.policies import Policy
 from asyncdist.blocking.process_world import process_world
 from asyncdist.blocking.world import World
-from protocols import AsyncSelectiveAveragingPolicy, SpawnPolicy, StepInfo
+from protocols import AsyncSelectiveAveragingPolicy, ReplicaAveragingPolicy, SpawnPolicy, StepInfo
 
 logger = logging.getLogger("asyncdist.integrations")
 
@@ -47,6 +47,8 @@ def join() -> World:
 def selective_averaging(average_every: int, mode: str, options: Mapping[str, Any]) -> Training:
     """Return a training under :class:`protocols.AsyncSelectiveAveragingPolicy`; ``mode`` is its ``metric_mode``.
 
+    With the option ``replica_size`` it is :class:`protocols.ReplicaAveragingPolicy`.
+
     Raises:
         TypeError, ValueError: one of the first two is not what it should be; the options are checked when it begins.
     """
@@ -54,7 +56,8 @@ def selective_averaging(average_every: int, mode: str, options: Mapping[str, Any
     if mode not in ("min", "max"):
         validation.refuse("mode", mode, "'min' if a smaller metric is better, 'max' if a larger one is")
     given: dict[str, Any] = {"average_every": average_every, "metric_mode": mode, **options}
-    return Training(lambda model, optimizer: AsyncSelectiveAveragingPolicy(model, optimizer, **given))
+    policy: Any = ReplicaAveragingPolicy if "replica_size" in given else AsyncSelectiveAveragingPolicy
+    return Training(lambda model, optimizer: policy(model, optimizer, **given))
 
 
 class Training:

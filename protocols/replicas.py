@@ -1,0 +1,178 @@
+"""Selective averaging among replicas that several ranks hold together, as under DDP: a replica is one member.
+
+The first rank of each replica leads it: leaders report, donate and take averages among each other, and each hands the
+weights that it has taken to its replica, at the same iteration on all of its ranks. So that few steps wait for a
+message, this is so at every ``swap_every``-th iteration alone: the ranks of a replica then exchange a few bytes, and
+the weights if they have changed. In between, they go on as without a policy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from asyncdist import Group, World, compute_and_broadcast, validation
+from asyncdist.collectives.groups import free_all
+from asyncdist.tensors.optimizer_state import reset_optimizer_state
+from protocols.metrics import MetricSource
+from protocols.policy import SpawnPolicy
+from protocols.selective.policy import AsyncSelectiveAveragingPolicy
+from protocols.step_info import NOTHING, StepInfo
+
+
+class _AmongLeaders(AsyncSelectiveAveragingPolicy):
+    """Is the policy of the leaders, whose models others keep equal to their replicas."""
+
+    keeps_replicas: ClassVar[bool] = True
+
+
+class ReplicaAveragingPolicy(SpawnPolicy):
+    """Selective averaging of replicas: the worst ones take the average of the good ones.
+
+    ::
+
+        model = DistributedDataParallel(module, process_group=of_my_replica)
+        async with ReplicaAveragingPolicy(module, optimizer, replica_size=2, average_every=100) as policy:
+            for batch in data:
+                loss = train_step(model, optimizer, batch)
+                info = await policy.step(-loss)
+
+    All ranks of a replica must call ``step`` equally often, as the synchronisation of their gradients makes them do
+    anyway. The loss of any rank is the job's.
+
+    Args:
+        model: the module, or DDP around it. At the start a replica's first rank copies its weights to the others.
+        optimizer: of that model, on each rank.
+        replica_size: how many ranks make a replica: the first so many of the group, the next, and so on.
+        average_every: the cadence of reports, in steps. A replica's metric is the mean of its ranks'.
+        swap_every: at every so many steps weights may change; a divisor of ``average_every``, by default the largest
+            one up to a tenth of it.
+        options: others of :class:`AsyncSelectiveAveragingPolicy`, but those that name ranks or divide the population.
+        metric, name, group, world, start_timeout_s: see :class:`SpawnPolicy`.
+
+    Raises:
+        TypeError, ValueError: an argument is not what it should be; the ranks cannot be divided so; parameters are
+            sharded over ranks.
+    """
+
+    keeps_replicas: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        replica_size: int,
+        average_every: int,
+        swap_every: int | None = None,
+        metric: Any = None,
+        name: str = "",
+        group: Group | None = None,
+        world: World | None = None,
+        start_timeout_s: float = 60.0,
+        **options: Any,
+    ) -> None:
+        model = model.module if isinstance(model, DistributedDataParallel) else model
+        super().__init__(
+            model,
+            optimizer,
+            average_every=average_every,
+            metric=metric,
+            name=name,
+            group=group,
+            world=world,
+            start_timeout_s=start_timeout_s,
+        )
+        self.replica_size = validation.count("replica_size", replica_size, least=2)
+        self.swap_every = _largest_divisor(average_every) if swap_every is None else swap_every
+        if swap_every is not None and average_every % validation.count("swap_every", swap_every):
+            validation.refuse("swap_every", swap_every, f"a divisor of average_every, which is {average_every}")
+        for refused in ("islands", "island_size", "coordinator", "successors"):
+            if options.get(refused):
+                validation.refuse(refused, options[refused], "none where replicas are averaged")
+        self._given = {**options, "average_every": average_every // self.swap_every, "start_timeout_s": start_timeout_s}
+        self._inner = _AmongLeaders(model, optimizer, name=f"leaders of {name}"[:200], **self._given)  # checks them
+        self._replica: Group
+        self._leaders: Group | None = None
+
+    def statistics(self) -> Any:
+        """Return what this replica has done so far, on its first rank: see :class:`SelectiveStatistics`."""
+        return self._inner.statistics()
+
+    def _options(self) -> Mapping[str, Any]:
+        return {**self._inner._options(), "replica_size": self.replica_size, "swap_every": self.swap_every}
+
+    def _choose_members(self) -> tuple[int, ...]:
+        size = self._group.size
+        if size % self.replica_size:
+            validation.refuse("replica_size", self.replica_size, f"a divisor of the number of ranks, {size}")
+        return self._group.ranks
+
+    # -- starting and leaving ---------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        await self._agree()
+        ranks, size, own = self._group.ranks, self.replica_size, self._group.index
+        first = own - own % size
+        left_s = self._joint_start.left_s(self._start_timeout_s)
+        new_group = self._world.peers.groups.new_group
+        self._replica = await new_group(ranks[first : first + size], left_s, part_of=self._joint_start)
+        self._buffers = self._flat.new_buffers()
+        await self._copy_from_leader()
+        if own == first:
+            self._leaders = await new_group(ranks[::size], left_s, part_of=self._joint_start)
+            self._inner._given_group, self._inner._given_world = self._leaders, self._world
+            await self._inner.__aenter__()
+
+    async def _stop(self, error: BaseException | None) -> None:
+        try:
+            if self._leaders is not None:
+                await self._inner.__aexit__(None if error is None else type(error), error, None)
+        finally:
+            await free_all([group for group in (self._leaders, self._replica) if group is not None])
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    async def _step(self, local_metric: MetricSource) -> StepInfo:
+        if self.is_alone or (self.iteration + 1) % self.swap_every:
+            await self._world.safe_point()
+            return NOTHING
+        metric = await self._metric_of_replica(local_metric) if self._is_due() else None
+
+        async def step_of_leader() -> dict[str, Any]:
+            return asdict(await self._inner.step(metric))
+
+        info = StepInfo(**await compute_and_broadcast(step_of_leader, group=self._replica, world=self._world))
+        if info:
+            await self._copy_from_leader()
+            if self._leaders is None and (self._inner._averaging.resets_optimizer or info.recovered):
+                reset_optimizer_state(self.optimizer)
+        return info
+
+    async def _metric_of_replica(self, local_metric: MetricSource) -> float | None:
+        """Return the mean of the ranks' metrics, on the leader."""
+        own = torch.tensor([self._read_metric(local_metric)], dtype=torch.float64, device="cpu")
+        metrics = await self._world.collectives.gather(own, self._replica, self._replica.ranks[0])
+        return None if metrics is None else math.fsum(map(float, metrics)) / self.replica_size
+
+    async def _copy_from_leader(self) -> None:
+        """Make this rank's weights those of the replica's first rank."""
+        is_leader = self._world.rank == self._replica.ranks[0]
+        if is_leader:
+            self._flat.snapshot(self._buffers)
+        for tensor in self._buffers.tensors.values():
+            await self._world.collectives.broadcast(tensor, self._replica, self._replica.ranks[0])
+        if not is_leader:
+            self._flat.load(self._buffers)
+
+
+def _largest_divisor(average_every: int) -> int:
+    """Return the largest divisor up to a tenth of it, at least 1."""
+    count = validation.count("average_every", average_every)
+    return next(each for each in range(max(1, count // 10), 0, -1) if count % each == 0)

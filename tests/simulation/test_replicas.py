@@ -1,0 +1,106 @@
+"""Replicas of several ranks, which average as one member each: equal to the bit at every iteration, in every seed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import asyncdist as ad
+from protocols import ReplicaAveragingPolicy
+
+STEPS, EVERY = 65, 20
+
+
+def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def bits(model: nn.Module) -> bytes:
+    return b"".join(bytes(value.detach().numpy().tobytes()) for value in model.state_dict().values())
+
+
+async def train(world: ad.World, size: int, **options: Any) -> list[tuple[bytes, bytes, Any]]:
+    """Each iteration's weights, the optimizer's state, and what the step said; ranks of a replica share gradients."""
+    replica = world.rank // size
+    model, optimizer = build(world.rank)
+    mine = await ad.new_group(range(replica * size, replica * size + size))
+    history = []
+    policy = ReplicaAveragingPolicy(
+        model, optimizer, replica_size=size, average_every=EVERY, replacement_ratio=0.5, **options
+    )
+    async with policy:
+        assert policy.swap_every == options.get("swap_every", 2)
+        for step in range(STEPS):
+            generator = torch.Generator().manual_seed(1000 * world.rank + step)
+            inputs = torch.randn(8, 3, generator=generator)
+            loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean() * (1 + replica)
+            optimizer.zero_grad()
+            loss.backward()
+            await ad.average_gradients(model, mine)
+            for norm in model.modules():  # as DDP copies buffers
+                if isinstance(norm, nn.BatchNorm1d):
+                    for buffer in norm.buffers():
+                        await ad.broadcast(buffer, mine.ranks[0], group=mine)
+            optimizer.step()
+            info = await policy.step(-loss)
+            velocity = [optimizer.state[p].get("momentum_buffer") for p in model.parameters()]
+            known = b"".join(b"none" if v is None else v.numpy().tobytes() for v in velocity)
+            history.append((bits(model), known, info))
+    return history
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "options"), [(2, {}), (3, {"optimizer_state": "reset"}), (2, {"momentum": 0.25, "swap_every": 5})]
+)
+def test_ranks_of_a_replica_are_equal_at_every_iteration(size: int, options: dict[str, Any]) -> None:
+    async def main(world: ad.World) -> Any:
+        return await train(world, size, **options)
+
+    applied = 0
+    for seed in range(3):
+        results = ad.simulate(main, ranks=2 * size, seed=seed).results
+        for first in (0, size):
+            histories = results[first : first + size]
+            assert all(history == histories[0] for history in histories)
+            applied += sum(bool(info) for *_, info in histories[0])
+            for step, (*_, info) in enumerate(histories[0]):
+                assert not info or (step + 1) % options.get("swap_every", 2) == 0
+        assert results[0][-1][0] != results[size][-1][0], "replicas differ from each other"
+    assert applied > 3
+
+
+def test_what_cannot_be_divided_or_is_refused_is_told() -> None:
+    def made(**options: Any) -> ReplicaAveragingPolicy:
+        return ReplicaAveragingPolicy(*build(0), **{"replica_size": 2, "average_every": 10, **options})
+
+    for options, told in (
+        ({"replica_size": 1}, "replica_size is 1"),
+        ({"swap_every": 3}, "swap_every is 3; allowed: a divisor of average_every, which is 10"),
+        ({"islands": 2}, "islands is 2"),
+        ({"replacement_ratio": 2.0}, "replacement_ratio is 2"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            made(**options)
+
+    async def main(world: ad.World) -> None:
+        async with made():
+            pass
+
+    with pytest.raises(ValueError, match="replica_size is 2; allowed: a divisor of the number of ranks, 3"):
+        ad.run_local(main, ranks=3)
+
+
+def test_a_mistake_of_one_rank_ends_the_job_with_its_words() -> None:
+    async def main(world: ad.World) -> None:
+        async with ReplicaAveragingPolicy(*build(0), replica_size=2, average_every=2) as policy:
+            for _ in range(4):
+                await policy.step("much" if world.rank == 0 else 1.0)  # type: ignore[arg-type]
+
+    with pytest.raises(TypeError, match="metric is 'much'"):
+        ad.run_local(main, ranks=4)
