@@ -29,7 +29,7 @@ from asyncdist import (
     validation,
 )
 from asyncdist.collectives.agreed_start import Start, start_together
-from asyncdist.collectives.agreement_messages import Agreed
+from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.collectives.groups import check_open
 from asyncdist.messaging.services import Services
 from asyncdist.tensors.flat_state import FlatState
@@ -195,6 +195,7 @@ class SpawnPolicy(abc.ABC):
             self._end,
             name=START,
             leader=leader,
+            outlives_leader=self.admits_restarted and self._services.survives_loss,
         )
 
     async def _start_among_newcomers(self) -> None:

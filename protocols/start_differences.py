@@ -10,8 +10,8 @@ import torch
 
 from asyncdist import DisagreementError, Group, World
 from asyncdist.collectives.agreed_start import Start
-from asyncdist.collectives.agreement import Agreements
-from asyncdist.collectives.agreement_messages import Meeting
+from asyncdist.collectives.agreement.agreements import Agreements
+from asyncdist.collectives.agreement.messages import Meeting
 from asyncdist.tensors.flat_state import Fingerprint, first_difference
 
 

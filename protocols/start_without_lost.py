@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from asyncdist import ClosedError, DisagreementError, RankLostError, World
-from asyncdist.collectives.agreement_messages import Meeting
+from asyncdist.collectives.agreement.messages import Meeting
 from asyncdist.messaging.services import Services
 
 #: How much later than another rank this one may hear of a loss.

@@ -11,6 +11,9 @@ the seed (``tests/scripts/killed_members.py``). With ``--restarts`` one real job
 told, while its ranks are stalled, killed and started again (``tests/scripts/long_job.py``). With ``--lies`` one rank of
 each simulation sends well-formed messages that are not true (``tests/simulation/hostile_scenarios.py``).
 
+With ``--starts`` it kills ranks while a policy starts, the one that decides first of all, and looks whether the others
+go on in one policy (``tests/simulation/killed_start_scenarios.py``).
+
 With ``--frames`` it hands so many million frames, most of them damaged, to a rank's receive path on channels of all
 kinds, and a tenth as many damaged texts to everything else that reads what others have written (``tests/fuzzing``).
 With ``--sequences`` it tells the state machines of the protocols so many million sequences of events, untrue ones
@@ -27,6 +30,7 @@ import argparse
 import asyncio
 import gc
 import itertools
+import logging
 import math
 import multiprocessing
 import sys
@@ -42,7 +46,7 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 from fuzzing import decoders, frames, memory, sequences  # noqa: E402 the path is set above
 from scripts import killed_members, long_job  # noqa: E402 the path is set above
-from simulation import island_scenarios, long_run  # noqa: E402 as above
+from simulation import island_scenarios, killed_start_scenarios, long_run  # noqa: E402 as above
 from simulation.hostile_scenarios import run_hostile  # noqa: E402 as above
 from simulation.scenarios import Recorder  # noqa: E402 as above
 
@@ -51,6 +55,8 @@ from asyncdist.simulation import ExploreReport, explore  # noqa: E402 as above
 PROGRESS_PERIOD_S: Final = 5.0
 #: Seeds with a rank that lies between two lines.
 _LIES_COUNT: Final = 50
+#: Starts with kills between two lines.
+_STARTS_COUNT: Final = 200
 #: Together about a million steps of three to six ranks, 20 ms each.
 MEMORY_PHASE_COUNT: Final = 152
 MEMORY_TRAIN_S: Final = 40.0
@@ -87,6 +93,8 @@ def main() -> int:
         return _explore_islands(seeds(), options)
     if options.lies:
         return _hear_lies(options.seed_start, ends_at, options.processes)
+    if options.starts:
+        return _kill_in_starts(options.seed_start, ends_at, options.processes)
     with tempfile.TemporaryDirectory(prefix="soak") as folder:
         recorder = Recorder(folder)
         progress = _Progress(recorder)
@@ -135,6 +143,25 @@ def _hear_lies(seed_start: int, ends_at: float, processes: int | None) -> int:
             print(f"{seed - seed_start} seeds, {sent.total()} lies; the others ended: {dict(ends)}", flush=True)
     print(f"no failure; lies: {dict(sent)}; go on with --seed-start {seed}")
     return 0
+
+
+def _kill_in_starts(seed_start: int, ends_at: float, processes: int | None) -> int:
+    """Run seeds of starts with kills, some at a time; raises what the first one raises that fails, with its seed."""
+    seen: Counter[str] = Counter()
+    seed = seed_start
+    with multiprocessing.get_context("spawn").Pool(processes, _be_quiet) as pool:
+        while time.monotonic() < ends_at:
+            for found in pool.imap_unordered(killed_start_scenarios.run, range(seed, seed + _STARTS_COUNT)):
+                seen += found
+            seed += _STARTS_COUNT
+            print(f"{seed - seed_start} starts; {dict(seen)}", flush=True)
+    print(f"no failure; go on with --seed-start {seed}")
+    return 0
+
+
+def _be_quiet() -> None:
+    """Say nothing of every coordinator that is gone."""
+    logging.getLogger("protocols").setLevel(logging.ERROR)
 
 
 def _repeat_on_failure(run: Callable[[int, int], None], what: str, millions: float, seed_start: int) -> int:
@@ -242,6 +269,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=None, help="default: one per core")
     parser.add_argument("--islands", action="store_true", help="let the populations live on islands")
     parser.add_argument("--lies", action="store_true", help="let a rank of each simulation say what is not true")
+    parser.add_argument("--starts", action="store_true", help="kill ranks of simulated jobs while a policy starts")
     parser.add_argument("--kills", action="store_true", help="kill ranks of real jobs on MPI that go on without them")
     parser.add_argument(
         "--restarts", action="store_true", help="stall, kill and start again ranks of one real job on torch"

@@ -1,7 +1,7 @@
 """Runs starts to their end, although their caller is cancelled or its time is up meanwhile.
 
-The members of a start agree first (:mod:`asyncdist.collectives.agreement`). Once the leader has said go, they count on
-each other: a member that stopped there would leave the rest in a collective that cannot complete, in
+The members of a start agree first (:mod:`asyncdist.collectives.agreement.agreements`). Once the leader has said go,
+they count on each other: a member that stopped there would leave the rest in a collective that cannot complete, in
 MPI_Comm_create_group for example, where not even a signal is handled. And a member that gives up before it has heard
 anything cannot know what the leader has said meanwhile.
 
@@ -20,8 +20,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final, Generic, TypeVar
 
-from asyncdist.collectives.agreement import MEMBER_PATIENCE_S, Agreements
-from asyncdist.collectives.agreement_messages import Agreed, Meeting
+from asyncdist.collectives.agreement.agreements import MEMBER_PATIENCE_S, Agreements
+from asyncdist.collectives.agreement.messages import Agreed, Meeting
 from asyncdist.errors import AsyncdistError, StartTimeoutError
 from asyncdist.messaging import wire
 from asyncdist.messaging.engine import Engine, yield_to_loop
@@ -158,6 +158,7 @@ async def start_together(
     leader: int | None = None,
     is_held: bool = False,
     part_of: Start[Any] | None = None,
+    outlives_leader: bool = False,
 ) -> T:
     """Do what the ranks have agreed to do together, to its end, as the head of this module says.
 
@@ -170,8 +171,10 @@ async def start_together(
         name: of the task that does the work, for reports.
         is_held: whether a caller that gives up hears the leader's word first, since it must not be done later.
         part_of: the start whose work this one belongs to, if any.
+        outlives_leader: whether what starts goes on without its leader, as a member takes the verdict from another one.
     """
-    start = Start(services.engine, agreements, agreements.next_meeting(ranks, subject, leader), give_back, part_of)
+    meeting = agreements.next_meeting(ranks, subject, leader, outlives_leader=outlives_leader)
+    start = Start(services.engine, agreements, meeting, give_back, part_of)
     task = services.spawn_service(start.run(work), name=name)
     return await start.result(task, is_held=is_held)
 

@@ -7,7 +7,8 @@ section 7.4.3). Where the numbers differ a collective was left unfinished, and i
 member is lost nobody knows how many it had started. Such a group keeps its tag and its communicator to the end.
 
 Numbers of tags are agreed when a group is made: the smallest that no member has in use
-(:mod:`asyncdist.collectives.agreement`). So a tag tells apart the groups of one rank at one time, and no more.
+(:mod:`asyncdist.collectives.agreement.agreements`). So a tag tells apart the groups of one rank at one time, and no
+more.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from asyncdist import tags
-from asyncdist.collectives.agreement_messages import Losses, Runs, runs_of
+from asyncdist.collectives.agreement.messages import Losses, Runs, runs_of
 from asyncdist.collectives.groups import Group, Lease
 from asyncdist.collectives.membership import MembershipLog
 from asyncdist.errors import LocalProtocolError, RemoteProtocolError

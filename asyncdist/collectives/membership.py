@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from asyncdist.collectives.agreement_messages import Losses
+from asyncdist.collectives.agreement.messages import Losses
 from asyncdist.collectives.groups import Group, check_open, short
 from asyncdist.errors import AsyncdistError, ClosedError, DisagreementError, RankLostError, RemoteError
 from asyncdist.transports.rank_sets import RankSet

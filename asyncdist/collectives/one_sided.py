@@ -31,7 +31,7 @@ import torch
 
 from asyncdist import tags
 from asyncdist.collectives.agreed_start import Start, assemble, start_together
-from asyncdist.collectives.agreement import Agreements
+from asyncdist.collectives.agreement.agreements import Agreements
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.turns import Turns
 from asyncdist.errors import AsyncdistError, BusyError, RankLostError

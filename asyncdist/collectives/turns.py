@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncdist.collectives.agreed_start import Start
-from asyncdist.collectives.agreement import Agreements
-from asyncdist.collectives.agreement_messages import Agreed, Meeting, Runs
-from asyncdist.collectives.agreement_verdicts import Postponed
+from asyncdist.collectives.agreement.agreements import Agreements
+from asyncdist.collectives.agreement.messages import Agreed, Meeting, Runs
+from asyncdist.collectives.agreement.verdicts import Postponed
 from asyncdist.errors import StartTimeoutError
 from asyncdist.messaging.services import Services
 

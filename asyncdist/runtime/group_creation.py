@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from asyncdist import validation
 from asyncdist.collectives.agreed_start import Start, assemble, start_together
-from asyncdist.collectives.agreement import Agreements
+from asyncdist.collectives.agreement.agreements import Agreements
 from asyncdist.collectives.group_ledger import GroupLedger
 from asyncdist.collectives.groups import Group, check_ranks, free_all, short
 from asyncdist.collectives.membership import MembershipLog

@@ -17,15 +17,17 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from asyncdist import tags
-from asyncdist.collectives.agreement import Agreements
-from asyncdist.collectives.agreement_messages import (
+from asyncdist.collectives.agreement.agreements import Agreements
+from asyncdist.collectives.agreement.messages import (
     AgreementKey,
+    DecisionRequest,
     Inquiry,
     Join,
     Keyed,
     Losses,
     Objection,
     Reminder,
+    Undecided,
     Verdict,
     Withdraw,
     is_in,
@@ -136,6 +138,8 @@ class Peers:
             | Objection
             | Reminder
             | Inquiry
+            | DecisionRequest
+            | Undecided
             | Unheard
             | Freed
             | FailureAcknowledged,
@@ -222,15 +226,19 @@ class Peers:
             envelope.message.key.check(self._services.size)
         match envelope.message:
             case Join() as join:
-                self.agreements.on_join(join, source)
+                self.agreements.led.on_join(join, source)
             case Verdict() as verdict:
-                self.agreements.on_verdict(verdict)
+                self.agreements.on_verdict(verdict, source)
             case Objection() as objection:
-                self.agreements.on_objection(objection, source)
+                self.agreements.led.on_objection(objection, source)
             case Reminder() as reminder:
                 self.agreements.rivals.on_reminder(reminder, source)
             case Inquiry() as inquiry:
-                self.agreements.on_inquiry(inquiry)
+                self.agreements.led.on_inquiry(inquiry)
+            case DecisionRequest() as request:
+                self.agreements.on_decision_request(request, source)
+            case Undecided() as answer:
+                self.agreements.termination.on_undecided(answer, source)
             case Withdraw(_, lost) as withdraw:
                 self._note_losses(lost)
                 self.agreements.on_withdraw(withdraw, source)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, assert_never
 
 from asyncdist import Envelope, RankLostError, tags
-from asyncdist.collectives.agreement_messages import Agreed
+from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services

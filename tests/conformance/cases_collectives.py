@@ -370,7 +370,7 @@ async def case_a_group_that_some_do_not_join_names_them(end: Endpoint) -> None:
     ranks = range(end.size)
     absent = end.size - 1
     if end.rank == 0:  # the leader's time begins when the other present ones have come: they may be slow, not missing
-        joins = end.world.agreements._joins
+        joins = end.world.agreements.led.joins
         await end.engine.until(lambda: end.size == 2 or [len(come) for come in joins.values()] == [end.size - 2])
     if end.rank != absent:
         with pytest.raises(StartTimeoutError) as caught:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from asyncdist.collectives.agreement_messages import AgreementKey
+from asyncdist.collectives.agreement.messages import AgreementKey
 from asyncdist.collectives.error_exchange import Call, LocalResult, _pack_header, _read_header
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.one_sided import OutdatedError, _OneSidedWindow

@@ -18,18 +18,20 @@ import numpy as np
 from support.drawing import draw_message
 from support.referee import Referee
 
-from asyncdist.collectives.agreement import Agreements
-from asyncdist.collectives.agreement_messages import (
+from asyncdist.collectives.agreement.agreements import Agreements
+from asyncdist.collectives.agreement.messages import (
     AgreementKey,
+    DecisionRequest,
     Inquiry,
     Join,
     Objection,
     Reminder,
+    Undecided,
     Verdict,
     Withdraw as ReceivedWithdraw,
     runs_of,
 )
-from asyncdist.collectives.agreement_verdicts import Absentees, LateVerdicts, is_go, judge, raise_refusal
+from asyncdist.collectives.agreement.verdicts import Absentees, LateVerdicts, is_go, judge, raise_refusal
 from asyncdist.collectives.groups import Group, Lease
 from asyncdist.collectives.membership import MembershipLog
 from asyncdist.errors import AsyncdistError, RemoteProtocolError
@@ -438,24 +440,29 @@ def agreements(rng: random.Random) -> None:
             assert all(0 < dest < size for _, dest in sent), "whom it tells is a peer"
             assert not {dest for _, dest in sent} & gone, "whom it tells is there"
             sent.clear()
-            assert len(told._joins) <= len(keys) + 1 and len(told._verdicts) <= len(keys) + 1
+            assert len(told.led.joins) <= len(keys) + 1 and len(told._verdicts) <= len(keys) + 1
     told.leave()
 
 
 def _tell_agreements(told: Agreements, rng: random.Random, text: str, source: int, size: int) -> None:
-    kind = rng.choice((Join, Join, Join, Objection, Objection, Inquiry, Verdict, ReceivedWithdraw, Reminder))
+    kinds = (Join, Join, Join, Objection, Objection, Inquiry, Verdict, ReceivedWithdraw, Reminder)
+    kind = rng.choice((*kinds, DecisionRequest, Undecided))
     given: dict[str, Any] = {"agreed": rng.randrange(2000)} if kind is Verdict else {}
     message = draw_message(kind, rng, subject=text, texts=("", "x", "(postponed)"), **given)
     message.key.check(size)
     match message:
         case Join():
-            told.on_join(message, source)
+            told.led.on_join(message, source)
         case Objection():
-            told.on_objection(message, source)
+            told.led.on_objection(message, source)
         case Inquiry():
-            told.on_inquiry(message)
+            told.led.on_inquiry(message)
         case Verdict():
-            told.on_verdict(message)
+            told.on_verdict(message, source)
+        case DecisionRequest():
+            told.on_decision_request(message, source)
+        case Undecided():
+            told.termination.on_undecided(message, source)
         case Reminder():
             told.rivals.on_reminder(message, source)
         case _:

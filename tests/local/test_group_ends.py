@@ -265,7 +265,7 @@ def test_policies_and_meshes_one_after_the_other_keep_no_group_and_no_subject() 
                 await ad.psum(torch.ones(1), "DP", mesh=mesh)
         while world.peers.groups.ledger.taken():
             await world.safe_point()
-        subjects = set(world.agreements._counts) | set(world.agreements._withdrawn)
+        subjects = set(world.agreements._counts) | set(world.agreements._absences.withdrawn)
         assert not [key for key in subjects if "axis" in str(key) or "averaging" in str(key)], subjects
         return len(world.peers.groups.ledger._entries), len(subjects), len(world.scratch._kept)
 

@@ -11,7 +11,7 @@ from support.local import NONCE, worlds, yields
 
 import asyncdist as ad
 from asyncdist import World, tags
-from asyncdist.collectives.agreement_messages import Agreed
+from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.collectives.groups import Group, check_ranks
 from asyncdist.errors import (
     AsyncdistError,
@@ -199,7 +199,7 @@ async def test_a_member_that_objects_is_heard_by_the_others_once(objectors: tupl
             assert await outcomes(*(agree(world, ranks, taken=((0, 2),)) for world in made)) == [Agreed(3, {})] * 3
         for world in made:
             agreements = world.agreements
-            assert not agreements._over and not agreements._joins and not agreements._verdicts
+            assert not agreements.led.over and not agreements.led.joins and not agreements._verdicts
 
 
 async def test_a_mistake_is_raised_where_it_is_made_and_told_the_others() -> None:
@@ -259,14 +259,14 @@ async def test_a_member_that_comes_after_a_timeout_is_told_and_nothing_is_kept()
         assert isinstance(error, StartTimeoutError)
         made[1].agreements.object((0, 1), "policy", ValueError("late"))
         await yields(5)
-        assert not made[0].agreements._over
+        assert not made[0].agreements.led.over
         found = await outcomes(*(agree(world, (0, 1)) for world in made))
         assert found == [Agreed(0, {})] * 2 and [agreed.time for agreed in found] == [2, 2]
 
 
 def nothing_is_kept(world: World) -> bool:
     agreements = world.agreements
-    return not agreements._over and not agreements._joins and not agreements._verdicts
+    return not agreements.led.over and not agreements.led.joins and not agreements._verdicts
 
 
 @pytest.mark.parametrize("first", ["leaves", "objects"])

@@ -40,7 +40,7 @@ async def test_a_group_whose_start_is_cancelled_at_any_moment_is_made_by_all_or_
         assert again[0].tag == again[1].tag
         for world in made:
             agreements = world.agreements
-            assert not (agreements._over or agreements._joins or agreements._verdicts or agreements._forsaken)
+            assert not (agreements.led.over or agreements.led.joins or agreements._verdicts or agreements._forsaken)
 
 
 async def test_a_leader_whose_caller_is_cancelled_when_a_member_has_objected_keeps_nothing() -> None:
@@ -55,7 +55,7 @@ async def test_a_leader_whose_caller_is_cancelled_when_a_member_has_objected_kee
                 await asyncio.sleep(0)
         starting.cancel()
         await asyncio.wait([starting])
-        assert starting.cancelled() and not leader.agreements._over
+        assert starting.cancelled() and not leader.agreements.led.over
 
 
 def late_verdict(main: Callable[[World], Any]) -> Any:

@@ -21,7 +21,7 @@ LISTS = ([0, 1], [1, 0], [0, 1, 2], [2, 1], [1, 2], [2, 0, 1])
 
 def nothing_is_kept(world: World) -> bool:
     agreements = world.agreements
-    return not (agreements._joins or agreements._verdicts or len(agreements._over) or agreements._ahead)
+    return not (agreements.led.joins or agreements._verdicts or len(agreements.led.over) or agreements._ahead)
 
 
 def test_groups_that_tasks_ask_for_in_any_order_are_made() -> None:

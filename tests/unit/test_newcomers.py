@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from asyncdist import RemoteProtocolError
-from asyncdist.collectives.incarnations import Incarnations
+from asyncdist.collectives.agreement.incarnations import Incarnations
 from protocols.selective.joining.admission import Application, Welcome
 from protocols.selective.joining.state_transfer import packed, unpacked
 from protocols.selective.messages import Admitted, Assign, Frozen, Joined

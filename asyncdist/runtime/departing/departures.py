@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from asyncdist.collectives.agreement_messages import Losses, Runs
+from asyncdist.collectives.agreement.messages import Losses, Runs
 from asyncdist.errors import RemoteProtocolError
 from asyncdist.runtime.departing.spanning_tree import SpanningTree
 from asyncdist.transports.rank_sets import RankSet

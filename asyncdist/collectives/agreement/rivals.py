@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from asyncdist.collectives.agreement_messages import AgreementKey, Meeting, Objection, Reminder, Runs, is_in, runs_of
+from asyncdist.collectives.agreement.messages import AgreementKey, Meeting, Objection, Reminder, Runs, is_in, runs_of
 
 if TYPE_CHECKING:
     from asyncdist.messaging.engine import Engine

@@ -1,12 +1,17 @@
-"""Judges what the members of an agreement said, and keeps verdicts for members that come late. Nothing here waits."""
+"""Judges what the members of an agreement said, and knows who comes to none any more; nothing here waits.
+
+Verdicts are kept for members that come late.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from asyncdist.collectives.agreement_messages import AgreementKey, Join, Verdict, first_free
+from asyncdist.collectives.agreement.incarnations import Incarnations
+from asyncdist.collectives.agreement.messages import AgreementKey, Join, Meeting, Verdict, first_free
 from asyncdist.errors import (
     ClosedError,
     DisagreementError,
@@ -17,6 +22,8 @@ from asyncdist.errors import (
 )
 from asyncdist.transports.rank_sets import RankSet
 
+#: What the objection of a rank says that comes later, and the verdict that answers it.
+POSTPONED: Final = "(postponed)"
 #: Agreements of which a rank keeps something that it has been told and not come to. More are no mistake of timing.
 _KEPT_COUNT_MAX: Final = 4096
 
@@ -135,6 +142,44 @@ class Absentees:
     def lost_beside(self) -> tuple[int, ...]:
         """Return the lost ranks that are no members, and whose loss ends the meeting."""
         return tuple(rank for rank in self._bound_to if rank in self._lost)
+
+
+class Absences:
+    """Knows which ranks come to no agreement any more.
+
+    Args:
+        incarnations: of the ranks that have been started again.
+
+    Attributes:
+        gone: all ranks that have left the world or are lost.
+        lost: those of them that are lost.
+        withdrawn: the members that never come to a subject again, by its key for all occurrences.
+    """
+
+    def __init__(self, incarnations: Incarnations) -> None:
+        self._incarnations = incarnations
+        self.gone = RankSet()
+        self.lost: set[int] = set()
+        self.withdrawn: dict[AgreementKey, set[int]] = {}
+
+    def of(self, meeting: Meeting) -> Absentees:
+        """Return those of one meeting; it follows what comes to be known."""
+        withdrawn = self.withdrawn.setdefault(meeting.key.of_all_occurrences, set())
+        replaced = functools.partial(self._incarnations.replaced, meeting.key)
+        return Absentees(meeting.ranks, meeting.bound_to, self.gone, self.lost, withdrawn, replaced)
+
+    def lost_to(self, key: AgreementKey) -> set[int]:
+        """Return the ranks that are lost, and the members in whose place there is another process."""
+        return self.lost.union(self._incarnations.replaced(key))
+
+    def gone_from(self, key: AgreementKey) -> tuple[int, ...]:
+        """Return the members that have left or are lost to it, in ascending order."""
+        return tuple(sorted({*filter(key.has_member, self.gone), *self._incarnations.replaced(key)}))
+
+    def may_come(self, key: AgreementKey, ranks: Iterable[int]) -> set[int]:
+        """Return those of ``ranks`` that may come yet."""
+        withdrawn = self.withdrawn.get(key.of_all_occurrences, ())
+        return {rank for rank in ranks if rank not in self.gone and rank not in withdrawn}
 
 
 def judge(

@@ -1,4 +1,4 @@
-"""The key that identifies an agreement, and the messages of :mod:`asyncdist.collectives.agreement`.
+"""The key that identifies an agreement, and the messages of :mod:`asyncdist.collectives.agreement.agreements`.
 
 A message carries its key as text (:attr:`AgreementKey.text`), since a string takes fewer bytes than a map of fields.
 The ``key`` property of a message parses that text; nothing else reads it.
@@ -222,6 +222,32 @@ class Verdict(Keyed):
 
 
 @dataclass(frozen=True, slots=True)
+class DecisionRequest(Keyed):
+    """Member to member: the leader is gone, and this rank has heard no verdict (see ``agreement.termination``).
+
+    Attributes:
+        subject: the key's text.
+        absent: the leader, and all other ranks that the sender takes no verdict from any more.
+    """
+
+    subject: str
+    absent: Runs
+
+
+@dataclass(frozen=True, slots=True)
+class Undecided(Keyed):
+    """Member to member: this rank has heard no verdict, either, and takes none from these ranks any more.
+
+    Attributes:
+        subject: the key's text.
+        absent: those of the request among them.
+    """
+
+    subject: str
+    absent: Runs
+
+
+@dataclass(frozen=True, slots=True)
 class Withdraw(Keyed):
     """Member to member: this rank will never start the subject again.
 
@@ -244,6 +270,8 @@ class Meeting:
         leader: the rank that decides.
         began_at: when the start was asked for, on the loop's clock.
         bound_to: ranks that are not members, and whose loss ends it all the same.
+        outlives_leader: whether what starts goes on without its leader; then a verdict that some members have heard
+            counts for all (:mod:`asyncdist.collectives.agreement.termination`).
     """
 
     key: AgreementKey
@@ -251,6 +279,7 @@ class Meeting:
     leader: int
     began_at: float
     bound_to: tuple[int, ...] = ()
+    outlives_leader: bool = False
 
     def __str__(self) -> str:
         return repr(str(self.key))

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from asyncdist.collectives.agreement_messages import AgreementKey, Losses
+from asyncdist.collectives.agreement.messages import AgreementKey, Losses
 
 _QUALIFIED: Final = re.compile(r" \(restarted: ([0-9. ]+)\)$")
 

@@ -1,17 +1,19 @@
 """Agreement within a group of ranks.
 
 Every collective starts with an agreement. Each member sends its leader what it is about to start, as named values; the
-leader compares them and answers all members with one verdict. So a collective is entered only when all members are
-known to enter it, and a program that would hang elsewhere gets an error that names the first difference or the missing
-ranks. A member that cannot start, for example because of a wrong argument, objects: the others raise its exception.
+leader compares them and answers all members with one verdict; its side is
+:mod:`asyncdist.collectives.agreement.led_agreements`. So a collective is entered only when all members are known to
+enter it, and a program that would hang elsewhere gets an error that names the first difference or the missing ranks. A
+member that cannot start, for example because of a wrong argument, objects: the others raise its exception.
 
 Members that name different groups cannot be compared. In some starts, of groups above all, they find out that they wait
-for each other in different ones (:mod:`asyncdist.collectives.rivals`). Of the starts that block, or take a number, a
-rank makes one at a time (:mod:`asyncdist.collectives.turns`): it may ask the leader to let it come later.
+for each other in different ones (:mod:`asyncdist.collectives.agreement.rivals`). Of the starts that block, or take a
+number, a rank makes one at a time (:mod:`asyncdist.collectives.turns`): it may ask the leader to let it come later.
 
 A member that gives up tells the leader, and cannot know what the leader has decided meanwhile: each member that has
 come gets one verdict, and if that says go, the others count on it. :mod:`asyncdist.collectives.agreed_start` therefore
-sees every start to its end, also when its caller was cancelled.
+sees every start to its end, also when its caller was cancelled. Where the leader is lost between two members, and what
+starts goes on without it, they tell each other its verdict (:mod:`asyncdist.collectives.agreement.termination`).
 """
 
 from __future__ import annotations
@@ -19,15 +21,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from asyncdist.collectives.agreement_messages import (
+from asyncdist.collectives.agreement.incarnations import Incarnations
+from asyncdist.collectives.agreement.led_agreements import LedAgreements
+from asyncdist.collectives.agreement.messages import (
     Agreed,
     AgreementKey,
+    DecisionRequest,
     Inquiry,
     Join,
     Meeting,
@@ -36,20 +40,20 @@ from asyncdist.collectives.agreement_messages import (
     Verdict,
     Withdraw,
 )
-from asyncdist.collectives.agreement_verdicts import (
+from asyncdist.collectives.agreement.rivals import Rivals
+from asyncdist.collectives.agreement.termination import Termination
+from asyncdist.collectives.agreement.verdicts import (
+    POSTPONED,
+    Absences,
     Absentees,
     Caller,
-    LateVerdicts,
     Postponed,
     check_room,
     is_go,
-    judge,
     raise_refusal,
     start_timeout_error,
 )
-from asyncdist.collectives.incarnations import Incarnations
-from asyncdist.collectives.rivals import Rivals
-from asyncdist.errors import AsyncdistError, BusyError, RankLostError
+from asyncdist.errors import AsyncdistError, RankLostError
 from asyncdist.tensors.serialization import words_of
 from asyncdist.transports.rank_sets import RankSet
 
@@ -61,8 +65,6 @@ if TYPE_CHECKING:
 MEMBER_PATIENCE_S: Final = 5.0
 #: The reason that the other members are told when this rank was cancelled.
 _CANCELLED: Final = ("CancelledError", "it was cancelled while it waited for the others")
-#: What the objection of a rank says that comes later, and the verdict that answers it.
-_POSTPONED: Final = "(postponed)"
 
 
 class Agreements:
@@ -74,25 +76,24 @@ class Agreements:
         rank: this rank.
 
     Attributes:
-        rivals: finds starts in which ranks wait for each other.
         incarnations: of the ranks that have been started again.
+        led: the agreements that this rank leads.
+        rivals: finds starts in which ranks wait for each other.
+        termination: ends agreements whose leader is lost.
     """
 
     def __init__(self, engine: Engine, channel: Channel[Any], rank: int) -> None:
         self._engine = engine
         self._channel = channel
         self._rank = rank
-        self._joins: dict[AgreementKey, dict[int, Join]] = {}
         self._verdicts: dict[AgreementKey, Verdict] = {}
-        self._over = LateVerdicts()
-        # By the key for all occurrences.
-        self._counts: Counter[AgreementKey] = Counter()
-        self._withdrawn: dict[AgreementKey, set[int]] = {}
+        self._counts: Counter[AgreementKey] = Counter()  # by the key for all occurrences
         self._ahead: set[AgreementKey] = set()  # those that this rank has counted, and has not come to
-        self._gone = RankSet()
-        self._lost: set[int] = set()
         self.incarnations = Incarnations(rank, engine.transport.incarnation)
-        self.rivals = Rivals(engine, rank, self._joins, self._send, self._object)
+        self._absences = Absences(self.incarnations)
+        self.led = LedAgreements(rank, self._send, self._deliver, self._has_come, self._absences)
+        self.rivals = Rivals(engine, rank, self.led.joins, self._send, self._object)
+        self.termination = Termination(engine, rank, self._send)
         self._forsaken: set[AgreementKey] = set()
         self._is_failing = False
         self.is_interrupted: Callable[[], bool] = lambda: False
@@ -137,7 +138,13 @@ class Agreements:
         return await self.meet(meeting, values, timeout_s=timeout_s, taken=taken, hold_s=hold_s)
 
     def next_meeting(
-        self, ranks: Sequence[int], subject: str, leader: int | None = None, bound_to: tuple[int, ...] = ()
+        self,
+        ranks: Sequence[int],
+        subject: str,
+        leader: int | None = None,
+        bound_to: tuple[int, ...] = (),
+        *,
+        outlives_leader: bool = False,
     ) -> Meeting:
         """Count one more start of ``subject``; :meth:`meet` or :meth:`stay_away` must follow.
 
@@ -147,7 +154,7 @@ class Agreements:
         key = self._next_occurrence(self.incarnations.key_of(subject, ranks))
         leader = ranks[0] if leader is None else leader
         self._ahead.add(key)
-        return Meeting(key, tuple(ranks), leader, self._engine.loop.time(), bound_to)
+        return Meeting(key, tuple(ranks), leader, self._engine.loop.time(), bound_to, outlives_leader)
 
     def second_meeting(self, meeting: Meeting) -> Meeting:
         """Return another one for the start of ``meeting``, to which all have come: none of them may stay away."""
@@ -176,16 +183,16 @@ class Agreements:
             AsyncdistError: as :meth:`agree`.
             Postponed: the leader has let this rank go, which is to meet again.
         """
-        key, ranks, leader = meeting.key, meeting.ranks, meeting.leader
+        key = meeting.key
         self._ahead.discard(key)
         join = Join(key.text, tuple(sorted(values.items())), taken)
         if caller is not None:
             caller.on_asked()
-        withdrawn = self._withdrawn.setdefault(key.of_all_occurrences, set())
-        replaced = functools.partial(self.incarnations.replaced, key)
-        gone = Absentees(ranks, meeting.bound_to, self._gone, self._lost, withdrawn, replaced)
+        gone = self._absences.of(meeting)
+        if meeting.outlives_leader:
+            self.termination.expect(key)
         try:
-            if self._rank == leader:
+            if self._rank == meeting.leader:
                 verdict, first = await self._lead(meeting, join, gone, timeout_s)
             else:
                 verdict, first = await self._follow(meeting, join, gone, timeout_s, hold_s, caller), join
@@ -194,12 +201,14 @@ class Agreements:
                 self._forsaken.add(key)
                 self._ask_to_go(meeting)
             raise
+        finally:
+            self.termination.expect_no_more(key)
         rival = self.rivals.rival_of(key, verdict.refusal)
         if rival is not None:
             its_key = key if rival.key == key.of_all_occurrences else self._next_occurrence(rival.key)
             self._object(Objection(its_key.text, "", rival.text), rival.leader)
         if verdict.objector == self._rank:
-            raise Postponed if verdict.difference == _POSTPONED else asyncio.CancelledError
+            raise Postponed if verdict.difference == POSTPONED else asyncio.CancelledError
         raise_refusal(verdict)
         return Agreed(verdict.agreed, dict(first.values), key.occurrence)
 
@@ -210,7 +219,7 @@ class Agreements:
         """
         key = meeting.key
         text = f"rank {self._rank} comes to another start first"
-        self._object(Objection(key.text, _POSTPONED, text), meeting.leader)
+        self._object(Objection(key.text, POSTPONED, text), meeting.leader)
         self._engine.recheck()
 
     def object(self, ranks: Sequence[int], subject: str, error: BaseException) -> None:
@@ -233,7 +242,7 @@ class Agreements:
             raise
 
     def _object(self, objection: Objection, leader: int) -> None:
-        self.on_objection(objection, leader) if leader == self._rank else self._send(objection, leader)
+        self.led.on_objection(objection, leader) if leader == self._rank else self._send(objection, leader)
 
     def give_up(self, meeting: Meeting) -> bool:
         """Ask the leader to go on without this rank, since the caller of the start does not want it any more.
@@ -264,7 +273,7 @@ class Agreements:
 
     def withdraw(self, ranks: Sequence[int], subject: str) -> None:
         """Never agree to ``subject`` again: the other ``ranks`` get ClosedError when they try."""
-        message = Withdraw(self.incarnations.key_of(subject, ranks).text, self.incarnations.losses(self._lost))
+        message = Withdraw(self.incarnations.key_of(subject, ranks).text, self.incarnations.losses(self._absences.lost))
         for rank in ranks:
             if rank != self._rank:
                 self._send(message, rank)
@@ -273,11 +282,11 @@ class Agreements:
         """Drop what is known of ``subject``, which all members have said that they never start again."""
         key = self.incarnations.key_of(subject, ranks)
         self._counts.pop(key, None)
-        self._withdrawn.pop(key, None)
+        self._absences.withdrawn.pop(key, None)
 
     def _send(self, message: Any, rank: int) -> None:
         """Send to ``rank``, unless it has left or was lost; the transport may know of a loss a little earlier."""
-        if rank not in self._gone:
+        if rank not in self._absences.gone:
             with contextlib.suppress(RankLostError):
                 self._channel.send_nowait(message, rank)
 
@@ -288,26 +297,15 @@ class Agreements:
     async def _lead(
         self, meeting: Meeting, join: Join, gone: Absentees, timeout_s: float | None
     ) -> tuple[Verdict, Join]:
-        key, ranks = meeting.key, meeting.ranks
-        over = self._over.hear(key, self._rank)
+        key = meeting.key
+        over = self.led.over.hear(key, self._rank)
         if over is not None:
             return over, join
-        joins = self._joins.setdefault(key, {})
+        joins = self.led.joins.setdefault(key, {})
         joins[self._rank] = join
         await self._until_all_have_come(meeting, joins, gone, timeout_s)
         over = self._verdicts.pop(key, None)
-        if over is not None:
-            return over, join
-        del self._joins[key]
-        missing = tuple(rank for rank in ranks if rank not in joins)
-        said = [rank for rank in ranks if rank in joins and joins[rank].values] or [self._rank]
-        lost = self._lost.union(self.incarnations.replaced(key))
-        verdict = judge(joins, said, missing, gone.ranks(), lost, timeout_s or 0.0)
-        for rank in joins:
-            if rank != self._rank:
-                self._send(verdict, rank)
-        self._keep_for(missing, verdict)
-        return verdict, joins[said[0]]
+        return self.led.decide(meeting, gone.ranks(), timeout_s or 0.0) if over is None else (over, join)
 
     async def _until_all_have_come(
         self, meeting: Meeting, joins: Mapping[int, Join], gone: Absentees, timeout_s: float | None
@@ -333,10 +331,20 @@ class Agreements:
         key, leader = meeting.key, meeting.leader
         deadline = None if timeout_s is None else meeting.began_at + timeout_s
 
-        def is_over() -> bool:
-            return key in self._verdicts or leader in gone.ranks() or bool(gone.lost_beside())
+        def has_no_leader() -> bool:
+            return leader in gone.ranks() or self.termination.excludes(key, leader)
 
-        if leader not in gone.ranks():
+        def is_over() -> bool:
+            return key in self._verdicts or has_no_leader() or bool(gone.lost_beside())
+
+        def on_late(missing: tuple[int, ...]) -> None:
+            if caller is not None:
+                caller.on_time_up(
+                    start_timeout_error(Verdict(join.subject, missing=missing, waited_s=timeout_s or 0.0))
+                )
+
+        has_asked = not has_no_leader()
+        if has_asked:
             self._send(join, leader)
         self._hold(is_over, hold_s)
         what = f"{join.subject}: the verdict of rank {leader}"
@@ -346,19 +354,23 @@ class Agreements:
                 self._send(Inquiry(key.text, timeout_s), leader)
             is_told = await self._engine.until(is_over, what, deadline=deadline + MEMBER_PATIENCE_S)
         if not is_told:
-            silent = Verdict(join.subject, missing=(leader,), waited_s=timeout_s or 0.0)
             if caller is None:
                 self._forsaken.add(key)
-                return silent
-            caller.on_time_up(start_timeout_error(silent))
+                return Verdict(join.subject, missing=(leader,), waited_s=timeout_s or 0.0)
+            on_late((leader,))
             await self._engine.until(is_over, what)
+        if meeting.outlives_leader and has_asked and key not in self._verdicts and has_no_leader():
+            late_at = None if deadline is None else deadline + MEMBER_PATIENCE_S
+            await self.termination.ask(meeting, gone.ranks, lambda: key in self._verdicts, on_late, late_at)
         verdict = self._verdicts.pop(key, None)
         if verdict is not None:
             return verdict
-        all_lost = self._lost.union(self.incarnations.replaced(key))
+        all_lost = self._absences.lost_to(key)
         lost = tuple(rank for rank in (*meeting.ranks, *meeting.bound_to) if rank in all_lost)
         if leader in gone.ranks():
             return Verdict(join.subject, gone=(leader,), lost=lost)
+        if has_no_leader():
+            return Verdict(join.subject, gone=(leader,), lost=(leader, *lost))
         self._forsaken.add(key)
         return Verdict(join.subject, gone=lost, lost=lost)
 
@@ -368,133 +380,47 @@ class Agreements:
         while seconds and not is_over() and time.perf_counter() < deadline:
             self._engine.poll()
 
-    def on_join(self, join: Join, source: int) -> None:
-        """Note that a member has come to a meeting that this rank leads, or will lead."""
-        if source in self._gone:
-            return  # lost since it sent this
-        over = self._over.hear(join.key, source)
-        if over is None:
-            check_room(self._joins, join.key)
-            self._joins.setdefault(join.key, {})[source] = join
-            self._refuse_if_one_is_gone(join.key)
-        else:
-            self._send(over, source)  # it was decided without this member, which would wait for ever
-
-    def on_inquiry(self, inquiry: Inquiry) -> None:
-        """Decide with the members that have come, since the timeout of one of them has passed; the others hear later.
-
-        This also happens where this rank has come after that member, and would wait for longer.
-        """
-        joins = self._joins.get(inquiry.key, {})
-        missing = tuple(sorted(inquiry.key.members() - joins.keys()))
-        if not joins or not missing:
-            return  # the verdict is under way
-        verdict = Verdict(inquiry.subject, missing=missing, waited_s=inquiry.waited_s)
-        del self._joins[inquiry.key]
-        self._keep_for(missing, verdict)
-        self._tell(joins, verdict)
-
-    def on_objection(self, objection: Objection, source: int) -> None:
-        """Refuse what this rank leads, since a member cannot start it: those that have come hear now, others later."""
-        key, subject, joins = objection.key, objection.subject, self._joins.get(objection.key, {})
-        if self._over.hear(key, source) is not None:
-            return  # another member has objected first
-        if objection.kind == _POSTPONED:
-            self._postpone(objection, source)
-            return
-        if (source != self._rank and self._has_led(key)) or objection.is_void(joins):
-            return  # all had come, and the verdict is under way; or those that wait elsewhere have come here, too
-        if objection.kind:
-            verdict = Verdict(subject, difference=objection.kind, refusal=objection.text, objector=source)
-        else:
-            verdict = Verdict(subject, difference="ranks", refusal=objection.text)
-        self._joins.pop(key, None)
-        self._keep_for(key.members() - joins.keys() - {source}, verdict)
-        self._tell(joins, verdict)
-
-    def _postpone(self, objection: Objection, source: int) -> None:
-        """Let ``source`` go, which comes again later, unless all have come: then the verdict is under way."""
-        key = objection.key
-        joins = self._joins.get(key, {})
-        if source in joins and len(joins) < len(key.members()):
-            del joins[source]
-            if not joins:
-                del self._joins[key]
-            self._tell([source], Verdict(objection.subject, difference=_POSTPONED, objector=source))
-
-    def _tell(self, ranks: Iterable[int], verdict: Verdict) -> None:
-        for rank in ranks:
-            if rank == self._rank:
-                self.on_verdict(verdict)
-            else:
-                self._send(verdict, rank)
-
-    def _has_led(self, key: AgreementKey) -> bool:
-        """Whether this rank has come to a meeting that it leads, and gone on."""
-        is_counted = key.occurrence <= self._counts[key.of_all_occurrences] and key not in self._ahead
-        return is_counted and self._rank not in self._joins.get(key, {})
-
-    def _keep_for(self, absent: Iterable[int], verdict: Verdict) -> None:
-        """Keep a verdict for those that have not come yet, and may."""
-        withdrawn = self._withdrawn.get(verdict.key.of_all_occurrences, ())
-        self._over.keep(verdict, {rank for rank in absent if rank not in self._gone and rank not in withdrawn})
+    def _has_come(self, key: AgreementKey) -> bool:
+        return key.occurrence <= self._counts[key.of_all_occurrences] and key not in self._ahead
 
     def leave(self) -> None:
         """Send what has failed to those that may come to it yet, since this rank answers nobody any more."""
-        for verdict, absent in self._over.take_all():
-            for rank in sorted(absent - {self._rank}):
-                with contextlib.suppress(BusyError):
-                    self._send(verdict, rank)
+        self.led.leave()
 
-    def on_verdict(self, verdict: Verdict) -> None:
-        """Take the leader's decision. Each member that has come hears one."""
+    def on_verdict(self, verdict: Verdict, source: int) -> None:
+        """Take the leader's decision, which another member may have passed on. Each one that has come hears one."""
+        if self.termination.takes(verdict, source):
+            self._deliver(verdict)
+
+    def _deliver(self, verdict: Verdict) -> None:
         if verdict.key in self._forsaken:
             self._forsaken.discard(verdict.key)
         else:
             check_room(self._verdicts, verdict.key)
             self._verdicts[verdict.key] = verdict
 
+    def on_decision_request(self, request: DecisionRequest, source: int) -> None:
+        """Tell another member what this rank has heard of the verdict."""
+        if self._rank not in self.incarnations.replaced(request.key):  # else it was the process before
+            self.termination.on_request(request, source)
+
     def on_withdraw(self, message: Withdraw, source: int) -> None:
         """Note that a member will not start this again."""
-        key = message.key
-        check_room(self._withdrawn, key)
-        self._withdrawn.setdefault(key, set()).add(source)
-        self._over.on_withdrawn(source, key)
+        key, withdrawn = message.key, self._absences.withdrawn
+        check_room(withdrawn, key)
+        withdrawn.setdefault(key, set()).add(source)
+        self.led.over.on_withdrawn(source, key)
 
     def on_gone(self, ranks: RankSet, *, is_lost: bool) -> None:
         """Note that ranks have left or are lost, and will come to no meeting any more."""
-        self._gone |= ranks
-        self._lost.update(ranks if is_lost else ())
-        self._over.on_gone(ranks)
-        for key, joins in list(self._joins.items()):  # they gave up waiting
-            for rank in ranks & joins:
-                del joins[rank]
-            if not joins:
-                del self._joins[key]
-            self._refuse_if_one_is_gone(key)
+        self._absences.gone |= ranks
+        self._absences.lost.update(ranks if is_lost else ())
+        self.led.on_gone(ranks)
         self._engine.recheck()
 
     def on_returned(self, rank: int, incarnation: int) -> None:
         """Note that a new process has the place of ``rank``; what was agreed on with the one before is over."""
         self.incarnations.note(rank, incarnation)
-        self._gone.discard(rank)
-        self._lost.discard(rank)
+        self._absences.gone.discard(rank)
+        self._absences.lost.discard(rank)
         self._engine.recheck()
-
-    def _refuse_if_one_is_gone(self, key: AgreementKey) -> None:
-        """Refuse a meeting of a rank that is gone, where others wait for this rank, which leads it and has not come.
-
-        It may never come: when it has heard of a loss earlier than they, it asks for something else without that rank.
-        """
-        joins = self._joins.get(key, {})
-        if not joins or self._rank in joins:
-            return
-        replaced = self.incarnations.replaced(key)
-        gone = tuple(sorted({*filter(key.has_member, self._gone), *replaced}))
-        if gone:
-            missing = tuple(sorted(key.members() - joins.keys()))
-            lost = tuple(rank for rank in gone if rank in self._lost or rank in replaced)
-            del self._joins[key]
-            verdict = Verdict(key.text, missing=missing, gone=gone, lost=lost)
-            self._keep_for(missing, verdict)
-            self._tell(joins, verdict)

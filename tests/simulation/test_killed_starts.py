@@ -1,0 +1,23 @@
+"""A policy starts on all ranks that live, or on none, also where the rank that decides is killed as it says so."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+import pytest
+
+from simulation import killed_start_scenarios
+
+
+#: Among those that left ranks apart before members asked each other.
+LEFT_APART: Final = (63, 85, 86, 98, 106, 113, 121, 137, 142, 150, 153, 157)
+
+
+@pytest.mark.slow
+def test_ranks_killed_in_a_start_leave_the_others_in_one_policy() -> None:
+    """A few of many: see tools/soak."""
+    seen: Counter[str] = Counter()
+    for seed in (*range(20), *LEFT_APART):
+        seen += killed_start_scenarios.run(seed)
+    assert seen["verdicts passed on"] > 5 and seen["verdicts lost"] > 5, seen
