@@ -9,7 +9,6 @@ import pytest
 
 from simulation import killed_start_scenarios
 
-
 #: Among those that left ranks apart before members asked each other.
 LEFT_APART: Final = (63, 85, 86, 98, 106, 113, 121, 137, 142, 150, 153, 157)
 
