@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 
 from scripts import killed_saves
 
 
-def test_a_save_that_is_killed_at_any_moment_leaves_a_whole_population() -> None:
+def test_saves_that_are_killed_in_their_midst_leave_a_whole_population() -> None:
     said = subprocess.run(
         [sys.executable, killed_saves.__file__, "8", "1"], capture_output=True, text=True, timeout=100, check=True
     ).stdout
-    found = re.fullmatch(r"8 kills, (\d+) in the midst of a save, seed 1: each left a whole population\n", said)
-    assert found and int(found[1]) > 0, said
+    assert said == "8 kills in the midst of a save, seed 1: each left a whole population\n"

@@ -1,4 +1,9 @@
-"""Kills a process that saves again and again, at drawn moments; each time the population that is left can be loaded."""
+"""Kills a process that saves again and again, in the midst of a save; each time what is left can be loaded.
+
+    python killed_saves.py TIMES SEED
+
+What the process is in is seen while it is stopped, so that no kill comes too late on a machine that is slow.
+"""
 
 from __future__ import annotations
 
@@ -40,26 +45,41 @@ async def load(world: ad.World, folder: Path) -> int:
     return int(found.extra)
 
 
+def kill_in_a_save(child: int, folder: Path, rng: random.Random) -> None:
+    """Kill the child when it has finished one save or more, a drawn time after it has begun one that it is still in."""
+    before, wanted = set(folder.glob("*/manifest.json")), rng.randint(1, 2)  # every other save is an asynchronous one
+    while len(set(folder.glob("*/manifest.json")) - before) < wanted:
+        time.sleep(0.001)
+    while True:
+        while is_whole(folder):
+            time.sleep(0.0002)
+        time.sleep(0.005 * rng.random())
+        os.kill(child, signal.SIGSTOP)
+        os.waitid(os.P_PID, child, os.WSTOPPED)
+        if not is_whole(folder):
+            break
+        os.kill(child, signal.SIGCONT)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether the newest save is finished."""
+    return (max(folder.iterdir()) / "manifest.json").exists()
+
+
 def main(times: int, seed: int) -> None:
     rng = random.Random(seed)
     torch.set_num_threads(1)  # a forked child has none of its parent's threads, and would wait for them
     with tempfile.TemporaryDirectory() as name:
-        folder, torn = Path(name), 0
+        folder = Path(name)
         for _ in range(times):
-            before = set(folder.glob("*/manifest.json"))
             child = os.fork()
             if not child:
                 ad.run(save_for_ever, folder)
-            while not set(folder.glob("*/manifest.json")) - before:
-                time.sleep(0.001)
-            time.sleep(0.05 * rng.random())
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            newest = max(folder.iterdir())
-            torn += not (newest / "manifest.json").exists()
-            number = ad.run(load, folder)
-            assert number > 0
-    print(f"{times} kills, {torn} in the midst of a save, seed {seed}: each left a whole population")
+            kill_in_a_save(child, folder, rng)
+            assert ad.run(load, folder) > 0
+    print(f"{times} kills in the midst of a save, seed {seed}: each left a whole population")
 
 
 if __name__ == "__main__":
