@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.mpi import flavour, require_mpi
+from support import warm
+from support.mpi import base_environment, flavour, require_mpi
 
 import asyncdist as ad
 from asyncdist import environment
@@ -19,19 +21,22 @@ TIMEOUT_S = 100.0
 
 
 ROOT = Path(__file__).resolve().parents[2]
+#: As a shell starts it; the others start warm.
+COLD = ("-m", "asyncdist", "doctor")
+COMMAND = Path(sys.executable).with_name("asyncdist")
 
 
-def examine(*command: str, cwd: Path = ROOT, **environ: str) -> subprocess.CompletedProcess[str]:
-    """``asyncdist doctor``, as a shell without any launcher's variables would start it; root may use mpirun."""
+def examine(*command: str, program: Sequence[str] = (), **environ: str) -> subprocess.CompletedProcess[str]:
+    """``asyncdist doctor``, warm, and without any launcher's variables; root may use mpirun."""
     families = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "TORCHELASTIC_", "ASYNCDIST_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(families)}
     for name in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         clean.pop(name, None)
     path = os.pathsep.join([str(ROOT), *filter(None, [clean.get("PYTHONPATH")])])
     return subprocess.run(
-        [*command, sys.executable, "-m", "asyncdist", "doctor"],
+        [*command, sys.executable, *(program or warm.command(COMMAND, ("doctor",), base_environment(), environ))],
         env={**clean, **dict.fromkeys(mpirun.ROOT_VARIABLES, "1"), "PYTHONPATH": path, **environ},
-        cwd=cwd,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
@@ -42,7 +47,7 @@ def examine(*command: str, cwd: Path = ROOT, **environ: str) -> subprocess.Compl
 @pytest.mark.mpi
 def test_a_healthy_machine() -> None:
     require_mpi()
-    ended = examine()
+    ended = examine(program=COLD)
     assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout
     rows = dict(line.split("  ", 1) for line in ended.stdout.splitlines() if "  " in line)
     assert rows["transport"].strip() == "local, no launcher's variables are set"

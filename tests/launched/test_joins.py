@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import warm
 from support.mpi import REPORTS, ROOT, base_environment
 
 #: Generous: what hangs is a failure, what is slow is not.
@@ -33,8 +34,9 @@ class Story:
 
     def launch(self, name: str, cwd: Path, *options: str) -> subprocess.Popen[bytes]:
         """Start a launcher in a directory, whose words go to a file of that name."""
-        words = [sys.executable, "-m", "asyncdist", "run", *options, str(SCRIPT), str(self.folder)]
-        environ = {**base_environment(), REPORTS: str(self.folder / "reports")}
+        base = base_environment()
+        words = [sys.executable, "-m", "asyncdist", "run", *options, *warm.command(SCRIPT, (self.folder,), base, {})]
+        environ = {**base, REPORTS: str(self.folder / "reports")}
         with (self.folder / name).open("wb") as said:
             launcher = subprocess.Popen(words, cwd=cwd, env=environ, stdout=said, stderr=said)
         self.launchers.append(launcher)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -11,10 +12,10 @@ from support.mpi import ROOT
 #: On the login node: the job on host1, and, when it has said where, a rank on host2, from another directory.
 STORY = """
 start="exec env PYTHONPATH=$PYTHONPATH ASYNCDIST_TEST_REPORTS=$ASYNCDIST_TEST_REPORTS {python} -m asyncdist run"
-ssh host1 "cd {root} && $start --transport torch -n 2 --places 3 {script} {folder}" >{folder}/first 2>&1 & first=$!
+ssh host1 "cd {root} && $start --transport torch -n 2 --places 3 {script}" >{folder}/first 2>&1 & first=$!
 until grep -q -- --join {folder}/first; do kill -0 $first || exit 99; sleep 0.1; done
 port=$(sed -n 's/.*--join [^ ]*:\\([0-9]*\\) .*/\\1/p' {folder}/first)
-ssh host2 "cd / && $start --join host1:$port {script} {folder}" >{folder}/second 2>&1 & second=$!
+ssh host2 "cd / && $start --join host1:$port {script}" >{folder}/second 2>&1 & second=$!
 until [ -e {folder}/2.1 ]; do kill -0 $first && kill -0 $second || break; sleep 0.1; done
 touch {folder}/enough
 wait $second; echo joined $?
@@ -25,7 +26,8 @@ exit $code
 
 
 def test_a_rank_of_another_host_joins_by_the_name_of_the_first_one(tmp_path: Path) -> None:
-    names = {"python": sys.executable, "root": ROOT, "script": hosts.script_path("joins.py"), "folder": tmp_path}
+    script = hosts.script("joins.py", tmp_path)
+    names = {"python": sys.executable, "root": ROOT, "script": shlex.join(script), "folder": tmp_path}
     result = hosts.run(2, ["bash", "-c", STORY.format(**names)]).check()
     assert result.stdout == "joined 0\n"
     assert "asyncdist run: joins as rank 2 of 3" in result.stderr

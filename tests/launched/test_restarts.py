@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from scripts.restarts import ROUNDS_AFTER
-from support import torchrun
+from support import mpi, torchrun, warm
 from torch.distributed import HashStore
 
 from asyncdist import cli, environment
@@ -22,9 +22,10 @@ TIMEOUT_S = 300.0
 
 
 def command(ranks: int, restarts: int, script: str | Path, *arguments: str) -> list[str]:
-    """``asyncdist run`` with restarts, as a shell would start it."""
+    """``asyncdist run`` with restarts, whose ranks start warm."""
     options = ["--transport", "torch", "-n", str(ranks), "--restarts", str(restarts)]
-    return [sys.executable, "-m", "asyncdist", "run", *options, str(script), *arguments]
+    program = warm.command(script, arguments, mpi.base_environment(), {})
+    return [sys.executable, "-m", "asyncdist", "run", *options, *program]
 
 
 def test_ranks_are_killed_at_any_time_the_coordinators_too_and_take_part_again(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def require(transport: str) -> None:
 def test_a_policy_helpers_and_a_replay_buffer(transport: str, count: int, cases: tuple[str, ...]) -> None:
     require(transport)
     where = ["--hosts", LAYOUTS[count], "--ssh", f"{SSH} -x", "--transport", transport]
-    words = ["asyncdist", "run", *where, hosts.script_path("on_hosts.py"), *cases]
+    words = ["asyncdist", "run", *where, *hosts.script("on_hosts.py", *cases)]
     reports = hosts.run(count, words, timeout_s=280).check().reports
     names = [name for host in LAYOUTS[count].split(",") for name in [host[:5]] * int(host[6:])]
     assert [reports[rank]["host"] for rank in range(4)] == names

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
-from support import mpi, slurm
-from support.mpi import ROOT
+from support import mpi, slurm, warm
+from support.mpi import ROOT, base_environment
 
-PYTHON = sys.executable
 EXAMPLE = ROOT / "docs" / "train.sbatch"
 PLUGINS = {"openmpi": "pmix", "mpich": "pmi2"}
 
@@ -32,10 +32,11 @@ ad.run(main)
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Path:
+def program(tmp_path: Path) -> list[str]:
+    """What each task runs: Python, and a script that starts warm."""
     path = tmp_path / "train.py"
     path.write_text(TRAIN)
-    return path
+    return [sys.executable, *warm.command(path, (), base_environment(), {})]
 
 
 def by_rank(transport: str) -> dict[int, list[object]]:
@@ -44,22 +45,22 @@ def by_rank(transport: str) -> dict[int, list[object]]:
     return {rank: [transport, 3, hosts[rank], 3.0, "1"] for rank in range(3)}
 
 
-def test_srun_without_a_plugin_runs_on_torch(script: Path) -> None:
-    assert slurm.run(2, ["srun", "-N", "2", "-n", "3", PYTHON, script]).check().reports == by_rank("torch")
+def test_srun_without_a_plugin_runs_on_torch(program: list[str]) -> None:
+    assert slurm.run(2, ["srun", "-N", "2", "-n", "3", *program]).check().reports == by_rank("torch")
 
 
 @pytest.mark.mpi
-def test_srun_with_the_plugin_of_the_mpi_runs_on_it(script: Path) -> None:
+def test_srun_with_the_plugin_of_the_mpi_runs_on_it(program: list[str]) -> None:
     mpi.require_mpi()
     plugin = f"--mpi={PLUGINS[mpi.flavour()]}"
-    reports = slurm.run(2, ["srun", plugin, "-N", "2", "-n", "3", PYTHON, script]).check().reports
+    reports = slurm.run(2, ["srun", plugin, "-N", "2", "-n", "3", *program]).check().reports
     assert reports == by_rank("mpi")
 
 
 @pytest.mark.mpi
-def test_worlds_of_one_rank_name_the_plugin_and_what_there_is(script: Path) -> None:
+def test_worlds_of_one_rank_name_the_plugin_and_what_there_is(program: list[str]) -> None:
     mpi.require_mpi()
-    words = ["env", "ASYNCDIST_TRANSPORT=mpi", "srun", "-n", "2", PYTHON, script]
+    words = ["env", "ASYNCDIST_TRANSPORT=mpi", "srun", "-n", "2", *program]
     result = slurm.run(1, words).check(1)
     assert result.reports == {}
     assert "srun started 2 ranks, but the MPI library sees a world of 1" in result.stderr
@@ -68,23 +69,23 @@ def test_worlds_of_one_rank_name_the_plugin_and_what_there_is(script: Path) -> N
     assert {"none", "pmi2", "pmix"} <= set(offered)
 
 
-def test_two_steps_at_once_do_not_meet(script: Path) -> None:
+def test_two_steps_at_once_do_not_meet(program: list[str]) -> None:
     """Each is told a port of its own."""
-    step = f"srun -n 2 -N 1 --overlap {PYTHON} {script}"
+    step = f"srun -n 2 -N 1 --overlap {shlex.join(program)}"
     start = f"salloc -Q -N 1 -n 2 sh -c '{step} & one=$!; {step}; two=$?; wait $one && exit $two'"
     reports = slurm.run(1, ["sh", "-c", start]).check().reports
     assert {rank: report[1] for rank, report in reports.items()} == {0: 2, 1: 2}
 
 
-def test_the_example_for_sbatch(script: Path) -> None:
+def test_the_example_for_sbatch(program: list[str], tmp_path: Path) -> None:
     """As it is, but for the numbers of this Slurm's nodes, its Python, and where the words go."""
     text = EXAMPLE.read_text()
-    for old, new in (("--ntasks-per-node=8", "--ntasks-per-node=2"), ("python train.py", f"{PYTHON} {script}")):
+    for old, new in (("--ntasks-per-node=8", "--ntasks-per-node=2"), ("python train.py", shlex.join(program))):
         assert text.count(old) == 1
         text = text.replace(old, new)
-    job = script.with_name("job.sbatch")
+    job = tmp_path / "job.sbatch"
     job.write_text(text)
-    log = script.with_name("log")
+    log = tmp_path / "log"
     result = slurm.run(2, ["sh", "-c", f"sbatch --wait -o {log} {job}; code=$?; cat {log}; exit $code"]).check()
     assert {report[1] for report in result.reports.values()} == {4}
     assert [result.reports[rank][2] for rank in range(4)] == ["host1", "host1", "host2", "host2"]

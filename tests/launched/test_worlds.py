@@ -86,7 +86,7 @@ def plain_mpirun() -> tuple[list[str], dict[str, str]]:
 
 
 def asyncdist_run(*options: str, script: Path = SCRIPT) -> tuple[list[str], dict[str, str]]:
-    """Ranks start warm: those of mpirun, torchrun and the demo show that cold ones work, in one world each."""
+    """Ranks start warm: those of mpirun and the demo show that cold ones work, on MPI and on torch."""
     program = warm.command(script, (), mpi.base_environment(), {})
     return [sys.executable, "-m", "asyncdist", "run", *options, "-n", str(RANKS), *program], {}
 
@@ -111,7 +111,8 @@ def blocking_on_torch() -> tuple[list[str], dict[str, str]]:
 
 def torch_run() -> tuple[list[str], dict[str, str]]:
     options = ["--standalone", "--nproc-per-node", str(RANKS)]
-    return [sys.executable, "-m", "torch.distributed.run", *options, str(SCRIPT)], {}
+    program = warm.command(SCRIPT, (), mpi.base_environment(), {})
+    return [sys.executable, "-m", "torch.distributed.run", *options, *program], {}
 
 
 def launch_subprocesses() -> tuple[list[str], dict[str, str]]:

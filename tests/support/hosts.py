@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from support import torchrun
-from support.mpi import ROOT
+from support import torchrun, warm
+from support.mpi import ROOT, base_environment
 
 PROGRAM = ROOT / "tools" / "namespaces" / "hosts.py"
 #: Exit code of the program where hosts cannot be made.
@@ -45,6 +45,6 @@ def run(
     return result
 
 
-def script_path(name: str) -> Path:
-    """Return the path of one of the tests' scripts."""
-    return ROOT / "tests" / "scripts" / name
+def script(name: str, *args: object) -> list[str]:
+    """Return what to start as one of the tests' scripts with its arguments: it starts warm."""
+    return warm.command(ROOT / "tests" / "scripts" / name, args, base_environment(), {})

@@ -6,7 +6,7 @@
 - The ranks are started here, with the variables that torchrun sets, and no agent over them: a rank that is killed takes
   nobody along. ``run_torchrun`` starts the real one, which takes some seconds more.
 - ``support.mpi.report(rank, value)`` in a rank brings values back, as under MPI.
-- ``run_ranks`` and ``run_source`` start warm, see ``support.warm``; torchrun's own workers do not.
+- Ranks start warm, see ``support.warm``, those of torchrun as well.
 - At the timeout everything that was started is killed, and the call raises AssertionError with the output so far.
 """
 
@@ -112,7 +112,7 @@ def run_torchrun(ranks: int, source: str, *args: object, options: Sequence[str] 
         script = Path(folder, "program.py")
         script.write_text(textwrap.dedent(source))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        return run_jobs([([*command, *options, str(script), *map(str, args)], {})], timeout_s)
+        return run_jobs([([*command, *options, *warm.command(script, args, base_environment(), {})], {})], timeout_s)
 
 
 def run_torchruns(
@@ -133,7 +133,8 @@ def run_torchruns(
     with tempfile.TemporaryDirectory(prefix="asyncdist-test-") as folder:
         script = Path(folder, "program.py")
         script.write_text(textwrap.dedent(source))
-        command = [sys.executable, "-m", "torch.distributed.run", *where, *options, str(script), *map(str, args)]
+        program = warm.command(script, args, base_environment(), {})  # ``env`` is for the agents
+        command = [sys.executable, "-m", "torch.distributed.run", *where, *options, *program]
         return run_jobs([(command, env)] * agents, timeout_s)
 
 

@@ -5,8 +5,8 @@
 
 Importing torch takes 1.5 s of a core, and making the first optimizer as much again, for each rank of each job: nearly
 all that a short job costs. What mpirun (or a test) starts in a rank's place asks the *server* for a child, hands over
-its arguments, environment, directory and open files, passes signals on to it, and ends as it ends. The child runs the
-script as ``asyncdist run`` does, by ``launch``.
+its arguments, environment, directory, open files and namespaces, passes signals on to it, and ends as it ends. The child
+runs the script as ``asyncdist run`` does, by ``launch``; so it does on a host of ``tools/hosts``.
 
 - mpi4py, MPI, process groups and event loops are nothing that the server knows of: each rank starts its own.
 - Who lives with whom: a rank dies with what mpirun has started for it, and with the server; the server with the test
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import functools
 import gc
@@ -42,6 +43,8 @@ COLD_PREFIXES = ("PYTHON", "OMP_", "MKL_", "TORCH", "PYTORCH")
 #: Above every number that a launcher gives to the files of a rank.
 SPARE_FD = 200
 LENGTH_NBYTES = 8
+#: Entered in this order: that of files comes last, since /proc is one of them.
+NAMESPACES = ("ipc", "uts", "net", "pid", "mnt")
 
 
 def command(
@@ -92,26 +95,35 @@ def _server(asked: frozenset[tuple[str, str]]) -> str:
 def be_rank(path: str, arguments: list[str]) -> NoReturn:
     """Ask for a child and end as it ends. What else the launcher has given to this process goes along."""
     files = [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd > 0 and _is_inherited(fd)]
+    namespaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in NAMESPACES]
     job = {"arguments": arguments, "environment": dict(os.environ), "directory": os.getcwd(), "files": files}
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         text = json.dumps(job).encode()
-        socket.send_fds(connection, [len(text).to_bytes(LENGTH_NBYTES)], files)
+        socket.send_fds(connection, [len(text).to_bytes(LENGTH_NBYTES)], files + namespaces)
         connection.sendall(text)
-        child = int.from_bytes(_receive(connection, LENGTH_NBYTES))
+        word, children, _, _ = socket.recv_fds(connection, 1, 1)
+        if not word:
+            os._exit(1)  # the server is gone
 
         def forward(number: int, _frame: FrameType | None) -> None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(child, number)
+                signal.pidfd_send_signal(children[0], number)
 
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, forward)
-        code = os.waitstatus_to_exitcode(int.from_bytes(_receive(connection, LENGTH_NBYTES)))
+        status = connection.recv(LENGTH_NBYTES, socket.MSG_WAITALL)
+    end_as(int.from_bytes(status) if len(status) == LENGTH_NBYTES else 1 << 8)  # the server is gone, and its children
+
+
+def end_as(status: int) -> NoReturn:
+    """End as a child did that had this status; what there was to say, that one has said."""
+    code = os.waitstatus_to_exitcode(status)
     if code < 0:
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
-    os._exit(code)  # what is to be said to mpirun has been said by the child
+    os._exit(code)
 
 
 def _is_inherited(fd: int) -> bool:
@@ -119,13 +131,6 @@ def _is_inherited(fd: int) -> bool:
         return os.get_inheritable(fd)
     except OSError:  # the one that listed the others
         return False
-
-
-def _receive(connection: socket.socket, nbytes: int) -> bytes:
-    found = connection.recv(nbytes, socket.MSG_WAITALL)
-    if len(found) < nbytes:
-        os._exit(1)  # the server is gone, and the rank with it
-    return found
 
 
 # -- the server -------------------------------------------------------------------------------------------------------
@@ -172,18 +177,17 @@ def _serve(listener: socket.socket, ready: selectors.BaseSelector) -> dict[str, 
                     for pidfd, other in clients.items():
                         os.close(pidfd)
                         other.close()
-                    client.close()
-                    return job
+                    return {**job, "client": client}
                 _close(job["received"])
                 pidfd = os.pidfd_open(child)
                 clients[pidfd] = client
                 ready.register(client, selectors.EVENT_READ, pidfd)
                 ready.register(pidfd, selectors.EVENT_READ, child)
-                _tell(client, child)
             elif key.fd in clients:
                 client = clients.pop(key.fd)
                 _, status = os.waitpid(key.data, 0)
-                _tell(client, status)
+                with contextlib.suppress(OSError):
+                    client.sendall(status.to_bytes(LENGTH_NBYTES))
                 ready.unregister(key.fd)
                 os.close(key.fd)
                 with contextlib.suppress(KeyError):
@@ -211,20 +215,25 @@ def _close(files: Sequence[int]) -> None:
         os.close(fd)
 
 
-def _tell(client: socket.socket, number: int) -> None:
-    with contextlib.suppress(OSError):
-        client.sendall(number.to_bytes(LENGTH_NBYTES))
-
-
 def become(job: dict[str, Any], server: int) -> None:
     """In a child: be the rank."""
     from asyncdist import rank_program
     from asyncdist.launch import guardians
 
     guardians.die_with_parent(server)
+    files, namespaces = job["received"][: -len(NAMESPACES)], job["received"][-len(NAMESPACES) :]
+    if _enter(namespaces):
+        child = os.fork()  # only who is born after that is a process of the other namespace
+        if child:
+            end_as(os.waitpid(child, 0)[1])
+        guardians.die_with_parent(os.getppid())
     os.setpgid(0, 0)
-    spare = [fcntl.fcntl(fd, fcntl.F_DUPFD, SPARE_FD) for fd in job["received"]]
-    _close(job["received"])
+    with job["client"] as client, contextlib.suppress(BrokenPipeError):
+        own = os.pidfd_open(os.getpid())
+        socket.send_fds(client, [b"!"], [own])
+        os.close(own)
+    spare = [fcntl.fcntl(fd, fcntl.F_DUPFD, SPARE_FD) for fd in files]
+    _close(files)
     for fd, number in zip(spare, job["files"], strict=True):
         os.dup2(fd, number)
         os.close(fd)
@@ -235,6 +244,18 @@ def become(job: dict[str, Any], server: int) -> None:
         sys.modules["numpy.random"].seed()
     script, *arguments = job["arguments"]
     rank_program.run_script(script, arguments)
+
+
+def _enter(namespaces: Sequence[int]) -> bool:
+    """Enter the namespaces that are not those of this process; return whether there were such."""
+    own = [os.stat(f"/proc/self/ns/{name}").st_ino for name in NAMESPACES]
+    others = [fd for fd, number in zip(namespaces, own, strict=True) if os.fstat(fd).st_ino != number]
+    libc = ctypes.CDLL(None, use_errno=True)
+    for fd in others:
+        if libc.setns(fd, 0) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+    _close(namespaces)
+    return bool(others)
 
 
 if __name__ == "__main__":
