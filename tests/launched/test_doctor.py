@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,20 +20,19 @@ TIMEOUT_S = 100.0
 
 
 ROOT = Path(__file__).resolve().parents[2]
-#: As a shell starts it; the others start warm.
-COLD = ("-m", "asyncdist", "doctor")
-COMMAND = Path(sys.executable).with_name("asyncdist")
 
 
-def examine(*command: str, program: Sequence[str] = (), **environ: str) -> subprocess.CompletedProcess[str]:
-    """``asyncdist doctor``, warm, and without any launcher's variables; root may use mpirun."""
+def examine(*command: str, is_cold: bool = False, **environ: str) -> subprocess.CompletedProcess[str]:
+    """``asyncdist doctor``, without any launcher's variables; root may use mpirun. It starts warm, unless told."""
     families = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "TORCHELASTIC_", "ASYNCDIST_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(families)}
     for name in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         clean.pop(name, None)
     path = os.pathsep.join([str(ROOT), *filter(None, [clean.get("PYTHONPATH")])])
+    program = Path(sys.executable).with_name("asyncdist")
+    words = ["-m", program.name, "doctor"] if is_cold else warm.command(program, ["doctor"], base_environment(), {})
     return subprocess.run(
-        [*command, sys.executable, *(program or warm.command(COMMAND, ("doctor",), base_environment(), environ))],
+        [*command, sys.executable, *words],
         env={**clean, **dict.fromkeys(mpirun.ROOT_VARIABLES, "1"), "PYTHONPATH": path, **environ},
         cwd=ROOT,
         capture_output=True,
@@ -47,7 +45,7 @@ def examine(*command: str, program: Sequence[str] = (), **environ: str) -> subpr
 @pytest.mark.mpi
 def test_a_healthy_machine() -> None:
     require_mpi()
-    ended = examine(program=COLD)
+    ended = examine(is_cold=True)
     assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout
     rows = dict(line.split("  ", 1) for line in ended.stdout.splitlines() if "  " in line)
     assert rows["transport"].strip() == "local, no launcher's variables are set"
@@ -96,14 +94,19 @@ def test_an_mpi_that_aborts_in_its_start_is_told_with_its_own_words_and_the_cure
     (package / "MPI.py").write_text(ABORTS)
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     ended = examine(
-        PYTHONPATH=path, ASYNCDIST_TRANSPORT="mpi", SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="0", SLURM_STEP_ID="0"
+        is_cold=True,
+        PYTHONPATH=path,
+        ASYNCDIST_TRANSPORT="mpi",
+        SLURM_STEP_NUM_TASKS="4",
+        SLURM_PROCID="0",
+        SLURM_STEP_ID="0",
     )
     assert ended.returncode == 1
     assert (
         'MPI does not start under srun: The application appears to have been direct launched using "srun", but OMPI '
         "was not built with SLURM's PMI support.\n     -> start with srun --mpi=pmix" in ended.stdout
     ), ended.stdout + ended.stderr
-    ended = examine(PYTHONPATH=path, HOME="")
+    ended = examine(is_cold=True, PYTHONPATH=path, HOME="")
     assert (
         "MPI does not start in a single process: Error: Unable to get the user home directory\n"
         "     -> set HOME to a directory\n" in ended.stdout
@@ -202,7 +205,7 @@ def mpirun_command(ranks: int) -> list[str]:
 def test_under_mpirun_rank_0_prints() -> None:
     command = mpirun_command(2)
     environ = mpirun.build_environment(flavour(), {}, ranks=2, threads=1)  # type: ignore[arg-type]
-    ended = examine(*command, **environ)
+    ended = examine(*command, is_cold=True, **environ)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("started by") == 1
     assert "rank 0 of 2" in ended.stdout

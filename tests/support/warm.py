@@ -5,15 +5,15 @@
 
 Importing torch takes 1.5 s of a core, and making the first optimizer as much again, for each rank of each job: nearly
 all that a short job costs. What mpirun (or a test) starts in a rank's place asks the *server* for a child, hands over
-its arguments, environment, directory, open files and namespaces, passes signals on to it, and ends as it ends. The child
-runs the script as ``asyncdist run`` does, by ``launch``; so it does on a host of ``tools/hosts``.
+its arguments, environment, directory, open files and namespaces (those of a host of ``tools/hosts``), passes signals on
+to it, and ends as it ends. The child runs the script as ``asyncdist run`` does, by ``launch``.
 
 - mpi4py, MPI, process groups and event loops are nothing that the server knows of: each rank starts its own.
 - Who lives with whom: a rank dies with what mpirun has started for it, and with the server; the server with the test
   session, whose pipe is its standard input.
 - What is not as in a process of its own: ranks share one seed of ``hash``, and what is asked at torch's import has been
-  asked before. Jobs with such variables start cold (``command``), as do all that start ``asyncdist run``, mpirun or
-  torchrun by themselves, such as benchmarks and the demo.
+  asked before. Jobs with such variables start cold (``command``), as do all that start ranks by themselves, such as the
+  demo.
 - Linux only. Elsewhere every rank starts cold.
 """
 
