@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 import pytest
-from support import mpi, torchrun
+from support import mpi, torchrun, warm
 
 pytestmark = pytest.mark.timeout(300)  # up to seven ranks, on any number of cores
 
@@ -32,12 +32,15 @@ def runner() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(RUN.parent)
         run = importlib.import_module(RUN.stem)
-        start = run.start
 
         def start_warm(program: Sequence[str], rank_count: int, transport: str) -> int:
-            if not rank_count:
-                return int(start(program, rank_count, transport))
-            ended = (mpi if transport == "mpi" else torchrun).run_ranks(rank_count, *program, timeout_s=280).check()
+            ended: mpi.Result | torchrun.Result
+            if not rank_count:  # a process alone
+                script, *arguments = program
+                command = [sys.executable, *warm.command(script, arguments, mpi.base_environment(), {})]
+                ended = torchrun.run_jobs([(command, {})], timeout_s=280).check()
+            else:
+                ended = (mpi if transport == "mpi" else torchrun).run_ranks(rank_count, *program, timeout_s=280).check()
             print(ended.output())
             return 0
 
@@ -92,13 +95,21 @@ def numbers(value: Any) -> Iterator[float]:
         yield value
 
 
-@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
-def test_latency_by_the_command(transport: str, tmp_path: Path) -> None:
+@pytest.mark.mpi
+def test_latency_on_mpi(bench: Bench) -> None:
+    check_latency(bench("latency", "--transport", "mpi"), "mpi")
+
+
+def test_latency_on_torch_by_the_command(tmp_path: Path) -> None:
+    """As a shell starts it, and so with cold ranks."""
     out = tmp_path / "results.json"
-    command = [sys.executable, str(RUN), "latency", "--quick", "--json", str(out), "--transport", transport]
+    command = [sys.executable, str(RUN), "latency", "--quick", "--json", str(out), "--transport", "torch"]
     completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
     assert completed.returncode == 0, completed.stdout + completed.stderr
-    results = results_of("latency", out, completed.stdout)
+    check_latency(results_of("latency", out, completed.stdout), "torch")
+
+
+def check_latency(results: dict[str, Any], transport: str) -> None:
     assert results.pop("transport") == transport
     assert results["ours_us"] > 0 and results["raw_us"] > 0
     assert results["ratio"] == pytest.approx(results["ours_us"] / results["raw_us"])
@@ -222,10 +233,11 @@ def test_memory(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     assert results["2 peers"]["donor"] == results["3 peers"]["donor"]
 
 
-def test_an_unknown_benchmark_is_one_line() -> None:
-    completed = subprocess.run([sys.executable, str(RUN), "speed"], capture_output=True, text=True, check=False)
-    assert completed.returncode == 2
-    assert "'speed'" in completed.stderr and "latency" in completed.stderr
+def test_an_unknown_benchmark_is_refused(runner: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        runner.main(["speed"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "'speed'" in said and "latency" in said
 
 
 def test_sim(bench: Bench) -> None:

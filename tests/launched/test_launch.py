@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from support import warm
 from support.launchers import HYDRA, OPENMPI, TORCHRUN
+from support.mpi import base_environment
 
 from asyncdist import environment as launch
 from asyncdist.launch import guardians, mpirun
@@ -92,11 +94,13 @@ def start(
     ranks: int = 3,
     options: Sequence[str] = (),
     environ: dict[str, str] | None = None,
+    is_warm: bool = False,
 ) -> subprocess.Popen[str]:
     script = tmp_path / "script.py"
     script.write_text(body)
+    program = warm.command(script, arguments, base_environment(), {}) if is_warm else [str(script), *arguments]
     return subprocess.Popen(
-        [sys.executable, "-m", "asyncdist", "run", *options, "-n", str(ranks), str(script), *arguments],
+        [sys.executable, "-m", "asyncdist", "run", *options, "-n", str(ranks), *program],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -291,7 +295,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("transport", ["mpi", "torch"])
 def test_a_forked_child_ends_where_main_ends_and_the_ranks_go_on(tmp_path: Path, transport: str) -> None:
     """It left the world as if it were the rank: it hung, and took the rank's sockets from its loop."""
-    process = start(tmp_path, FORKING, ranks=2, options=["--transport", transport])
+    process = start(tmp_path, FORKING, ranks=2, options=["--transport", transport], is_warm=True)
     code, output, error = finish(process)
     assert code == 0, error
     assert sorted(output.splitlines()) == ["0 0", "5 5", "raise 1", "return 0", "returned", "returned"], error
