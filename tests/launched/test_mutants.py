@@ -14,8 +14,8 @@ import pytest
 TOP = Path(__file__).resolve().parents[2]
 
 
-#: One of selective averaging, one of the network and one of the synchronous average, each found by few seeds.
-QUICK = ("own-rank-unheard", "overtaking-network", "world-size-divisor")
+#: One of selective averaging and one of the synchronous average, each found by few seeds.
+QUICK = ("own-rank-unheard", "world-size-divisor")
 
 
 def run_tool(top: Path, *options: str) -> subprocess.CompletedProcess[str]:

@@ -364,10 +364,22 @@ def start_script(
     )
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("to", ["terminal", "launcher", "launcher, SIGTERM", "launcher, killed"])
+@pytest.mark.parametrize(
+    ("to", "method"),
+    [
+        ("terminal", "forkserver"),
+        ("terminal", "spawn"),
+        ("launcher", "forkserver"),
+        ("launcher, SIGTERM", "spawn"),
+        ("launcher, killed", "forkserver"),
+        ("launcher, killed", "spawn"),
+    ],
+)
 def test_no_rank_outlives_its_launcher(tmp_path: Path, method: str, to: str) -> None:
-    """Nor does what it has started. Ctrl-C reaches all in the terminal's foreground, or the launcher alone."""
+    """Nor does what it has started. Ctrl-C reaches all in the terminal's foreground, or the launcher alone.
+
+    What the launcher does at a signal that it alone gets is the same with both methods.
+    """
     number = signal.SIGKILL if "killed" in to else signal.SIGTERM if "SIGTERM" in to else signal.SIGINT
     process = start_script(tmp_path, method=method)
     try:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import torchrun
-from support.subprocesses import METHODS, TIMEOUT_S, config, launch_here, note_rank, report, reports
+from support.subprocesses import TIMEOUT_S, config, launch_here, note_rank, report, reports
 
 import asyncdist as ad
 from asyncdist import environment, local_host
@@ -251,9 +251,13 @@ def use_process_groups(folder: str, *args: Any, **kwargs: Any) -> None:
     report(folder, values)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_plain_function_finds_its_process_groups(tmp_path: Path, method: str) -> None:
-    cfg = config(4, model_parallelism=2, launch_method=method)
+def test_a_plain_function_finds_its_process_group_in_ranks_that_are_spawned(tmp_path: Path) -> None:
+    launch_here(note_rank, config(2, launch_method="spawn"), str(tmp_path))
+    assert reports(tmp_path) == [[rank, rank, 2, ad.default_backend()] for rank in range(2)]
+
+
+def test_a_plain_function_finds_its_process_groups(tmp_path: Path) -> None:
+    cfg = config(4, model_parallelism=2)
     launch_here(use_process_groups, cfg, str(tmp_path), 7, name="x")
     found = reports(tmp_path)
     assert len(found) == 4

@@ -1,9 +1,13 @@
-"""Groups and policies that are freed one after the other: more than there is room for at a time, on any transport."""
+"""Groups and policies that are freed one after the other: more than there is room for at a time, on any transport.
+
+python many_groups.py COUNT
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from typing import Any
 
@@ -14,7 +18,6 @@ from torch import nn
 import asyncdist as ad
 from protocols import AverageAllPolicy
 
-GROUP_COUNT = 950  # 899 have a tag at a time
 MODEL_COUNT = 20
 BLOCKED_S = 0.5
 
@@ -26,7 +29,7 @@ def descriptor_count() -> int:
 async def main(world: ad.World) -> dict[str, Any]:
     everybody = range(world.size)
     found: dict[str, Any] = {"tags": set(), "sums": set()}
-    for i in range(GROUP_COUNT):
+    for i in range(int(sys.argv[1])):
         async with await ad.new_group(everybody) as group:
             if i % 50 == 0:
                 found["sums"].add(int(await ad.all_reduce(torch.ones(1), group=group)))
