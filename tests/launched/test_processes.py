@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support import warm
+from support.mpi import base_environment
 
 from asyncdist import cli, environment, local_host
 from asyncdist.launch import guardians, local_ranks
@@ -32,14 +34,20 @@ print(json.dumps({"variables": {name: os.environ[name] for name in names}, "argu
 
 @contextmanager
 def running(
-    tmp_path: Path, source: str, *arguments: str, ranks: int = 3, environ: Mapping[str, str] | None = None
+    tmp_path: Path,
+    source: str,
+    *arguments: str,
+    ranks: int = 3,
+    environ: Mapping[str, str] | None = None,
+    is_warm: bool = False,
 ) -> Iterator[subprocess.Popen[str]]:
     """``asyncdist run --transport torch``, as a shell would start it."""
     script = tmp_path / "script.py"
     script.write_text(source)
+    program = warm.command(script, arguments, base_environment(), {}) if is_warm else [str(script), *arguments]
     own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "asyncdist", "run", "--transport", "torch", "-n", str(ranks), str(script), *arguments],
+        [sys.executable, "-m", "asyncdist", "run", "--transport", "torch", "-n", str(ranks), *program],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -438,6 +446,6 @@ dist.all_reduce(total)
 print(dist.get_rank(), dist.get_world_size(), total.item())
 dist.destroy_process_group()
 """
-    with running(tmp_path, source) as process:
+    with running(tmp_path, source, is_warm=True) as process:
         code, output, error = finish(process)
     assert (code, sorted(output.splitlines())) == (0, ["0 3 6.0", "1 3 6.0", "2 3 6.0"]), error

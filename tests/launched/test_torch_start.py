@@ -227,7 +227,7 @@ def test_a_rank_that_comes_late_is_awaited_in_silence() -> None:
             await ad.barrier()
 
         if os.environ["RANK"] == "1":
-            time.sleep(6)
+            time.sleep(3)
         ad.run(main)
     """
     result = run_source(3, source).check()
