@@ -69,6 +69,7 @@ from .functional.rank_layout import (
     initialize_distributed_compute as initialize_distributed_compute,
     initialize_distributed_compute_mpi4py as initialize_distributed_compute_mpi4py,
 )
+from .functional.seeding import seed_all as seed_all
 from .launch.config import MultiprocessConfig as MultiprocessConfig
 from .launch.process_groups import (
     default_backend as default_backend,
@@ -96,6 +97,19 @@ from .runtime.world import (
     current_world as current_world,
 )
 from .simulation.exploration.explore import explore as explore
+from .simulation.faults import (
+    Corrupt as Corrupt,
+    Delay as Delay,
+    Interrupt as Interrupt,
+    Join as Join,
+    Kill as Kill,
+    Partition as Partition,
+    Restart as Restart,
+    SlowLink as SlowLink,
+    SlowRank as SlowRank,
+    Stall as Stall,
+)
+from .simulation.links import Link as Link, Network as Network
 from .simulation.report import SimReport as SimReport
 from .simulation.simulate import simulate as simulate
 from .spmd.gradient_update import (

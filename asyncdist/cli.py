@@ -6,12 +6,14 @@ Wrong input is one line on standard error and exit code 2.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
+import os
 import sys
 from collections.abc import Sequence
 from typing import Final, NoReturn
 
-from asyncdist import environment, local_host
+from asyncdist import environment, local_host, rank_program
 from asyncdist._version import __version__
 from asyncdist.launch import joining_ranks, local_ranks, mpirun, remote_hosts, remote_ranks
 
@@ -82,7 +84,7 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         usage=(
             "asyncdist run -n RANKS | --hosts HOST:RANKS,... [--ssh CMD] | --join HOST:PORT [-n RANKS] "
             "[--transport mpi|torch] [--mpi openmpi|mpich] [--survive] [--restarts N] [--places N] "
-            "[--threads-per-rank N] [--stall-s S] script.py [arguments]"
+            "[--threads-per-rank N] [--stall-s S] [--prefix] script.py | -m MODULE [arguments]"
         ),
         description=(
             "Start a script on several ranks of this host, or of others that ssh reaches: with the MPI that is "
@@ -136,7 +138,9 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         metavar="S",
         help="warn of a main that waits for S seconds, for what and in which line (default: 300, in collectives)",
     )
-    run.add_argument("script", help="a Python script; the words after it are passed to it unchanged")
+    run.add_argument("--prefix", action="store_true", help="begin each line that a rank prints with [its number]")
+    run.add_argument("-m", dest="module", metavar="MODULE", help="run a module in place of a script, as python -m does")
+    run.add_argument("script", nargs="?", help="a Python script; the words after it are passed to it unchanged")
 
 
 def _add_sim(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -184,6 +188,8 @@ def _split_run(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         if arguments[place] == "--":
             place += 1
             break
+        if arguments[place] == "-m":
+            return list(arguments[: place + 2]), list(arguments[place + 2 :])
         place += 2 if arguments[place] in _RUN_OPTIONS else 1
     return list(arguments[: place + 1]), list(arguments[place + 1 :])
 
@@ -252,7 +258,7 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Return the exit code, unless this process becomes mpirun."""
-    script, ranks, threads = options.script, options.ranks, options.threads_per_rank
+    script, ranks, threads = _script(options), options.ranks, options.threads_per_rank
     if ranks is None and options.hosts is None and options.join is None:
         is_behind = any(word.partition("=")[0] in ("-n", "--ranks") for word in arguments)
         hint = f": what follows the script is passed to it; asyncdist run -n RANKS {script}" if is_behind else ""
@@ -269,6 +275,10 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         if options.stall_s is not None:
             environment.seconds(options.stall_s, "--stall-s")
             environ = {**environ, environment.STALL_VARIABLE: options.stall_s}
+        if options.module is not None:
+            environ = {**environ, rank_program.MODULE_VARIABLE: options.module}
+        if options.prefix:
+            environ = {**environ, rank_program.PREFIX_VARIABLE: "1"}
     except ValueError as error:
         raise local_host.LaunchError(str(error)) from error
     _check_newcomers(transport, backend, options)
@@ -304,6 +314,25 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return local_ranks.run(
         script, arguments, ranks=ranks, threads=threads, restarts=restarts, places=options.places, environ=environ
     )
+
+
+def _script(options: argparse.Namespace) -> str:
+    """Return the script that ranks run: the one that is named, or the file of the module."""
+    if options.module is None:
+        if options.script is None:
+            raise local_host.LaunchError("the following arguments are required: script")
+        return str(options.script)
+    if not sys.flags.safe_path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        spec = importlib.util.find_spec(options.module)
+        if spec is not None and spec.submodule_search_locations is not None:  # a package
+            spec = importlib.util.find_spec(f"{options.module}.__main__")
+    except (ImportError, ValueError) as error:
+        raise local_host.LaunchError(f"-m {options.module}: {error}") from error
+    if spec is None or spec.origin is None or not spec.has_location:
+        raise local_host.LaunchError(f"-m {options.module}: there is no such module, or no __main__ in that package")
+    return spec.origin
 
 
 def _hosts(options: argparse.Namespace) -> tuple[list[remote_hosts.Host], list[str]]:

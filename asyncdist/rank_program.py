@@ -10,13 +10,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib.util
+import io
 import os
 import sys
 import time
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
 #: This file: run as a program it becomes the script that is its first argument.
 PROGRAM: Final = os.path.abspath(__file__)
@@ -28,6 +29,11 @@ OPENS_WORLD: Final = b"0"
 IN_WORLD: Final = b"1"
 LEFT_WORLD: Final = b"2"
 ENDS_JOB: Final = b"3"
+#: Names the module whose file the script is, where ranks run a module (``-m``).
+MODULE_VARIABLE: Final = "ASYNCDIST_MODULE"
+#: Is 1 where each line that a rank prints is to begin with its number.
+PREFIX_VARIABLE: Final = "ASYNCDIST_PREFIX"
+_RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 _guardian: int | None = None
 #: Is 1 in the ranks of a job that goes on when ranks die: Open MPI's ``mpirun --with-ft ulfm`` sets it.
 SURVIVAL_VARIABLE: Final = "OMPI_MCA_mpi_ft_enable"
@@ -63,13 +69,18 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     os.close(null)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    _prefix_output()
     sys.argv = [script, *arguments]
+    module = os.environ.pop(MODULE_VARIABLE, "")
     if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(os.path.realpath(script))
+        sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.realpath(script))
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=script, __builtins__=__builtins__, __cached__=None)
     sys.modules["__main__"] = main
     explain_shadowing()
+    if module:
+        spec = importlib.util.find_spec(module)
+        main.__dict__.update(__spec__=spec, __package__=spec.parent if spec else "")
     ending = _Ending()
     try:
         exec(compile(Path(script).read_bytes(), script, "exec", dont_inherit=True), main.__dict__)
@@ -88,6 +99,51 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
         code = ending.code = 130 if isinstance(error, KeyboardInterrupt) else 1
         _end_job(code)
         sys.exit(code)
+
+
+def _prefix_output() -> None:
+    """Let each line that this rank prints begin with its number, where that was asked for."""
+    if os.environ.get(PREFIX_VARIABLE) == "1":
+        rank = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name)), "?")
+        sys.stdout, sys.stderr = (_Prefixed(stream, f"[{rank}] ") for stream in (sys.stdout, sys.stderr))
+
+
+class _Prefixed(io.TextIOBase):
+    """Writes to a stream, with a prefix before each line.
+
+    Args:
+        stream: where to.
+        prefix: before each line.
+    """
+
+    def __init__(self, stream: TextIO, prefix: str) -> None:
+        self._stream = stream
+        self._prefix = prefix
+        self._is_in_line = False
+
+    def write(self, text: str) -> int:
+        """Write text; a line may come in pieces."""
+        for line in text.splitlines(keepends=True):
+            self._stream.write(line if self._is_in_line else self._prefix + line)
+            self._is_in_line = not line.endswith(("\n", "\r"))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        """Return the stream's descriptor."""
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        """Return whether the stream is a terminal."""
+        return self._stream.isatty()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """The stream's encoding."""
+        return self._stream.encoding
 
 
 class _Ending:

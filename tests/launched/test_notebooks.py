@@ -1,0 +1,59 @@
+"""The notebooks among the examples run from the first cell to the last, in a kernel of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "tools" / "examples"
+NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
+
+
+def run(notebook: Any) -> list[str]:
+    """Run it, and return what each cell of code printed or returned."""
+    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    return [
+        "".join(output.get("text", "") or output.get("data", {}).get("text/plain", "") for output in cell.outputs)
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    ]
+
+
+def test_there_are_two() -> None:
+    assert [path.stem for path in NOTEBOOKS] == ["blocking", "population"]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
+def test_it_runs(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "no outputs are kept"
+    told = run(notebook)
+    if path.stem == "population":
+        assert told[2].count("(") >= 4 and "of virtual time" in told[3] and told[-1] == "tensor([1.])"
+    else:
+        assert "rank 0 of 1" in told[4] and told[5] == "tensor([1., 1.])" and "a world is open here already" in told[6]
+
+
+@pytest.mark.timeout(200)
+def test_a_cell_that_fails_is_marked_and_the_next_one_runs() -> None:
+    cells = [
+        "import asyncdist as ad",
+        "with ad.blocking.open_world() as world:\n    world.call(lambda: 1 / 0)",
+        "with ad.blocking.open_world() as world:\n    world.safe_point()\nworld.size",
+        "async with ad.open_world():\n    ad.blocking.barrier()",
+        "ad.blocking.process_world().rank",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
+    with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
+        run(notebook)
+    client = NotebookClient(notebook, timeout=120, kernel_name="python3", allow_errors=True)
+    client.execute()
+    kinds = [[output.output_type for output in cell.outputs] for cell in notebook.cells]
+    assert kinds == [[], ["error"], ["execute_result"], ["error"], ["execute_result"]]
+    assert "await asyncdist.barrier here" in notebook.cells[3].outputs[0].evalue

@@ -1,0 +1,35 @@
+"""``seed_all``: every rank has random states of its own, the same in each run."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import asyncdist as ad
+
+
+async def draw(world: ad.World) -> tuple[int, float, float, float]:
+    number = ad.seed_all(7)
+    return number, random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def test_ranks_differ_and_runs_do_not() -> None:
+    first, again = (ad.simulate(draw, ranks=4, seed=seed).results for seed in (0, 1))
+    assert list(first) == list(again) and len(set(first)) == 4
+    assert ad.run(draw) == first[0], "in a process of its own, too"
+    with ad.blocking.open_world() as world:
+        assert ad.seed_all(7) == first[0][0] == ad.seed_all(7, world=world.awaited)
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, "7"])
+def test_what_is_no_seed(seed: int) -> None:
+    async def main(_: ad.World) -> None:
+        ad.seed_all(seed)
+
+    with pytest.raises(ValueError, match="seed is"):
+        ad.run(main)
+    with pytest.raises(RuntimeError, match="no world here"):
+        ad.seed_all(1)
