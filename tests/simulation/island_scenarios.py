@@ -180,5 +180,10 @@ def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
             assert rank in killed, f"{who} had not ended after {report.virtual_time_s} s"
         elif isinstance(result, BaseException) and not came_too_late(result):
             raise AssertionError(f"{who} failed: {result!r}") from result
+        elif isinstance(result, Ended) and result.stats.coordinator is not None:
+            strangers = set(result.stats.coordinator.reports) - set(
+                range(rank // size * size, (rank // size + 1) * size)
+            )
+            assert not strangers, f"{who} coordinates {strangers}, who are of other islands"
     results = [None if isinstance(each, BaseException) else each for each in report.results]
     return replace(report, results=tuple(results))

@@ -34,14 +34,20 @@ def test_every_defect_has_a_mutant_or_a_reason(table: Any) -> None:
     numbers = {mutant.defect for mutant in mutants if isinstance(mutant.defect, int)}
     assert numbers | set(left_out) == DEFECTS
     assert not numbers & set(left_out)
-    assert {mutant.defect for mutant in mutants} - numbers == {"network", "deadline", "route"}
+    assert {mutant.defect for mutant in mutants} - numbers == {"network", "deadline", "route", "island", "reading"}
 
 
 def test_every_scenario_exists(table: Any) -> None:
     files = {"scenarios": "tools/mutations/scenarios.py"}
     files |= {
         f"simulation.{name}": f"tests/simulation/{name}.py"
-        for name in ("scenarios", "one_sided_scenarios", "deadline_scenarios")
+        for name in (
+            "scenarios",
+            "one_sided_scenarios",
+            "deadline_scenarios",
+            "island_scenarios",
+            "read_scenarios",
+        )
     }
     for mutant in table.MUTANTS:
         module, _, function = mutant.scenario.partition(":")

@@ -22,6 +22,8 @@ SUBGROUP: Final = "scenarios:subgroup"
 ABSENT: Final = "scenarios:absent"
 AVERAGES: Final = "simulation.deadline_scenarios:averages"
 ONE_SIDED: Final = "simulation.one_sided_scenarios:scenario"
+ISLANDS: Final = "simulation.island_scenarios:scenario"
+READING: Final = "simulation.read_scenarios:scenario"
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,6 +362,60 @@ MUTANTS: Final = (
         "        await self._until(functools.partial(self._arrived.__contains__, index), deadline)",
         "        await self._until(functools.partial(self._arrived.__contains__, index))",
         LATENESS,
+    ),
+    Mutant(
+        "guest-stays",
+        "island",
+        "a rank of another island that has given to a round stays among the members when the round has ended",
+        "protocols/selective/islands/migrants.py",
+        "        for rank in self.named:\n            del self._members[rank]\n",
+        "",
+        ISLANDS,
+    ),
+    Mutant(
+        "visit-after-leaving",
+        "island",
+        "a rank that leaves the policy accepts invitations of other islands still",
+        "protocols/selective/islands/visit.py",
+        "        if self._is_leaving:\n            return False\n",
+        "",
+        ISLANDS,
+    ),
+    Mutant(
+        "rounds-of-two-islands-mixed",
+        "island",
+        "the snapshot of a visit is taken for the round of that number in the rank's own island",
+        "protocols/selective/islands/visit.py",
+        "                on_event(replace(event, island=index))\n",
+        "                on_event(event)\n",
+        ISLANDS,
+    ),
+    Mutant(
+        "read-of-a-snapshot-for-a-mean",
+        "reading",
+        "a reducer that is asked where its part of the mean lies is asked for its own snapshot",
+        "protocols/parameter_stream/neighbours.py",
+        "LocateRequest(self._last_slot, of_mean)",
+        "LocateRequest(self._last_slot)",
+        READING,
+    ),
+    Mutant(
+        "read-at-wrong-element",
+        "reading",
+        "a piece of a snapshot is read so many bytes behind its beginning as it should be elements",
+        "protocols/parameter_stream/neighbours.py",
+        "self._tensors[number] + first * into.itemsize,",
+        "self._tensors[number] + first,",
+        READING,
+    ),
+    Mutant(
+        "read-of-one-tensor",
+        "reading",
+        "all tensors of a snapshot are read from the first one of it",
+        "protocols/parameter_stream/neighbours.py",
+        "self._tensors[number] + first * into.itemsize,",
+        "self._tensors[0] + first * into.itemsize,",
+        READING,
     ),
 )
 

@@ -10,7 +10,7 @@ from table import Mutant
 
 TOP: Final = Path(__file__).resolve().parents[2]
 #: What a run of the scenarios needs.
-_COPIED: Final = ("asyncdist", "protocols", "tests/scripts", "tests/simulation", "tools/mutations")
+_COPIED: Final = ("asyncdist", "protocols", "tests/scripts", "tests/simulation", "tests/support", "tools/mutations")
 
 
 def mutated(mutant: Mutant, top: Path = TOP) -> str:
