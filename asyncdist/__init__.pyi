@@ -24,6 +24,7 @@ from .functional.averaging import (
     average_gradients as average_gradients,
     average_models as average_models,
 )
+from .functional.calls import Calls as Calls
 from .functional.collectives import (
     all_gather as all_gather,
     all_reduce as all_reduce,

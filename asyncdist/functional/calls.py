@@ -1,0 +1,199 @@
+"""Asks other ranks, and answers them: request and reply on one tag."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from asyncdist.collectives.groups import Group
+from asyncdist.errors import AsyncdistError, BusyError, ClosedError, LocalProtocolError, RankLostError, RemoteError
+from asyncdist.messaging import wire
+from asyncdist.messaging.channels import Channel, Envelope
+from asyncdist.runtime.world import World, current_world
+from asyncdist.tensors.serialization import cut_text
+
+AskT = TypeVar("AskT")
+AnswerT = TypeVar("AnswerT")
+
+_WORDS_NBYTES_MAX = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """In place of an answer: what the function that answers raised."""
+
+    kind: str
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """To everybody: the sender answers no more."""
+
+
+class Calls(Generic[AskT, AnswerT]):
+    """Lets ranks ask each other, as a context on all that take part.
+
+    ::
+
+        async with ad.Calls(Ask, Answer, tag=50, answer=lambda ask, source: Answer(2 * ask.number)) as calls:
+            reply = await calls.ask(Ask(21), dest=1)
+            await ad.barrier()                            # others may still be asking this rank
+
+    Questions are answered while this rank awaits something, or is at a safe point; several at once, where ``answer`` is
+    a coroutine function.
+
+    Args:
+        ask_type: a frozen dataclass, the question.
+        answer_type: another one, the answer.
+        tag: see :meth:`asyncdist.World.channel`.
+        answer: is given a question and the rank that asks, and returns the answer; a function or a coroutine function.
+            Without it this rank asks only.
+        group: the ranks that take part; all by default.
+        world: the current one by default.
+
+    Raises:
+        TypeError: the types are the same, or cannot travel.
+        LocalProtocolError: the tag is not free; in ``__aenter__``.
+    """
+
+    def __init__(
+        self,
+        ask_type: type[AskT],
+        answer_type: type[AnswerT],
+        *,
+        tag: int,
+        answer: Callable[[AskT, int], Awaitable[AnswerT] | AnswerT] | None = None,
+        group: Group | None = None,
+        world: World | None = None,
+    ) -> None:
+        if ask_type is answer_type:
+            raise TypeError(f"question and answer are both {ask_type.__name__}; allowed: two dataclasses")
+        self._types = ask_type, answer_type
+        self._tag = tag
+        self._answer = answer
+        self._group = group
+        self._world = world
+        self._count = 0
+        self._waiting: dict[int, tuple[int, asyncio.Future[Any]]] = {}
+        self._deaf: set[int] = set()  # ranks that answer no more
+        self._channel: Channel[Any] | None = None
+        self._reader: asyncio.Task[None]
+
+    async def __aenter__(self) -> Self:
+        """Open the channel, and begin to answer."""
+        ask_type, answer_type = self._types
+        self._world = world = self._world or current_world()
+        kind: Any = ask_type | answer_type | _Failed | _Left
+        name = f"calls of {ask_type.__name__}"
+        self._channel = world.channel(kind, tag=self._tag, name=name, group=self._group)
+        world.services.on_gone(self._on_gone)
+        self._reader = world.services.spawn_service(self._read(self._channel), name=name)
+        return self
+
+    async def __aexit__(
+        self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
+    ) -> None:
+        """Answer no more, and tell the others."""
+        channel, world = self._channel, self._world
+        assert channel is not None and world is not None, "it was entered"
+        self._channel = None
+        self._reader.cancel()
+        world.services.off_gone(self._on_gone)
+        for number in list(self._waiting):
+            self._fail(number, ClosedError("these calls are closed"))
+        for rank in (self._group or world.group).ranks:
+            if rank != world.rank and rank not in self._deaf and rank not in world.services.gone:
+                self._send_nowait(channel, _Left(), rank, 0)
+        channel.close()
+
+    async def ask(self, question: AskT, dest: int) -> AnswerT:
+        """Return the answer of ``dest``.
+
+        **Cancellation**: the answer is dropped when it comes.
+
+        Raises:
+            RemoteError: what answers there raised, or that rank answers nobody.
+            ClosedError: that rank has left; or outside of the block.
+            RankLostError: that rank is lost, or the job has failed.
+        """
+        channel, world = self._channel, self._world
+        if channel is None or world is None:
+            raise ClosedError("ask() outside of its block")
+        if dest in self._deaf:
+            raise ClosedError(f"rank {dest} answers no more: it has left its block", rank=dest)
+        self._count = number = self._count % wire.ROUND_MAX + 1
+        waiter: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = dest, waiter
+        try:
+            await channel.send(question, dest, round=number)
+            await world.services.engine.park(waiter, f"an answer of rank {dest} on tag {self._tag}")
+            answer: AnswerT = waiter.result()
+            return answer
+        finally:
+            self._waiting.pop(number, None)
+
+    # -- the other end ------------------------------------------------------------------------------------------------
+
+    async def _read(self, channel: Channel[Any]) -> None:
+        while True:
+            envelope = await channel.receive()
+            if isinstance(envelope.message, _Left):
+                self._deaf.add(envelope.source)
+                self._on_gone(envelope.source)
+            elif isinstance(envelope.message, self._types[0]):
+                assert self._world is not None, "it was entered"
+                name = f"an answer to rank {envelope.source}"
+                self._world.services.spawn_service(self._reply(channel, envelope), name=name)
+            else:
+                self._take(envelope)
+
+    def _take(self, envelope: Envelope[Any]) -> None:
+        dest, waiter = self._waiting.get(envelope.round, (-1, None))
+        if waiter is None or waiter.done() or dest != envelope.source:
+            return  # nobody waits for it any more
+        if isinstance(envelope.message, _Failed):
+            failed = envelope.message
+            words = f"rank {dest} failed to answer: {failed.kind}: {failed.words}"
+            waiter.set_exception(RemoteError(words, rank=dest))
+        else:
+            waiter.set_result(envelope.message)
+
+    async def _reply(self, channel: Channel[Any], envelope: Envelope[Any]) -> None:
+        try:
+            if self._answer is None:
+                raise LocalProtocolError("this rank answers nobody: it has no answer=")
+            answer: Any = self._answer(envelope.message, envelope.source)
+            if inspect.isawaitable(answer):
+                answer = await answer
+            if not isinstance(answer, self._types[1]):
+                raise TypeError(f"answer= returned {answer!r:.80}; allowed: {self._types[1].__name__}")
+        except Exception as error:
+            answer = _Failed(type(error).__name__, cut_text(str(error), _WORDS_NBYTES_MAX))
+        try:
+            await channel.send(answer, envelope.source, round=envelope.round)
+        except (ClosedError, RankLostError):
+            return  # who asked is gone, or this rank has left the block
+
+    def _send_nowait(self, channel: Channel[Any], message: Any, dest: int, number: int) -> None:
+        try:
+            channel.send_nowait(message, dest, round=number)
+        except (BusyError, ClosedError, RankLostError):
+            return  # it is gone, or does not listen
+
+    def _on_gone(self, rank: int) -> None:
+        is_deaf = rank in self._deaf
+        what = "answers no more: it has left its block" if is_deaf else "is gone, and has not answered"
+        kind: type[AsyncdistError] = ClosedError if is_deaf else RankLostError
+        for number, (dest, _) in list(self._waiting.items()):
+            if dest == rank:
+                self._fail(number, kind(f"rank {rank} {what}", rank=rank))
+
+    def _fail(self, number: int, error: AsyncdistError) -> None:
+        _, waiter = self._waiting[number]
+        if not waiter.done():
+            waiter.set_exception(error)

@@ -1,0 +1,102 @@
+"""``Calls``: a question to a rank, and its answer; errors of who answers, and ends of who is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+
+import asyncdist as ad
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    number: int
+    source: int
+
+
+async def slowly(ask: Ask, source: int) -> Answer:
+    if ask.number < 0:
+        raise ValueError(f"{ask.number} is below 0")
+    await asyncio.sleep(0.001 * (ask.number % 3))
+    return Answer(2 * ask.number, source)
+
+
+async def everybody_asks(world: ad.World) -> int:
+    async with ad.Calls(Ask, Answer, tag=50, answer=slowly) as calls:
+        others = [rank for rank in range(world.size) if rank != world.rank]
+        replies = await asyncio.gather(*(calls.ask(Ask(n), others[n % len(others)]) for n in range(20)))
+        assert replies == [Answer(2 * n, world.rank) for n in range(20)]
+        with pytest.raises(ad.RemoteError, match=f"rank {others[0]} failed to answer: ValueError: -1 is below 0"):
+            await calls.ask(Ask(-1), others[0])
+        await ad.barrier()
+    with pytest.raises(ad.ClosedError, match="outside of its block"):
+        await calls.ask(Ask(1), others[0])
+    return len(replies)
+
+
+def test_everybody_asks_everybody() -> None:
+    assert ad.run_local(everybody_asks, ranks=3, strict=True) == [20] * 3
+    for seed in range(20):
+        assert list(ad.simulate(everybody_asks, ranks=4, seed=seed, strict=True).results) == [20] * 4
+
+
+def test_who_answers_nobody_and_who_has_left() -> None:
+    async def main(world: ad.World) -> None:
+        async with ad.Calls(Ask, Answer, tag=50, answer=slowly if world.rank == 2 else None) as calls:
+            if world.rank == 0:
+                with pytest.raises(ad.RemoteError, match="rank 1 failed to answer: LocalProtocolError: this rank"):
+                    await calls.ask(Ask(1), 1)
+                assert await calls.ask(Ask(1), 2) == Answer(2, 0)
+            await ad.barrier()
+            if world.rank == 0:
+                while True:
+                    try:
+                        await calls.ask(Ask(1), 2)
+                    except ad.ClosedError as error:
+                        assert "rank 2 answers no more" in str(error)
+                        break
+        await ad.barrier()
+
+    ad.run_local(main, ranks=3, strict=False)
+    for seed in range(20):
+        ad.simulate(main, ranks=3, seed=seed)
+
+
+def test_who_is_killed_leaves_nobody_waiting() -> None:
+    async def main(world: ad.World) -> str:
+        async def never(ask: Ask, source: int) -> Answer:
+            await asyncio.sleep(3600)
+            return Answer(0, 0)
+
+        async with ad.Calls(Ask, Answer, tag=50, answer=never) as calls:
+            if world.rank == 0:
+                with pytest.raises(ad.RankLostError, match="rank 1"):
+                    await calls.ask(Ask(1), 1)
+                return "went on"
+            await asyncio.sleep(2.0)
+            return ""
+
+    report = ad.simulate(main, ranks=3, faults=[ad.Kill(1, at_s=1.0)])
+    assert report.results[0] == "went on"
+
+
+def test_a_question_that_was_given_up_and_types_that_are_one() -> None:
+    async def main(world: ad.World) -> None:
+        async with ad.Calls(Ask, Answer, tag=50, answer=slowly) as calls:
+            if world.rank == 0:
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0):
+                        await calls.ask(Ask(2), 1)
+                assert await calls.ask(Ask(5), 1) == Answer(10, 0)
+            await ad.barrier()
+
+    ad.run_local(main, ranks=2)
+    with pytest.raises(TypeError, match="question and answer are both Ask"):
+        ad.Calls(Ask, Ask, tag=50)
