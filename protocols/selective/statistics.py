@@ -176,3 +176,22 @@ class SelectiveStatistics:
     coordinator: CoordinatorStatistics | None
     island: int | None = None
     migration_count: int = 0
+
+    def __str__(self) -> str:
+        """Return one line per count: ``print(policy.statistics())``."""
+        rows: list[tuple[str, object]] = []
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if isinstance(value, Mapping):
+                rows += [(f"{name}: {reason}", count) for reason, count in sorted(value.items())]
+            elif name.endswith("_nbytes"):
+                rows.append((name.removesuffix("_nbytes"), f"{value / 2**20:.1f} MiB"))
+            elif isinstance(value, int):
+                rows.append((name.removesuffix("_count").replace("_", " "), value))
+        if self.coordinator is not None:
+            rows.append(("rounds decided here", self.coordinator.rounds_decided))
+            rows += [
+                (f"straggler: rank {late.rank}", f"decision {late.decision}") for late in self.coordinator.stragglers
+            ]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

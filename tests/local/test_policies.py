@@ -245,6 +245,8 @@ def test_every_form_of_metric(kind: str) -> None:
                 else:
                     await policy.step(graph * 2 if kind == "tensor" else forms[kind])
         statistics = policy.statistics()
+        told = dict(line.rsplit("  ", 1) for line in str(statistics).splitlines())
+        assert int({name.strip(): value for name, value in told.items()}["report"]) == statistics.report_count
         return statistics.replacement_count, statistics.report_count
 
     results = run(main, 4)
