@@ -11,6 +11,8 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
 from typing import Final, NoReturn
 
 from asyncdist import environment, local_host, rank_program
@@ -25,6 +27,10 @@ _RUN_OPTIONS: Final = (
 #: Those for ranks that join a world that runs.
 _NEWCOMER_OPTIONS: Final = ("restarts", "places", "join")
 _SIM_OPTIONS: Final = ("-n", "--ranks", "--seed", "--faults", "--explore", "--processes", "--until-s")
+
+
+#: The scripts that ``asyncdist init`` writes.
+_STARTERS: Final = ("plain", "lightning", "transformers", "protocol")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,6 +80,14 @@ def _parser() -> argparse.ArgumentParser:
         ),
         allow_abbrev=False,
     )
+    init = commands.add_parser(
+        "init",
+        help="write a script to start from",
+        description="Write a commented script to start from, ready to run.",
+        allow_abbrev=False,
+    )
+    init.add_argument("flavour", choices=_STARTERS, help="what it trains with, or a protocol of one's own")
+    init.add_argument("path", nargs="?", default="train.py", help="the file (default: train.py), which must not exist")
     return parser
 
 
@@ -243,6 +257,8 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run the command, and return the exit code."""
     if options.command == "sim":
         return _sim(options, rest)
+    if options.command == "init":
+        return _init(options.flavour, Path(options.path))
     if options.command == "doctor":
         from asyncdist.launch import doctor  # imports torch
 
@@ -254,6 +270,21 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
         return 2
     except KeyboardInterrupt:  # while hosts are asked
         return 130
+
+
+def _init(flavour: str, path: Path) -> int:
+    text = resources.files("asyncdist.starters").joinpath(f"{flavour}.py").read_text(encoding="utf-8")
+    for name in ("train.py", "gossip.py"):  # as it is called in what its head says of how to start it
+        text = text.replace(f" {name} ", f" {path} ").replace(f" {name}\n", f" {path}\n")
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        why = "exists already; name another file" if isinstance(error, FileExistsError) else error.strerror
+        print(f"asyncdist init: {str(path)!r}: {why}", file=sys.stderr)
+        return 2
+    print(f"{path} is written: asyncdist {'sim' if flavour == 'protocol' else 'run'} -n 4 {path}")
+    return 0
 
 
 def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:

@@ -53,11 +53,11 @@ PURE = {
 
 
 def modules(package: str) -> dict[str, ast.Module]:
-    """Every module of a package by its dotted name below it, parsed."""
+    """Every module of a package by its dotted name below it, parsed. The scripts of ``asyncdist init`` are none."""
     folder = ROOT / package
     found = {}
     for path in sorted(folder.rglob("*.py")):
-        if "_compiled" not in path.parts:
+        if not {"_compiled", "starters"} & set(path.parts):
             found[".".join(path.relative_to(folder).with_suffix("").parts)] = ast.parse(path.read_text(), str(path))
     return found
 

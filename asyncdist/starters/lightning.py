@@ -1,0 +1,44 @@
+"""Trains a Lightning module on several ranks, whose worst ones take the average of the good ones.
+
+asyncdist run -n 4 train.py     each rank has a Trainer of its own; logs and checkpoints go to rank0, rank1, ...
+python train.py                 one rank, alone
+"""
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from asyncdist.integrations.lightning import SelectiveAveraging
+
+
+class Classifier(pl.LightningModule):
+    """Tells on which side of a curve a point lies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+
+    def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
+        """Return the loss of a batch."""
+        inputs, labels = batch
+        loss = torch.nn.functional.cross_entropy(self.net(inputs), labels)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return the optimizer."""
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+def main() -> None:
+    inputs = torch.randn(2048, 20)
+    labels = (inputs[:, 0] * inputs[:, 1] > 0).long()
+    loader = DataLoader(TensorDataset(inputs, labels), batch_size=32, shuffle=True)
+    # Ranks are judged by their mean training loss; monitor="val_loss" judges them by what validation logs.
+    averaging = SelectiveAveraging(average_every=100, replacement_ratio=0.25)
+    trainer = pl.Trainer(max_epochs=5, callbacks=[averaging])
+    trainer.fit(Classifier(), loader)
+
+
+if __name__ == "__main__":
+    main()

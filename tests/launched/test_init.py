@@ -1,0 +1,49 @@
+"""``asyncdist init``: each script that it writes runs as it says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncdist.cli import _STARTERS
+
+
+def asyncdist(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "asyncdist", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(250)
+@pytest.mark.parametrize("flavour", _STARTERS)
+def test_it_runs(flavour: str, tmp_path: Path) -> None:
+    written = asyncdist(tmp_path, "init", flavour, "mine.py")
+    command = "sim" if flavour == "protocol" else "run"
+    assert (written.returncode, written.stderr) == (0, "")
+    assert written.stdout == f"mine.py is written: asyncdist {command} -n 4 mine.py\n"
+    text = (tmp_path / "mine.py").read_text()
+    assert "mine.py" in text and "train.py" not in text and "gossip.py" not in text
+    if flavour == "protocol":
+        ended = asyncdist(tmp_path, "sim", "mine.py", "--ranks", "5", "--explore", "20", "--processes", "1")
+        assert "20 seeds" in ended.stdout
+    else:
+        ended = asyncdist(tmp_path, "run", "-n", "2", "mine.py")
+    assert ended.returncode == 0, ended.stderr
+    if flavour == "plain":
+        assert ended.stdout.count("accuracy") == 2 and "round 1: average of rank" in ended.stdout
+    folders = {path.name for path in tmp_path.rglob("rank*")}
+    assert folders == (set() if flavour in ("plain", "protocol") else {"rank0", "rank1"})
+
+
+def test_what_is_there_stays(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("mine")
+    ended = asyncdist(tmp_path, "init", "plain")
+    assert (ended.returncode, ended.stderr) == (2, "asyncdist init: 'train.py': exists already; name another file\n")
+    assert (tmp_path / "train.py").read_text() == "mine"
+    ended = asyncdist(tmp_path, "init", "jax")
+    assert ended.returncode == 2 and "'plain', 'lightning', 'transformers', 'protocol'" in ended.stderr
+    ended = asyncdist(tmp_path, "init", "plain", "nowhere/train.py")
+    assert ended.returncode == 2 and "No such file" in ended.stderr
