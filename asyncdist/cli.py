@@ -324,7 +324,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             environ=environ,
         )
     if transport == "mpi":
-        mpirun.run(
+        return mpirun.run(
             script,
             arguments,
             ranks=ranks,

@@ -1,22 +1,26 @@
 """Starts N ranks of a script, here or on other hosts, with the mpirun of the MPI that mpi4py loads: ``asyncdist run``.
 
 It finds library and mpirun, sets what they need, and becomes mpirun, so signals and exit codes pass through unchanged.
+Of a job on several hosts that survives losses it stays above mpirun, whose exit code is 0 where a host was unplugged.
 Nothing here imports torch or MPI: a child process finds out what mpi4py loads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final
 
 from asyncdist import environment, local_host, rank_program
 from asyncdist.launch import guardians, remote_hosts
@@ -30,6 +34,10 @@ ROOT_VARIABLES: Final = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFI
 _STARTED: Final = 199
 # Debian installs both side by side under the longer names.
 _MPIRUN_NAMES: Final = ("mpirun", "mpiexec", "mpirun.openmpi", "mpirun.mpich", "mpiexec.hydra")
+#: What mpirun 5 (PRRTE 3) says before it ends a job since a host does not answer.
+_LOST_HOST: Final = b"PRTE has lost communication with a remote daemon"
+#: How long the last lines of mpirun may take, where something that it has left still has its standard error.
+_LAST_WORDS_S: Final = 1.0
 _PROBE: Final = (
     "import mpi4py; mpi4py.rc.initialize = mpi4py.rc.finalize = False\n"
     "from mpi4py import MPI; print(MPI.Get_library_version())"
@@ -64,8 +72,8 @@ def run(
     threads: int | None = None,
     survives: bool = False,
     environ: Mapping[str, str],
-) -> NoReturn:
-    """Become mpirun with ``ranks`` ranks of a script on this host, or with those of ``hosts``.
+) -> int:
+    """Become mpirun with ``ranks`` ranks of a script on this host, or run it with those of ``hosts``.
 
     Args:
         script: Path of a Python script.
@@ -77,6 +85,9 @@ def run(
         threads: OMP_NUM_THREADS of each rank; None keeps the user's, else gives each rank its share of the cores.
         survives: Whether the job goes on when ranks die.
         environ: The environment to start from; what another launcher has set in it does not reach the ranks.
+
+    Returns:
+        The exit code, of a job on several hosts that survives losses.
 
     Raises:
         local_host.LaunchError: The script is no file, there is not exactly one usable MPI, or that cannot do it, here
@@ -107,7 +118,53 @@ def run(
     command = build_command(
         flavour, mpirun, script, arguments, ranks=count, hosts=hosts, variables=travelling, survives=survives
     )
-    os.execve(mpirun, command, environ)
+    if not (survives and hosts):
+        os.execve(mpirun, command, environ)
+    return _run_watched(mpirun, command, environ)
+
+
+def _run_watched(mpirun: str, command: list[str], environ: Mapping[str, str]) -> int:
+    """Run mpirun as a child that dies with this process; returns 1 where it has ended the job after losing a host.
+
+    It says so on its standard error alone, which is passed on: its exit code is that of the ranks that it has ended, 0.
+    """
+    own, passed_on = os.getpid(), {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*passed_on, signal.SIGCHLD})
+
+    def begin() -> None:
+        guardians.die_with_parent(own)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    # Not in a "with", which would close a pipe that the thread reads, and wait for it.
+    launcher = subprocess.Popen(command, executable=mpirun, env=dict(environ), stderr=subprocess.PIPE, preexec_fn=begin)
+    assert launcher.stderr is not None
+    has_lost_host = threading.Event()
+    lines: Iterable[bytes] = iter(launcher.stderr.readline, b"")
+    copier = threading.Thread(target=_copy, args=(lines, has_lost_host), daemon=True)
+    copier.start()
+    while launcher.poll() is None:
+        came = signal.sigwaitinfo({*passed_on, signal.SIGCHLD})
+        if came.si_signo in passed_on and came.si_code <= 0:  # above 0: a terminal's, which mpirun gets, too
+            launcher.send_signal(came.si_signo)
+    copier.join(_LAST_WORDS_S)
+    code = launcher.returncode
+    if code == 0 and has_lost_host.is_set():
+        print("asyncdist run: mpirun has lost a host, and ended the job before its end", file=sys.stderr)
+        code = 1
+    if copier.is_alive():  # a command that reached a host may hold the other end for as long as that is unplugged
+        sys.stderr.flush()
+        os._exit(code if code >= 0 else 128 - code)
+    return code if code >= 0 else 128 - code
+
+
+def _copy(lines: Iterable[bytes], has_lost_host: threading.Event) -> None:
+    """Copy mpirun's standard error to that of this process, and look for its word that it has lost a host."""
+    for line in lines:
+        if _LOST_HOST in line:
+            has_lost_host.set()
+        with contextlib.suppress(OSError):
+            sys.stderr.buffer.write(line)
+            sys.stderr.buffer.flush()
 
 
 def find_installation(environ: Mapping[str, str]) -> Installation:

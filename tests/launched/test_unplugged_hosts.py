@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
 from scripts import unplugged
 from support import hosts
+
+#: Runs a program in place of mpirun.
+WATCH = """
+import os, sys
+from asyncdist.launch import mpirun
+sys.exit(mpirun._run_watched(sys.executable, [sys.executable, "-c", sys.argv[1]], os.environ))
+"""
+ENDS = "asyncdist run: mpirun has lost a host, and ended the job before its end\n"
 
 
 def test_an_unplugged_host_is_lost_to_the_others_and_the_others_to_it() -> None:
@@ -13,3 +27,52 @@ def test_an_unplugged_host_is_lost_to_the_others_and_the_others_to_it() -> None:
     assert reports[unplugged.VICTIM]["lost"] in (0, 1)
     assert [reports[rank]["left"] for rank in range(3)] == [2, 2, 1]
     assert all(report["steps"] > 20 for report in reports.values()), "they trained on until it was known"
+
+
+@pytest.mark.mpi
+def test_a_job_that_mpirun_ends_since_it_has_lost_a_host_has_failed() -> None:
+    """Its own exit code is 0, and it takes eight minutes to notice."""
+    start = ["asyncdist", "run", "--hosts", "host1:2,host2:1", "--survive"]
+    names = ("time", "intvl", "probes")
+    soon = {f"PRTE_MCA_oob_tcp_keepalive_{name}": str(value) for name, value in zip(names, (2, 1, 2), strict=True)}
+    result = hosts.run(2, [*start, unplugged.__file__, "eth0"], **soon)
+    assert result.returncodes == (1,), result.output()
+    assert "PRTE has lost communication with a remote daemon" in result.stderr
+    assert result.stderr.count("asyncdist run: mpirun has lost a host, and ended the job before its end") == 1
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "said"),
+    [
+        ("import sys; sys.exit('no')", 1, "no\n"),
+        ("import sys; sys.exit(7)", 7, ""),
+        ("import os; os.kill(os.getpid(), 9)", 128 + signal.SIGKILL, ""),
+        ("import sys; print('PRTE has lost communication with a remote daemon.', file=sys.stderr)", 1, ENDS),
+        ("import sys; sys.exit('PRTE has lost communication with a remote daemon.')", 1, ""),
+    ],
+)
+def test_the_exit_code_of_a_watched_mpirun(program: str, code: int, said: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", WATCH, program], capture_output=True, text=True, check=False)
+    assert ended.returncode == code
+    assert ended.stderr.removeprefix("PRTE has lost communication with a remote daemon.\n") == said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_watched_mpirun_gets_the_signals_and_dies_with_its_watcher(number: signal.Signals) -> None:
+    program = f"""if True:
+        import signal, sys, time
+        signal.signal({int(number)}, lambda *_: sys.exit(9))
+        print("ready", flush=True)
+        time.sleep(60)
+    """
+    command = [sys.executable, "-c", WATCH, program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as watcher:
+        assert watcher.stdout is not None
+        watcher.stdout.readline()
+        os.kill(watcher.pid, number)
+        assert watcher.wait(30) == 9
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as watcher:
+        assert watcher.stdout is not None
+        watcher.stdout.readline()
+        watcher.kill()
+        assert watcher.stdout.read() == b"", "nobody has the other end any more"
