@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import random
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextvars import ContextVar
@@ -78,7 +79,7 @@ def current_world() -> World:
 def refuse_inside_a_world() -> None:
     """Raise LocalProtocolError where the code of a rank would open a second world."""
     here = _current_world.get(None)
-    if here is not None and here.is_open:
+    if here is not None and here.is_open and here.process_id == os.getpid():  # a forked child is no rank
         raise LocalProtocolError(
             f"a world is open here already, {here!r}: use that one, as asyncdist.current_world() returns it",
             rank=here.rank,
@@ -91,6 +92,7 @@ class World:
     Attributes:
         rank: this rank, from 0.
         size: the number of ranks.
+        process_id: the process that hosts it.
         local_rank: this rank's number among those of its host, from 0, as its launcher has it.
         group: the group of all ranks.
         time: a function without arguments that returns seconds on the loop's clock, from an arbitrary start.
@@ -111,6 +113,7 @@ class World:
     def __init__(self, services: Services, loop: asyncio.AbstractEventLoop, *, nonce: int, group: Group) -> None:
         self.rank = services.rank
         self.size = services.size
+        self.process_id = os.getpid()
         self.local_rank = services.engine.transport.local_rank
         self.group = group
         self.time = services.time
