@@ -1,0 +1,98 @@
+"""The documentation as a site: it is built strictly, its links lead somewhere, and it needs no network."""
+
+from __future__ import annotations
+
+import ast
+import html.parser
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote, urldefrag
+
+import pytest
+
+import asyncdist as ad
+import protocols
+from asyncdist import simulation
+
+ROOT = Path(__file__).parents[2]
+#: Elements that make a browser fetch what the attribute names, other than when a reader clicks.
+FETCHED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src"}
+
+
+class Page(html.parser.HTMLParser):
+    """The ids of a page, where it leads, and what it fetches."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.fetched: list[str] = []
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.ids |= {given[name] or "" for name in ("id", "name") if name in given}
+        if tag == "a" and given.get("href"):
+            self.links.append(given["href"] or "")
+        if tag in FETCHED and given.get(FETCHED[tag]) and given.get("rel") not in ("canonical", "next", "prev"):
+            self.fetched.append(given[FETCHED[tag]] or "")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=environment, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Page]:
+    return {path: Page(path) for path in site.rglob("*.html") if path.name != "404.html"}
+
+
+@pytest.mark.timeout(600)
+def test_every_link_and_anchor_leads_somewhere(pages: dict[Path, Page]) -> None:
+    broken = []
+    for path, page in pages.items():
+        for link in page.links:
+            target, anchor = urldefrag(link)
+            if re.match(r"\w+:", target):
+                continue
+            there = (path.parent / unquote(target)).resolve() if target else path
+            if not there.is_file() or (anchor and there in pages and unquote(anchor) not in pages[there].ids):
+                broken.append(f"{path.name}: {link}")
+    assert broken == []
+    assert sum(len(page.links) for page in pages.values()) > 1000
+
+
+@pytest.mark.timeout(600)
+def test_nothing_is_fetched_from_another_host(site: Path, pages: dict[Path, Page]) -> None:
+    for path, page in pages.items():
+        for fetched in page.fetched:
+            assert not re.match(r"\w+:|//", fetched), f"{path.name} fetches {fetched}"
+            assert (path.parent / urldefrag(fetched)[0]).is_file(), f"{path.name} fetches {fetched}"
+    for style in site.rglob("*.css"):
+        assert re.findall(r"(?:url\(|@import )[\"']?(?:https?:|//)[^)]*", style.read_text()) == [], style.name
+
+
+@pytest.mark.timeout(600)
+def test_every_public_name_is_in_the_reference(pages: dict[Path, Page]) -> None:
+    described = {name for path, page in pages.items() if path.parent.name == "api" for name in page.ids}
+    blocking = re.findall(r"\b(\w+) as \1\b", Path(ad.blocking.__file__ or "").read_text())
+    wanted = {f"asyncdist.{name}" for name in ad.__all__}
+    wanted |= {f"protocols.{name}" for name in protocols.__all__}
+    wanted |= {f"asyncdist.simulation.{name}" for name in simulation.__all__ if name not in ad.__all__}
+    wanted |= {f"asyncdist.blocking.{name}" for name in blocking}
+    for path in (ROOT / "asyncdist" / "integrations").glob("*.py"):
+        tree = ast.parse(path.read_text())
+        classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_"]
+        if path.stem not in ("joining", "metrics"):  # theirs alone
+            wanted |= {f"asyncdist.integrations.{path.stem}.{name}" for name in classes}
+    assert len(blocking) > 30 and len(wanted) > 180
+    assert sorted(wanted - described) == []

@@ -1,0 +1,65 @@
+"""What the pages need to be a site: pages that lie elsewhere in the checkout, and links to files that are no pages.
+
+The pages are written to be read in the checkout, too. README.md is the front page of the site.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Pages of the site that lie beside ``docs``.
+BESIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+_LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+_FENCED = re.compile(r"^( *)(```+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Add the pages that lie beside ``docs``, and the pictures that they show."""
+    for name, page in BESIDE.items():
+        files.append(File.generated(config, page, content=(ROOT / name).read_text()))
+        for is_picture, _, target in _LINK.findall((ROOT / name).read_text()):
+            if is_picture and not target.startswith("docs/"):
+                files.append(File.generated(config, target, abs_src_path=str(ROOT / target)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Let links lead to pages of the site; what they say stays of those that lead to other files of the checkout."""
+    uri: str = page.file.src_uri
+    source = {page: name for name, page in BESIDE.items()}.get(uri, f"docs/{uri}")
+    return outside_of_code(markdown, lambda text: _LINK.sub(lambda link: _link(link, source, uri), text))
+
+
+def outside_of_code(markdown: str, change: Any) -> str:
+    """Change all but what is between fences."""
+    parts, at = [], 0
+    for code in _FENCED.finditer(markdown):
+        parts += [change(markdown[at : code.start()]), code[0]]
+        at = code.end()
+    return "".join([*parts, change(markdown[at:])])
+
+
+def _link(link: re.Match[str], source: str, uri: str) -> str:
+    mark, text, target = link.groups()
+    path, hash_sign, anchor = target.partition("#")
+    if not path or "://" in path or path.startswith("mailto:"):
+        return link[0]
+    place = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+    if place in BESIDE:
+        where = BESIDE[place]
+    elif place.startswith("docs/") and place.endswith((".md", ".png", ".svg")):
+        where = place.removeprefix("docs/")
+    elif mark:
+        where = place
+    elif (ROOT / place).exists():
+        return text if text.startswith("`") else f"{text} (`{place}`)"
+    else:
+        return link[0]  # MkDocs says that it leads nowhere
+    return f"{mark}[{text}]({posixpath.relpath(where, posixpath.dirname(uri) or '.')}{hash_sign}{anchor})"
