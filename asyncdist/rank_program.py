@@ -17,7 +17,7 @@ import time
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Any, Final, TextIO
 
 #: This file: run as a program it becomes the script that is its first argument.
 PROGRAM: Final = os.path.abspath(__file__)
@@ -90,15 +90,24 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
             print(code, file=sys.stderr)
         code = ending.code = exit_code(code)
         if code:
+            _leave_world(error)
             _end_job(code)
         sys.exit(code)
     except BaseException as error:
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # without this frame
+        _leave_world(error)
         with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C has ended a peer first, and this rank reports that
             sys.excepthook(type(error), error, error.__traceback__)
         code = ending.code = 130 if isinstance(error, KeyboardInterrupt) else 1
         _end_job(code)
         sys.exit(code)
+
+
+def _leave_world(error: BaseException) -> None:
+    """Let the others know of the error, where the script's world is open as long as the process."""
+    module = sys.modules.get("asyncdist.blocking.process_world")
+    if module is not None:
+        module.leave_with(error)
 
 
 def _prefix_output() -> None:
@@ -127,6 +136,9 @@ class _Prefixed(io.TextIOBase):
             self._stream.write(line if self._is_in_line else self._prefix + line)
             self._is_in_line = not line.endswith(("\n", "\r"))
         return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
     def flush(self) -> None:
         """Flush the stream."""
@@ -200,6 +212,8 @@ def _end_job(code: int) -> None:
     is_supervised = "asyncdist.transports.mpi" in sys.modules
     descriptor = os.environ.get("PMI_FD", "")
     if mpi is not None and is_mpi_up and not mpi.Is_finalized() and not is_supervised:
+        if mpi.COMM_WORLD.Get_size() == 1:  # a library has asked whether there is MPI, and nobody would hear
+            return
         sys.stdout.flush()
         mpi.COMM_WORLD.Abort(code)
     elif not is_mpi_up and descriptor.isdecimal():

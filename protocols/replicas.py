@@ -27,9 +27,17 @@ from protocols.step_info import NOTHING, StepInfo
 
 
 class _AmongLeaders(AsyncSelectiveAveragingPolicy):
-    """Is the policy of the leaders, whose models others keep equal to their replicas."""
+    """Is the policy of the leaders, whose models others keep equal to their replicas.
+
+    Attributes:
+        has_come: whether a report is due at this step; the policy of the replicas counts their iterations.
+    """
 
     keeps_replicas: ClassVar[bool] = True
+    has_come = False
+
+    def _is_due(self) -> bool:
+        return self.has_come
 
 
 class ReplicaAveragingPolicy(SpawnPolicy):
@@ -108,6 +116,12 @@ class ReplicaAveragingPolicy(SpawnPolicy):
     def _options(self) -> Mapping[str, Any]:
         return {**self._inner._options(), "replica_size": self.replica_size, "swap_every": self.swap_every}
 
+    def _own_state(self) -> dict[str, Any]:
+        return {"leader_iteration": self._inner.iteration}
+
+    def _load_own_state(self, state: Mapping[str, Any]) -> None:
+        self._inner.iteration = validation.count("leader_iteration", state["leader_iteration"], least=0)
+
     def _choose_members(self) -> tuple[int, ...]:
         size = self._group.size
         if size % self.replica_size:
@@ -140,10 +154,12 @@ class ReplicaAveragingPolicy(SpawnPolicy):
     # -- steps ------------------------------------------------------------------------------------------------------
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
-        if self.is_alone or (self.iteration + 1) % self.swap_every:
+        is_due = self._is_due()
+        if self.is_alone or not (is_due or (self.iteration - self._restarted_at + 1) % self.swap_every == 0):
             await self._world.safe_point()
             return NOTHING
-        metric = await self._metric_of_replica(local_metric) if self._is_due() else None
+        metric = await self._metric_of_replica(local_metric) if is_due else None
+        self._inner.has_come = is_due
 
         async def step_of_leader() -> dict[str, Any]:
             return asdict(await self._inner.step(metric))

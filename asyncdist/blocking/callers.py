@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import atexit
 import contextlib
 import inspect
+import logging
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -29,6 +31,8 @@ from asyncdist.runtime.notebooks import is_loop_running
 from asyncdist.runtime.signals import Interrupts
 from asyncdist.runtime.watchdogs import frame_of_caller
 from asyncdist.runtime.world import World, current_world
+
+logger = logging.getLogger("asyncdist.blocking")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -224,9 +228,19 @@ class LoopCaller(Caller):
             raise
         self.is_open = True
         self._interrupts.raises_at_once = True
+        atexit.register(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        logger.warning(
+            "the world of rank %d was never left: use it as with asyncdist.blocking.open_world() as world, or let "
+            "asyncdist.blocking.process_world() end it with the process",
+            self.world.rank,
+        )
+        self.close(None)
 
     def close(self, error: BaseException | None) -> None:
         """Leave the world, or end it with the error of the block. Raises what main ends with, if it is another one."""
+        atexit.unregister(self._close_at_exit)
         given = error
         if error is None:
             try:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Any
 
 from asyncdist.blocking.callers import LoopCaller, find_caller, set_process_caller
 from asyncdist.blocking.world import World, open_world
-from asyncdist.runtime.world import refuse_inside_a_world
+from asyncdist.runtime.world import refuse_inside_a_world, set_world_of_process
 
 
 def process_world() -> World:
@@ -24,6 +24,7 @@ def process_world() -> World:
         LocalProtocolError: in a coroutine of a rank.
         BaseException: as :func:`open_world`.
     """
+    global _until_exit
     caller = find_caller()
     if caller is not None:
         return World(caller)
@@ -32,7 +33,8 @@ def process_world() -> World:
     world = block.__enter__()
     if isinstance(world._caller, LoopCaller):
         set_process_caller(world._caller)
-        _UntilExit(block)
+        set_world_of_process(world.awaited)
+        _until_exit = _UntilExit(block)
     return world
 
 
@@ -52,7 +54,7 @@ class _UntilExit:
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         was_open = self._block is not None
         try:
-            self._leave(kind, error, trace)
+            self.leave(error)
         except BaseException as raised:
             kind, error, trace = type(raised), raised, raised.__traceback__
         is_replaced = sys.excepthook != self._on_exception  # by one that knows what has been reported
@@ -61,15 +63,26 @@ class _UntilExit:
 
     def _on_exit(self) -> None:
         try:
-            self._leave(None, None, None)
+            self.leave(getattr(sys, "last_value", None))  # where another hook than ours has shown an exception
         except BaseException as error:  # too late to change the exit code in another way
             self._hook_before(type(error), error, error.__traceback__)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
 
-    def _leave(self, *error: Any) -> None:
+    def leave(self, error: BaseException | None) -> None:
+        """Leave the block, with the error that ends the program if there is one."""
         block, self._block = self._block, None
         if block is not None:
             set_process_caller(None)
-            block.__exit__(*error)
+            block.__exit__(type(error) if error is not None else None, error, getattr(error, "__traceback__", None))
+
+
+_until_exit: _UntilExit | None = None
+
+
+def leave_with(error: BaseException) -> None:
+    """Leave the world of this process, if it has one, with the error that ends the program: for what runs scripts."""
+    if _until_exit is not None:
+        with suppress(BaseException):  # it has been reported
+            _until_exit.leave(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import torch
@@ -185,12 +185,15 @@ def open_world(
     error: BaseException | None = None
     try:
         yield World(caller)
+    except GeneratorExit:  # nobody went on with a generator whose block this is: that is no failure
+        raise
     except BaseException as caught:
         error = caught
         raise
     finally:
-        _current.reset(tokens[0])
-        _current_world.reset(tokens[1])
+        with suppress(ValueError):  # left in another context than it was entered in; a closed world is in nobody's way
+            _current.reset(tokens[0])
+            _current_world.reset(tokens[1])
         caller.close(error)
 
 

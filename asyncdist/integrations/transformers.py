@@ -80,7 +80,8 @@ class SelectiveAveraging(TrainerCallback):
                 f"this Trainer has {args.n_gpu} GPUs, which make one replica; SelectiveAveraging is for ranks with one "
                 "device each: let each rank see one (CUDA_VISIBLE_DEVICES), and start more ranks"
             )
-        if self._world.size > 1:
+        if self._world.size > 1 and not hasattr(args, "asyncdist_rank"):  # a trainer before may have had the same ones
+            args.asyncdist_rank = self._world.rank  # type: ignore[attr-defined]
             args.output_dir = os.path.join(str(args.output_dir), f"rank{self._world.rank}")
             args.seed += self._world.rank
 
@@ -88,6 +89,8 @@ class SelectiveAveraging(TrainerCallback):
         """Start the policy, together with all ranks."""
         model, optimizer = of["model"], of["optimizer"]
         self._loss.reset()
+        if self._hook is not None:  # of a training that an error has ended
+            self._hook.remove()
         self._hook = model.register_forward_hook(self._see)
         self._training.begin(model, getattr(optimizer, "optimizer", optimizer))
 

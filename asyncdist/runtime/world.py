@@ -71,9 +71,20 @@ def current_world() -> World:
     try:
         return _current_world.get()
     except LookupError:
+        if _world_of_process is not None and _world_of_process.is_open:
+            return _world_of_process
         raise RuntimeError(
             "no world here: call this inside asyncdist.run(main) or async with asyncdist.open_world()"
         ) from None
+
+
+_world_of_process: World | None = None
+
+
+def set_world_of_process(world: World | None) -> None:
+    """Let code in any context find this world, as long as it is open and nothing else is."""
+    global _world_of_process
+    _world_of_process = world
 
 
 def refuse_inside_a_world() -> None:

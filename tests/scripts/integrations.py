@@ -160,6 +160,7 @@ def transformers(folder: Path) -> None:
     trainer.train()
     assert averaging.policy is None, "it is left when the training ends"
     trainer.save_model()
+    Trainer(model, arguments, callbacks=[SelectiveAveraging(EVERY, **OPTIONS)])  # another one, of the same arguments
     model.end(processes=arguments.world_size, folders=sorted(os.listdir(folder)), seed=arguments.seed)
 
 

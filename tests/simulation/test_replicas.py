@@ -104,3 +104,46 @@ def test_a_mistake_of_one_rank_ends_the_job_with_its_words() -> None:
 
     with pytest.raises(TypeError, match="metric is 'much'"):
         ad.run_local(main, ranks=4)
+
+
+async def asked(world: ad.World, resume_at: int, numbers: list[int]) -> tuple[list[int], int]:
+    """At which iterations a rank is asked for its metric, with a policy that goes on from another one's state."""
+    model, optimizer = build(world.rank // 2)
+    options: dict[str, Any] = {"replica_size": 2, "average_every": 10, "swap_every": 5}
+    found: list[int] = []
+    number = 0
+
+    def metric() -> float:
+        found.append(number)
+        return -float(world.rank)
+
+    first = ReplicaAveragingPolicy(model, optimizer, **options)
+    async with first:
+        for number in range(resume_at):
+            await first.step(metric)
+    second = ReplicaAveragingPolicy(model, optimizer, **options)
+    second.load_state_dict(first.state_dict())
+    async with second:
+        for number in range(resume_at, 60) if not numbers else ():
+            await second.step(metric)
+        for number in numbers:
+            await second(number, model, optimizer, metric)
+    return found, second.iteration
+
+
+@pytest.mark.parametrize("resume_at", [13, 15, 20])
+def test_a_policy_that_goes_on_reports_at_the_same_iterations(resume_at: int) -> None:
+    results = ad.simulate(asked, resume_at, [], ranks=4, seed=2).results
+    assert list(results) == [([9, 19, 29, 39, 49, 59], 60)] * 4
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        (list(range(0, 100, 10)), list(range(10, 100, 10))),
+        ([*range(21), *range(21), *range(7)], [9, 19, 9, 19]),
+    ],
+)
+def test_ported_calls(numbers: list[int], expected: list[int]) -> None:
+    results = ad.simulate(asked, 0, numbers, ranks=4, seed=2).results
+    assert [found for found, _ in results] == [expected] * 4

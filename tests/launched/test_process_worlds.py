@@ -1,0 +1,69 @@
+"""A world that lasts as long as its process, or was never left: what the others hear of each end."""
+
+from __future__ import annotations
+
+import pytest
+from support import mpi, torchrun
+
+PROGRAM = """
+import contextvars, sys, time
+import asyncdist as ad
+from support.mpi import report
+
+def installs():
+    sys.excepthook = lambda *_: print("another hook", file=sys.stderr)  # as libraries do, that chain nothing
+
+def opens():
+    return ad.blocking.process_world()
+
+world = contextvars.copy_context().run(opens) if {how!r} == "elsewhere" else opens()
+ad.seed_all(1)
+if {how!r} == "hook":
+    installs()
+report(world.rank, "began")
+ad.blocking.barrier()
+if world.rank == 1 and {how!r} in ("raise", "hook"):
+    raise ZeroDivisionError("mine")
+if world.rank == 1 and {how!r} == "exit":
+    sys.exit(3)
+if {how!r} in ("raise", "hook", "exit"):
+    for _ in range(3000):
+        world.sleep(0.01)
+report(world.rank, "ended")
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("how", ["elsewhere", "raise", "hook", "exit"])
+def test_the_others_hear_how_a_rank_ends(how: str) -> None:
+    result = mpi.run_source(2, PROGRAM.replace("{how!r}", repr(how)))
+    if how == "elsewhere":
+        assert result.check().reports == {0: "ended", 1: "ended"}
+        assert result.stderr == ""
+        return
+    result.check(returncode=None)
+    assert result.reports == {0: "began", 1: "began"}, "rank 0 has stopped, too"
+    told = "SystemExit: 3" if how == "exit" else "ZeroDivisionError: mine"
+    assert f"rank 0 stopped: rank 1 failed: {told}" in result.stderr
+
+
+def test_a_world_that_nobody_leaves_is_left_at_the_end_and_named(tmp_path: object) -> None:
+    source = """
+        import asyncdist as ad
+
+        def steps():
+            with ad.blocking.open_world() as world:
+                while True:
+                    world.safe_point()
+                    yield world.rank
+
+        found = steps()
+        next(found)
+        if REST:
+            del found
+        print("end")
+    """
+    for rest in ("True", "False"):
+        ended = torchrun.run_source(2, source.replace("REST", rest)).check()
+        assert ended.stdout.count("end") == 2
+        assert ("was never left" in ended.stderr) == (rest == "False"), ended.stderr
