@@ -119,12 +119,12 @@ async def asked(world: ad.World, resume_at: int, numbers: list[int]) -> tuple[li
 
     first = ReplicaAveragingPolicy(model, optimizer, **options)
     async with first:
-        for number in range(resume_at):
+        for number in range(resume_at):  # noqa: B007 metric() tells it
             await first.step(metric)
     second = ReplicaAveragingPolicy(model, optimizer, **options)
     second.load_state_dict(first.state_dict())
     async with second:
-        for number in range(resume_at, 60) if not numbers else ():
+        for number in range(resume_at, 60) if not numbers else ():  # noqa: B007
             await second.step(metric)
         for number in numbers:
             await second(number, model, optimizer, metric)
