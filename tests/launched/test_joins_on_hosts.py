@@ -1,4 +1,4 @@
-"""A rank on another host joins a job of ``asyncdist run --places``, as the README says."""
+"""A rank on another host joins a job of ``asyncdist run --places``, as docs/worlds.md says."""
 
 from __future__ import annotations
 

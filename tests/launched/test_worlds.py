@@ -1,4 +1,4 @@
-"""The promise of the README's table of worlds: one file, started in each of them, and in each the same bits.
+"""The promise of the table of worlds in docs/worlds.md: one file, started in each of them, and in each the same bits.
 
 ``scripts/worlds.py`` is that file. What it must print is computed here by plain torch, without a world: the training
 steps of all ranks one after the other, and the averages by hand. ``test_slurm.py`` starts jobs by ``srun``.

@@ -1,4 +1,4 @@
-"""The README's table of other systems' names: complete, and true.
+"""The table of other systems' names in docs/migrating.md: complete, and true.
 
 ``NAMES`` is every name that the five sources offer. That each behaves is the business of the tests which the table
 names, each against an oracle of its own; here it is checked that they run, use the name, and compare something.
@@ -47,7 +47,7 @@ RENAMED |= {*_DROPPED, *_OF_A_CONTEXT}
 
 def rows() -> list[tuple[list[str], list[str], list[tuple[str, str]]]]:
     """Of the table: names there, places here, tests by file and function."""
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs" / "migrating.md").read_text()
     table = re.search(r"<!-- names -->\n(.*?)<!-- end of names -->", text, re.DOTALL)
     assert table is not None
     found = []
@@ -57,7 +57,7 @@ def rows() -> list[tuple[list[str], list[str], list[tuple[str, str]]]]:
         places = re.findall(r"`((?:asyncdist|protocols)\.[\w.]+)`", here)
         if "the same of" in here:
             places = [f"{places[0]}.{name}" for name in names]
-        found.append((names, places, [(path, name) for name, path in re.findall(r"\[(\w+)\]\((.*?)\)", tested)]))
+        found.append((names, places, [(path, name) for name, path in re.findall(r"\[(\w+)\]\(\.\./(.*?)\)", tested)]))
     return found
 
 
@@ -164,6 +164,6 @@ def test_a_context_has_all_that_it_had() -> None:
 
 
 def test_what_is_dropped_says_why() -> None:
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs" / "migrating.md").read_text()
     for name in _DROPPED:
         assert re.search(rf"\| `{name}` \| dropped, because ", text), name

@@ -1,0 +1,72 @@
+"""What README.md and the pages in ``docs`` show of commands is what they print."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import mpi, pages
+
+FILES = {"python", "diff"}
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("page", pages.pages_with("console"), ids=pages.name_of)
+def test_commands_print_what_is_shown(page: Path, tmp_path: Path) -> None:
+    for block in pages.blocks(page):
+        if block.title and block.language in FILES:
+            (tmp_path / block.title).write_text(block.program())
+        if block.language == "console" and block.is_run:
+            check(block, tmp_path)
+
+
+def check(block: pages.Block, folder: Path) -> None:
+    """Run the commands of a block; what is shown after each one it prints."""
+    shown: list[tuple[str, list[str]]] = []
+    for line in block.text.splitlines():
+        if line.startswith("$ "):
+            shown.append((line[2:], []))
+        else:
+            shown[-1][1].append(line)
+    codes = []
+    for command, lines in shown:
+        ended = subprocess.run(
+            ["bash", "-c", command],
+            cwd=folder,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        codes.append(ended.returncode)
+        said = ended.stdout + ended.stderr
+        is_loose = bool({"varies", "timing"} & block.comments.keys())
+        printed = {comparable(line, is_loose) for line in said.splitlines()}
+        known = {comparable(line, is_loose) for line in lines if line.strip() != "..."}
+        if "timing" in block.comments:
+            printed, known = known, {comparable(line, is_loose) for line in ended.stdout.splitlines()}
+        assert known <= printed, f"{block.place}: {known - printed} is missing; {command} printed\n{said}"
+    assert codes == [0] * (len(codes) - 1) + [int(block.comments.get("exit", "0"))], f"{block.place}\n{said}"
+
+
+def comparable(line: str, is_loose: bool) -> str:
+    """A line without what differs between machines: a digest's value, and where it varies all numbers."""
+    line = line.replace(f"{sys.executable} -m asyncdist", "asyncdist").rstrip()
+    line = re.sub(r"\b[0-9a-f]{32}\b", "DIGEST", line)
+    if not is_loose:
+        return line
+    line = re.sub(r"\d+(\.\d+)?", "N", line)
+    return re.sub(r"ranks? N(, N)*", "ranks N", re.sub(r"steps?\b", "steps", line))
+
+
+def environment() -> dict[str, str]:
+    """The shell's, with this environment's commands first."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**mpi.base_environment(), "PATH": path, "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,70 @@
+"""What README.md and the pages in ``docs`` show runs: every block of Python, of YAML, and every difference."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import yaml
+from support import pages
+
+#: What every block may use without an import, as the pages say.
+PRELUDE = "from dataclasses import dataclass\nimport torch\nimport asyncdist as ad\n"
+#: Languages whose blocks are for people, and those that other tests run.
+OTHERS = {"console", "mermaid", "text"}
+
+
+def test_every_block_is_run_or_says_why_not() -> None:
+    everything = [block for page in pages.PAGES for block in pages.blocks(page)]
+    assert {block.language for block in everything} <= {"python", "diff", "yaml", *OTHERS}
+    untold = [block.place for block in everything if len(block.comments.get("not run", "a reason")) < 8]
+    assert not untold
+    programs = [block for block in everything if block.language in ("python", "diff")]
+    assert len(programs) > 20 and sum(not block.is_run for block in programs) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", pages.pages_with("python"), ids=pages.name_of)
+def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shared = module("page")
+    for block in pages.blocks(page):
+        if block.language != "python" or not block.is_run:
+            continue
+        here = module(Path(block.title).stem) if block.title else shared
+        if block.title:
+            (tmp_path / block.title).write_text(block.text)
+        for text in (block.comments.get("before", ""), block.text, block.comments.get("after", "")):
+            where = str(tmp_path / block.title) if block.title and text is block.text else block.place
+            exec(compile(text, where, "exec"), vars(here))
+        vars(shared).update(vars(here))
+
+
+def module(name: str) -> types.ModuleType:
+    """A module in which dataclasses find their annotations."""
+    made = types.ModuleType(name)
+    sys.modules[name] = made
+    exec(PRELUDE, vars(made))
+    return made
+
+
+@pytest.mark.parametrize("page", pages.pages_with("diff"), ids=pages.name_of)
+def test_a_difference_is_an_import_and_two_lines_at_most(page: Path) -> None:
+    for block in pages.blocks(page):
+        if block.language == "diff":
+            lines = block.text.splitlines()
+            added = [line for line in lines if line.startswith("+") and " import " not in line]
+            assert len(added) <= 2, block.place
+            compile(block.program(), block.place, "exec")
+            before = "".join(f"{line[2:]}\n" for line in lines if line[:1] != "+")
+            compile(before, block.place, "exec")
+
+
+@pytest.mark.parametrize("page", pages.pages_with("yaml"), ids=pages.name_of)
+def test_a_manifest_is_yaml(page: Path) -> None:
+    for block in pages.blocks(page):
+        if block.language == "yaml":
+            assert all(isinstance(part, dict) for part in yaml.safe_load_all(inspect.cleandoc(block.text)))
