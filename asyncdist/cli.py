@@ -22,7 +22,7 @@ from asyncdist.launch import joining_ranks, local_ranks, mpirun, remote_hosts, r
 #: The options that take a value; the others are one word.
 _RUN_OPTIONS: Final = (
     *("-n", "--ranks", "--hosts", "--ssh", "--transport", "--mpi", "--threads-per-rank", "--stall-s"),
-    *("--restarts", "--places", "--join"),
+    *("--restarts", "--places", "--join", "-m"),
 )
 #: Those for ranks that join a world that runs.
 _NEWCOMER_OPTIONS: Final = ("restarts", "places", "join")
