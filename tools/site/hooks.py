@@ -22,11 +22,19 @@ _FENCED = re.compile(r"^( *)(```+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add the pages that lie beside ``docs``, and the pictures that they show."""
+    sources = {f"docs/{file.src_uri}": file.content_string for file in files.documentation_pages()}
     for name, page in BESIDE.items():
-        files.append(File.generated(config, page, content=(ROOT / name).read_text()))
-        for is_picture, _, target in _LINK.findall((ROOT / name).read_text()):
-            if is_picture and not target.startswith("docs/"):
-                files.append(File.generated(config, target, abs_src_path=str(ROOT / target)))
+        sources[name] = (ROOT / name).read_text()
+        files.append(File.generated(config, page, content=sources[name]))
+    pictures = {
+        posixpath.normpath(posixpath.join(posixpath.dirname(name), target))
+        for name, text in sources.items()
+        for is_picture, _, target in _LINK.findall(text)
+        if is_picture
+    }
+    for place in sorted(pictures):
+        if not place.startswith("docs/"):
+            files.append(File.generated(config, place, abs_src_path=str(ROOT / place)))
     return files
 
 
