@@ -173,5 +173,5 @@ FORKS = """
 
 def test_processes_that_main_forks_obey_signals_and_do_not_hold_the_end() -> None:
     """They had the handlers of their parent, which cancel a task of its loop, and outlived every ``terminate()``."""
-    result = torchrun.run_source(1, FORKS, timeout_s=60).check()
+    result = torchrun.run_source(1, FORKS).check()
     assert result.stdout == "returned 0\n", result.output()
