@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
@@ -66,6 +67,11 @@ class _WatchedContacts(set[int]):
             self._listener(rank)
 
 
+def _clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
+    """Return the loop's clock; for that of uvloop, which has steps of a millisecond, the one that it follows."""
+    return time.monotonic if type(loop).__module__ == "uvloop" else loop.time
+
+
 class Services:
     """The services of one rank.
 
@@ -101,7 +107,7 @@ class Services:
         self.may_return = engine.transport.may_return
         self.survives_loss = engine.transport.capabilities.survives_rank_loss
         self.is_admitted = not self.incarnation
-        self.time: Callable[[], float] = loop.time
+        self.time: Callable[[], float] = _clock_of(loop)
         self.engine = engine
         self.gone = RankSet()
         self.restarted: dict[int, int] = {}

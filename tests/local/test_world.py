@@ -544,3 +544,14 @@ def test_an_error_that_raises_its_own_cause_again_ends_its_rank() -> None:
 
     with pytest.raises(ValueError, match="first"):
         ad.run_local(main, ranks=2)
+
+
+def test_time_passes_within_a_millisecond() -> None:
+    async def main(world: ad.World) -> bool:
+        times = []
+        for _ in range(100):
+            times.append(world.time())
+            await asyncio.sleep(0)
+        return times == sorted(set(times))
+
+    assert all(ad.run_local(main, ranks=2))
