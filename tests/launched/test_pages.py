@@ -62,7 +62,7 @@ def comparable(line: str, is_loose: bool) -> str:
     line = re.sub(r"\b[0-9a-f]{32}\b", "DIGEST", line)
     if not is_loose:
         return line
-    line = re.sub(r"\d+(\.\d+)?", "N", line)
+    line = re.sub(r" {2,}", "  ", re.sub(r"\d+(\.\d+)?", "N", line))  # columns are as wide as their numbers
     return re.sub(r"ranks? N(, N)*", "ranks N", re.sub(r"steps?\b", "steps", line))
 
 

@@ -26,6 +26,7 @@ FOLDERS: dict[str, set[str]] = {
     "launch": {"tensors", "transports", "messaging", "collectives", "runtime", "spmd", "functional"},
     "blocking": {"collectives", "runtime", "spmd", "functional"},
     "integrations": {"blocking"},
+    "bench": {"messaging"},
     "simulation": {"tensors", "transports", "messaging", "collectives", "runtime", "blocking"},
     "face": {"tensors", "transports", "runtime", "launch", "blocking", "simulation"},
 }
@@ -156,9 +157,9 @@ def test_no_folder_is_too_large_to_look_through() -> None:
             assert count <= (14 if folder.name == "asyncdist" else count_max), folder
 
 
-def test_mpi4py_is_imported_in_the_mpi_transport_and_the_doctor_alone() -> None:
+def test_mpi4py_is_imported_in_the_mpi_transport_the_doctor_and_a_rival_alone() -> None:
     users = {name for name, tree in ASYNCDIST.items() if uses(tree, "mpi4py")}
-    assert users <= {"transports.mpi", "launch.doctor"}
+    assert users == {"transports.mpi", "launch.doctor", "bench.rivals"}
     assert not any(uses(tree, "mpi4py") for tree in PROTOCOLS.values())
 
 
@@ -169,7 +170,8 @@ def test_torch_distributed_is_imported_where_processes_meet_alone() -> None:
         f"transports.torch_distributed.{name}"
         for name in ("backends", "meeting.connecting", "meeting.newcomers", "meeting.rendezvous", "transport")
     }
-    assert users == {"launch.process_groups", "launch.place_claims", "launch.store_server", *transport}
+    others = {"launch.process_groups", "launch.place_claims", "launch.store_server", "bench.rivals"}
+    assert users == others | transport
     assert not any(uses(tree, "torch.distributed") for tree in PROTOCOLS.values())
 
 
@@ -180,9 +182,9 @@ def test_a_concrete_transport_is_known_to_what_opens_it_alone() -> None:
     assert users - both == {"transports.select", "runtime.run"}
 
 
-def test_asyncdist_never_imports_protocols_but_where_they_are_given_to_other_libraries() -> None:
+def test_asyncdist_never_imports_protocols_but_where_they_are_given_away_or_measured() -> None:
     users = {folder_of(name) for name, tree in ASYNCDIST.items() if uses(tree, "protocols")}
-    assert users == {"integrations"}
+    assert users == {"integrations", "bench"}
 
 
 def test_protocols_import_no_transport() -> None:

@@ -1,0 +1,88 @@
+"""``python -m asyncdist.bench NAME``: see :mod:`asyncdist.bench`."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+import asyncdist as ad
+
+#: What is timed, what ``--sizes`` are, and the defaults of ``--sizes``, ``--repeat`` and ``--loop``, if it has that.
+_NAMES: Final[dict[str, tuple[str, str, str, int, int | None]]] = {
+    "latency": ("a small message from rank to rank", "bytes of a message", "8,1024,16384", 50, 100),
+    "bandwidth": ("a large tensor from rank to rank", "MiB of a tensor", "1,4,16,64", 15, None),
+    "ringtest": ("a small message around all ranks", "bytes of a message", "8,1024,16384", 20, 20),
+    "step": ("a policy's step in which nothing happens", "parameters of a model", "100000,10000000", 50, 100),
+}
+#: Bytes of a message: what a channel takes, less what is around them.
+_LARGEST: Final = {"latency": 60_000, "ringtest": 60_000, "bandwidth": 16_384, "step": 10**9}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m asyncdist.bench",
+        description="Measure asyncdist on the ranks of this job, beside what a script would call without it.",
+        epilog="Started as in: asyncdist run -n 2 -m asyncdist.bench latency",
+        allow_abbrev=False,
+    )
+    names = parser.add_subparsers(dest="name", metavar="NAME", required=True)
+    for name, (what, unit, sizes, repeat, loop) in _NAMES.items():
+        one = names.add_parser(name, help=what, description=f"Time {what}.", allow_abbrev=False)
+        one.add_argument(
+            "--sizes",
+            type=functools.partial(_sizes, largest=_LARGEST[name]),
+            default=sizes,
+            metavar="N,...",
+            help=f"{unit} (default: {sizes})",
+        )
+        one.add_argument("--repeat", type=_count, default=repeat, metavar="N", help=f"blocks (default: {repeat})")
+        if loop is not None:
+            one.add_argument("--loop", type=_count, default=loop, metavar="N", help=f"of a block (default: {loop})")
+    return parser
+
+
+def _sizes(text: str, largest: int) -> list[int]:
+    sizes = [_count(word) for word in text.split(",")]
+    if max(sizes) > largest:
+        raise argparse.ArgumentTypeError(f"{max(sizes)} is too large; at most {largest} is allowed")
+    return sizes
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 12 and int(text) >= 1):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+async def _main(world: ad.World, options: argparse.Namespace) -> int:
+    """Measure, and print on rank 0 what was found, or why nothing was; the exit code."""
+    benchmark = importlib.import_module(f"asyncdist.bench.{options.name}")
+    refusal = ""
+    if world.is_simulated:
+        refusal = "a simulation's time is virtual, so nothing is measured there: asyncdist run starts real ranks"
+    elif world.size < benchmark.RANKS_MIN:
+        refusal = (
+            f"{options.name} needs {benchmark.RANKS_MIN} ranks or more, and this process is alone: "
+            f"asyncdist run -n {benchmark.RANKS_MIN} -m asyncdist.bench {options.name}"
+        )
+    if refusal:
+        if world.rank == 0:
+            print(f"python -m asyncdist.bench: {refusal}", file=sys.stderr)
+        return 2
+    table = await benchmark.measure(world, options)
+    if table is not None:
+        print(f"{world.describe()}\n{table}")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Be one rank of a benchmark; the exit code."""
+    return ad.run(_main, _parser().parse_args(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""Times a small message between two ranks: half a round trip."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+import asyncdist as ad
+from asyncdist.bench.rivals import Rival, rival_of
+from asyncdist.bench.tables import Table, compared_us
+from asyncdist.messaging import wire
+
+RANKS_MIN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Is sent to and fro."""
+
+    payload: bytes
+
+
+async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
+    """Alternate blocks of ours and the rival's, for each size; the table on rank 0."""
+    rival = await rival_of(world)
+    channel = world.channel(Ping, tag=100)
+    if world.rank > 1:
+        return None
+    rows = []
+    for nbytes in options.sizes:
+        message = Ping(bytes(nbytes))
+        frame_nbytes = wire.HEADER_NBYTES + len(wire.Codec(Ping).encode(message)[1])
+        ours_us, rival_us = [], []
+        for _ in range(1 + options.repeat):  # the first one warms up
+            ours_us.append(await _our_trips(world, rival, channel, message, options.loop))
+            rival_us.append(_rival_trips(world, rival, frame_nbytes, options.loop))
+        rows.append(compared_us(f"{nbytes}", statistics.median(ours_us[1:]), statistics.median(rival_us[1:])))
+    times = f"median of {options.repeat} blocks of {options.loop} round trips"
+    title = f"latency: one way between ranks 0 and 1, {times}"
+    return Table(title, ("bytes", "awaited channel", rival.name, "ratio"), rows) if world.rank == 0 else None
+
+
+async def _our_trips(world: ad.World, rival: Rival, channel: ad.Channel[Ping], message: Ping, count: int) -> float:
+    """Return microseconds one way."""
+    peer = 1 - world.rank
+    rival.align(world.rank, peer)
+    began_at = time.perf_counter()
+    for _ in range(count):
+        if world.rank == 0:
+            await channel.send(message, peer)
+            await channel.receive()
+        else:
+            await channel.receive()
+            await channel.send(message, peer)
+    return 1e6 * (time.perf_counter() - began_at) / (2 * count)
+
+
+def _rival_trips(world: ad.World, rival: Rival, nbytes: int, count: int) -> float:
+    """Return microseconds one way, of as many bytes as a frame has."""
+    outgoing, incoming = (torch.zeros(nbytes, dtype=torch.uint8, device="cpu") for _ in range(2))
+    rival.align(world.rank, 1 - world.rank)
+    began_at = time.perf_counter()
+    rival.round_trips(outgoing, incoming, count, world.rank, 1 - world.rank)
+    return 1e6 * (time.perf_counter() - began_at) / (2 * count)

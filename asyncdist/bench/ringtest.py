@@ -1,0 +1,67 @@
+"""Times a small message from rank to rank, around all of them."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+
+import asyncdist as ad
+from asyncdist.bench.latency import Ping
+from asyncdist.bench.rivals import Rival, rival_of
+from asyncdist.bench.tables import Table, compared_us
+from asyncdist.messaging import wire
+
+RANKS_MIN = 2
+
+
+async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
+    """Alternate blocks of ours and the rival's, for each size; the table on rank 0."""
+    rival = await rival_of(world)
+    channel = world.channel(Ping, tag=100)
+    rows = []
+    for nbytes in options.sizes:
+        message = Ping(bytes(nbytes))
+        frame_nbytes = wire.HEADER_NBYTES + len(wire.Codec(Ping).encode(message)[1])
+        ours_us, rival_us = [], []
+        for _ in range(1 + options.repeat):  # the first one warms up
+            ours_us.append(await _our_ring(world, channel, message, options.loop))
+            rival_us.append(_rival_ring(world, rival, frame_nbytes, options.loop))
+        rows.append(compared_us(f"{nbytes}", statistics.median(ours_us[1:]), statistics.median(rival_us[1:])))
+    times = f"median of {options.repeat} blocks of {options.loop} times around"
+    title = f"ringtest: from rank to rank around all {world.size}, {times}"
+    return Table(title, ("bytes", "awaited channel", rival.name, "ratio"), rows) if world.rank == 0 else None
+
+
+async def _our_ring(world: ad.World, channel: ad.Channel[Ping], message: Ping, count: int) -> float:
+    """Return microseconds from rank to rank."""
+    following = (world.rank + 1) % world.size
+    await ad.barrier()
+    began_at = time.perf_counter()
+    for _ in range(count):
+        if world.rank == 0:
+            await channel.send(message, following)
+            await channel.receive()
+        else:
+            await channel.receive()
+            await channel.send(message, following)
+    return 1e6 * (time.perf_counter() - began_at) / (world.size * count)
+
+
+def _rival_ring(world: ad.World, rival: Rival, nbytes: int, count: int) -> float:
+    """Return microseconds from rank to rank, of as many bytes as a frame has."""
+    tensor = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+    previous, following = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+    began_at = time.perf_counter()
+    for index in range(1 + count):
+        if index == 1:  # once around, to begin together
+            began_at = time.perf_counter()
+        if world.rank == 0:
+            rival.send(tensor, following)
+            rival.receive(tensor, previous)
+        else:
+            rival.receive(tensor, previous)
+            rival.send(tensor, following)
+    return 1e6 * (time.perf_counter() - began_at) / (world.size * count)

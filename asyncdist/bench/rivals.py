@@ -1,0 +1,112 @@
+"""Sends messages as a script would without asyncdist: with blocking calls, on the same ranks.
+
+Nothing is packed, checked or decoded there, and nothing of asyncdist polls meanwhile. mpi4py and torch.distributed are
+imported where their rival is made.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Any, Final
+
+import torch
+
+import asyncdist as ad
+from asyncdist import environment
+
+_TAG: Final = 99
+
+
+class Rival(abc.ABC):
+    """Sends tensors in calls that block.
+
+    Attributes:
+        name: what is called, for the heading of a column.
+    """
+
+    name: str
+
+    def __init__(self) -> None:
+        self._byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
+
+    @abc.abstractmethod
+    def send(self, tensor: torch.Tensor, dest: int) -> None:
+        """Send a contiguous tensor of bytes on the CPU."""
+
+    @abc.abstractmethod
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        """Receive into one."""
+
+    def align(self, rank: int, peer: int) -> None:
+        """Return on two ranks at nearly the same time."""
+        self.round_trips(self._byte, self._byte.clone(), 1, rank, peer)
+
+    def round_trips(self, outgoing: torch.Tensor, incoming: torch.Tensor, count: int, rank: int, peer: int) -> None:
+        """Send to the peer and receive from it, so many times; the lower rank begins."""
+        for _ in range(count):
+            if rank < peer:
+                self.send(outgoing, peer)
+                self.receive(incoming, peer)
+            else:
+                self.receive(incoming, peer)
+                self.send(outgoing, peer)
+
+
+class MpiRival(Rival):
+    """Calls ``Send`` and ``Recv`` of ``MPI.COMM_WORLD``."""
+
+    name = "mpi4py Send, Recv"
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        super().__init__()
+        self._comm = MPI.COMM_WORLD
+
+    def send(self, tensor: torch.Tensor, dest: int) -> None:
+        """As of the class above."""
+        self._comm.Send(tensor.numpy(), dest, _TAG)
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        """As of the class above."""
+        self._comm.Recv(tensor.numpy(), source, _TAG)
+
+
+class TorchRival(Rival):
+    """Calls ``send`` and ``recv`` of a process group on gloo.
+
+    Args:
+        dist: the module ``torch.distributed``, whose default process group there is.
+    """
+
+    name = "gloo send, recv"
+
+    def __init__(self, dist: Any) -> None:
+        super().__init__()
+        self._dist = dist
+
+    def send(self, tensor: torch.Tensor, dest: int) -> None:
+        """As of the class above."""
+        self._dist.send(tensor, dest, tag=_TAG)
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        """As of the class above."""
+        self._dist.recv(tensor, source, tag=_TAG)
+
+
+async def rival_of(world: ad.World) -> Rival:
+    """Return the one of the world's transport. Collective over all ranks."""
+    if world.transport_name != "torch":
+        return MpiRival()
+    from torch import distributed
+
+    dist: Any = distributed
+    if not dist.is_initialized():
+        # A store of its own: the launcher's variables may be missing (srun), and their port may be the launcher's.
+        address, size = environment.torch_rendezvous().address, world.size
+        served = dist.TCPStore(address, 0, size, is_master=True, wait_for_workers=False) if world.rank == 0 else None
+        port = torch.tensor(served.port if served is not None else 0, device="cpu")
+        port = await ad.broadcast(port, root=0)
+        store = served or dist.TCPStore(address, int(port), size, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=size)
+    return TorchRival(dist)
