@@ -6,7 +6,9 @@ ranks 0 and 1, or its own: 1.5, or 3. Integers come from the best rank, which ha
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import asyncdist as ad
 from protocols import AsyncSelectiveAveragingPolicy
 
+ROOT = Path(__file__).parents[2]
 MEAN, OWN, BEST = 1.5, 3.0, 1.0
 
 
@@ -143,6 +146,20 @@ def test_a_schedule_goes_on() -> None:
     assert schedules[id(model)].last_epoch == 60
 
 
+def test_random_states_are_left_alone() -> None:
+    after_training: dict[int, torch.Tensor] = {}
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if id(model) in after_training:
+            assert torch.equal(torch.get_rng_state(), after_training[id(model)])
+        step(model, optimizer)
+        torch.rand(1)
+        after_training[id(model)] = torch.get_rng_state()
+
+    model, _ = of_rank_2(Net, train)
+    assert firsts(model) == {MEAN}
+
+
 def test_mixed_precision_and_its_scale() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
 
@@ -181,6 +198,16 @@ def test_parametrizations_are_averaged_as_what_is_stored() -> None:
     model, _ = of_rank_2(build, step)
     names = {name for name, value in model.named_parameters() if float(value.detach().flatten()[0]) == MEAN}
     assert names == {"0.bias", "0.parametrizations.weight.original0", "0.parametrizations.weight.original1"}
+
+
+def test_every_row_of_the_page_names_a_test_that_is_there() -> None:
+    rows = [line for line in (ROOT / "docs" / "averaged.md").read_text().splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 18
+    for row in rows:
+        named = re.findall(r"\[`(test_\w+)`\]\(\.\./(tests/[\w/]+\.py)\)", row.rsplit(" | ", 1)[1])
+        assert named, row
+        for test, path in named:
+            assert f"def {test}(" in (ROOT / path).read_text(), row
 
 
 @pytest.mark.slow

@@ -3,8 +3,6 @@
 asyncdist run -n 4 tools/examples/hello_ranks.py
 """
 
-# mypy: ignore-errors
-
 from dataclasses import dataclass
 
 import asyncdist as ad

@@ -3,8 +3,6 @@
 asyncdist sim tools/examples/own_protocol.py --ranks 8 --seed 1
 """
 
-# mypy: ignore-errors
-
 import random
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 asyncdist run -n 2 tools/examples/population_checkpoints.py checkpoints
 """
 
-# mypy: ignore-errors
-
 import sys
 
 import torch

@@ -3,8 +3,6 @@
 asyncdist sim tools/examples/simulated_bug.py --ranks 4 --explore 100
 """
 
-# mypy: ignore-errors
-
 from dataclasses import dataclass
 
 import asyncdist as ad
