@@ -16,7 +16,8 @@ import torch
 from hypothesis import given, strategies as st
 from rich.console import Console
 from rich.table import Table
-from support.mpi import require_mpi
+from support import warm
+from support.mpi import base_environment, require_mpi
 
 from asyncdist.tensors.means import WeightedMean
 from protocols import AverageApplied, ReplayStatistics, SnapshotTaken, StepInfo
@@ -570,7 +571,8 @@ def test_the_whole_demo_with_replay_buffers(
         "--json",
         "results.json",
     ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=380)
+    env = warm.environment(base_environment(), "gfn")
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=380)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     result = json.loads((tmp_path / "results.json").read_text())
     assert (result["transport"], result["ranks"]) == (transport, ranks)

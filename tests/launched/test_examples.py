@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import mpi
+from support import mpi, warm
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "tools" / "examples"
@@ -54,10 +54,11 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
 def run(name: str, folder: Path) -> str:
     """Run it as the page says, and return what it printed."""
     words = [word.replace("tools/examples", str(EXAMPLES)) for word in starts()[name].split()[1:]]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     ended = subprocess.run(
         [sys.executable, "-m", "asyncdist", *words],
         cwd=folder,
-        env={**mpi.base_environment(), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"},
+        env=warm.environment({**mpi.base_environment(), "PATH": path}, *warm.LIBRARIES, simulates=True),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -7,13 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import mpi, warm
 
 from asyncdist.cli import _STARTERS
 
 
 def asyncdist(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "asyncdist", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
+    env = warm.environment(mpi.base_environment(), *warm.LIBRARIES, simulates=True)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False)
 
 
 @pytest.mark.mpi

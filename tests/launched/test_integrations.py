@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from scripts import integrations
-from support import mpi, torchrun
+from support import mpi, torchrun, warm
 
 SCRIPT = Path(integrations.__file__)
 #: What each library is to have seen: one process, and a folder for each rank.
@@ -36,18 +36,28 @@ def check(reports: Any, ranks: int, library: str) -> None:
         assert report == {"weights": [weight] * 4, **expected}
 
 
+def warm_environment() -> dict[str, str]:
+    return warm.environment(mpi.base_environment(), *warm.LIBRARIES, simulates=True)
+
+
 @pytest.mark.mpi
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("library", SEEN)
 def test_on_mpi(library: str, tmp_path: Path) -> None:
-    check(mpi.run_ranks(3, SCRIPT, library, tmp_path, timeout_s=240).check().reports, 3, library)
+    check(
+        mpi.run_ranks(3, SCRIPT, library, tmp_path, timeout_s=240, env=warm_environment()).check().reports, 3, library
+    )
 
 
 @pytest.mark.mpi  # Lightning asks mpi4py, where that is installed, and so loads MPI
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("library", ["lightning", "transformers"])
 def test_on_torch(library: str, tmp_path: Path) -> None:
-    check(torchrun.run_ranks(2, SCRIPT, library, tmp_path, timeout_s=240).check().reports, 2, library)
+    check(
+        torchrun.run_ranks(2, SCRIPT, library, tmp_path, timeout_s=240, env=warm_environment()).check().reports,
+        2,
+        library,
+    )
 
 
 @pytest.mark.mpi

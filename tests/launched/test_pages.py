@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import mpi, pages
+from support import mpi, pages, warm
 
 FILES = {"python", "diff"}
 
@@ -67,6 +67,6 @@ def comparable(line: str, is_loose: bool) -> str:
 
 
 def environment() -> dict[str, str]:
-    """The shell's, with this environment's commands first."""
+    """The shell's, with this environment's commands first, which start warm ranks."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**mpi.base_environment(), "PATH": path, "OMP_NUM_THREADS": "1"}
+    return warm.environment({**mpi.base_environment(), "PATH": path}, *warm.LIBRARIES, simulates=True)

@@ -332,7 +332,7 @@ def test_processes_of_ones_own_make_a_process_group() -> None:
         report(rank, [dist.get_rank(), dist.get_world_size(), dist.get_backend(), total.item(), os.environ["RANK"]])
         dist.destroy_process_group()
         """,
-        torchrun.free_port(),
+        local_host.find_free_port(),
     ).check()
     assert done.reports == {rank: [2 - rank, 3, "gloo", 111, str(2 - rank)] for rank in range(3)}
 

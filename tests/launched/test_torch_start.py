@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from support.torchrun import free_port, rank_environment, run_ranks, run_source, run_torchrun, run_torchruns
+from support.torchrun import rank_environment, run_ranks, run_source, run_torchrun, run_torchruns
 from torch import distributed as dist
 
 import asyncdist as ad
-from asyncdist import environment
+from asyncdist import environment, local_host
 from asyncdist.errors import TransportError
 from asyncdist.transports.torch_distributed.meeting import rendezvous
 from asyncdist.transports.torch_distributed.meeting.rendezvous import _Gathering as Gathering
@@ -146,7 +146,7 @@ def test_a_group_of_the_users_that_no_launcher_made_is_found() -> None:
             torch.multiprocessing.spawn(work, (sys.argv[1], 2), nprocs=2)
     """
     unset = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "")
-    result = run_source(1, source, f"tcp://127.0.0.1:{free_port()}", env=unset).check()
+    result = run_source(1, source, f"tcp://127.0.0.1:{local_host.find_free_port()}", env=unset).check()
     assert result.reports == {rank: ["torch", rank, 2, 2.0] for rank in range(2)}
 
 
@@ -307,7 +307,7 @@ def test_sizes_that_differ_are_named() -> None:
 
 def test_a_store_that_has_gone_is_not_tried_for_longer_than_the_ranks_wait() -> None:
     """Two minutes passed where rank 0 failed between another rank's look for a listener and its connection."""
-    port = free_port()
+    port = local_host.find_free_port()
     place = environment.TorchRendezvous(1, 2, "127.0.0.1", port, False)
     with pytest.raises(TransportError, match=rf"rank 1 cannot use the store at 127\.0\.0\.1:{port}"):
         rendezvous._reach(place, port, deadline=time.monotonic())

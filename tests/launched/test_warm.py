@@ -88,3 +88,16 @@ def test_mpi_is_hidden() -> None:
 def test_mpi_is_there() -> None:
     mpi.require_mpi()
     assert mpirun.find_installation(os.environ).library == mpi.flavour() != ""
+
+
+@is_possible
+@pytest.mark.parametrize(("threads", "word"), [("1", "warm"), ("2", "cold")])
+def test_ranks_that_others_start_are_warm_with_the_variables_of_the_server(
+    threads: str, word: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nprint('warm' if 'torch' in sys.modules else 'cold', __name__, sys.argv[1:])")
+    env = {**warm.environment(mpi.base_environment()), "OMP_NUM_THREADS": threads}
+    command = [sys.executable, "-m", "asyncdist", "run", "--transport", "torch", "-n", "2", str(script), "a"]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=100)
+    assert (ended.returncode, ended.stdout) == (0, f"{word} __main__ ['a']\n" * 2), ended.stderr

@@ -86,7 +86,7 @@ def plain_mpirun() -> tuple[list[str], dict[str, str]]:
 
 
 def asyncdist_run(*options: str, script: Path = SCRIPT) -> tuple[list[str], dict[str, str]]:
-    """Ranks start warm: those of mpirun and the demo show that cold ones work, on MPI and on torch."""
+    """Ranks start warm: plain mpirun, and a benchmark's command on torch, show that cold ones work."""
     program = warm.command(script, (), mpi.base_environment(), {})
     return [sys.executable, "-m", "asyncdist", "run", *options, "-n", str(RANKS), *program], {}
 

@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from asyncdist import local_host
 from support import warm
 from support.mpi import REPORTS, ROOT, base_environment
 
@@ -61,13 +61,6 @@ class Result:
         return f"--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
 
 
-def free_port() -> int:
-    """A port that nobody listens at."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
     """What torchrun tells a rank, without an agent."""
     names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
@@ -92,7 +85,7 @@ def run_ranks(
         env: added to this process's environment.
         missing: ranks that are not started.
     """
-    port = free_port()
+    port = local_host.find_free_port()
     command = [sys.executable, *warm.command(script, args, base_environment(), env or {})]
     started = [rank for rank in range(ranks) if rank not in missing]
     return run_jobs([(command, {**rank_environment(rank, ranks, port), **(env or {})}) for rank in started], timeout_s)
@@ -129,7 +122,8 @@ def run_torchruns(
         env: added to this process's environment.
     """
     where = ["--nnodes", str(agents), "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
-    where += ["--rdzv-id", "job", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"]
+    where += ["--rdzv-id", "job", "--rdzv-endpoint", f"127.0.0.1:{local_host.find_free_port()}"]
+    where += ["--local-addr", "127.0.0.1"]
     with tempfile.TemporaryDirectory(prefix="asyncdist-test-") as folder:
         script = Path(folder, "program.py")
         script.write_text(textwrap.dedent(source))

@@ -2,6 +2,7 @@
 
     asyncdist run -n 4 tests/support/warm.py SOCKET script.py arguments...     what support.mpi starts
     python tests/support/warm.py SOCKET script.py arguments...                 a rank that support.torchrun starts
+    asyncdist run -n 4 script.py arguments...                                  anything, in ``environment``
 
 Importing torch takes 1.5 s of a core, and making the first optimizer as much again, for each rank of each job: nearly
 all that a short job costs. What mpirun (or a test) starts in a rank's place asks the *server* for a child, hands over
@@ -12,8 +13,9 @@ to it, and ends as it ends. The child runs the script as ``asyncdist run`` does,
 - Who lives with whom: a rank dies with what mpirun has started for it, and with the server; the server with the test
   session, whose pipe is its standard input.
 - What is not as in a process of its own: ranks share one seed of ``hash``, and what is asked at torch's import has been
-  asked before. Jobs with such variables start cold (``command``), as do all that start ranks by themselves, such as the
-  demo.
+  asked before. Jobs with such variables start cold.
+- Programs that start ranks by themselves, such as the demo and what the documentation's pages show, start them warm
+  where they have the variables of ``environment``: Python reads ``warm_site/sitecustomize.py`` before all else.
 - Linux only. Elsewhere every rank starts cold.
 """
 
@@ -25,6 +27,7 @@ import ctypes
 import fcntl
 import functools
 import gc
+import importlib
 import json
 import os
 import selectors
@@ -33,6 +36,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -45,6 +49,14 @@ SPARE_FD = 200
 LENGTH_NBYTES = 8
 #: Entered in this order: that of files comes last, since /proc is one of them.
 NAMESPACES = ("ipc", "uts", "net", "pid", "mnt")
+#: Tells processes below a test where the server listens, and with which variables it started.
+VARIABLE = "ASYNCDIST_TEST_WARM"
+#: In the place of a rank's script: the command ``asyncdist``.
+SIMULATION = "asyncdist"
+#: For ``environment``: those in which people train, which take seconds to import.
+LIBRARIES = ("lightning", "transformers", "transformers.trainer", "accelerate")
+#: Simulations start again with this where it is missing.
+HASHES = {"PYTHONHASHSEED": "0"}
 
 
 def command(
@@ -64,16 +76,39 @@ def command(
     return [__file__, _server(frozenset((k, v) for k, v in base.items() if k.startswith(COLD_PREFIXES))), *cold]
 
 
+def environment(base: Mapping[str, str], *libraries: str, simulates: bool = False) -> dict[str, str]:
+    """The variables with which ranks start warm, whoever starts them.
+
+    Args:
+        base: the environment that the processes would have.
+        libraries: what they find imported besides torch.
+        simulates: whether ``asyncdist sim`` starts warm too, from a server with the hashes of a simulation.
+    """
+    if not hasattr(os, "pidfd_open"):
+        return dict(base)
+    paths = [str(Path(__file__).with_name("warm_site")), *filter(None, [base.get("PYTHONPATH")])]
+    environ = {**base, "PYTHONPATH": os.pathsep.join(paths)}
+    asked = _asked(environ)
+    served = [asked, {**asked, **HASHES}] if simulates else [asked]
+    return {**environ, VARIABLE: json.dumps([(_server(frozenset(own.items()), libraries), own) for own in served])}
+
+
+def _asked(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a warm process must share with its server. Torchrun's are read by nobody before the script."""
+    is_asked = {name: name.startswith(COLD_PREFIXES) and not name.startswith("TORCHELASTIC_") for name in environ}
+    return {name: environ[name] for name in environ if is_asked[name]}
+
+
 @functools.cache
-def _server(asked: frozenset[tuple[str, str]]) -> str:
-    """Start one, with these variables; it lives as long as this process. Returns where it listens."""
+def _server(asked: frozenset[tuple[str, str]], libraries: tuple[str, ...] = ()) -> str:
+    """Start one, with these variables and imports; it lives as long as this process. Returns where it listens."""
     folder = tempfile.TemporaryDirectory(prefix="asyncdist-test-")
     path = str(Path(folder.name, "warm"))
     process = subprocess.Popen(
-        [sys.executable, __file__, "--serve", path],
+        [sys.executable, __file__, "--serve", path, *libraries],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, **dict(asked)},
+        env={**{k: v for k, v in os.environ.items() if k != VARIABLE}, **dict(asked)},
         start_new_session=True,
     )
     assert process.stdin is not None and process.stdout is not None
@@ -90,6 +125,24 @@ def _server(asked: frozenset[tuple[str, str]]) -> str:
 
 
 # -- what is started in the place of a rank ---------------------------------------------------------------------------
+
+
+def be_warm() -> None:
+    """Be a child of a server where this process is a rank, or a simulation, and has a server's variables."""
+    asked = _asked(os.environ)
+    paths = [path for path, variables in json.loads(os.environ[VARIABLE]) if variables == asked]
+    program, *arguments = sys.orig_argv[1:] or [""]
+    if program == "-m" and arguments[:1] == ["asyncdist"]:
+        program, *arguments = arguments
+    name = os.path.basename(program)
+    if not paths or any(set(word) == {":"} for word in arguments):
+        return
+    if name == "rank_program.py":
+        be_rank(paths[0], arguments)
+    elif name.endswith(".py") and "RANK" in os.environ:
+        be_rank(paths[0], [program, *arguments])
+    elif name == "asyncdist" and arguments[:1] == ["sim"] and HASHES.items() <= asked.items():
+        be_rank(paths[0], [SIMULATION, *arguments])
 
 
 def be_rank(path: str, arguments: list[str]) -> NoReturn:
@@ -136,8 +189,10 @@ def _is_inherited(fd: int) -> bool:
 # -- the server -------------------------------------------------------------------------------------------------------
 
 
-def serve(path: str) -> dict[str, Any]:
+def serve(path: str, libraries: Sequence[str]) -> dict[str, Any]:
     """Fork a child for everybody who asks. Returns in the children: what to be."""
+    for name in libraries:
+        importlib.import_module(name)
     import optree  # noqa: F401
     import torch._dynamo  # the first optimizer of a process imports it, which takes 1.4 s of a core
     import torch.distributed  # noqa: F401
@@ -217,7 +272,7 @@ def _close(files: Sequence[int]) -> None:
 
 def become(job: dict[str, Any], server: int) -> None:
     """In a child: be the rank."""
-    from asyncdist import rank_program
+    from asyncdist import cli, rank_program
     from asyncdist.launch import guardians
 
     guardians.die_with_parent(server)
@@ -243,6 +298,10 @@ def become(job: dict[str, Any], server: int) -> None:
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     script, *arguments = job["arguments"]
+    if script == SIMULATION:
+        sys.argv = job["arguments"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        cli.main()
     rank_program.run_script(script, arguments)
 
 
@@ -261,6 +320,6 @@ def _enter(namespaces: Sequence[int]) -> bool:
 if __name__ == "__main__":
     if sys.argv[1] == "--serve":
         pid = os.getpid()
-        become(serve(sys.argv[2]), pid)
+        become(serve(sys.argv[2], sys.argv[3:]), pid)
     else:
         be_rank(sys.argv[1], sys.argv[2:])
