@@ -30,6 +30,9 @@ from asyncdist.transports import mpi_launchers
 TITLES: Final[Mapping[str, str]] = {"openmpi": "Open MPI", "mpich": "MPICH"}
 #: Both must be 1 before Open MPI's mpirun starts anything for root; PRRTE's own names do not do.
 ROOT_VARIABLES: Final = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+#: For a job that leaves its host nowhere: Open MPI's transfers over libfabric, whose look for devices takes a second of
+#: each start, reach nobody there.
+_ON_ONE_HOST: Final[Mapping[str, Mapping[str, str]]] = {"openmpi": {"OMPI_MCA_btl": "^ofi"}, "mpich": {}}
 #: The descriptor on which a rank of a job that survives losses says that MPI has started.
 _STARTED: Final = 199
 # Debian installs both side by side under the longer names.
@@ -112,6 +115,7 @@ def run(
         if flavour == "openmpi" and len(socket.if_nameindex()) < 2:  # it takes any interface
             local_host.check_loopback()
         on_one, cores = ranks, local_host.available_cores()
+        environ = {**_ON_ONE_HOST[flavour], **environ}
     environ = build_environment(flavour, environ, ranks=on_one, cores=cores, threads=threads, survives=survives)
     count = sum(host.slots for host in hosts) or on_one
     travelling = sorted(remote_hosts.travelling(environ))

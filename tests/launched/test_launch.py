@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from support import warm
+from support import mpi, warm
 from support.launchers import HYDRA, OPENMPI, TORCHRUN
 from support.mpi import base_environment
 
@@ -329,3 +329,14 @@ def test_no_child_of_a_rank_stays_behind_when_a_process_of_the_job_is_killed(tmp
     code, _, _ = finish(process)
     assert code != 0
     assert wait_until(lambda: not any(is_alive(pid) for pid in pids))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("given", "seen"), [({}, "^ofi"), ({"OMPI_MCA_btl": "self,sm"}, "self,sm")])
+def test_a_job_on_one_host_looks_for_no_fabric_where_the_user_does_not_ask_for_it(
+    given: dict[str, str], seen: str
+) -> None:
+    """Open MPI slept a second of each start."""
+    source = "import os\nprint(os.environ.get('OMPI_MCA_btl'))"
+    said = mpi.run_source(1, source, env=given).check().stdout
+    assert said == f"{seen if mpi.flavour() == 'openmpi' or given else None}\n"
