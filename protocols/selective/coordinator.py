@@ -39,7 +39,7 @@ from protocols.selective.messages import (
     Rejoin,
     Report,
 )
-from protocols.selective.round_state import Send
+from protocols.selective.round.state import Send
 from protocols.selective.rounds import RoundCoordinator
 from protocols.selective.rules import SelectiveRules
 from protocols.selective.statistics import CoordinatorStatistics

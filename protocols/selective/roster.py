@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping
 from decimal import ROUND_CEILING, Decimal
 
-from protocols.selective.round_state import Member, ReportRecord
+from protocols.selective.round.state import Member, ReportRecord
 from protocols.selective.waiting import cadence_s, is_late
 
 

@@ -9,21 +9,17 @@ always has a deadline. Nothing that a peer sends can raise here: what does not f
 """
 
 import math
-from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
-from typing import Final
 
 from protocols.selective.islands.migrants import Migrants
 from protocols.selective.joining.newcomers import Newcomers
-from protocols.selective.messages import Admitted, End, Joined, Leave, Rejoin
+from protocols.selective.messages import Admitted, Joined, Leave, Rejoin
 from protocols.selective.roster import Roster
-from protocols.selective.round_state import Member, ReportRecord, Round, Send, step_s, values_of
-from protocols.selective.rules import Decision, SelectiveRules, decide, reducers_of
-from protocols.selective.statistics import HISTORY_LENGTH, CoordinatorStatistics, History, LeftOut
+from protocols.selective.round.course import RoundCourse
+from protocols.selective.round.state import Member, ReportRecord, Round, Send, values_of
+from protocols.selective.rules import SelectiveRules, decide
+from protocols.selective.statistics import CoordinatorStatistics, History
 from protocols.selective.waiting import Patience
-
-#: A larger number of a round is not believed: numbers have 32 bits in a frame's header, and the next ones are larger.
-ROUND_BELIEVED_MAX: Final = 2**31
 
 
 class RoundCoordinator:
@@ -65,25 +61,28 @@ class RoundCoordinator:
         if stream_safe_points < 1:
             raise ValueError(f"stream_safe_points is {stream_safe_points}; allowed: 1 or more")
         self._rules = rules
-        self._stream_safe_points = stream_safe_points
-        self._model_nbytes = model_nbytes
         self.roster = Roster(members, rules.quorum, have_joined=may_join is None, incarnations=incarnations or {})
         self._members = self.roster.members
         self._may_join = () if may_join is None else may_join
         self._newcomers = Newcomers(self._members, rules)
         self.migrants = Migrants(self._members, rules.migrate_every, rules.metric_mode)
-        self._last_number = 0
-        self._round: Round | None = None
-        self._overdue: dict[int, deque[int]] = {}  # replacer to the rounds whose time was up before it answered
         self._window_start: float | None = None  # first report since the last decision
         self._patience = Patience(rules.grace_s, stream_safe_points)
         self._largest_iteration = -1
         self._acted_at_iteration: int | None = None
-        self._decision_count = self._rounds_decided = self._rounds_ended = 0
-        self._nonfinite_count = self._overdue_count = 0
-        self._routes = Counter(direct=0, sharded=0)
+        self._decision_count = self._nonfinite_count = 0
         self._history = History()
-        self._tell, self._ignore = self._history.tell, self._history.ignore
+        self._tell, self._ignore, self._broken = self._history.tell, self._history.ignore, self._history.broken
+        self._course = RoundCourse(
+            rules,
+            self.roster,
+            self._newcomers,
+            self.migrants,
+            self._patience,
+            self._history,
+            stream_safe_points=stream_safe_points,
+            model_nbytes=model_nbytes,
+        )
 
     # ---------------------------------------------------------------- what happened
 
@@ -130,7 +129,7 @@ class RoundCoordinator:
             return ()
         self._tell("{:.6f} rank {} joins: {}", now, rank, joined)
         member.joined, member.incarnation = True, joined.incarnation
-        self._last_number = max(self._last_number, min(joined.last_round, ROUND_BELIEVED_MAX))
+        self._course.go_on_after(joined.last_round)
         if joined.applied_iteration >= 0:
             member.applied_iteration = max(joined.applied_iteration, member.applied_iteration or 0)
         if joined.judged_iteration >= 0:
@@ -182,7 +181,7 @@ class RoundCoordinator:
             return ()
         if rank in state.waiting_replacers:
             state.waiting_replacers.remove(rank)
-        elif not self._leave_out(state, rank, reason):
+        elif not self._course.leave_out(state, rank, reason):
             self._ignore("Decline from a rank that is bound or already out")
             return ()
         self._members[rank].decline_count += 1
@@ -195,17 +194,7 @@ class RoundCoordinator:
         It is a fact about the rank's weights, so it counts even when the round's time was up before it came.
         """
         member = self._live(rank, "Applied")
-        if member is None:
-            return ()
-        state = self._round
-        if state is not None and state.number == round and state.frozen and rank in state.waiting_replacers:
-            state.waiting_replacers.remove(rank)
-        elif round in self._overdue.get(rank, ()):
-            while self._overdue[rank].popleft() != round:
-                pass  # an answer to an earlier round would have come before this one
-            self._ignore("Applied after the round's time was up")
-        else:
-            self._ignore("Applied from a rank that owes none")
+        if member is None or not self._course.take_answer(rank, round):
             return ()
         admissions = () if member.admitted else self._admit(rank, member, now)
         self._tell("{:.6f} round {}: replacer {} applied at iteration {}", now, round, rank, iteration)
@@ -226,7 +215,7 @@ class RoundCoordinator:
             self._ignore("Abandoned from a rank that owes nothing")
             return ()
         self._tell("{:.6f} round {}: replacer {} abandons: {}", now, round, rank, reason)
-        self._abandon(state, rank, reason)
+        self._course.abandon(state, rank, reason)
         return self._advance(now)
 
     def on_leave(self, rank: int, now: float) -> tuple[Send, ...]:
@@ -249,9 +238,8 @@ class RoundCoordinator:
 
     def next_deadline(self) -> float | None:
         """Return when `on_time` is due; None when only a message can cause a transition."""
-        if self._round is not None:
-            return self._round.deadline
-        return self._patience.deadline
+        state = self._course.current
+        return self._patience.deadline if state is None else state.deadline
 
     @property
     def finished(self) -> bool:
@@ -269,13 +257,13 @@ class RoundCoordinator:
             reports={rank: member.report_count for rank, member in members.items()},
             nonfinite_report_count=self._nonfinite_count,
             decision_count=self._decision_count,
-            rounds_decided=self._rounds_decided,
-            rounds_ended=self._rounds_ended,
-            routes=dict(self._routes),
+            rounds_decided=self._course.decided_count,
+            rounds_ended=self._course.ended_count,
+            routes=dict(self._course.routes),
             applied={rank: member.applied_count for rank, member in members.items()},
             abandoned=dict(self._history.abandoned),
             declines={rank: member.decline_count for rank, member in members.items()},
-            overdue_count=self._overdue_count,
+            overdue_count=self._course.overdue_count,
             left_out=tuple(self._history.left_out),
             stragglers=tuple(straggler for straggler, _ in self._history.stragglers),
             ignored=dict(self._history.ignored),
@@ -297,12 +285,12 @@ class RoundCoordinator:
 
     def _transition(self, sends: list[Send], now: float, timers: bool) -> bool:
         """Make the next transition, if one is due, and tell whether there was one."""
-        state = self._round
+        state = self._course.current
         if state is None:
             is_due, is_near = self._decision_is_due(now, timers), self._patience.deadline is not None
             admission = self._newcomers.next(self._decision_count, is_near, now) if self._newcomers else None
             if admission is not None:
-                self._start(sends, *admission, now, admits=True)
+                sends += self._course.start(*admission, now, admits=True)
             elif is_due:
                 self._judge(sends, now)
             return is_due or admission is not None
@@ -313,7 +301,7 @@ class RoundCoordinator:
             if state.decision.donors and not state.ready:
                 self._end(sends, state, "no donor was ready", now)
             else:
-                self._freeze(sends, state, now)
+                sends += self._course.freeze(state, now)
         elif time_is_up:
             self._end(sends, state, "time is up", now)
         else:
@@ -354,7 +342,7 @@ class RoundCoordinator:
             self._tell("{:.6f} decision {} over {}: no action", now, self._decision_count, sorted(usable))
             return
         self._acted_at_iteration = self._largest_iteration
-        self._start(sends, decision, usable | guests, now)
+        sends += self._course.start(decision, usable | guests, now)
 
     def _is_cooling_down(self) -> bool:
         """Tell whether the last acting round is too recent, counted in iterations of the fastest member."""
@@ -362,93 +350,8 @@ class RoundCoordinator:
             return False
         return self._largest_iteration - self._acted_at_iteration < self._rules.cooldown
 
-    def _start(
-        self, sends: list[Send], decision: Decision, judged: dict[int, ReportRecord], now: float, admits: bool = False
-    ) -> None:
-        """Open the round. Donors get their longest step plus a quarter of the timeout to take their snapshots."""
-        assert self._round is None, self._broken("a round starts before the last one ended")
-        assert decision.replacers, self._broken(f"{decision} replaces no rank")
-        assert not set(decision.donors) & set(decision.replacers), self._broken(f"{decision} gives a rank two roles")
-        assert sum(decision.weights) > 0 or not decision.donors, self._broken(f"{decision} has no weight")
-        self._rounds_decided += 1
-        self._last_number += 1
-        patience_s = max((step_s(judged[rank]) for rank in decision.waited_for), default=0.0)
-        limit_at, hosts = math.inf, self.roster.hosts_of(decision.donors + decision.replacers)
-        reducers = reducers_of(decision, self._rules.route, self._model_nbytes, self._last_number, hosts)
-        if admits:
-            times = self.roster.cadence_s(), self._patience.round_s
-            limit_at, reducers = now + self._newcomers.allowed_s(decision.replacers, *times), ()
-        self._routes["sharded" if reducers else "direct"] += bool(decision.donors)
-        self._round = state = Round(
-            number=self._last_number,
-            began_at=now,
-            decision=decision,
-            judged=judged,
-            deadline=min(now + patience_s + self._rules.round_timeout_s / 4, limit_at),
-            waiting_donors=set(decision.donors),
-            waiting_replacers=set(decision.replacers),
-            reducers=reducers,
-            admits=admits,
-            limit_at=limit_at,
-        )
-        self.migrants.enter(decision.guests, state.number)
-        self._tell("{:.6f} round {}: {}", now, state.number, decision)
-        sends += state.openings(self._members)
-
-    def _freeze(self, sends: list[Send], state: Round, now: float) -> None:
-        """Fix the donors. Those not ready are let go; the others' weights stay what their metrics gave them."""
-        for rank in sorted(state.waiting_donors):
-            self._leave_out(state, rank, "not ready in time")
-        for rank in sorted(set(state.decision.donors) - state.ready.keys()):
-            self._release(sends, state, rank, "left out")
-        state.frozen = True
-        timeouts = state.timeouts_s(self._rules.round_timeout_s, self._stream_safe_points)
-        sends += state.freezings(self._rules.metric_mode, timeouts)
-        margin_s = max(2 * step_s(state.judged[rank]) for rank in timeouts) + self._rules.round_timeout_s / 4
-        state.deadline = min(now + max(timeouts.values()) + margin_s, state.limit_at)
-        self._history.guests += [(state.number, rank) for rank in self.migrants.named if rank in state.ready]
-        self._tell("{:.6f} round {}: frozen with donors {}", now, state.number, sorted(state.ready))
-
     def _end(self, sends: list[Send], state: Round, reason: str, now: float) -> None:
-        """Close the round: every named rank that is still live is told, once."""
-        for rank in sorted(state.waiting_replacers):
-            if state.frozen:  # it may have applied already, with its answer under way
-                self._overdue.setdefault(rank, deque(maxlen=HISTORY_LENGTH)).append(state.number)
-                self._overdue_count += 1
-            else:
-                self._abandon(state, rank, reason)
-        for rank in state.named:
-            self._release(sends, state, rank, reason)
-        self._round = None
-        self.migrants.leave()
-        if state.admits:
-            held_s = now - state.began_at if now >= state.limit_at else 0.0
-            self._newcomers.on_round(state.decision.replacers, self._decision_count, held_s, now)
-        elif state.frozen:
-            self._patience.on_round(state.named, now - state.began_at, now)
-        self._rounds_ended += 1
-        assert self._rounds_ended == self._rounds_decided, self._broken("rounds overlap")
-        self._tell("{:.6f} round {}: ended, {}", now, state.number, reason)
-
-    def _release(self, sends: list[Send], state: Round, rank: int, reason: str) -> None:
-        """Send `End` to one rank, unless it has had it or is gone."""
-        if rank not in state.released and self._members[rank].live:
-            state.released.add(rank)
-            sends.append(Send(rank, state.number, End(reason)))
-
-    def _leave_out(self, state: Round, rank: int, reason: str) -> bool:
-        """Take a donor out of a round that is not frozen; False if it is no donor of it, or no longer."""
-        if state.frozen or (rank not in state.waiting_donors and rank not in state.ready):
-            return False
-        state.waiting_donors.discard(rank)
-        state.ready.pop(rank, None)
-        self._history.left_out.append(LeftOut(state.number, rank, reason))
-        return True
-
-    def _abandon(self, state: Round, rank: int, reason: str) -> None:
-        """Stop waiting for a replacer, and count the reason."""
-        state.waiting_replacers.discard(rank)
-        self._history.note_abandoned(reason)
+        sends += self._course.end(state, reason, self._decision_count, now)
 
     def _depart(self, rank: int, how: str, now: float) -> tuple[Send, ...]:
         """Take a member out of everything that waits for it; a second call does nothing."""
@@ -460,12 +363,7 @@ class RoundCoordinator:
         self.roster.depart(member)
         self._patience.on_arrival(rank, now)
         self._newcomers.remove(rank)
-        self._overdue.pop(rank, None)
-        state = self._round
-        if state is not None and rank in state.waiting_replacers:
-            self._abandon(state, rank, f"the replacer {how}")
-        elif state is not None:
-            self._leave_out(state, rank, how)
+        self._course.depart(rank, how)
         return self._advance(now)
 
     # ---------------------------------------------------------------- helpers
@@ -491,10 +389,8 @@ class RoundCoordinator:
         """Return the round that a message is about; None, with a count, if it is not the one under way."""
         if self._live(rank, kind) is None:
             return None
-        if self._round is None or self._round.number != number:
+        state = self._course.current
+        if state is None or state.number != number:
             self._ignore(f"{kind} of another round")
             return None
-        return self._round
-
-    def _broken(self, fact: str) -> str:
-        return "\n  ".join((fact, "the story so far:", *self.story()))
+        return state

@@ -110,6 +110,10 @@ class History:
         """Return the latest events, oldest first."""
         return tuple(words.format(*facts) for words, facts in self._story)
 
+    def broken(self, fact: str) -> str:
+        """Return the words of an assertion that has failed."""
+        return "\n  ".join((fact, "the story so far:", *self.story()))
+
     def ignore(self, what: str) -> None:
         """Count a message that changes nothing."""
         self.ignored[what] += 1

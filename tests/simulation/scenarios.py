@@ -415,13 +415,16 @@ def _gates_watched(watch: Watch) -> Iterator[None]:
         if rules.threshold is not None:
             seen["gate threshold"] += decision is None and decide(metrics, replace(rules, threshold=None)) is not None
             seen["gate cooldown"] += decision is not None and self._is_cooling_down()
-        watch.check(self._round is None, "a decision while a round is under way")
+        watch.check(self._course.current is None, "a decision while a round is under way")
         if (deadline := self._patience.deadline) is not None:
             due_at = max(deadline, ended_at.get(self, 0.0))
             watch.check_in_time(due_at, now, "a decision")
-        decided = self._rounds_decided
+        decided = self._course.decided_count
         judge(self, sends, now)
-        watch.check(self._rounds_decided == decided or self._round is not None, "a round was counted and not begun")
+        watch.check(
+            self._course.decided_count == decided or self._course.current is not None,
+            "a round was counted and not begun",
+        )
 
     def end_watched(self: RoundCoordinator, sends: list[Any], state: Any, reason: str, now: float) -> None:
         ended_at[self] = now

@@ -7,8 +7,9 @@ from collections import Counter
 
 from asyncdist.messaging import wire
 from protocols.selective.messages import Assign, End, Frozen, Joined, Rejoin
-from protocols.selective.round_state import Send
-from protocols.selective.rounds import ROUND_BELIEVED_MAX, RoundCoordinator
+from protocols.selective.round.course import ROUND_BELIEVED_MAX
+from protocols.selective.round.state import Send
+from protocols.selective.rounds import RoundCoordinator
 from protocols.selective.rules import SelectiveRules
 
 

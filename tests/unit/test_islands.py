@@ -10,7 +10,7 @@ from support.selective import rules
 from protocols.selective.islands.layout import Island, IslandOptions
 from protocols.selective.islands.migrants import GUEST_COUNT_MAX
 from protocols.selective.messages import Assign, End, Frozen, Joined
-from protocols.selective.round_state import Send
+from protocols.selective.round.state import Send
 from protocols.selective.rounds import RoundCoordinator
 from protocols.selective.rules import decide, reducers_of
 

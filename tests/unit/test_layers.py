@@ -47,6 +47,8 @@ PURE = {
     "selective.member",
     "selective.messages",
     "selective.roster",
+    "selective.round.course",
+    "selective.round.state",
     "selective.rounds",
     "selective.rules",
     "selective.waiting",

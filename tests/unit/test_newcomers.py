@@ -17,7 +17,7 @@ from asyncdist.collectives.agreement.incarnations import Incarnations
 from protocols.selective.joining.admission import Application, Welcome
 from protocols.selective.joining.state_transfer import packed, unpacked
 from protocols.selective.messages import Admitted, Assign, Frozen, Joined
-from protocols.selective.round_state import Send
+from protocols.selective.round.state import Send
 from protocols.selective.rounds import RoundCoordinator
 from protocols.selective.rules import SelectiveRules
 

@@ -9,7 +9,9 @@ from support.referee import Referee
 from support.selective import STRATEGIES, rules
 
 from protocols.selective.messages import Assign, Frozen, Joined
-from protocols.selective.rounds import ROUND_BELIEVED_MAX, RoundCoordinator, Send
+from protocols.selective.round.course import ROUND_BELIEVED_MAX
+from protocols.selective.round.state import Send
+from protocols.selective.rounds import RoundCoordinator
 from protocols.selective.rules import Decision, SelectiveRules
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=200)
@@ -322,7 +324,7 @@ def test_a_broken_invariant_tells_the_story() -> None:
     coordinator = started()
     decision = Decision((1,), (0,), (1.0,), 1)
     with pytest.raises(AssertionError, match=r"(?s)before the last one ended.*rank 3 reports 3\.0 at iteration 9"):
-        coordinator._start([], decision, {}, 0.0)
+        coordinator._course.start(decision, {}, 0.0)
 
 
 # -------------------------------------------------------------------------------------- coordinator, at random

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from protocols.selective.messages import Assign
-from protocols.selective.rounds import RoundCoordinator, Send
+from protocols.selective.round.state import Send
+from protocols.selective.rounds import RoundCoordinator
 from protocols.selective.rules import SelectiveRules
 from protocols.selective.statistics import Straggler
 from protocols.selective.waiting import (
@@ -128,7 +129,7 @@ def named(sends: Any) -> list[int]:
 def finish(coordinator: RoundCoordinator, now: float) -> None:
     """End the round under way: its replacer is the lowest rank named."""
     number = coordinator.statistics().rounds_decided
-    replacer = min(state.decision.replacers) if (state := coordinator._round) else -1
+    replacer = min(state.decision.replacers) if (state := coordinator._course.current) else -1
     coordinator.on_abandoned(replacer, number, "test", now)
 
 
@@ -139,7 +140,7 @@ def test_ranks_that_are_expected_are_waited_for_and_a_slow_one_is_not() -> None:
             report(coordinator, rank, begin + rank / 10)
         if not begin:
             report(coordinator, 0, 0.9, factor=100.0)
-        elif coordinator._round is None:
+        elif coordinator._course.current is None:
             coordinator.on_time(coordinator.next_deadline() or 0.0)
         finish(coordinator, begin + 1.0)
     assert coordinator.statistics().rounds_ended == 3
@@ -173,7 +174,7 @@ def test_a_member_that_is_only_between_two_reports_is_no_straggler() -> None:
         for rank in range(3):
             report(coordinator, rank, begin + 2.0 * rank)
             coordinator.on_time(begin + 2.0 * rank)
-            if coordinator._round is not None:
+            if coordinator._course.current is not None:
                 finish(coordinator, begin + 2.0 * rank + 0.5)
     later = [straggler for straggler in coordinator.statistics().stragglers if straggler.decision > 1]
     assert coordinator.statistics().decision_count >= 3 and not later

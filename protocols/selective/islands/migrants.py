@@ -10,7 +10,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from protocols.ranking import order_worst_first
 from protocols.selective.messages import End, Joined
-from protocols.selective.round_state import Member, ReportRecord, Send, step_s
+from protocols.selective.round.state import Member, ReportRecord, Send, step_s
 from protocols.selective.waiting import FREE_ROUNDS, NOISE_S
 
 T = TypeVar("T")

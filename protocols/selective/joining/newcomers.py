@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from protocols.ranking import order_worst_first
-from protocols.selective.round_state import Member, ReportRecord
+from protocols.selective.round.state import Member, ReportRecord
 from protocols.selective.rules import Decision, SelectiveRules
 from protocols.selective.waiting import HELD_SHARE
 

@@ -1,0 +1,183 @@
+"""Carries one round after the other from its start over the freeze to its end, as the coordinator says.
+
+Pure, like `protocols.selective.rounds`, of which it is a part: that decides when a round starts, freezes and ends; this
+says who is told what then, and keeps the accounts.
+"""
+
+import math
+from collections import Counter, deque
+from typing import Final
+
+from protocols.selective.islands.migrants import Migrants
+from protocols.selective.joining.newcomers import Newcomers
+from protocols.selective.messages import End
+from protocols.selective.roster import Roster
+from protocols.selective.round.state import ReportRecord, Round, Send, step_s
+from protocols.selective.rules import Decision, SelectiveRules, reducers_of
+from protocols.selective.statistics import HISTORY_LENGTH, History, LeftOut
+from protocols.selective.waiting import Patience
+
+#: A larger number of a round is not believed: numbers have 32 bits in a frame's header, and the next ones are larger.
+ROUND_BELIEVED_MAX: Final = 2**31
+
+
+class RoundCourse:
+    """Holds the round under way, and what has become of those before it.
+
+    Args:
+        rules: The options.
+        roster, newcomers, migrants, patience, history: Of the coordinator.
+        stream_safe_points, model_nbytes: As for `RoundCoordinator`.
+
+    Attributes:
+        current: The round under way.
+        decided_count, ended_count: Rounds so far.
+        overdue_count: Replacers that had not answered when their round's time was up.
+        routes: Rounds with donors, by route.
+    """
+
+    def __init__(
+        self,
+        rules: SelectiveRules,
+        roster: Roster,
+        newcomers: Newcomers,
+        migrants: Migrants,
+        patience: Patience,
+        history: History,
+        *,
+        stream_safe_points: int,
+        model_nbytes: int,
+    ) -> None:
+        self._rules = rules
+        self._roster = roster
+        self._newcomers = newcomers
+        self._migrants = migrants
+        self._patience = patience
+        self._history = history
+        self._stream_safe_points = stream_safe_points
+        self._model_nbytes = model_nbytes
+        self._last_number = 0
+        self._overdue: dict[int, deque[int]] = {}  # replacer to the rounds whose time was up before it answered
+        self.current: Round | None = None
+        self.decided_count = self.ended_count = self.overdue_count = 0
+        self.routes = Counter(direct=0, sharded=0)
+
+    def go_on_after(self, number: int) -> None:
+        """Number the next round higher: a member was named in that one by an earlier coordinator."""
+        self._last_number = max(self._last_number, min(number, ROUND_BELIEVED_MAX))
+
+    def start(
+        self, decision: Decision, judged: dict[int, ReportRecord], now: float, admits: bool = False
+    ) -> list[Send]:
+        """Open a round. Donors get their longest step plus a quarter of the timeout to take their snapshots."""
+        broken = self._history.broken
+        assert self.current is None, broken("a round starts before the last one ended")
+        assert decision.replacers, broken(f"{decision} replaces no rank")
+        assert not set(decision.donors) & set(decision.replacers), broken(f"{decision} gives a rank two roles")
+        assert sum(decision.weights) > 0 or not decision.donors, broken(f"{decision} has no weight")
+        self.decided_count += 1
+        self._last_number += 1
+        patience_s = max((step_s(judged[rank]) for rank in decision.waited_for), default=0.0)
+        limit_at, hosts = math.inf, self._roster.hosts_of(decision.donors + decision.replacers)
+        reducers = reducers_of(decision, self._rules.route, self._model_nbytes, self._last_number, hosts)
+        if admits:
+            times = self._roster.cadence_s(), self._patience.round_s
+            limit_at, reducers = now + self._newcomers.allowed_s(decision.replacers, *times), ()
+        self.routes["sharded" if reducers else "direct"] += bool(decision.donors)
+        self.current = state = Round(
+            number=self._last_number,
+            began_at=now,
+            decision=decision,
+            judged=judged,
+            deadline=min(now + patience_s + self._rules.round_timeout_s / 4, limit_at),
+            waiting_donors=set(decision.donors),
+            waiting_replacers=set(decision.replacers),
+            reducers=reducers,
+            admits=admits,
+            limit_at=limit_at,
+        )
+        self._migrants.enter(decision.guests, state.number)
+        self._history.tell("{:.6f} round {}: {}", now, state.number, decision)
+        return state.openings(self._roster.members)
+
+    def freeze(self, state: Round, now: float) -> list[Send]:
+        """Fix the donors. Those not ready are let go; the others' weights stay what their metrics gave them."""
+        sends: list[Send] = []
+        for rank in sorted(state.waiting_donors):
+            self.leave_out(state, rank, "not ready in time")
+        for rank in sorted(set(state.decision.donors) - state.ready.keys()):
+            self._release(sends, state, rank, "left out")
+        state.frozen = True
+        timeouts = state.timeouts_s(self._rules.round_timeout_s, self._stream_safe_points)
+        sends += state.freezings(self._rules.metric_mode, timeouts)
+        margin_s = max(2 * step_s(state.judged[rank]) for rank in timeouts) + self._rules.round_timeout_s / 4
+        state.deadline = min(now + max(timeouts.values()) + margin_s, state.limit_at)
+        self._history.guests += [(state.number, rank) for rank in self._migrants.named if rank in state.ready]
+        self._history.tell("{:.6f} round {}: frozen with donors {}", now, state.number, sorted(state.ready))
+        return sends
+
+    def end(self, state: Round, reason: str, decision_count: int, now: float) -> list[Send]:
+        """Close the round: every named rank that is still live is told, once."""
+        sends: list[Send] = []
+        for rank in sorted(state.waiting_replacers):
+            if state.frozen:  # it may have applied already, with its answer under way
+                self._overdue.setdefault(rank, deque(maxlen=HISTORY_LENGTH)).append(state.number)
+                self.overdue_count += 1
+            else:
+                self.abandon(state, rank, reason)
+        for rank in state.named:
+            self._release(sends, state, rank, reason)
+        self.current = None
+        self._migrants.leave()
+        if state.admits:
+            held_s = now - state.began_at if now >= state.limit_at else 0.0
+            self._newcomers.on_round(state.decision.replacers, decision_count, held_s, now)
+        elif state.frozen:
+            self._patience.on_round(state.named, now - state.began_at, now)
+        self.ended_count += 1
+        assert self.ended_count == self.decided_count, self._history.broken("rounds overlap")
+        self._history.tell("{:.6f} round {}: ended, {}", now, state.number, reason)
+        return sends
+
+    def take_answer(self, rank: int, number: int) -> bool:
+        """Note that a replacer has applied its average, and tell whether it owed that, in time or not."""
+        state = self.current
+        if state is not None and state.number == number and state.frozen and rank in state.waiting_replacers:
+            state.waiting_replacers.remove(rank)
+        elif number in self._overdue.get(rank, ()):
+            while self._overdue[rank].popleft() != number:
+                pass  # an answer to an earlier round would have come before this one
+            self._history.ignore("Applied after the round's time was up")
+        else:
+            self._history.ignore("Applied from a rank that owes none")
+            return False
+        return True
+
+    def depart(self, rank: int, how: str) -> None:
+        """Take a rank that is gone out of the round under way."""
+        self._overdue.pop(rank, None)
+        state = self.current
+        if state is not None and rank in state.waiting_replacers:
+            self.abandon(state, rank, f"the replacer {how}")
+        elif state is not None:
+            self.leave_out(state, rank, how)
+
+    def leave_out(self, state: Round, rank: int, reason: str) -> bool:
+        """Take a donor out of a round that is not frozen; False if it is no donor of it, or no longer."""
+        if state.frozen or (rank not in state.waiting_donors and rank not in state.ready):
+            return False
+        state.waiting_donors.discard(rank)
+        state.ready.pop(rank, None)
+        self._history.left_out.append(LeftOut(state.number, rank, reason))
+        return True
+
+    def abandon(self, state: Round, rank: int, reason: str) -> None:
+        """Stop waiting for a replacer, and count the reason."""
+        state.waiting_replacers.discard(rank)
+        self._history.note_abandoned(reason)
+
+    def _release(self, sends: list[Send], state: Round, rank: int, reason: str) -> None:
+        """Send `End` to one rank, unless it has had it or is gone."""
+        if rank not in state.released and self._roster.members[rank].live:
+            state.released.add(rank)
+            sends.append(Send(rank, state.number, End(reason)))
